@@ -1,0 +1,116 @@
+"""What travels between driver and workers: three closed, typed batches.
+
+Legend: P prompts, G responses per prompt, B = P * G rows, L = prompt + response tokens of a row.
+A field with suffix ``_BL`` is a jagged nested tensor: B rows of different length, stored without
+padding
+in one flat ``values()`` tensor. All ``_BL`` fields of one batch have the same row lengths.
+
+Batches that came through Ray are views of shared memory: read-only by contract, clone before
+writing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import TensorClass
+from torch import Tensor
+
+
+class PromptBatch(TensorClass):
+    """P prompts, ready to be sampled from."""
+
+    token_ids_PL: Tensor  # int64, jagged
+    prompt_index_P: (
+        Tensor  # int64, place in the run's prompt stream: no two prompts of a run share it
+    )
+    seed_P: Tensor  # int64, response g to a prompt draws its random numbers from (seed, g) alone
+
+
+class RolloutBatch(TensorClass):
+    """B responses; the G responses to a prompt are adjacent and in prompt order."""
+
+    token_ids_BL: Tensor  # int64, jagged
+    response_mask_BL: Tensor  # bool, jagged, True where the policy chose the token
+    sampler_logprobs_BL: (
+        Tensor  # float32 nats, jagged, by the rollout engine; 0 where the mask is False
+    )
+    prompt_index_B: Tensor  # int64, same value for siblings
+    policy_version_B: Tensor  # int64, optimizer steps taken when the response was sampled
+    is_truncated_B: Tensor  # bool, True if the length limit and no stop token ended it
+
+
+class LogprobBatch(TensorClass):
+    """Log-probs of the rollout's tokens under the training engine's weights, before the update."""
+
+    old_logprobs_BL: Tensor | None = (
+        None  # float32 nats, jagged; None: use the detached current ones
+    )
+    reference_logprobs_BL: Tensor | None = None  # float32 nats, jagged; None: there is no reference
+    entropy_BL: Tensor | None = None  # float32 nats, jagged, of the next-token distribution
+
+
+class TrainBatch(TensorClass):
+    """B rows for the update; row order is free, G siblings need not be adjacent."""
+
+    token_ids_BL: Tensor  # int64, jagged
+    response_mask_BL: Tensor  # bool, jagged
+    advantages_BL: Tensor  # float32, jagged, 0 where the mask is False
+    sampler_logprobs_BL: Tensor  # float32 nats, jagged
+    old_logprobs_BL: Tensor | None = None  # float32 nats, jagged; None: the detached current ones
+    reference_logprobs_BL: Tensor | None = None  # float32 nats, jagged
+
+
+class SupervisedBatch(TensorClass):
+    """B prompt-and-answer rows for supervised fine-tuning."""
+
+    token_ids_BL: Tensor  # int64, jagged
+    response_mask_BL: Tensor  # bool, jagged, True where the loss is taken
+
+
+def jagged(rows: Sequence[Tensor]) -> Tensor:
+    """Lay rows of different length end to end.
+
+    Args:
+        rows: B >= 1 tensors [L_b] of one dtype and device.
+
+    Returns:
+        Jagged nested tensor [B, L].
+    """
+    lengths_B = torch.tensor([len(row) for row in rows])
+    return jagged_from(torch.cat(list(rows)), lengths_B)
+
+
+def jagged_from(values_T: Tensor, lengths_B: Tensor) -> Tensor:
+    """View a flat tensor [T] as jagged [B, L] with the given row lengths, sum(lengths) == T."""
+    offsets = torch.zeros(len(lengths_B) + 1, dtype=torch.int64, device=values_T.device)
+    torch.cumsum(lengths_B, dim=0, out=offsets[1:])
+    return torch.nested.nested_tensor_from_jagged(values_T, offsets)
+
+
+def row_offsets(values_BL: Tensor) -> Tensor:
+    """Return where each row begins in ``values()``, and the end of the last: int64 [B + 1]."""
+    offsets: Tensor = values_BL.offsets()  # type: ignore[attr-defined]  # of nested tensors alone
+    return offsets
+
+
+def row_lengths(values_BL: Tensor) -> Tensor:
+    """Return the number of tokens of each row, int64 [B]."""
+    return row_offsets(values_BL).diff()
+
+
+def response_lengths(mask_BL: Tensor) -> Tensor:
+    """Count the True entries of each row of a jagged bool [B, L], int64 [B]."""
+    counts = torch.cumsum(mask_BL.values(), dim=0)
+    counts = torch.cat([counts.new_zeros(1), counts])
+    return counts[row_offsets(mask_BL)].diff()
+
+
+def spread_over_tokens(values_B: Tensor, mask_BL: Tensor) -> Tensor:
+    """Give each True token of row b the value ``values_B[b]``, others 0: jagged float32 [B, L]."""
+    lengths_B = row_lengths(mask_BL)
+    values_T = torch.repeat_interleave(
+        values_B.float(), lengths_B, output_size=mask_BL.values().numel()
+    )
+    return jagged_from(torch.where(mask_BL.values(), values_T, 0.0), lengths_B)

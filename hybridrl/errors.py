@@ -1,0 +1,145 @@
+"""Every error that hybridrl raises on purpose.
+
+A message states one fact with values and units, then one remedy with the exact key to type.
+All errors survive pickling, because Ray carries them from a worker to the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+
+
+class HybridRLError(Exception):
+    """Base of all errors below; catch it to catch whatever hybridrl says on purpose."""
+
+    def __reduce__(self) -> tuple[Callable[..., HybridRLError], tuple[object, ...]]:
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def _restore(
+    cls: type[HybridRLError], args: tuple[object, ...], state: dict[str, object]
+) -> HybridRLError:
+    # Past __init__: subclasses build their message from other arguments than the message.
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class ConfigError(HybridRLError, ValueError):
+    """A recipe or override is wrong. Raised before any device is touched.
+
+    The message has four parts, always in this order: the key, the value the user gave, the rule
+    it breaks, and what to type instead.
+
+    Args:
+        key: dotted, as it is typed on the command line.
+        got: the value that the user gave.
+        rule: what the value must be, and why.
+        fix: what to type instead; left out, it is spelled from ``remedies``.
+        remedies: alternatives, best first. Each is a tuple of overrides which, added to the
+            command, mend this violation and break no other rule (tested for every rule).
+    """
+
+    def __init__(
+        self,
+        key: str,
+        got: object,
+        rule: str,
+        fix: str = "",
+        *,
+        remedies: Sequence[tuple[str, ...]] = (),
+    ) -> None:
+        fix = fix or ", or ".join("set " + " ".join(overrides) for overrides in remedies)
+        end = "" if fix.endswith(("?", "...")) else "."
+        super().__init__(f"{key}={got!r}: {rule}. Fix: {fix}{end}")
+        self.key = key
+        self.rule = rule
+        self.remedies = tuple(remedies)
+
+
+class ConfigErrors(HybridRLError, ValueError):
+    """All violations of one configuration, so that it is mended in one go."""
+
+    def __init__(self, violations: Sequence[ConfigError]) -> None:
+        lines = "\n".join(f"  {n}. {violation}" for n, violation in enumerate(violations, 1))
+        count = len(violations)
+        super().__init__(f"{count} {'problem' if count == 1 else 'problems'}:\n{lines}")
+        self.violations = tuple(violations)
+
+
+class DispatchError(HybridRLError, ValueError):
+    """A driver call cannot be divided over the ranks. Raised before any rank is called."""
+
+
+class ResourceError(HybridRLError, RuntimeError):
+    """The cluster cannot give what a resource pool asks for."""
+
+
+class RemoteCallError(HybridRLError, RuntimeError):
+    """A method failed on a rank: names rank, host, method, and holds the remote traceback."""
+
+    def __init__(self, *, rank: int, host: str, method: str, cause: str, traceback: str) -> None:
+        super().__init__(f"rank {rank} on {host}: {method}() failed: {cause}\n{traceback}".rstrip())
+        self.rank = rank
+        self.host = host
+        self.method = method
+        self.remote_cause = cause
+        self.remote_traceback = traceback
+
+
+class WorkerDiedError(RemoteCallError):
+    """The process of a rank is gone (killed, out of memory, node lost)."""
+
+
+class WorkerGroupError(HybridRLError, RuntimeError):
+    """A call on a worker group that was stopped, on purpose or after a failure."""
+
+
+class DeadlineError(HybridRLError, TimeoutError):
+    """Something took longer than it may; names what, and the key that holds the limit."""
+
+
+class PhaseError(HybridRLError, RuntimeError):
+    """An edge of the engine life cycle that is not drawn, or work in the wrong state."""
+
+
+class EngineError(HybridRLError, RuntimeError):
+    """A stage of waking, feeding or putting to sleep a rollout engine failed."""
+
+
+class LedgerError(EngineError):
+    """Rollout weights that were lost on release have not been sent again."""
+
+
+class ModelError(HybridRLError, ValueError):
+    """A model folder, tokenizer or tensor is missing or does not fit."""
+
+
+class DataError(HybridRLError, ValueError):
+    """A data file or row is unusable; names file and line."""
+
+
+class RewardError(HybridRLError, RuntimeError):
+    """A reward function raised, hung, or returned something that is not a reward."""
+
+
+class MetricError(HybridRLError, ValueError):
+    """A metric's name is not declared in ``hybridrl/metrics.py``."""
+
+
+class TrainingError(HybridRLError, RuntimeError):
+    """Training cannot go on, for example after too many non-finite gradients in a row."""
+
+
+class RunFolderError(HybridRLError, OSError):
+    """The run folder cannot be written, or would be overwritten."""
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Say which known names are meant: ``did you mean 'lr'?`` or the whole list if none is near."""
+    close = get_close_matches(name, known, n=3, cutoff=0.5)
+    if close:
+        return "did you mean " + " or ".join(repr(c) for c in close) + "?"
+    return "known: " + ", ".join(sorted(known))

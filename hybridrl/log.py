@@ -1,0 +1,38 @@
+"""Logging set-up: one format everywhere; the handler, not the caller, adds rank and phase."""
+
+from __future__ import annotations
+
+import logging
+from contextvars import ContextVar
+from pathlib import Path
+
+_FORMAT = "%(asctime)s %(levelname).1s %(where)s%(name)s: %(message)s"
+_where: ContextVar[str] = ContextVar("where", default="")
+
+
+class _AddWhere(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.where = _where.get()
+        return True
+
+
+def set_where(where: str) -> None:
+    """Prefix each later line of this process, for example with ``rank 3 on host-a``."""
+    _where.set(f"[{where}] " if where else "")
+
+
+def configure(*, level: int = logging.INFO, file: Path | None = None) -> None:
+    """Send hybridrl's log to stderr and, if given, to ``file``. Calling it again replaces both."""
+    logger = logging.getLogger("hybridrl")
+    logger.setLevel(level)
+    logger.propagate = False
+    for old in list(logger.handlers):
+        logger.removeHandler(old)
+        old.close()
+    handlers: list[logging.Handler] = [logging.StreamHandler()]
+    if file is not None:
+        handlers.append(logging.FileHandler(file, encoding="utf-8"))
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%H:%M:%S"))
+        handler.addFilter(_AddWhere())
+        logger.addHandler(handler)

@@ -1,0 +1,148 @@
+"""What a rollout engine offers: sampling for workers, edges of its life for the sharding manager.
+
+Only ``workers/sharding`` calls pause, drain, release, resume and continue_generation; a test reads
+the
+syntax tree and holds everyone to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from torch import Tensor
+
+from hybridrl.batch import PromptBatch
+
+
+class MemoryPart(Enum):
+    """Parts of an engine's memory that are released and resumed separately (SGLang's tags)."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+    CUDA_GRAPH = "cuda_graph"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample; the same for every prompt of a call."""
+
+    num_responses_per_prompt: int
+    """Responses G per prompt, >= 1."""
+
+    max_response_tokens: int
+    """Hard stop, in tokens."""
+
+    temperature: float
+    """Divides the logits; 0 is greedy, with log-probs taken at temperature 1."""
+
+    top_p: float = 1.0
+    """Nucleus, in (0, 1]."""
+
+    top_k: int = 0
+    """Sample among the k likeliest tokens; 0 is off."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """A response ends with the first of these; the stop token belongs to the response."""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One sampled continuation of a prompt."""
+
+    token_ids: Tensor
+    """int64 [n], 0 <= n <= max_response_tokens, with the stop token if one ended it."""
+
+    logprobs: Tensor
+    """float32 [n] nats, under the distribution drawn from (after temperature, top-p, top-k)."""
+
+    is_truncated: bool
+    """True if the length limit ended it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMemory:
+    """One tensor under the ``weights`` tag."""
+
+    name: str
+    """Hugging Face name; buffers have one too."""
+
+    num_bytes: int
+
+    is_buffer: bool
+    """True for state that no trainer sends (rotary frequencies, scales).
+
+    Must be backed up to survive a release.
+    """
+
+
+class RolloutEngine(Protocol):
+    """One sampling engine, life cycle as in ``workers/sharding/lifecycle.py``.
+
+    Starts with every part of its memory resident and weights that are not to be trusted
+    (BOOT counts every tensor as lost). Implementations check nothing about order: the life cycle
+    does.
+    """
+
+    def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> list[Response]:
+        """Sample; returns P * G responses, siblings adjacent, in prompt order."""
+        ...
+
+    def weight_memory(self) -> tuple[WeightMemory, ...]:
+        """List all tensors under the ``weights`` tag."""
+        ...
+
+    def update_weights(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Copy a bucket of full tensors into the engine, by HF name; they may be reused afterwards.
+
+        Raises:
+            EngineError: a name or shape that the engine does not have.
+        """
+        ...
+
+    def finish_update(self, *, version: int) -> None:
+        """All buckets of a sync have arrived.
+
+        Derived state is rebuilt, caches of old weights are dropped.
+        """
+        ...
+
+    def pause(self) -> None:
+        """Admit no new request. Idempotent."""
+        ...
+
+    def drain(self, *, timeout_s: float) -> int:
+        """Wait until nothing is running, abort what is left at the deadline.
+
+        Returns the number aborted.
+        """
+        ...
+
+    def release(self, part: MemoryPart, *, backup: frozenset[str] = frozenset()) -> None:
+        """Free a part's memory.
+
+        ``backup`` names the weights to copy to the host first; others are lost.
+        """
+        ...
+
+    def resume(self, part: MemoryPart) -> None:
+        """Allocate a part again and refill what was backed up."""
+        ...
+
+    def continue_generation(self) -> None:
+        """Admit requests again."""
+        ...
+
+    def resident_bytes(self, part: MemoryPart) -> int:
+        """Return the bytes that this part holds on the device now (measured, not remembered)."""
+        ...
+
+    def restart(self) -> None:
+        """Throw everything away and boot again: the only way out of BROKEN."""
+        ...
+
+    def shutdown(self) -> None:
+        """End for good; idempotent."""
+        ...

@@ -1,0 +1,115 @@
+"""The control group: ranks tell each other how a stage went, so that all leave it together.
+
+It is a gloo group of its own. A failing rank must be able to say so while the training group waits
+in
+a collective, and on GPUs a status must not queue behind NCCL kernels.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hybridrl.errors import DeadlineError, EngineError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+Failures = Mapping[int, str]
+
+
+class StageError(EngineError):
+    """A stage failed on some ranks or engines; the same error is raised on all of them."""
+
+    def __init__(self, stage: str, failures: Failures, *, of: str = "rank") -> None:
+        parts = "; ".join(f"{of} {index}: {reason}" for index, reason in sorted(failures.items()))
+        super().__init__(f"{stage} failed on {parts}")
+        self.stage = stage
+        self.failures = dict(failures)
+
+
+class ControlGroup:
+    """Status exchange between all ranks of a worker group, with a deadline."""
+
+    def __init__(self, *, timeout_s: float) -> None:
+        """Create the group; a collective call when ``torch.distributed`` is initialised.
+
+        Args:
+            timeout_s: seconds a rank waits for the others (``rollout.stage_timeout_s``).
+        """
+        self._timeout_s = timeout_s
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self._group = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            if self.world_size > 1
+            else None
+        )
+
+    def exchange(self, stage: str, error: BaseException | None) -> Failures:
+        """Tell the others how this rank fared, and learn how they did.
+
+        Returns:
+            Failed ranks with their reasons, the same on every rank; empty if all is well.
+
+        Raises:
+            DeadlineError: a rank did not answer in time.
+        """
+        reason = None if error is None else f"{type(error).__name__}: {error}"
+        if error is not None:
+            log.warning("stage failed here: stage=%s error=%s", stage, reason)
+        if not self.is_true_anywhere(stage, flag=reason is not None):
+            return {}
+        reasons: list[str | None] = [reason] * self.world_size
+        if self._group is not None:
+            with self._deadline(stage):
+                dist.all_gather_object(reasons, reason, group=self._group)
+        return {rank: text for rank, text in enumerate(reasons) if text is not None}
+
+    def is_true_anywhere(self, stage: str, *, flag: bool) -> bool:
+        """Return, on every rank, whether ``flag`` is True on any. Costs one 8-byte all-reduce."""
+        if self._group is None:
+            return flag
+        num_true = torch.tensor([int(flag)])
+        with self._deadline(stage):
+            dist.all_reduce(num_true, group=self._group)
+        return bool(num_true.item())
+
+    @contextmanager
+    def _deadline(self, stage: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as err:
+            raise DeadlineError(
+                f"{stage}: not all {self.world_size} ranks answered within {self._timeout_s:g} s; "
+                "a rank died or is stuck. If the stage is only slow, raise rollout.stage_timeout_s"
+            ) from err
+
+    def everywhere(self, stage: str, action: Callable[[], T]) -> T:
+        """Run ``action`` on every rank and return when all have finished it.
+
+        Raises:
+            StageError: on all ranks, if it failed on any.
+        """
+        result, error = attempt(action)
+        failures = self.exchange(stage, error)
+        if failures:
+            raise StageError(stage, failures) from error
+        return result  # type: ignore[return-value]  # no failure anywhere, so none here
+
+
+def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Run ``action`` and hand back its error.
+
+    The other ranks must hear of it before it is raised.
+    """
+    try:
+        return action(), None
+    except Exception as err:
+        return None, err

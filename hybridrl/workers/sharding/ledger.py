@@ -1,0 +1,93 @@
+"""The weight ledger: which tensors of a rollout engine hold what the trainer meant them to hold.
+
+Releasing memory loses tensors; a sync brings them back. Without a book, a tensor that was released
+and
+not sent again is garbage that still samples fluent text. With it, generating on garbage is
+impossible,
+and a host copy is kept of exactly those tensors that no sync rewrites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from hybridrl.errors import LedgerError
+from hybridrl.workers.rollout.protocol import WeightMemory
+
+_NUM_NAMED = 4
+
+
+class WeightLedger:
+    """Bookkeeping for one rollout engine. Starts as at BOOT: weights lost, buffers good."""
+
+    def __init__(self, tensors: Sequence[WeightMemory]) -> None:
+        self._tensors = {tensor.name: tensor for tensor in tensors}
+        self._invalid: dict[str, str] = {}
+        self.boot()
+
+    def boot(self) -> None:
+        """A new engine: its weights are not the trainer's, but it computed its own buffers."""
+        self._invalid = {
+            name: "never sent since the engine started"
+            for name, tensor in self._tensors.items()
+            if not tensor.is_buffer
+        }
+
+    def backup_for(self, sent: Collection[str]) -> frozenset[str]:
+        """Name the good tensors that no sync sends: they need a host copy to survive a release."""
+        return frozenset(self._tensors.keys() - self._invalid.keys() - set(sent))
+
+    def bytes_of(self, names: Collection[str]) -> int:
+        """Return the bytes of these tensors, for example the host memory that their copy takes."""
+        return sum(self._tensors[name].num_bytes for name in names)
+
+    def release(self, backup: Collection[str]) -> None:
+        """Weights memory was freed; only ``backup`` survives, in the state it was in."""
+        for name in self._tensors.keys() - set(backup):
+            self._invalid[name] = "lost when the engine released its weights"
+
+    def begin_sync(self, names: Collection[str]) -> None:
+        """A sync is about to send these: a torn one must not look whole."""
+        for name in names:
+            if name in self._tensors:
+                self._invalid.setdefault(name, "the last sync broke off before it")
+
+    def receive(self, names: Collection[str]) -> None:
+        """These tensors have arrived whole.
+
+        Raises:
+            LedgerError: the engine has no tensor of that name.
+        """
+        unknown = [name for name in names if name not in self._tensors]
+        if unknown:
+            raise LedgerError(
+                f"the trainer sent {len(unknown)} tensors that the rollout engine does not have: "
+                f"{_some(unknown)}; trainer and engine must load the same model.path"
+            )
+        for name in names:
+            self._invalid.pop(name, None)
+
+    @property
+    def is_covered(self) -> bool:
+        """True if every tensor holds what it should."""
+        return not self._invalid
+
+    def require_covered(self) -> None:
+        """Refuse to call the weights synced while a tensor is not.
+
+        Raises:
+            LedgerError: names the first tensors, why they are not valid, and the remedy.
+        """
+        if not self._invalid:
+            return
+        first = next(iter(self._invalid))
+        raise LedgerError(
+            f"{len(self._invalid)} of {len(self._tensors)} rollout tensors are not what the "
+            f"trainer holds: {_some(list(self._invalid))} ({self._invalid[first]}). "
+            "Send them with the sync, or keep a host copy with rollout.backup_weights=ledger"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NUM_NAMED
+    return ", ".join(names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")

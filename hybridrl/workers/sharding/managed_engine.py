@@ -1,0 +1,160 @@
+"""One rollout engine together with its ledger: what an edge of the life cycle does to it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hybridrl.config.rollout import RolloutConfig
+from hybridrl.metrics import Metrics, Sum, merge
+from hybridrl.workers.rollout.protocol import MemoryPart, RolloutEngine
+from hybridrl.workers.sharding.ledger import WeightLedger
+from hybridrl.workers.sharding.memory import empty_cache, free_bytes, wait_until_freed
+
+log = logging.getLogger(__name__)
+
+_CACHE_PARTS = (MemoryPart.KV_CACHE, MemoryPart.CUDA_GRAPH)
+
+
+class ManagedEngine:
+    """A rollout engine whose memory and weights are accounted for."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        *,
+        device: torch.device,
+        sleeps: bool,
+        backs_up_everything: bool,
+        drain_timeout_s: float,
+        release_timeout_s: float,
+    ) -> None:
+        """Take over an engine that has just started.
+
+        Args:
+            engine: the engine.
+            device: where its memory is.
+            sleeps: False turns release and resume into no-ops; weights are synced all the same.
+            backs_up_everything: keep a host copy of all weights, not only of those that no sync
+                sends.
+            drain_timeout_s: seconds before running requests are aborted.
+            release_timeout_s: seconds that freed memory may take to show.
+        """
+        self.engine = engine
+        self.ledger = WeightLedger(engine.weight_memory())
+        self.sent_names: frozenset[str] = frozenset()
+        """HF names that every sync sends; known once a policy is attached."""
+        self._metrics: Metrics = {}
+        self._device = device
+        self._sleeps = sleeps
+        self._backs_up_everything = backs_up_everything
+        self._drain_timeout_s = drain_timeout_s
+        self._release_timeout_s = release_timeout_s
+
+    @classmethod
+    def of(
+        cls, engine: RolloutEngine, *, config: RolloutConfig, device: torch.device
+    ) -> ManagedEngine:
+        """Build from the rollout section."""
+        return cls(
+            engine,
+            device=device,
+            sleeps=config.sleep,
+            backs_up_everything=config.backup_weights == "always",
+            drain_timeout_s=config.drain_timeout_s,
+            release_timeout_s=config.stage_timeout_s,
+        )
+
+    def take_metrics(self) -> Metrics:
+        """Return aborted requests and bytes moved since the last call, and start anew."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def pause(self) -> None:
+        """Admit no new request."""
+        self.engine.pause()
+
+    def drain(self) -> None:
+        """Wait until nothing runs; requests past the deadline are aborted and counted."""
+        aborted = self.engine.drain(timeout_s=self._drain_timeout_s)
+        if aborted:
+            self._add("rollout/aborted_requests", aborted)
+            log.warning(
+                "aborted requests that did not finish in rollout.drain_timeout_s: count=%d", aborted
+            )
+
+    def continue_generation(self) -> None:
+        """Admit requests again."""
+        self.engine.continue_generation()
+
+    def release_all(self) -> None:
+        """Free KV cache, graphs, then weights; keep a host copy of what no sync will send."""
+        if not self._sleeps:
+            return
+        self.release_cache()
+        backup = self.ledger.backup_for(
+            frozenset() if self._backs_up_everything else self.sent_names
+        )
+        self._release(MemoryPart.WEIGHTS, backup)
+        self.ledger.release(backup)
+        self._add("memory/weight_backup_bytes", self.ledger.bytes_of(backup))
+
+    def release_cache(self) -> None:
+        """Free KV cache and graphs."""
+        if self._sleeps:
+            for part in _CACHE_PARTS:
+                self._release(part, frozenset())
+
+    def resume_weights(self) -> None:
+        """Allocate the weights; those with a host copy hold their values again."""
+        if self._sleeps:
+            empty_cache(self._device)
+            self.engine.resume(MemoryPart.WEIGHTS)
+
+    def resume_cache(self) -> None:
+        """Allocate KV cache and graphs."""
+        if self._sleeps:
+            empty_cache(self._device)
+            for part in _CACHE_PARTS:
+                self.engine.resume(part)
+
+    def receive(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Copy one bucket into the engine and enter it in the ledger."""
+        self.engine.update_weights(tensors)
+        self.ledger.receive([name for name, _ in tensors])
+
+    def finish_update(self, *, version: int) -> None:
+        """Close a sync.
+
+        Raises:
+            LedgerError: a tensor is still lost.
+        """
+        self.ledger.require_covered()
+        self.engine.finish_update(version=version)
+
+    def restart(self) -> None:
+        """Boot the engine anew."""
+        self.engine.restart()
+        self.ledger.boot()
+
+    def _release(self, part: MemoryPart, backup: frozenset[str]) -> None:
+        resident = self.engine.resident_bytes(part)
+        if not resident:
+            return
+        self._add("memory/released_bytes", resident)
+        before = free_bytes(self._device)
+        self.engine.release(part, backup=backup)
+        wait_until_freed(
+            self._resident(part),
+            expected_free=None if before is None else (self._device, before + resident),
+            timeout_s=self._release_timeout_s,
+        )
+
+    def _add(self, name: str, amount: int) -> None:
+        self._metrics = merge([self._metrics, {name: Sum(amount)}])
+
+    def _resident(self, part: MemoryPart) -> Callable[[], int]:
+        return lambda: self.engine.resident_bytes(part)

@@ -1,0 +1,148 @@
+"""The sharding manager.
+
+Owns the device that training engines and a rollout engine share in turns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hybridrl.config.rollout import RolloutConfig
+from hybridrl.errors import PhaseError
+from hybridrl.metrics import Max, Metrics
+from hybridrl.workers.rollout.protocol import RolloutEngine
+from hybridrl.workers.sharding.control import ControlGroup
+from hybridrl.workers.sharding.fused_engines import FusedEngines
+from hybridrl.workers.sharding.lifecycle import Depth, LifeCycle, State
+from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.sharding.memory import peak_bytes
+from hybridrl.workers.sharding.tenants import Tenant, Tenants
+from hybridrl.workers.train.protocol import TrainEngine
+
+
+class ShardingManager:
+    """Owns the device of this process.
+
+    One per process; every fused role registers its tenant with it.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: RolloutEngine | None,
+        config: RolloutConfig,
+        device: torch.device,
+        control: ControlGroup,
+    ) -> None:
+        """Take over a rollout engine that has just started and put it to sleep. A collective call.
+
+        Call it before the training engine is built: the rollout engine sizes itself on an empty
+        device.
+
+        Args:
+            engine: this rank's rollout engine; None on a rank that leads none.
+            config: the rollout section.
+            device: the device that all share.
+            control: the control group of all ranks.
+        """
+        self._device = device
+        self._stages: Metrics = {}
+        self._is_rollout_open = False
+        self._tenants = Tenants(device=device, control=control)
+        self._engines = FusedEngines(
+            None if engine is None else ManagedEngine.of(engine, config=config, device=device),
+            tensor_parallel_size=config.tensor_parallel_size,
+            bucket_mib=config.bucket_mib,
+            device=device,
+            control=control,
+        )
+        self._life = LifeCycle(
+            self._engines,
+            host=self._tenants,
+            depth=Depth.EVERYTHING if config.sleep else Depth.NOTHING,
+            observe=self._observe,
+        )
+        self._life.start()
+
+    def attach_policy(self, source: TrainEngine) -> None:
+        """Make ``source`` the engine whose weights are streamed, and the tenant ``actor``."""
+        self._engines.attach(source)
+        self.register("actor", source)
+
+    def register(self, name: str, tenant: Tenant) -> None:
+        """Add a tenant: its state leaves the device while the rollout engine has it."""
+        self._tenants.register(name, tenant)
+
+    @contextmanager
+    def rollout_phase(self) -> Iterator[RolloutEngine | None]:
+        """Lend the device to the rollout engine, loaded with the newest weights. A collective call.
+
+        The order of the stages is written in ``LifeCycle.wake`` and ``LifeCycle.sleep``. Yields
+        this
+        rank's engine, or None on a rank that leads none.
+
+        Raises:
+            PhaseError: a rollout phase is already open.
+            StageError: a stage failed on some rank; the same on all. ``wake`` and ``sleep`` say
+                what
+                state that leaves.
+        """
+        if self._is_rollout_open:
+            raise PhaseError("a rollout phase is already open; generate and evaluate take turns")
+        self._is_rollout_open = True
+        try:
+            self._life.sleep()  # a no-op, unless the last phase could not put the engines to sleep
+            self._life.wake()
+            try:
+                yield None if self._engines.managed is None else self._engines.managed.engine
+            finally:
+                self._life.sleep()
+        finally:
+            self._is_rollout_open = False
+
+    def require_training(self) -> None:
+        """Refuse to compute while the rollout engine has the device.
+
+        Raises:
+            PhaseError: says who has it and how it comes back.
+        """
+        if self._is_rollout_open or not self._life.is_at_rest:
+            raise PhaseError(
+                f"the rollout engine holds the device (engines are {self._life.describe()}); "
+                "training may compute again when a rollout phase has ended without an error"
+            )
+
+    def weights_changed(self, *, version: int) -> None:
+        """The optimizer stepped: the next rollout phase sends the weights again, as ``version``."""
+        self._engines.trained_version = version
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """State of each engine of the worker group."""
+        return self._life.states
+
+    def take_metrics(self) -> Metrics:
+        """Return what the stages since the last call cost, and start anew."""
+        stages, self._stages = self._stages, {}
+        return stages | self._engines.take_metrics()
+
+    def shutdown(self) -> None:
+        """End this rank's rollout engine."""
+        if self._engines.managed is not None:
+            self._engines.managed.engine.shutdown()
+
+    @contextmanager
+    def _observe(self, stage: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        peak_bytes(self._device)
+        try:
+            yield
+        finally:
+            # Slowest rank: all wait for it.
+            self._stages[f"time/{stage}_s"] = Max(time.perf_counter() - begin)
+            if self._device.type == "cuda":
+                self._stages[f"memory/{stage}_peak_bytes/max"] = Max(peak_bytes(self._device))

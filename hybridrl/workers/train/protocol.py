@@ -1,0 +1,117 @@
+"""What a training engine offers to a worker: the contract that fsdp2 and megatron share.
+
+Legend: B rows, L tokens of a row, T packed tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from hybridrl.batch import LogprobBatch, RolloutBatch, SupervisedBatch, TrainBatch
+from hybridrl.metrics import Metrics
+
+
+class TrainState(Enum):
+    """Parts of a training engine that leave the device separately."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """One exported tensor, as the rollout engine will see it."""
+
+    name: str
+    """Hugging Face name."""
+
+    shape: tuple[int, ...]
+    """Full shape, not a shard's."""
+
+    num_bytes: int
+    """Bytes of the full tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLossInputs:
+    """One packed micro-batch as the loss sees it: response tokens only, end to end, length T."""
+
+    current_logprobs_T: Tensor  # float32 nats, with gradient
+    entropy_T: Tensor  # float32 nats, with gradient only if the loss asks for it
+    weights_T: Tensor  # float32, share of the token in the global loss: sums to 1 over all ranks (or as aggregation says)
+    advantages_T: Tensor  # float32
+    sampler_logprobs_T: Tensor  # float32 nats
+    old_logprobs_T: Tensor  # float32 nats, no gradient
+    reference_logprobs_T: Tensor | None  # float32 nats
+
+
+class TokenLoss(Protocol):
+    """Turns log-probs into a loss. Stateless; the engine calls it once per micro-batch."""
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """True if the entropy stands in the loss, and not only among the metrics."""
+        ...
+
+    def __call__(self, inputs: TokenLossInputs) -> tuple[Tensor, Metrics]:
+        """Return this micro-batch's share of the global loss (a scalar to be *summed*) and metrics."""
+        ...
+
+
+class TrainEngine(Protocol):
+    """One model with its optimizer, sharded over the ranks of the ``train`` mesh.
+
+    Every method is a collective: all ranks call it, in the same order.
+    """
+
+    dp_rank: int
+    dp_size: int
+
+    def compute_logprobs(self, rollouts: RolloutBatch, *, temperature: float) -> LogprobBatch:
+        """Score this rank's rows with the present weights, no gradient.
+
+        Fills old_logprobs_BL and entropy_BL.
+        """
+        ...
+
+    def update(self, batch: TrainBatch, *, loss: TokenLoss, aggregation: str, temperature: float) -> Metrics:
+        """Take one optimizer step on the union of all ranks' rows.
+
+        A step whose loss or gradient norm is not finite is skipped and counted.
+        """
+        ...
+
+    def fit(self, batch: SupervisedBatch) -> Metrics:
+        """Take one optimizer step on the mean negative log-likelihood of the masked tokens."""
+        ...
+
+    def weight_specs(self) -> tuple[WeightSpec, ...]:
+        """Name what ``full_weights`` will yield, in its order."""
+        ...
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each weight whole, under its HF name, one at a time. Every rank must exhaust it."""
+        ...
+
+    def export_hf(self, folder: Path) -> None:
+        """Write a Hugging Face folder (weights, configuration, tokenizer), atomically."""
+        ...
+
+    def offload(self, part: TrainState) -> None:
+        """Move a part to host memory and free its device memory. Twice is a no-op."""
+        ...
+
+    def restore(self, part: TrainState) -> None:
+        """Bring a part back. Twice is a no-op."""
+        ...
+
+    def resident_bytes(self, part: TrainState) -> int:
+        """Return the bytes that this part holds on the device of this rank."""
+        ...
