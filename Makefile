@@ -1,0 +1,66 @@
+# `make train` and `make test` do their own whole set-up in .venv; the other targets too.
+# Words after the target: make train ARGS="recipes=cpu_sleep trainer.num_steps=5"
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-nightly lint format figures bench
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+# The first Python that is new enough; `make train PYTHON=/path/to/python3.12` chooses another.
+IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c '$(IS_NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
+# Spinning OpenMP threads of two processes on two cores cost 8-9x.
+TEST_ENVIRONMENT := OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 RAY_worker_niceness=0
+BENCHMARKS ?= $(filter-out %/figures.py %/source_tree.py,$(wildcard benchmarks/[a-z]*.py))
+
+help:
+	@echo "make train         set up, then train the default: a small model learns on this CPU"
+	@echo "make test          set up, then run the tests"
+	@echo "make test-nightly  the long tests"
+	@echo "make lint          ruff, mypy --strict, import-linter, codespell"
+	@echo "make format        ruff format and its safe fixes"
+	@echo "make figures       measure this code into docs/figures.md"
+	@echo "make bench         run every script of benchmarks/"
+	@echo 'ARGS="..." is handed on: make train ARGS="recipes=cpu_sleep trainer.num_steps=5"'
+
+# torch goes first and alone, so that nothing else pulls another build of it.
+$(STAMP): setup.py constraints.txt
+	@$(or $(PYTHON),false) -c '$(IS_NEW_ENOUGH)' 2>/dev/null || { \
+		echo "hybridrl needs Python 3.11 or newer, and none was found as '$(or $(PYTHON),python3)'."; \
+		echo "Install one, then: make PYTHON=/path/to/python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --constraint constraints.txt torch
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+train: $(STAMP)
+	@$(BIN)/python -m hybridrl.main $(ARGS)
+
+test: $(STAMP)
+	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not nightly" $(ARGS)
+
+test-nightly: $(STAMP)
+	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m nightly $(ARGS)
+
+lint: $(STAMP)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/codespell
+
+format: $(STAMP)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+figures: $(STAMP)
+	@mkdir -p docs
+	@$(BIN)/python -m benchmarks.figures > docs/figures.md
+	@cat docs/figures.md
+
+bench: $(STAMP)
+	@for script in $(BENCHMARKS); do \
+		echo "## $$script"; $(TEST_ENVIRONMENT) $(BIN)/python $$script || exit 1; done

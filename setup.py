@@ -1,0 +1,66 @@
+"""Metadata and extras. constraints.txt pins the one stack that `make` installs."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "hybridrl/__init__.py").read_text())[1]
+README = ROOT / "README.md"
+
+setup(
+    name="hybridrl",
+    version=VERSION,
+    description="Reinforcement-learning post-training of language models",
+    long_description=README.read_text() if README.is_file() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    # In the wheel both folders lie inside the package; hybridrl/main.py finds them in either place.
+    packages=[*find_packages(include=["hybridrl*"]), "hybridrl.hydra_configs", "hybridrl.recipes"],
+    package_dir={"hybridrl.hydra_configs": "hydra_configs", "hybridrl.recipes": "recipes"},
+    package_data={
+        "hybridrl": ["py.typed"],
+        "hybridrl.hydra_configs": ["*.yaml", "*/*.yaml"],
+        "hybridrl.recipes": ["*.yaml"],
+    },
+    include_package_data=False,
+    # The ranges that were tested.
+    install_requires=[
+        "torch>=2.11,<2.14",
+        "transformers>=5.12,<5.18",
+        "ray>=2.60,<3",
+        "tensordict>=0.15.3,<0.16",
+        "hydra-core>=1.3.2,<1.4",
+        "omegaconf>=2.3,<2.4",
+        "peft>=0.21,<0.22",
+        "safetensors>=0.5",
+        "filelock",
+        "numpy>=2",
+        "pyarrow>=20",
+        "pyyaml",
+        "rich>=14",
+        "tensorboard>=2.19",
+        "tokenizers",
+    ],
+    extras_require={
+        "sglang": ["sglang>=0.5.17", "sglang-router>=0.3.2", "torch_memory_saver>=0.0.10"],
+        "megatron": ["megatron-core>=0.16.1,<0.17"],
+        "wandb": ["wandb"],
+        "mlflow": ["mlflow"],
+        "math": ["math-verify[antlr4_9_3]"],  # the parser runtime that omegaconf 2.3 pins
+        "dev": [
+            "codespell",
+            "hypothesis",
+            "import-linter",
+            "mypy",
+            "psutil",
+            "pytest",
+            "pytest-timeout",
+            "ruff",
+            "setuptools>=77",  # a test builds the wheel
+        ],
+    },
+)
