@@ -17,6 +17,8 @@ import torch
 from tensordict import TensorClass
 from torch import Tensor
 
+import hybridrl.payload  # noqa: F401  # registers how tensors travel through Ray
+
 
 class PromptBatch(TensorClass):
     """P prompts, ready to be sampled from."""

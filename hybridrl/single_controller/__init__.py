@@ -1,0 +1,56 @@
+"""Call methods on many processes as if they were one object. Generic over Ray; knows no RL.
+
+A worker class written for verl ports by importing from here and by changing its batch types::
+
+    class Trainer(Worker):
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+        def update(self, batch): ...
+
+    pool = RayResourcePool(process_on_nodes=[2], num_cpus_per_rank=1)
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Trainer)) as group:
+        group.update(batch)
+"""
+
+from hybridrl.single_controller.dispatch import (
+    Dispatch,
+    Execute,
+    Parts,
+    RankLayout,
+    Whole,
+    dispatch_by_mesh,
+)
+from hybridrl.single_controller.fused import RayClassWithInitArgs, create_colocated_worker_cls
+from hybridrl.single_controller.payload import (
+    PayloadOps,
+    Splittable,
+    register_after_call,
+    register_payload,
+    register_reducer,
+)
+from hybridrl.single_controller.register import register
+from hybridrl.single_controller.remote_call import Future
+from hybridrl.single_controller.resource_pool import RayResourcePool
+from hybridrl.single_controller.worker import Worker
+from hybridrl.single_controller.worker_group import RayWorkerGroup, WorkerGroup
+
+__all__ = [
+    "Dispatch",
+    "Execute",
+    "Future",
+    "Parts",
+    "PayloadOps",
+    "RankLayout",
+    "RayClassWithInitArgs",
+    "RayResourcePool",
+    "RayWorkerGroup",
+    "Splittable",
+    "Whole",
+    "Worker",
+    "WorkerGroup",
+    "create_colocated_worker_cls",
+    "dispatch_by_mesh",
+    "register",
+    "register_after_call",
+    "register_payload",
+    "register_reducer",
+]

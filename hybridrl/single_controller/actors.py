@@ -1,0 +1,282 @@
+"""The actors of a group, one process per rank: start, order, wait for, stop."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from hybridrl.errors import DeadlineError, DispatchError, RemoteCallError, WorkerGroupError
+from hybridrl.single_controller.dispatch import RankLayout
+from hybridrl.single_controller.failures import remote_call_error, settle
+from hybridrl.single_controller.payload import install_reducers
+from hybridrl.single_controller.resource_pool import RayResourcePool
+from hybridrl.single_controller.worker import Location, MeshPlace, Role, build_host_class
+
+log = logging.getLogger(__name__)
+
+_STOP_WAIT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """When something must be done, and which key holds the limit."""
+
+    limit_s: float
+    key: str
+    at_s: float
+    """On the clock of `time.monotonic`."""
+
+    @classmethod
+    def after(cls, limit_s: float, key: str) -> Deadline:
+        """Return the deadline ``limit_s`` seconds from now."""
+        return cls(limit_s, key, time.monotonic() + limit_s)
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds left, not below 0."""
+        return max(0.0, self.at_s - time.monotonic())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLimits:
+    """How long a group waits, in seconds, and what its processes find in their environment."""
+
+    timeout_s: float
+    grace_s: float
+    start_timeout_s: float
+    env_vars: Mapping[str, str]
+
+
+class RankActors:
+    """Actors in rank order, shared by a group and the groups spawned from it.
+
+    If a rank does not come back from a failed or late call, all ranks are killed: a rank in a
+    collective can be freed in no other way. From then on every call raises `WorkerGroupError`.
+    """
+
+    def __init__(
+        self, pool: RayResourcePool, roles: Mapping[str, Role], limits: GroupLimits
+    ) -> None:
+        self.limits = limits
+        self.actors: list[Any] = []
+        self.hosts: list[str] = []
+        self._pool = pool
+        self._layouts: dict[tuple[str, str | None], RankLayout] = {}
+        self._why_unusable = ""
+        host_class = build_host_class({prefix: role.cls for prefix, role in roles.items()})
+        install_reducers()
+        slots = pool.lease()
+        try:
+            self._start(host_class, [slot.actor_options() for slot in slots])
+            self._build(dict(roles))
+        except BaseException:
+            self.stop("its start failed")
+            raise
+
+    def _start(self, host_class: type, options: Sequence[dict[str, Any]]) -> None:
+        deadline = Deadline.after(self.limits.start_timeout_s, "start_timeout_s")
+        environment = {"env_vars": dict(self.limits.env_vars)} if self.limits.env_vars else {}
+        actor_class = ray.remote(host_class)
+        self.actors = [
+            actor_class.options(**placed, runtime_env=environment).remote() for placed in options
+        ]
+        self.hosts = ["its node"] * len(self.actors)  # until they have said
+        refs = [actor.host_locate.remote() for actor in self.actors]
+        locations: list[Location] = self.gather(refs, method="start", deadline=deadline)
+        order = rank_order(locations)
+        self.actors = [self.actors[index] for index in order]
+        self._locations = [locations[index] for index in order]
+        self.hosts = [location.host for location in self._locations]
+
+    def _build(self, roles: dict[str, Role]) -> None:
+        deadline = Deadline.after(self.limits.start_timeout_s, "start_timeout_s")
+        reserve = [self.actors[0].host_reserve_port.remote()]
+        [port] = self.gather(reserve, method="reserve_port", deadline=deadline)
+        try:
+            shared_roles = ray.put(roles)
+        except TypeError as error:
+            raise DispatchError(
+                f"the arguments of a constructor cannot be pickled: {error.__cause__ or error}; "
+                "pass plain data and build the object in the worker"
+            ) from error
+        refs = [
+            actor.host_build.remote(environment, shared_roles)
+            for actor, environment in zip(
+                self.actors, rank_environments(self._locations, port), strict=True
+            )
+        ]
+        self.gather(refs, method="__init__", deadline=deadline)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.actors)
+
+    def raise_if_unusable(self) -> None:
+        """Raise `WorkerGroupError` if the group was stopped, on purpose or after a failure."""
+        if self._why_unusable:
+            raise WorkerGroupError(
+                f"this worker group was stopped: {self._why_unusable}; build a new RayWorkerGroup"
+            )
+
+    def layout(self, prefix: str, mesh: str | None) -> RankLayout:
+        """Return which slice each rank takes; ranks are asked the first time a mesh is named.
+
+        Raises:
+            DispatchError: a rank has not registered the mesh, or ranks contradict each other.
+        """
+        key = (prefix, mesh)
+        if key not in self._layouts:
+            if mesh is None:
+                self._layouts[key] = RankLayout.flat(self.world_size)
+            else:
+                self._layouts[key] = self._ask_for_layout(prefix, mesh)
+        return self._layouts[key]
+
+    def _ask_for_layout(self, prefix: str, mesh: str) -> RankLayout:
+        refs = [actor.host_mesh.remote(prefix, mesh) for actor in self.actors]
+        deadline = Deadline.after(self.limits.timeout_s, "timeout_s")
+        places: list[MeshPlace | None] = self.gather(refs, method="host_mesh", deadline=deadline)
+        missing = [rank for rank, place in enumerate(places) if place is None]
+        if missing:
+            raise DispatchError(
+                f"ranks {missing} have not registered the mesh {mesh!r}; call "
+                f"self.register_mesh({mesh!r}, dp_rank=, dp_size=, is_collect=) on every rank first"
+            )
+        known = [place for place in places if place is not None]
+        layout = RankLayout(
+            tuple(place.dp_rank for place in known), tuple(place.is_collect for place in known)
+        )
+        wrong = [rank for rank, place in enumerate(known) if place.dp_size != layout.dp_size]
+        if wrong:
+            raise DispatchError(
+                f"mesh {mesh!r} has {layout.dp_size} dp ranks, but ranks {wrong} say dp_size="
+                f"{known[wrong[0]].dp_size}; pass the same dp_size to register_mesh() everywhere"
+            )
+        return layout
+
+    def gather(
+        self, refs: Sequence[Any], *, method: str, deadline: Deadline, wait_s: float | None = None
+    ) -> list[Any]:
+        """Return the results of ranks ``0..len(refs)-1``; learns of the first failure at once.
+
+        Args:
+            refs: by rank.
+            method: name, for messages.
+            deadline: past it the group is stopped.
+            wait_s: a shorter wait, after which the call goes on.
+
+        Raises:
+            RemoteCallError: a rank raised; the group goes on if all others came back in time.
+            WorkerDiedError: a rank died; the group is stopped.
+            DeadlineError: ranks are late.
+        """
+        remaining_s = deadline.remaining_s
+        is_final = wait_s is None or wait_s >= remaining_s
+        try:
+            return self._get(refs, method, remaining_s if is_final else wait_s)
+        except GetTimeoutError:
+            _, pending = ray.wait(list(refs), num_returns=len(refs), timeout=0)
+        late = [rank for rank, ref in enumerate(refs) if ref in set(pending)]
+        if not late:  # answered at the last moment
+            return self._get(refs, method, None)
+        fact = f"ranks {late} of {len(refs)} have not answered {method}() within"
+        if not is_final:
+            raise DeadlineError(f"{fact} {wait_s:g} s; it goes on: call get(timeout_s=) again")
+        self.stop(f"{method}() was late on ranks {late}")
+        raise DeadlineError(
+            f"{fact} {deadline.limit_s:g} s, the group was stopped; "
+            f"raise {deadline.key} if that is not enough"
+        )
+
+    def _get(self, refs: Sequence[Any], method: str, timeout_s: float | None) -> list[Any]:
+        try:
+            # Of all ways to wait in Ray this is the fastest, and it returns at the first error of
+            # any of the refs, not of the first ref.
+            results: list[Any] = ray.get(list(refs), timeout=timeout_s)
+        except GetTimeoutError:
+            raise
+        except RayError:
+            error = self._failed(refs, method)
+            raise error from error.__cause__
+        return results
+
+    def _failed(self, refs: Sequence[Any], method: str) -> RemoteCallError:
+        settled = settle(dict(enumerate(refs)), self.limits.grace_s)
+        error = remote_call_error(settled, self.hosts, method)
+        if settled.late or settled.dead:
+            self.stop(f"{method}() failed on rank {error.rank}")
+        return error
+
+    def stop(self, why: str) -> None:
+        """Kill every rank and give the resources back. Doing it twice changes nothing."""
+        if self._why_unusable:
+            return
+        self._why_unusable = why
+        log.debug("stopping %d ranks: %s", len(self.actors), why)
+        for actor in self.actors:
+            ray.kill(actor)
+        # A call on a dead actor fails; once all have failed, Ray knows that the processes are gone.
+        pings = [actor.host_close.remote() for actor in self.actors]
+        if pings:
+            ray.wait(pings, num_returns=len(pings), timeout=_STOP_WAIT_S)
+        self._pool.give_back()
+
+    def close(self) -> None:
+        """Let the workers close, at most ``grace_s`` seconds, and stop."""
+        if self._why_unusable:
+            return
+        refs = [actor.host_close.remote() for actor in self.actors]
+        done, pending = ray.wait(refs, num_returns=len(refs), timeout=self.limits.grace_s)
+        if pending:
+            log.warning(
+                "%d of %d ranks did not close within %g s and are killed",
+                *(len(pending), len(refs), self.limits.grace_s),
+            )
+        try:
+            ray.get(done)
+        except RayError as error:
+            log.warning("a worker failed to close: %s", error)
+        self.stop("it was shut down")
+
+
+def rank_environments(locations: Sequence[Location], port: int) -> list[dict[str, str]]:
+    """Return the variables of the rendezvous for each rank, in rank order."""
+    ranks_on_node = Counter(location.node_id for location in locations)
+    seen: Counter[str] = Counter()
+    environments = []
+    for rank, location in enumerate(locations):
+        index_on_node = seen[location.node_id]
+        seen[location.node_id] += 1
+        device = index_on_node if location.device_index is None else location.device_index
+        environments.append(
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(locations)),
+                "LOCAL_RANK": str(device),
+                "LOCAL_WORLD_SIZE": str(ranks_on_node[location.node_id]),
+                "MASTER_ADDR": locations[0].host,
+                "MASTER_PORT": str(port),
+            }
+        )
+    return environments
+
+
+def rank_order(locations: Sequence[Location]) -> list[int]:
+    """Return the indices of ``locations`` in rank order: by node address and id, then GPU."""
+
+    def place(index: int) -> tuple[int, str, int, str]:
+        location = locations[index]
+        gpu_id = location.gpu_id or ""
+        number = int(gpu_id) if gpu_id.isdigit() else 0  # 10 comes after 9
+        return int(ipaddress.ip_address(location.host)), location.node_id, number, gpu_id
+
+    return sorted(range(len(locations)), key=place)

@@ -1,0 +1,309 @@
+"""How one call on the driver becomes a call per rank, and how the answers become one.
+
+The vocabulary is verl's. A mode is a frozen `Dispatch` value: how an argument is split, how the
+results are collected. Splitting is what the mode says and never a guess from a length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import Any, ClassVar
+
+from hybridrl.errors import DispatchError
+from hybridrl.single_controller.payload import concat_rows, is_payload, num_rows, take_rows
+
+
+class Execute(Enum):
+    """Which ranks a call goes to."""
+
+    ALL = auto()
+    RANK_ZERO = auto()
+
+
+class Parts(Enum):
+    """What one entry of a split argument, or of uncollected results, stands for.
+
+    A future is handed to the next call without passing through the driver when the one gives
+    what the other takes.
+    """
+
+    WHOLE = auto()
+    PER_RANK = auto()
+    PER_DP_RANK = auto()
+    OTHER = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Wraps a payload that every rank gets whole although the mode splits: ``Whole(stops)``."""
+
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """Which slice each rank takes, and which ranks answer.
+
+    Raises:
+        DispatchError: dp ranks are not ``0..dp_size-1``, or not exactly one rank answers for each.
+    """
+
+    dp_rank_of: tuple[int, ...]
+    """By rank: the index of its slice. Ranks of one tensor-parallel group share it."""
+    collects: tuple[bool, ...]
+    """By rank: whether its answer counts. Exactly one rank of each dp rank."""
+
+    def __post_init__(self) -> None:
+        answering = sorted(
+            dp for dp, collects in zip(self.dp_rank_of, self.collects, strict=True) if collects
+        )
+        if set(self.dp_rank_of) != set(range(self.dp_size)) or answering != list(
+            range(self.dp_size)
+        ):
+            raise DispatchError(
+                f"ranks say dp_rank {list(self.dp_rank_of)} and is_collect {list(self.collects)}; "
+                f"give dp ranks 0..{self.dp_size - 1} and is_collect=True on exactly one rank each"
+            )
+
+    @classmethod
+    def flat(cls, world_size: int) -> RankLayout:
+        """Return the layout in which every rank has its own slice and answers."""
+        return cls(tuple(range(world_size)), (True,) * world_size)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.dp_rank_of)
+
+    @property
+    def dp_size(self) -> int:
+        """Number of distinct slices."""
+        return max(self.dp_rank_of) + 1
+
+    @property
+    def collecting_ranks(self) -> list[int]:
+        """The ranks that answer, by dp rank."""
+        ranks = [rank for rank, collects in enumerate(self.collects) if collects]
+        return sorted(ranks, key=self.dp_rank_of.__getitem__)
+
+
+Split = Callable[[RankLayout, Any], Sequence[Any]]
+Collect = Callable[[RankLayout, list[Any]], Any]
+
+
+def split_whole(layout: RankLayout, value: object) -> list[object]:
+    """Give every rank the same value."""
+    return [value] * layout.world_size
+
+
+def split_per_rank(layout: RankLayout, values: Any) -> Sequence[Any]:  # noqa: ANN401
+    """Give entry i of a list or tuple to rank i.
+
+    Raises:
+        DispatchError: not a list or tuple with one entry per rank.
+    """
+    if not isinstance(values, list | tuple) or len(values) != layout.world_size:
+        length = f" of {len(values)}" if isinstance(values, list | tuple) else ""
+        raise DispatchError(
+            f"ALL_TO_ALL takes one entry per rank, got a {type(values).__name__}{length} for "
+            f"{layout.world_size} ranks; pass a list of {layout.world_size}, or use ONE_TO_ALL"
+        )
+    return values
+
+
+def split_by_dp_rank(layout: RankLayout, value: object) -> list[object]:
+    """Cut a payload in ``dp_size`` equal slices; each rank gets the slice of its dp rank.
+
+    What is not a payload (a number, a config), and a payload in `Whole`, goes to every rank.
+
+    Raises:
+        DispatchError: the rows do not divide evenly.
+    """
+    if isinstance(value, Whole):
+        return split_whole(layout, value.value)
+    if not is_payload(value):
+        return split_whole(layout, value)
+    dp_size = layout.dp_size
+    rows_per_slice, rest = divmod(num_rows(value), dp_size)
+    if rest:
+        raise DispatchError(_indivisible(num_rows(value), dp_size))
+    slices = [
+        take_rows(value, dp_rank * rows_per_slice, (dp_rank + 1) * rows_per_slice)
+        for dp_rank in range(dp_size)
+    ]
+    return [slices[dp_rank] for dp_rank in layout.dp_rank_of]
+
+
+def _indivisible(rows: int, dp_size: int) -> str:
+    below = rows - rows % dp_size
+    sizes = f"{below} and {below + dp_size}" if below else f"{dp_size}"
+    return (
+        f"cannot split {rows} rows evenly over {dp_size} data-parallel ranks; nearest that works: "
+        f"{sizes} rows; pass a multiple of {dp_size} rows, or let the method pad: "
+        "@register(..., pad=True)"
+    )
+
+
+def collect_list(layout: RankLayout, results: list[Any]) -> list[Any]:
+    """Return the result of every rank, by rank."""
+    return results
+
+
+def collect_list_by_dp_rank(layout: RankLayout, results: list[Any]) -> list[Any]:
+    """Return the results of the ranks that answer, by dp rank."""
+    return [results[rank] for rank in layout.collecting_ranks]
+
+
+def collect_by_dp_rank(layout: RankLayout, results: list[Any]) -> Any:  # noqa: ANN401
+    """Join the results of the ranks that answer, by dp rank; not payloads: return their list."""
+    parts = collect_list_by_dp_rank(layout, results)
+    return concat_rows(parts) if all(map(is_payload, parts)) else parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatch:
+    """A dispatch mode. Build your own, or take one of the constants.
+
+    A mode of one's own needs a name, ``split(layout, argument)``, which returns one entry per rank
+    and is applied to each argument (return the same object for two ranks and it is sent once),
+    and ``collect(layout, results)``, which gets one result per rank.
+    """
+
+    name: str
+    split: Split
+    collect: Collect
+    takes: Parts = Parts.OTHER
+    gives: Parts = Parts.OTHER
+    mesh: str | None = None
+    """The mesh that ranks reported with `Worker.register_mesh`; None: one slice per rank."""
+    pads: bool = False
+    """Whether methods repeat rows to divide evenly, unless `register` says otherwise."""
+
+    RANK_ZERO: ClassVar[Dispatch]
+    """Only rank 0 is called, and its result is returned."""
+    ONE_TO_ALL: ClassVar[Dispatch]
+    """Every rank gets every argument whole; returns the list of results by rank."""
+    ALL_TO_ALL: ClassVar[Dispatch]
+    """Each argument is a list with one entry per rank; returns the list of results by rank."""
+    DP_COMPUTE: ClassVar[Dispatch]
+    """Payloads are cut in one slice per rank; payload results are joined, others listed."""
+    DP_COMPUTE_PROTO: ClassVar[Dispatch]
+    """DP_COMPUTE that pads."""
+    DP_COMPUTE_METRIC: ClassVar[Dispatch]
+    """DP_COMPUTE that always returns the list of results."""
+
+
+Dispatch.RANK_ZERO = Dispatch(
+    name="RANK_ZERO", split=split_whole, collect=collect_list, takes=Parts.WHOLE
+)
+Dispatch.ONE_TO_ALL = Dispatch(
+    name="ONE_TO_ALL",
+    split=split_whole,
+    collect=collect_list,
+    takes=Parts.WHOLE,
+    gives=Parts.PER_RANK,
+)
+Dispatch.ALL_TO_ALL = Dispatch(
+    name="ALL_TO_ALL",
+    split=split_per_rank,
+    collect=collect_list,
+    takes=Parts.PER_RANK,
+    gives=Parts.PER_RANK,
+)
+Dispatch.DP_COMPUTE = Dispatch(
+    name="DP_COMPUTE",
+    split=split_by_dp_rank,
+    collect=collect_by_dp_rank,
+    takes=Parts.PER_DP_RANK,
+    gives=Parts.PER_DP_RANK,
+)
+Dispatch.DP_COMPUTE_PROTO = replace(Dispatch.DP_COMPUTE, name="DP_COMPUTE_PROTO", pads=True)
+Dispatch.DP_COMPUTE_METRIC = replace(
+    Dispatch.DP_COMPUTE,
+    name="DP_COMPUTE_METRIC",
+    collect=collect_list_by_dp_rank,
+    gives=Parts.OTHER,
+)
+
+
+def dispatch_by_mesh(mesh: str, base: Dispatch = Dispatch.DP_COMPUTE) -> Dispatch:
+    """Return ``base`` over a named mesh, in which each rank has reported its dp rank.
+
+    Ranks that do not answer return nothing over the wire. The mesh is asked for at the first
+    call, so a worker may register it after its constructor.
+    """
+    return replace(base, name=f"{base.name}:{mesh}", mesh=mesh)
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """How many rows of each padded slice are real."""
+
+    num_real_rows: int
+    num_slices: int
+
+    @property
+    def rows_per_slice(self) -> int:
+        """Rows of each slice, padding included."""
+        return -(-self.num_real_rows // self.num_slices)
+
+    def strip(self, layout: RankLayout, results: list[Any]) -> list[Any]:
+        """Drop the results of repeated rows; results that have no rows are left as they are.
+
+        Args:
+            layout: the layout of the call.
+            results: by rank. A method may return several result rows per row (G responses per
+                prompt), the same number for each.
+
+        Raises:
+            DispatchError: a result has not a whole number of rows per row.
+        """
+        return [
+            self._strip_one(dp_rank, result) if is_payload(result) else result
+            for dp_rank, result in zip(layout.dp_rank_of, results, strict=True)
+        ]
+
+    def _strip_one(self, dp_rank: int, result: object) -> object:
+        results_per_row, rest = divmod(num_rows(result), self.rows_per_slice)
+        if rest:
+            raise DispatchError(
+                f"{num_rows(result)} result rows for {self.rows_per_slice} padded rows: which are "
+                "padding cannot be told; return a fixed number per row, or register with pad=False"
+            )
+        num_real = min(
+            self.rows_per_slice, max(0, self.num_real_rows - dp_rank * self.rows_per_slice)
+        )
+        if num_real == self.rows_per_slice:
+            return result
+        return take_rows(result, 0, num_real * results_per_row)
+
+
+def pad_arguments(values: Sequence[object], dp_size: int) -> tuple[list[object], Padding | None]:
+    """Repeat rows of the payloads among ``values`` from their start until they divide evenly.
+
+    Returns:
+        The values, and how to undo it; None if nothing was padded.
+
+    Raises:
+        DispatchError: the payloads differ in their number of rows, or have none to repeat.
+    """
+    counts = {num_rows(value) for value in values if is_payload(value)}
+    if all(count % dp_size == 0 for count in counts):
+        return list(values), None
+    if len(counts) > 1:
+        raise DispatchError(
+            f"cannot pad arguments of {sorted(counts)} rows together; give each the same number, "
+            "or wrap what every rank needs whole: Whole(argument)"
+        )
+    padding = Padding(counts.pop(), dp_size)
+    target = padding.rows_per_slice * dp_size
+    padded = [_repeat(value, target) if is_payload(value) else value for value in values]
+    return padded, padding
+
+
+def _repeat(payload: object, target: int) -> object:
+    copies, rest = divmod(target, num_rows(payload))
+    tail = [take_rows(payload, 0, rest)] if rest else []
+    return concat_rows([payload] * copies + tail)

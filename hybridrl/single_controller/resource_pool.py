@@ -1,0 +1,201 @@
+"""Resource pools: the bundles of CPUs or GPUs that worker groups run on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import ray
+from ray.util import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from hybridrl.errors import ResourceError
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What one rank of one group takes of one bundle."""
+
+    placement_group: Any
+    bundle_index: int
+    num_cpus: float
+    num_gpus: float
+
+    def actor_options(self) -> dict[str, Any]:
+        """Return the Ray options that put an actor here."""
+        return {
+            "num_cpus": self.num_cpus,
+            "num_gpus": self.num_gpus,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self.placement_group, placement_group_bundle_index=self.bundle_index
+            ),
+        }
+
+
+class _Reservation:
+    """Placement groups, one per node entry, held while any group runs on any of their bundles."""
+
+    def __init__(
+        self, process_on_nodes: Sequence[int], bundle: dict[str, float], max_colocated: int
+    ) -> None:
+        self.process_on_nodes = tuple(process_on_nodes)
+        self.max_colocated = max_colocated
+        self._bundle = bundle
+        self._placement_groups: list[Any] = []
+        self._num_leases = [0] * sum(process_on_nodes)
+
+    def lease(self, bundles: range, wait_s: float) -> list[Slot]:
+        if any(self._num_leases[index] >= self.max_colocated for index in bundles):
+            raise ResourceError(
+                f"{self.max_colocated} worker groups run on this pool already; shut one down, or "
+                f"make the pool with RayResourcePool(max_colocate_count={self.max_colocated + 1})"
+            )
+        if not self._placement_groups:
+            self._reserve(wait_s)
+        for index in bundles:
+            self._num_leases[index] += 1
+        places = [
+            (group, index)
+            for group, count in zip(self._placement_groups, self.process_on_nodes, strict=True)
+            for index in range(count)
+        ]
+        # Ray counts resources in ten-thousandths: rounded down, all shares fit in the bundle.
+        share = {
+            name: int(amount / self.max_colocated * 10_000) / 10_000
+            for name, amount in self._bundle.items()
+        }
+        return [Slot(*places[index], share["CPU"], share.get("GPU", 0.0)) for index in bundles]
+
+    def give_back(self, bundles: range) -> None:
+        for index in bundles:
+            self._num_leases[index] -= 1
+        if not any(self._num_leases):
+            self._remove()
+
+    def _reserve(self, wait_s: float) -> None:
+        deadline = time.monotonic() + wait_s
+        for count in self.process_on_nodes:
+            group = placement_group([self._bundle] * count, strategy="STRICT_PACK")
+            self._placement_groups.append(group)
+        try:
+            for group in self._placement_groups:
+                if not group.wait(max(0.001, deadline - time.monotonic())):
+                    raise ResourceError(self._shortage(wait_s))
+        except BaseException:
+            self._remove()
+            raise
+
+    def _remove(self) -> None:
+        for group in self._placement_groups:
+            remove_placement_group(group)
+        self._placement_groups = []
+
+    def _shortage(self, wait_s: float) -> str:
+        names = ", ".join(f"{amount:g} {name}" for name, amount in self._bundle.items())
+        free = ray.available_resources()
+        nodes = "; ".join(
+            ", ".join(f"{node['Resources'].get(name, 0):g} {name}" for name in self._bundle)
+            for node in ray.nodes()
+            if node["Alive"]
+        )
+        return (
+            f"no room after {wait_s:g} s for {list(self.process_on_nodes)} processes per node of "
+            f"{names} each: nodes have {nodes}; free in the cluster are "
+            + ", ".join(f"{free.get(name, 0.0):g} {name}" for name in self._bundle)
+            + "; lower RayResourcePool(process_on_nodes=), free resources, or raise wait_s"
+        )
+
+
+class RayResourcePool:
+    """Bundles of resources, one per rank, that several worker groups can share.
+
+    Nothing is reserved until the first group starts, and nothing stays after the last one stopped.
+
+    Args:
+        process_on_nodes: ranks on each node: ``[8, 8]`` is two nodes with eight each. The ranks
+            of one entry lie on one node; two entries may land on one node that has room for both.
+        use_gpu: one GPU per rank, else CPUs alone.
+        num_cpus_per_rank: CPUs per rank.
+        max_colocate_count: how many groups may share the pool; each takes that fraction.
+        wait_s: seconds to wait for room before `ResourceError`.
+    """
+
+    def __init__(
+        self,
+        process_on_nodes: Sequence[int],
+        *,
+        use_gpu: bool = False,
+        num_cpus_per_rank: float = 1.0,
+        max_colocate_count: int = 10,
+        wait_s: float = 30.0,
+    ) -> None:
+        if not process_on_nodes or min(process_on_nodes) < 1 or max_colocate_count < 1:
+            raise ResourceError(
+                f"a pool needs at least one process per node and one group, got process_on_nodes="
+                f"{list(process_on_nodes)}, max_colocate_count={max_colocate_count}; "
+                "use RayResourcePool(process_on_nodes=[1])"
+            )
+        bundle = {"CPU": num_cpus_per_rank} | ({"GPU": 1.0} if use_gpu else {})
+        reservation = _Reservation(process_on_nodes, bundle, max_colocate_count)
+        self._parts = [(reservation, range(sum(process_on_nodes)))]
+        self._wait_s = wait_s
+
+    @property
+    def world_size(self) -> int:
+        """Number of bundles, which is the number of ranks of a group on the pool."""
+        return sum(len(bundles) for _, bundles in self._parts)
+
+    def split(self, sizes: Sequence[int]) -> list[RayResourcePool]:
+        """Cut the pool in consecutive parts of the given sizes, for groups side by side.
+
+        Raises:
+            ResourceError: the sizes do not add up to ``world_size``.
+        """
+        if sum(sizes) != self.world_size or min(sizes, default=0) < 1:
+            raise ResourceError(
+                f"cannot split {self.world_size} ranks into {list(sizes)}; "
+                f"give positive sizes that add up to {self.world_size}"
+            )
+        single = [
+            (reservation, range(index, index + 1))
+            for reservation, bundles in self._parts
+            for index in bundles
+        ]
+        edges = accumulate(sizes, initial=0)
+        return [self._view(single[start:stop]) for start, stop in pairwise(edges)]
+
+    def merge(self, other: RayResourcePool) -> RayResourcePool:
+        """Return a pool over the bundles of both."""
+        return self._view(self._parts + other._parts)
+
+    def lease(self) -> list[Slot]:
+        """Reserve a share of every bundle for one group; waits at most ``wait_s``.
+
+        Raises:
+            ResourceError: too few resources, or ``max_colocate_count`` groups run here already.
+        """
+        slots: list[Slot] = []
+        leased: list[tuple[_Reservation, range]] = []
+        try:
+            for reservation, bundles in self._parts:
+                slots += reservation.lease(bundles, self._wait_s)
+                leased.append((reservation, bundles))
+        except BaseException:
+            for reservation, bundles in leased:
+                reservation.give_back(bundles)
+            raise
+        return slots
+
+    def give_back(self) -> None:
+        """End a lease. The last one of all views of a pool removes its placement groups."""
+        for reservation, bundles in self._parts:
+            reservation.give_back(bundles)
+
+    def _view(self, parts: list[tuple[_Reservation, range]]) -> RayResourcePool:
+        view = RayResourcePool.__new__(RayResourcePool)
+        view._parts = parts
+        view._wait_s = self._wait_s
+        return view

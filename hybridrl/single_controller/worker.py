@@ -1,0 +1,240 @@
+"""`Worker`, what users subclass; and the host, the actor that holds one or several of them."""
+
+from __future__ import annotations
+
+import inspect
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import ray
+
+from hybridrl import env, log
+from hybridrl.errors import DispatchError
+from hybridrl.single_controller.payload import install_reducers, run_after_call
+from hybridrl.single_controller.register import Registration, registered_methods
+
+
+@dataclass(frozen=True, slots=True)
+class MeshPlace:
+    """The place of one rank in a named mesh."""
+
+    dp_rank: int
+    dp_size: int
+    is_collect: bool
+
+
+class Worker:
+    """Base of the classes that run on ranks. Subclass it and mark methods with ``@register``.
+
+    The rendezvous is in the environment (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE, LOCAL_RANK,
+    LOCAL_WORLD_SIZE) before the constructor runs, so ``init_process_group`` needs no argument.
+    Payload arguments are read-only: they may be views of memory that other ranks read too.
+    Without Ray, a worker takes its place from the environment it finds: 1 rank if there is none.
+    """
+
+    rank: int
+    """Global rank; ranks are ordered by node, then device."""
+    world_size: int
+    local_rank: int
+    """Index of the device among those visible to the process (0 where Ray shows a single GPU);
+    on a CPU the index among the ranks of the node. torch expects the same of LOCAL_RANK."""
+    fused: Mapping[str, Worker]
+    """The workers in this process by prefix, in order of construction, this one included."""
+    meshes: dict[str, MeshPlace]
+
+    def __new__(cls, *_: object, **__: object) -> Self:
+        """Take the place in the group; not in ``__init__``, which a subclass may not call."""
+        worker = super().__new__(cls)
+        worker.rank = int(env.get("RANK", "0"))
+        worker.world_size = int(env.get("WORLD_SIZE", "1"))
+        worker.local_rank = int(env.get("LOCAL_RANK", "0"))
+        worker.fused = {}
+        worker.meshes = {}
+        return worker
+
+    def register_mesh(
+        self, name: str, *, dp_rank: int, dp_size: int, is_collect: bool = True
+    ) -> None:
+        """Report this rank's place in a mesh, for ``dispatch_by_mesh(name)``.
+
+        Args:
+            name: of the mesh.
+            dp_rank: index of the slice this rank takes; tensor-parallel peers say the same.
+            dp_size: number of slices.
+            is_collect: whether this rank answers; exactly one rank of each dp rank does.
+
+        Raises:
+            DispatchError: the mesh was registered before with another place.
+        """
+        place = MeshPlace(dp_rank, dp_size, is_collect)
+        if self.meshes.setdefault(name, place) != place:
+            raise DispatchError(
+                f"mesh {name!r} is already {self.meshes[name]} on rank {self.rank}, not {place}; "
+                "register it once"
+            )
+
+    def close(self) -> None:
+        """Release what outlives the process (servers, files). Runs in `RayWorkerGroup.shutdown`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where an actor runs, as it sees it itself."""
+
+    host: str
+    node_id: str
+    gpu_id: str | None
+    """As Ray numbers the GPUs of the node; None on a CPU."""
+    device_index: int | None
+    """Index of the GPU among those visible to the process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A worker class and the arguments of its constructor."""
+
+    cls: type[Worker]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class WorkerHost:
+    """The Ray actor of one rank. It starts empty, so that ranks can be ordered before they begin.
+
+    `build_host_class` adds one method for each registered method of each role.
+    """
+
+    def __init__(self) -> None:
+        self.workers: dict[str, Worker] = {}
+        self._port: socket.socket | None = None
+        install_reducers()
+
+    def host_locate(self) -> Location:
+        """Say where this process runs and which GPU Ray gave it."""
+        context = ray.get_runtime_context()
+        gpu_id = next(iter(context.get_accelerator_ids().get("GPU", [])), None)
+        return Location(
+            host=ray.util.get_node_ip_address(),
+            node_id=context.get_node_id(),
+            gpu_id=gpu_id,
+            device_index=None if gpu_id is None else _device_index(gpu_id),
+        )
+
+    def host_reserve_port(self) -> int:
+        """Bind a free port for the rendezvous, and keep it from everybody but torch's store.
+
+        A socket that is bound but does not listen, with SO_REUSEADDR, excludes the port from the
+        kernel's choice for as long as it lives, yet lets a second socket with SO_REUSEADDR bind
+        it by name and listen. torch's TCPStore does that. So there is no moment in which the port
+        is free, and the group can be initialised again after it was destroyed. This is how Linux
+        reads SO_REUSEADDR; elsewhere the port is given back now, and in theory can be lost.
+        """
+        self._port = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._port.bind(("", 0))
+        port = int(self._port.getsockname()[1])
+        if sys.platform != "linux":
+            self._port.close()
+        return port
+
+    def host_build(self, environment: dict[str, str], roles: dict[str, Role]) -> None:
+        """Construct the workers in order, in an environment that holds their rendezvous."""
+        for name, value in environment.items():
+            env.set_value(name, value)
+        log.set_where(f"rank {environment['RANK']}")
+        for prefix, role in roles.items():
+            worker = role.cls.__new__(role.cls, *role.args, **role.kwargs)
+            worker.fused = self.workers
+            self.workers[prefix] = worker
+            role.cls.__init__(worker, *role.args, **role.kwargs)
+
+    def host_mesh(self, prefix: str, mesh: str) -> MeshPlace | None:
+        """Return the place that a worker registered in a mesh, if it did."""
+        return self.workers[prefix].meshes.get(mesh)
+
+    def host_execute(self, prefix: str, name: str, *args: object, **kwargs: object) -> object:
+        """Call any public method of a worker, registered or not."""
+        result = getattr(self.workers[prefix], name)(*args, **kwargs)
+        run_after_call()
+        return result
+
+    def host_close(self) -> None:
+        """Let the workers release what would outlive the process, the last built first."""
+        if self._port is not None:
+            self._port.close()
+        for worker in reversed(self.workers.values()):
+            worker.close()
+
+
+class AsyncWorkerHost(WorkerHost):
+    """A host of which some worker has ``async def`` methods: they run beside each other."""
+
+    async def host_execute(self, prefix: str, name: str, *args: object, **kwargs: object) -> object:
+        """Call any public method of a worker, registered or not."""
+        result = getattr(self.workers[prefix], name)(*args, **kwargs)
+        if inspect.isawaitable(result):
+            result = await result
+        run_after_call()
+        return result
+
+
+def build_host_class(roles: Mapping[str, type[Worker]]) -> type[WorkerHost]:
+    """Return a host with one method for each registered method of each role.
+
+    Raises:
+        DispatchError: two methods get the same name once their prefix is put before them.
+    """
+    methods: dict[str, Callable[..., Any]] = {}
+    for prefix, cls in roles.items():
+        for name, registration in registered_methods(cls).items():
+            full_name = join_prefix(prefix, name)
+            if full_name in methods or full_name in dir(WorkerHost):
+                raise DispatchError(
+                    f"two remote methods are named {full_name!r}; rename the role {prefix!r} "
+                    f"or {cls.__name__}.{name}"
+                )
+            methods[full_name] = _forward(cls, prefix, name, registration)
+    is_async = any(inspect.iscoroutinefunction(method) for method in methods.values())
+    class_name = "_".join(cls.__name__ for cls in roles.values())
+    return type(class_name, (AsyncWorkerHost if is_async else WorkerHost,), methods)
+
+
+def join_prefix(prefix: str, name: str) -> str:
+    """Return the name of a worker's method on a host of several: ``actor_update``."""
+    return f"{prefix}_{name}" if prefix else name
+
+
+def _forward(
+    cls: type[Worker], prefix: str, name: str, registration: Registration
+) -> Callable[..., Any]:
+    mesh = registration.dispatch.mesh
+
+    def finish(worker: Worker, result: object) -> object:
+        run_after_call()
+        if mesh is not None and mesh in worker.meshes and not worker.meshes[mesh].is_collect:
+            return None  # nobody reads it: keep it off the wire
+        return result
+
+    # The methods are looked up on the instance's class: an override may lack @register.
+    function: Callable[..., Any] = getattr(cls, name)
+
+    def call(host: WorkerHost, *args: object, **kwargs: object) -> object:
+        worker = host.workers[prefix]
+        return finish(worker, function(worker, *args, **kwargs))
+
+    async def call_async(host: WorkerHost, *args: object, **kwargs: object) -> object:
+        worker = host.workers[prefix]
+        coroutine: Awaitable[object] = function(worker, *args, **kwargs)
+        return finish(worker, await coroutine)
+
+    return call_async if inspect.iscoroutinefunction(function) else call
+
+
+def _device_index(gpu_id: str) -> int:
+    visible = [name for name in env.get("CUDA_VISIBLE_DEVICES").split(",") if name]
+    if gpu_id in visible:
+        return visible.index(gpu_id)
+    return int(gpu_id) if not visible and gpu_id.isdigit() else 0

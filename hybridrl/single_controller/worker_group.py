@@ -1,0 +1,191 @@
+"""Worker groups: the driver's handle on a set of ranks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from hybridrl.errors import DispatchError, nearest
+from hybridrl.single_controller.actors import GroupLimits, RankActors
+from hybridrl.single_controller.dispatch import Dispatch, Execute
+from hybridrl.single_controller.fused import RayClassWithInitArgs
+from hybridrl.single_controller.register import Registration, registered_methods
+from hybridrl.single_controller.remote_call import Future, RemoteMethod
+from hybridrl.single_controller.resource_pool import RayResourcePool
+from hybridrl.single_controller.worker import Worker, join_prefix
+
+
+class WorkerGroup:
+    """Ranks that are called together. Registered methods of the worker classes are its methods."""
+
+    def __init__(
+        self, actors: RankActors, roles: Mapping[str, type[Worker]], *, spawned: str = ""
+    ) -> None:
+        self._actors = actors
+        self._roles = dict(roles)
+        self._methods: dict[str, RemoteMethod] = {}
+        for prefix, cls in roles.items():
+            for name, registration in registered_methods(cls).items():
+                public_name = name if prefix == spawned else join_prefix(prefix, name)
+                self._methods[public_name] = _bind(actors, prefix, cls, name, registration)
+        taken = sorted(set(self._methods) & set(dir(type(self))))
+        if taken:
+            raise DispatchError(f"worker methods {taken} would hide the group's own; rename them")
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._actors.world_size
+
+    @property
+    def hosts(self) -> list[str]:
+        """IP address of the node of each rank."""
+        return list(self._actors.hosts)
+
+    def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
+        """Return a group for each prefix of a fused class, on the same processes.
+
+        Raises:
+            DispatchError: a prefix was not fused.
+        """
+        unknown = [prefix for prefix in prefix_set if prefix not in self._roles or not prefix]
+        if unknown:
+            raise DispatchError(
+                f"no fused worker {unknown[0]!r}; {nearest(unknown[0], sorted(self._roles))}"
+            )
+        return {
+            prefix: WorkerGroup(self._actors, {prefix: self._roles[prefix]}, spawned=prefix)
+            for prefix in prefix_set
+        }
+
+    def execute_all(self, method_name: str, *args: object, **kwargs: object) -> Future:
+        """Call any public method, registered or not, on all ranks; the future gives a list."""
+        return self._execute(Execute.ALL, method_name, args, kwargs)
+
+    def execute_all_sync(self, method_name: str, *args: object, **kwargs: object) -> list[Any]:
+        """Call any public method on all ranks and return the results by rank."""
+        results: list[Any] = self.execute_all(method_name, *args, **kwargs).get()
+        return results
+
+    def execute_rank_zero(self, method_name: str, *args: object, **kwargs: object) -> Future:
+        """Call any public method, registered or not, on rank 0; the future gives its result."""
+        return self._execute(Execute.RANK_ZERO, method_name, args, kwargs)
+
+    def execute_rank_zero_sync(self, method_name: str, *args: object, **kwargs: object) -> Any:  # noqa: ANN401
+        """Call any public method on rank 0 and return its result."""
+        return self.execute_rank_zero(method_name, *args, **kwargs).get()
+
+    # As verl names them.
+    execute_all_async = execute_all
+    execute_rank_zero_async = execute_rank_zero
+
+    def __getattr__(self, name: str) -> RemoteMethod:
+        """Return a registered method.
+
+        Raises:
+            AttributeError: there is none of that name; says which is near.
+        """
+        methods: dict[str, RemoteMethod] = self.__dict__.get("_methods", {})
+        if name not in methods:
+            raise AttributeError(
+                f"no registered worker method {name!r}; {nearest(name, sorted(methods))}"
+            )
+        return methods[name]
+
+    def _execute(
+        self, execute: Execute, name: str, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Future:
+        if len(self._roles) > 1:
+            raise DispatchError(
+                f"{name!r} could be meant for any of {sorted(self._roles)}; "
+                f"call it on the group that spawn() returns"
+            )
+        [(prefix, cls)] = self._roles.items()
+        known = [name for name, _ in inspect.getmembers(cls, inspect.isfunction) if name[0] != "_"]
+        if name not in known:
+            raise AttributeError(f"{cls.__name__} has no method {name!r}; {nearest(name, known)}")
+        registration = Registration(dispatch=Dispatch.ONE_TO_ALL, execute=execute)
+        handles = [actor.host_execute for actor in self._actors.actors]
+        method = RemoteMethod(
+            self._actors,
+            handles[:1] if execute is Execute.RANK_ZERO else handles,
+            prefix,
+            name,
+            registration,
+            inspect.signature(_any_arguments),
+        )
+        return method.start(prefix, name, *args, **kwargs)
+
+
+class RayWorkerGroup(WorkerGroup):
+    """A worker group that starts its ranks on a pool, one process each, and stops them.
+
+    Use it as a context manager, or call `shutdown`.
+
+    Args:
+        resource_pool: one bundle per rank.
+        ray_cls_with_init: the worker class, or several fused ones.
+        env_vars: environment of the processes, in effect before they import anything, for example
+            ``hybridrl.env.process_environment(num_threads=1)``.
+        timeout_s: seconds that a call may take, unless ``@register(timeout_s=)`` says otherwise.
+        grace_s: seconds that the other ranks get to return after one failed.
+        start_timeout_s: seconds for starting the processes, and again for the constructors.
+
+    Raises:
+        ResourceError: the pool does not get its resources.
+        RemoteCallError: a constructor raised.
+    """
+
+    def __init__(
+        self,
+        resource_pool: RayResourcePool,
+        ray_cls_with_init: RayClassWithInitArgs,
+        *,
+        env_vars: Mapping[str, str] | None = None,
+        timeout_s: float = 3600.0,
+        grace_s: float = 5.0,
+        start_timeout_s: float = 300.0,
+    ) -> None:
+        roles = ray_cls_with_init.roles
+        limits = GroupLimits(
+            timeout_s=timeout_s,
+            grace_s=grace_s,
+            start_timeout_s=start_timeout_s,
+            env_vars=env_vars or {},
+        )
+        actors = RankActors(resource_pool, roles, limits)
+        try:
+            super().__init__(actors, {prefix: role.cls for prefix, role in roles.items()})
+        except BaseException:
+            actors.stop("its methods cannot be bound")
+            raise
+
+    def shutdown(self) -> None:
+        """Close the workers, end their processes, give the resources back. Twice is a no-op."""
+        self._actors.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+
+def _bind(
+    actors: RankActors, prefix: str, cls: type[Worker], name: str, registration: Registration
+) -> RemoteMethod:
+    function: Callable[..., Any] = getattr(cls, name)
+    called = actors.actors[:1] if registration.execute is Execute.RANK_ZERO else actors.actors
+    handles = [getattr(actor, join_prefix(prefix, name)) for actor in called]
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    return RemoteMethod(actors, handles, prefix, name, registration, inspect.Signature(parameters))
+
+
+def _any_arguments(*args: object, **kwargs: object) -> None: ...

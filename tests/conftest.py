@@ -1,0 +1,42 @@
+"""What all tests share: the environment of child processes, and one Ray cluster per session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before torch and Ray are imported. Ray's workers inherit it, whatever folder they start in.
+os.environ.update(
+    OMP_NUM_THREADS="1",
+    OMP_WAIT_POLICY="PASSIVE",
+    RAY_worker_niceness="0",
+    TOKENIZERS_PARALLELISM="false",
+)
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
+
+import pytest
+import ray
+import torch
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A local Ray of eight logical CPUs that belongs to this session alone."""
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=512 * 1024 * 1024,
+    )
+    yield
+    ray.shutdown()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a GPU where there is none."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import psutil
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from hybridrl.errors import (
+    DeadlineError,
+    DispatchError,
+    RemoteCallError,
+    WorkerDiedError,
+    WorkerGroupError,
+)
+from hybridrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from hybridrl.single_controller.failures import Settled, remote_call_error
+from tests.single_controller.workers import Scaler
+
+
+@pytest.fixture
+def two_ranks(ray_cluster: None) -> Iterator[RayWorkerGroup]:
+    pool = RayResourcePool([2], num_cpus_per_rank=1)
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Scaler), grace_s=0.5) as group:
+        yield group
+
+
+def _wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 10.0
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a rank is left"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_an_exception_names_rank_host_method_and_the_group_goes_on(
+    four_ranks: RayWorkerGroup, rank: int
+) -> None:
+    for _ in range(2):
+        with pytest.raises(RemoteCallError, match=f"KeyError: 'rank {rank} is unhappy'") as caught:
+            four_ranks.raise_on(rank)
+        error = caught.value
+        assert (error.rank, error.method) == (rank, "raise_on")
+        assert error.host == four_ranks.hosts[rank]
+        assert "workers.py" in error.remote_traceback
+        assert isinstance(error.__cause__, KeyError)
+        assert pickle.loads(pickle.dumps(error)).remote_traceback == error.remote_traceback
+    assert four_ranks.raise_on(9) == [0, 1, 2, 3]
+
+
+def test_a_failure_of_a_call_in_flight_reaches_those_that_wait_for_it(
+    four_ranks: RayWorkerGroup,
+) -> None:
+    broken = four_ranks.scale_later(["not", "a", "number", "!"])
+    with pytest.raises(RemoteCallError, match=r"scale\(\) failed: TypeError"):
+        four_ranks.scale(broken)
+    with pytest.raises(RemoteCallError, match=r"scale_later\(\) failed: TypeError"):
+        broken.get()
+
+
+def test_ranks_that_do_not_return_after_a_failure_are_stopped(two_ranks: RayWorkerGroup) -> None:
+    pids = [place["pid"] for place in two_ranks.describe()]
+    with pytest.raises(RemoteCallError, match="KeyError: 'rank 1 is unhappy'") as caught:
+        two_ranks.raise_while_others_wait(1)
+    assert caught.value.__notes__ == ["ranks [0] did not return and were stopped"]
+    _wait_until_gone(pids)
+    with pytest.raises(WorkerGroupError, match=r"raise_while_others_wait\(\) failed on rank 1"):
+        two_ranks.describe()
+
+
+def test_a_process_that_exits_is_named_and_takes_the_group_down(two_ranks: RayWorkerGroup) -> None:
+    pids = [place["pid"] for place in two_ranks.describe()]
+    with pytest.raises(WorkerDiedError, match=r"rank 1 .* its process is gone") as caught:
+        two_ranks.exit_on(1)
+    assert caught.value.rank == 1
+    _wait_until_gone(pids)
+
+
+def test_a_rank_killed_between_calls_is_named_by_the_next(two_ranks: RayWorkerGroup) -> None:
+    pids = [place["pid"] for place in two_ranks.describe()]
+    os.kill(pids[0], signal.SIGKILL)
+    _wait_until_gone(pids[:1])
+    with pytest.raises(WorkerDiedError, match="rank 0"):
+        two_ranks.describe()
+    _wait_until_gone(pids)
+
+
+def test_a_late_rank_is_named_with_the_key_to_raise(two_ranks: RayWorkerGroup) -> None:
+    pids = [place["pid"] for place in two_ranks.describe()]
+    with pytest.raises(
+        DeadlineError, match=r"ranks \[1\] of 2 have not answered hang_on\(\) within 0.5 s.*timeout"
+    ):
+        two_ranks.hang_on(1)
+    _wait_until_gone(pids)
+
+
+def test_a_death_is_the_root_and_the_others_are_noted() -> None:
+    # The collectives of rank 0 break before it is known that rank 1 died.
+    reset = RayTaskError("reduce", "traceback text", ConnectionError("reset by peer"))
+    settled = Settled(failures={0: reset, 1: ActorDiedError()}, late=[2])
+    error = remote_call_error(settled, ["host-a", "host-b", "host-c"], "reduce")
+    assert isinstance(error, WorkerDiedError)
+    assert (error.rank, error.host) == (1, "host-b")
+    assert error.__notes__ == [
+        "rank 0 on host-a failed too: ConnectionError: reset by peer",
+        "ranks [2] did not return and were stopped",
+    ]
+
+
+def test_an_argument_that_cannot_be_pickled_calls_no_rank(four_ranks: RayWorkerGroup) -> None:
+    with pytest.raises(DispatchError, match=r"argument of take_whole\(\) of type lock"):
+        four_ranks.take_whole(threading.Lock())
+
+
+def test_a_constructor_argument_that_cannot_be_pickled_is_named(ray_cluster: None) -> None:
+    with pytest.raises(
+        DispatchError, match=r"arguments of a constructor cannot be pickled: .*lock"
+    ):
+        RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Scaler, threading.Lock()))
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error_of_the_rank(
+    four_ranks: RayWorkerGroup,
+) -> None:
+    with pytest.raises(RemoteCallError, match=r"return_lock\(\) failed: TypeError: .*pickle"):
+        four_ranks.return_lock()
+    assert four_ranks.scale(np.ones(4)).tolist() == [3.0] * 4

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from hybridrl.errors import RemoteCallError, WorkerDiedError, WorkerGroupError
+from hybridrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from hybridrl.single_controller.worker import WorkerHost
+from tests.single_controller.gloo_workers import GlooWorker
+
+
+@pytest.fixture
+def joined(ray_cluster: None) -> Iterator[RayWorkerGroup]:
+    with RayWorkerGroup(
+        RayResourcePool([2]), RayClassWithInitArgs(GlooWorker), grace_s=2.0
+    ) as group:
+        group.join()
+        yield group
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="how Linux reads SO_REUSEADDR")
+def test_a_reserved_port_is_free_for_the_store_and_for_nobody_else() -> None:
+    host = WorkerHost()
+    port = host.host_reserve_port()
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(("", port))
+    for _ in range(2):  # the group can be built again on the same port
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        dist.TCPStore("127.0.0.1", port, is_master=False).set("key", "value")
+        assert store.get("key") == b"value"
+        del store
+    host.host_close()
+
+
+def test_groups_that_start_together_do_not_meet(ray_cluster: None) -> None:
+    pool = RayResourcePool([2])
+    with (
+        RayWorkerGroup(pool, RayClassWithInitArgs(GlooWorker)) as first,
+        RayWorkerGroup(pool, RayClassWithInitArgs(GlooWorker)) as second,
+    ):
+        joining = [group.execute_all("join") for group in (second, first)]
+        ports = [set(future.get(timeout_s=60)) for future in joining]
+        assert [len(port) for port in ports] == [1, 1]
+        assert ports[0] != ports[1]
+        first.leave()
+        first.join()
+        assert first.sum_of_ranks() == second.sum_of_ranks() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("exits", [False, True])
+def test_no_rank_stays_in_a_collective_that_another_left(
+    joined: RayWorkerGroup, *, exits: bool
+) -> None:
+    assert joined.sum_of_ranks() == [1.0, 1.0]
+    pids = joined.pid()
+    with pytest.raises(WorkerDiedError if exits else RemoteCallError) as caught:
+        joined.fail_while_others_reduce(1, exits=exits)
+    assert caught.value.rank == 1
+    assert exits or "no sum today" in str(caught.value)
+    deadline = time.monotonic() + 10.0
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a rank is left"
+        time.sleep(0.05)
+    with pytest.raises(WorkerGroupError, match="failed on rank 1"):
+        joined.sum_of_ranks()

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import ray
+
+from hybridrl.errors import ResourceError
+from hybridrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from tests.single_controller.workers import Scaler
+
+
+def _num_placement_groups(state: str) -> int:
+    return [entry["state"] for entry in ray.util.placement_group_table().values()].count(state)
+
+
+def test_groups_share_a_pool_and_its_bundles(ray_cluster: None) -> None:
+    created_before = _num_placement_groups("CREATED")
+    pool = RayResourcePool([2], num_cpus_per_rank=1)
+    with (
+        RayWorkerGroup(pool, RayClassWithInitArgs(Scaler, 2.0)) as double,
+        RayWorkerGroup(pool, RayClassWithInitArgs(Scaler, 3.0)) as triple,
+    ):
+        assert double.scale(np.ones(2)).tolist() == [2.0, 2.0]
+        assert triple.scale(np.ones(2)).tolist() == [3.0, 3.0]
+        ports = {g.describe()[0]["env"]["MASTER_PORT"] for g in (double, triple)}
+        assert len(ports) == 2
+        double.shutdown()
+        assert _num_placement_groups("CREATED") == created_before + 1
+    assert _num_placement_groups("CREATED") == created_before
+
+
+def test_entries_of_a_pool_are_reserved_separately(ray_cluster: None) -> None:
+    pool = RayResourcePool([1, 2], num_cpus_per_rank=1)
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Scaler)) as group:
+        assert pool.world_size == 3
+        assert [place["rank"] for place in group.describe()] == [0, 1, 2]
+
+
+def test_parts_of_a_split_pool_run_side_by_side_and_can_be_merged(ray_cluster: None) -> None:
+    train, rollout = RayResourcePool([1, 1], num_cpus_per_rank=1).split([1, 1])
+    both = rollout.merge(train)
+    for _ in range(2):
+        with (
+            RayWorkerGroup(train, RayClassWithInitArgs(Scaler, 2.0)) as one,
+            RayWorkerGroup(rollout, RayClassWithInitArgs(Scaler, 3.0)) as other,
+            RayWorkerGroup(both, RayClassWithInitArgs(Scaler, 5.0)) as on_both,
+        ):
+            assert (one.world_size, other.world_size, on_both.world_size) == (1, 1, 2)
+            assert one.scale(np.ones(1)).tolist() == [2.0]
+            assert other.scale(np.ones(1)).tolist() == [3.0]
+            assert on_both.scale(np.ones(2)).tolist() == [5.0] * 2
+
+
+@pytest.mark.parametrize("sizes", [[1], [2, 2], [3, 0], []])
+def test_a_split_must_use_every_rank_once(sizes: list[int]) -> None:
+    with pytest.raises(ResourceError, match=r"cannot split 3 ranks .* add up to 3"):
+        RayResourcePool([3]).split(sizes)
+
+
+def test_too_few_resources_say_what_was_asked_and_what_there_is(ray_cluster: None) -> None:
+    pool = RayResourcePool([2], use_gpu=True, num_cpus_per_rank=100, wait_s=0.3)
+    with pytest.raises(
+        ResourceError,
+        match=r"no room after 0.3 s for \[2\] .* 100 CPU, 1 GPU each: nodes have 8 CPU, 0 GPU; fre",
+    ):
+        RayWorkerGroup(pool, RayClassWithInitArgs(Scaler))
+    assert _num_placement_groups("PENDING") == 0
+
+
+def test_a_pool_refuses_more_groups_than_it_was_made_for(ray_cluster: None) -> None:
+    pool = RayResourcePool([1], max_colocate_count=1)
+    with (
+        RayWorkerGroup(pool, RayClassWithInitArgs(Scaler)),
+        pytest.raises(ResourceError, match="max_colocate_count=2"),
+    ):
+        RayWorkerGroup(pool, RayClassWithInitArgs(Scaler))
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Scaler)) as group:
+        assert group.world_size == 1
+
+
+@pytest.mark.parametrize("process_on_nodes", [[], [0], [2, -1]])
+def test_a_pool_without_processes_is_refused(process_on_nodes: list[int]) -> None:
+    with pytest.raises(ResourceError, match="at least one process per node"):
+        RayResourcePool(process_on_nodes)
+
+
+def test_ranks_of_two_nodes_are_numbered_node_by_node() -> None:
+    script = [sys.executable, "-m", "tests.single_controller.two_nodes"]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "local_ranks": ["0", "1", "0", "1"],
+        "local_world_sizes": ["2", "2", "2", "2"],
+        "num_nodes_of_first_two": 1,
+        "num_nodes": 2,
+    }
