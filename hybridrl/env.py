@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-ZERO_COPY_VARIABLE = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"
 
 
 def get(name: str, default: str = "") -> str:
@@ -39,7 +38,6 @@ def process_environment(num_threads: int) -> dict[str, str]:
     environment = {
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
-        ZERO_COPY_VARIABLE: "1",
         "RAY_worker_niceness": "0",
     }
     if num_threads:

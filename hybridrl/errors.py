@@ -97,6 +97,10 @@ class WorkerGroupError(HybridRLError, RuntimeError):
     """A call on a worker group that was stopped, on purpose or after a failure."""
 
 
+class ReadOnlyError(HybridRLError, RuntimeError):
+    """A worker wrote into a batch it received: memory that other ranks read too."""
+
+
 class DeadlineError(HybridRLError, TimeoutError):
     """Something took longer than it may; names what, and the key that holds the limit."""
 

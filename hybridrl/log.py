@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -14,6 +15,16 @@ class _AddWhere(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         record.where = _where.get()
         return True
+
+
+class _PresentStderr:
+    """Whatever ``sys.stderr`` is at the time: a live table replaces it while it is shown."""
+
+    def write(self, text: str) -> None:
+        sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
 
 
 def set_where(where: str) -> None:
@@ -29,7 +40,7 @@ def configure(*, level: int = logging.INFO, file: Path | None = None) -> None:
     for old in list(logger.handlers):
         logger.removeHandler(old)
         old.close()
-    handlers: list[logging.Handler] = [logging.StreamHandler()]
+    handlers: list[logging.Handler] = [logging.StreamHandler(_PresentStderr())]
     if file is not None:
         handlers.append(logging.FileHandler(file, encoding="utf-8"))
     for handler in handlers:

@@ -1,0 +1,1 @@
+"""The configuration as frozen dataclasses, one file per section. Imports no torch, no Hydra."""

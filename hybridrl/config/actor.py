@@ -1,0 +1,69 @@
+"""The ``actor`` section: the training engine of the policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from hybridrl.config.limits import Count, CountOrZero, NotNegative, Within
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW and its learning-rate schedule."""
+
+    lr: Annotated[float, Within(above=0.0, usual=1e-6)]
+    """Peak learning rate."""
+
+    beta1: Annotated[float, Within(at_least=0.0, below=1.0, usual=0.9)]
+    """Decay of the first moment."""
+
+    beta2: Annotated[float, Within(at_least=0.0, below=1.0, usual=0.999)]
+    """Decay of the second moment."""
+
+    eps: Annotated[float, Within(above=0.0, usual=1e-8)]
+    """Added to the root of the second moment."""
+
+    weight_decay: NotNegative
+    """Decoupled weight decay; not applied to vectors (norms, biases)."""
+
+    max_grad_norm: Annotated[float, Within(above=0.0, usual=1.0)]
+    """Global L2 norm to which gradients are clipped."""
+
+    schedule: Literal["constant", "linear", "cosine"]
+    """Shape after warm-up; linear and cosine end at ``min_lr_ratio`` at the run's last step."""
+
+    num_warmup_steps: CountOrZero
+    """Optimizer steps over which lr rises linearly from 0."""
+
+    min_lr_ratio: Annotated[float, Within(at_least=0.0, at_most=1.0)]
+    """Last lr over peak lr."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActorConfig:
+    """How the policy is trained. Mirrors hydra_configs/actor/*.yaml key by key."""
+
+    engine: Literal["fsdp2"]
+    """Training engine."""
+
+    max_tokens_per_microbatch: Count
+    """Packed tokens per forward pass and rank; a single longer row still runs, alone."""
+
+    compute_dtype: Literal["float32", "bfloat16"]
+    """Type of activations and gathered parameters."""
+
+    reduce_dtype: Literal["float32", "bfloat16"]
+    """Type in which gradients are summed over ranks."""
+
+    gradient_checkpointing: bool
+    """Recompute each block in the backward pass: memory for about a third more time."""
+
+    logprob_chunk_tokens: Count
+    """Tokens whose logits exist at one time in float32."""
+
+    offload_reference: bool
+    """Keep the frozen reference model in host memory while it is not computing."""
+
+    optimizer: OptimizerConfig
+    """AdamW and its schedule."""

@@ -1,0 +1,74 @@
+"""The ``algorithm`` section."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from hybridrl.config.limits import Count, NotNegative, Within
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KLConfig:
+    """Penalty for leaving the reference policy."""
+
+    placement: Literal["none", "loss", "reward"]
+    """``loss`` adds it to the policy loss, ``reward`` subtracts it from each response's reward."""
+
+    estimator: Literal["k1", "k2", "k3"]
+    """Schulman's estimators (joschu.net/blog/kl-approx.html)."""
+
+    coefficient: NotNegative
+    """Weight of the penalty; above 0 exactly when it has a placement."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlgorithmConfig:
+    """What is optimised. Mirrors hydra_configs/algorithm/*.yaml key by key."""
+
+    name: Literal["grpo"]
+    """Advantage estimator."""
+
+    divide_by_std: bool
+    """True is GRPO (arXiv:2402.03300), False Dr. GRPO (arXiv:2503.20783)."""
+
+    clip_low: Annotated[float, Within(above=0.0, below=1.0, usual=0.2)]
+    """Lower clip range of the probability ratio: ratio >= 1 - clip_low."""
+
+    clip_high: Annotated[float, Within(above=0.0, usual=0.2)]
+    """Upper clip range: ratio <= 1 + clip_high. Above clip_low it is clip-higher
+    (arXiv:2503.14476)."""
+
+    loss_aggregation: Literal[
+        "token_mean",
+        "sequence_mean_token_mean",
+        "sequence_mean_token_sum",
+        "sequence_mean_fixed_length",
+    ]
+    """How token losses become one number; see algorithms/aggregate.py."""
+
+    entropy_coefficient: NotNegative
+    """Weight of the entropy bonus."""
+
+    num_epochs: Count
+    """Passes over each rollout batch."""
+
+    num_minibatches: Count
+    """Optimizer steps per pass; divides the rows of a step."""
+
+    old_logprobs: Literal["recompute", "current"]
+    """``recompute`` asks the training engine before the update; ``current`` uses the detached
+    log-probs of the update's own forward pass: the same numbers, one pass less, legal only with
+    one optimizer step per rollout."""
+
+    sampler_ratio_cap: NotNegative
+    """Truncated importance weight between trainer and rollout engine (arXiv:2510.18855 style),
+    at least 1; 0 is off."""
+
+    kl: KLConfig
+    """Penalty for leaving the reference policy."""
+
+    @property
+    def num_updates_per_step(self) -> int:
+        """Optimizer steps per rollout batch."""
+        return self.num_epochs * self.num_minibatches

@@ -1,0 +1,45 @@
+"""The ``cluster`` section."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from hybridrl.config.limits import Count, CountOrZero, Seconds, Within
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterConfig:
+    """Machines and processes. Mirrors hydra_configs/cluster/*.yaml key by key."""
+
+    device: Literal["cpu", "cuda"]
+    """What a rank computes on."""
+
+    num_nodes: Count
+    """Machines."""
+
+    num_ranks_per_node: Count
+    """Worker processes a machine; with cuda one GPU each."""
+
+    num_cpus_per_rank: Annotated[float, Within(above=0.0, usual=1.0)]
+    """CPUs that Ray reserves for a rank."""
+
+    num_threads_per_rank: CountOrZero
+    """OpenMP threads of a rank. 0 leaves torch's choice."""
+
+    ray_address: str | None
+    """An existing Ray cluster (``auto`` or ``ray://...``). Null starts one on this machine."""
+
+    start_timeout_s: Seconds
+    """Seconds to wait for resources and worker start."""
+
+    call_timeout_s: Seconds
+    """Seconds one remote call may take."""
+
+    collective_timeout_s: Seconds
+    """Seconds one collective between ranks may take."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Worker processes over all machines."""
+        return self.num_nodes * self.num_ranks_per_node

@@ -1,0 +1,52 @@
+"""The ``data`` section."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hybridrl.config.limits import Count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Where prompts come from. Mirrors hydra_configs/data/*.yaml key by key."""
+
+    task: Literal["sort_digits"] | None
+    """A built-in task that makes its own rows. Null reads ``data.train_files``."""
+
+    train_files: tuple[str, ...]
+    """jsonl or parquet files with columns prompt, answer and optionally source."""
+
+    eval_files: tuple[str, ...]
+    """Files for evaluation, same columns. Empty: no evaluation on files."""
+
+    num_task_rows: Count
+    """Rows that a built-in task makes for training; evaluation rows come on top."""
+
+    min_digits: Count
+    """sort_digits: shortest number, in digits."""
+
+    max_digits: Count
+    """sort_digits: longest number, in digits."""
+
+    prompt_key: str
+    """Column of the prompt: text, or a list of chat messages with role and content."""
+
+    answer_key: str
+    """Column of the answer that the reward function compares with."""
+
+    source_key: str
+    """Column of the data source's name; may be absent from the rows."""
+
+    use_chat_template: bool
+    """Wrap prompts with the tokenizer's chat template. A text prompt becomes one user message."""
+
+    max_prompt_tokens: Count
+    """Longest prompt, in tokens."""
+
+    overlong_prompts: Literal["error", "drop", "keep_end"]
+    """What happens to a longer prompt: stop, leave out (counted), or keep its last tokens."""
+
+    shuffle: bool
+    """New order each epoch, from ``seed``."""

@@ -1,0 +1,61 @@
+"""The ``model`` section."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from hybridrl.config.limits import Count, CountOrZero, Within
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StarterConfig:
+    """A small Qwen3-shaped model made on the spot, so that a first run needs no download."""
+
+    hidden_size: Count
+    """Width of the residual stream."""
+
+    num_layers: Count
+    """Transformer blocks."""
+
+    num_attention_heads: Count
+    """Query heads; hidden_size / num_attention_heads is the size of a head, an even number."""
+
+    num_key_value_heads: Count
+    """Key and value heads; divides num_attention_heads."""
+
+    intermediate_size: Count
+    """Width inside the MLP."""
+
+    vocab_size: Annotated[int, Within(at_least=258)]
+    """Rows of the (tied) embedding; the tokenizer uses 258: 256 bytes and two special tokens."""
+
+    max_position_embeddings: Count
+    """Context length, in tokens."""
+
+    num_warmup_steps: CountOrZero
+    """Supervised steps before the model is handed over; it is kept in the cache and made once."""
+
+    warmup_batch_size: Count
+    """Rows per supervised warm-up step."""
+
+    warmup_lr: Annotated[float, Within(above=0.0, usual=1e-3)]
+    """Peak learning rate of the warm-up."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Which weights and tokenizer a run starts from. Mirrors hydra_configs/model/*.yaml."""
+
+    path: str | None
+    """A Hugging Face model folder. Null makes the model that ``model.starter`` describes."""
+
+    starter: StarterConfig | None
+    """Shape and warm-up of the made model; used if and only if ``model.path`` is null."""
+
+    dtype: Literal["float32", "bfloat16"]
+    """Storage type of the training weights: float32 or bfloat16."""
+
+    attention: Literal["auto", "varlen", "padded"]
+    """Attention over packed rows: ``auto`` (varlen on CUDA, padded on CPU), ``varlen`` or
+    ``padded``."""

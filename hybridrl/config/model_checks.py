@@ -1,0 +1,145 @@
+"""Rules about the model: where it comes from, its shape, its context."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.errors import ConfigError
+
+
+def check_model_source(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Weights come from a folder or are made, not both, not neither."""
+    model = config.model
+    if model.path is None and model.starter is None:
+        yield ConfigError(
+            "model.path",
+            None,
+            "a run needs a model folder, or the shape of a model to make",
+            remedies=[("model=starter",)],
+            fix="set model=starter, or model=hf_folder model.path=FOLDER",
+        )
+    if model.path is not None and model.starter is not None:
+        yield ConfigError(
+            "model.starter",
+            "{...}",
+            f"would be ignored, because model.path={model.path} gives the weights",
+            remedies=[("model.starter=null",), ("model.path=null",)],
+        )
+
+
+def check_starter_shape(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Heads of the made model divide, and rotary embedding finds pairs in each."""
+    starter = config.model.starter
+    if starter is None:
+        return
+    num_heads, num_kv_heads = starter.num_attention_heads, starter.num_key_value_heads
+    if starter.hidden_size % (2 * num_heads):
+        legal = max(1, round(starter.hidden_size / (2 * num_heads))) * 2 * num_heads
+        yield ConfigError(
+            "model.starter.hidden_size",
+            starter.hidden_size,
+            f"must be a multiple of {2 * num_heads}: num_attention_heads={num_heads} heads of an "
+            "even size",
+            remedies=[(f"model.starter.hidden_size={legal}",)],
+        )
+    if num_heads % num_kv_heads:
+        divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+        legal = min(divisors, key=lambda n: abs(n - num_kv_heads))
+        yield ConfigError(
+            "model.starter.num_key_value_heads",
+            num_kv_heads,
+            f"must divide num_attention_heads={num_heads}",
+            remedies=[(f"model.starter.num_key_value_heads={legal}",)],
+        )
+
+
+def check_starter_context(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The longest row fits into the context of the made model."""
+    starter = config.model.starter
+    if starter is None or config.max_row_tokens <= starter.max_position_embeddings:
+        return
+    yield ConfigError(
+        "model.starter.max_position_embeddings",
+        starter.max_position_embeddings,
+        f"the longest row has {config.max_row_tokens} tokens: data.max_prompt_tokens="
+        f"{config.data.max_prompt_tokens} + rollout.max_response_tokens="
+        f"{config.rollout.max_response_tokens}",
+        remedies=[(f"model.starter.max_position_embeddings={config.max_row_tokens}",)],
+    )
+
+
+def check_starter_reads_plain_text(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The made tokenizer has no chat template."""
+    if config.model.path is None and config.data.use_chat_template:
+        yield ConfigError(
+            "data.use_chat_template",
+            got=True,
+            rule="the tokenizer of the made model (model.path=null) has no chat template",
+            remedies=[("data.use_chat_template=false",)],
+        )
+
+
+def check_attention_runs_on_device(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Variable-length attention is a CUDA kernel for bfloat16."""
+    device, dtype = config.cluster.device, config.actor.compute_dtype
+    if config.model.attention == "varlen" and (device, dtype) != ("cuda", "bfloat16"):
+        yield ConfigError(
+            "model.attention",
+            "varlen",
+            f"runs on CUDA in bfloat16, not with cluster.device={device} and "
+            f"actor.compute_dtype={dtype}",
+            remedies=[("model.attention=auto",), ("model.attention=padded",)],
+        )
+
+
+def check_model_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """A model folder exists, and its context holds the longest row."""
+    path = config.model.path
+    if path is None:
+        return
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        what = "has no config.json" if file.parent.is_dir() else "does not exist"
+        yield ConfigError(
+            "model.path",
+            path,
+            rule=f"a Hugging Face model folder; {Path(path).absolute()} {what}",
+            fix=f"download one (hf download NAME --local-dir {path}), or set model=starter",
+        )
+        return
+    context = _context_tokens(file)
+    if context is not None and config.max_row_tokens > context:
+        yield ConfigError(
+            "model.path",
+            path,
+            rule=f"its context is {context} tokens, fewer than data.max_prompt_tokens="
+            f"{config.data.max_prompt_tokens} + rollout.max_response_tokens="
+            f"{config.rollout.max_response_tokens}",
+            remedies=_shorter_rows(config, context),
+        )
+
+
+def _shorter_rows(config: ExperimentConfig, context: int) -> list[tuple[str, ...]]:
+    """Spell the overrides with which the longest row fits into ``context`` tokens."""
+    num_response, num_prompt = config.rollout.max_response_tokens, config.data.max_prompt_tokens
+    remedies: list[tuple[str, ...]] = []
+    if num_prompt < context:
+        remedies.append((f"rollout.max_response_tokens={context - num_prompt}",))
+    if num_response < context:
+        remedies.append((f"data.max_prompt_tokens={context - num_response}",))
+    half = context // 2
+    return remedies or [
+        (f"data.max_prompt_tokens={half}", f"rollout.max_response_tokens={context - half}")
+    ]
+
+
+def _context_tokens(config_file: Path) -> int | None:
+    try:
+        values = json.loads(config_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # models/load.py names what is wrong with the file
+    context = values.get("max_position_embeddings") if isinstance(values, dict) else None
+    return context if isinstance(context, int) else None

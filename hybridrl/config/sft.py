@@ -1,0 +1,21 @@
+"""The ``sft`` section."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybridrl.config.limits import Count, CountOrZero
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SftConfig:
+    """Supervised fine-tuning (``mode=sft``). Mirrors hydra_configs/sft/*.yaml."""
+
+    num_steps: Count
+    """Optimizer steps."""
+
+    batch_size: Count
+    """Rows per step over all ranks."""
+
+    eval_every_num_steps: CountOrZero
+    """Loss on held-out rows every so many steps. 0 is never."""

@@ -1,0 +1,43 @@
+"""What ``mode=check`` prints: what was validated, and what follows from the numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hybridrl.config.checks import find_violations, rules_of
+from hybridrl.config.experiment import ExperimentConfig
+
+
+def summarize(config: ExperimentConfig) -> str:
+    """Describe a configuration that passed its checks: a line per group of rules, then numbers."""
+    groups = [f"{name:<12} {_mark(len(rules))}" for name, rules in rules_of(config.mode).items()]
+    refused = find_violations(replace(config, mode="sft"))
+    sft = "; ".join(str(violation) for violation in refused) or "ok"
+    return "\n".join(
+        ["checked, nothing started:", *groups, f"{'mode=sft':<12} {sft}", "", *_numbers(config)]
+    )
+
+
+def _mark(num_rules: int) -> str:
+    return f"ok ({num_rules} rule{'' if num_rules == 1 else 's'})"
+
+
+def _numbers(config: ExperimentConfig) -> list[str]:
+    cluster, algorithm, num_rows = config.cluster, config.algorithm, config.num_rows_per_step
+    num_updates = algorithm.num_updates_per_step
+    numbers = {
+        "ranks": f"{cluster.num_ranks} ({cluster.num_nodes} x {cluster.num_ranks_per_node}, "
+        f"{cluster.device}, {cluster.num_threads_per_rank or 'all'} threads each)",
+        "rows a step": f"{num_rows} ({config.trainer.num_prompts_per_step} prompts x "
+        f"{config.rollout.num_responses_per_prompt} responses), "
+        f"{num_rows // algorithm.num_minibatches} an update, "
+        f"{num_rows // algorithm.num_minibatches // cluster.num_ranks} of them a rank",
+        "updates": f"{num_updates * config.trainer.num_steps} ({num_updates} a step x "
+        f"{config.trainer.num_steps} steps)",
+        "tokens": f"at most {config.max_row_tokens} a row, "
+        f"{num_rows * config.max_row_tokens} a step",
+        "data": config.data.task or ", ".join(config.data.train_files),
+        "model": config.model.path or "made on the spot (model.starter)",
+        "run folder": config.trainer.run_dir,
+    }
+    return [f"{name:<12} {value}" for name, value in numbers.items()]

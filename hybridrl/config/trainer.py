@@ -1,0 +1,30 @@
+"""The ``trainer`` section."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybridrl.config.limits import Count, CountOrZero
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerConfig:
+    """The driver's loop. Mirrors hydra_configs/trainer/*.yaml key by key."""
+
+    num_steps: Count
+    """Steps: one rollout batch and its updates each."""
+
+    num_prompts_per_step: Count
+    """Prompts P per step; P x rollout.num_responses_per_prompt responses are sampled."""
+
+    max_skipped_updates: CountOrZero
+    """Updates in a row that may be skipped for non-finite loss or gradient before the run stops."""
+
+    run_dir: str
+    """Folder of this run: configuration, log, metrics, samples."""
+
+    overwrite: bool
+    """Replace an existing run folder."""
+
+    export_hf: bool
+    """Write the final weights to ``<run_dir>/hf`` as a Hugging Face folder."""

@@ -1,0 +1,124 @@
+import ast
+import dataclasses
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import pytest
+import yaml
+
+import hybridrl
+from hybridrl.config.checks import rules_of
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.load import known_keys, load_config
+from hybridrl.errors import ConfigErrors
+from hybridrl.main import compose
+from tests.config.values import config_of
+
+ROOT = Path(hybridrl.__file__).parents[1]
+SECTIONS = {
+    name: hint
+    for name, hint in get_type_hints(ExperimentConfig).items()
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type)
+}
+FILES = sorted(ROOT.glob("hydra_configs/*/*.yaml"))
+RECIPES = sorted(path.stem for path in ROOT.glob("recipes/*.yaml"))
+
+
+def keys_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        yield prefix + name
+        if isinstance(value, dict):
+            yield from keys_of(value, f"{prefix}{name}.")
+
+
+def fields_of(section: type, values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Dotted fields, those of a nullable section only where the file gives it."""
+    for name, hint in get_type_hints(section).items():
+        yield prefix + name
+        is_union = get_origin(hint) in (Union, UnionType)
+        for part in get_args(hint) if is_union else (hint,):
+            if dataclasses.is_dataclass(part) and isinstance(part, type) and values.get(name):
+                yield from fields_of(part, values[name], f"{prefix}{name}.")
+
+
+def test_there_is_one_folder_per_section() -> None:
+    folders = {path.name for path in (ROOT / "hydra_configs").iterdir() if path.is_dir()}
+    assert folders == set(SECTIONS)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_the_keys_of_a_file_are_the_fields_of_its_section(file: Path) -> None:
+    values = yaml.safe_load(file.read_text())
+    keys = {key for key in keys_of(values) if key != "defaults"}
+    fields = set(fields_of(SECTIONS[file.parent.name], values))
+    if "defaults" in values:  # holds differences only
+        assert keys <= fields
+    else:
+        assert keys == fields
+
+
+def test_the_top_file_has_a_default_for_each_section_and_recipes_last() -> None:
+    values = yaml.safe_load((ROOT / "hydra_configs/config.yaml").read_text())
+    groups = [
+        name
+        for entry in values["defaults"]
+        if isinstance(entry, dict)
+        for name in entry
+        if not name.startswith("override")
+    ]
+    assert groups == [*(name for name in SECTIONS), "recipes"]
+    assert set(values) - {"defaults", "hydra"} == set(get_type_hints(ExperimentConfig)) - set(
+        SECTIONS
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_short_and_known_and_misses_only_files_and_packages(recipe: str) -> None:
+    text = (ROOT / f"recipes/{recipe}.yaml").read_text()
+    assert text.startswith("# @package _global_\n")
+    assert len(text.splitlines()) < 40
+    if recipe != "none":
+        assert f"recipes={recipe}" in text
+    try:
+        load_config(compose([f"recipes={recipe}"]))
+    except ConfigErrors as errors:
+        on_disk = {"model.path", "data.train_files", "data.eval_files", "reward.function"}
+        assert {violation.key for violation in errors.violations} <= on_disk, str(errors)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_an_option_of_a_group_composes(file: Path) -> None:
+    values = compose([f"{file.parent.name}={file.stem}"])
+    assert set(values) == set(get_type_hints(ExperimentConfig))
+
+
+def test_a_recipe_may_choose_options_and_the_command_line_has_the_last_word() -> None:
+    name = "recipes=grpo_gsm8k_qwen2_5_0_5b_1gpu"
+    assert compose([name])["cluster"]["device"] == "cuda"  # type: ignore[index]
+    assert compose([name, "cluster=cpu"])["cluster"]["device"] == "cpu"  # type: ignore[index]
+    assert compose([name, "trainer.num_steps=7"])["trainer"]["num_steps"] == 7  # type: ignore[index]
+
+
+def test_the_default_experiment_is_the_one_that_the_readme_tells() -> None:
+    config = config_of()
+    assert (config.num_rows_per_step, config.max_row_tokens) == (128, 48)
+    assert config.algorithm.num_updates_per_step == 1
+    assert config.cluster.device == "cpu"
+    assert len(rules_of("train")) > 5
+
+
+@pytest.mark.parametrize("section", [*SECTIONS, "experiment"])
+def test_every_field_has_a_line_of_meaning(section: str) -> None:
+    tree = ast.parse((ROOT / f"hybridrl/config/{section}.py").read_text())
+    for owner in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for field, after in pairwise([*owner.body, owner]):
+            if isinstance(field, ast.AnnAssign):
+                is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                assert is_text, f"{owner.name}: {ast.unparse(field)}"
+
+
+def test_there_are_not_too_many_keys_to_read() -> None:
+    assert len(list(known_keys())) <= 160

@@ -1,0 +1,180 @@
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.limits import Within
+from hybridrl.config.load import known_keys, load_config, spell
+from hybridrl.errors import ConfigError, ConfigErrors
+from tests.config.values import config_of, values_of, with_overrides
+
+
+def violations_of(values: dict[str, Any]) -> tuple[ConfigError, ...]:
+    with pytest.raises(ConfigErrors) as caught:
+        load_config(values)
+    return caught.value.violations
+
+
+def limited_fields(section: type, prefix: str = "") -> Iterator[tuple[str, type, Within]]:
+    for name, hint in get_type_hints(section, include_extras=True).items():
+        for part in (hint, *get_args(hint)):
+            if get_origin(part) is Annotated:
+                yield prefix + name, *get_args(part)
+            elif dataclasses.is_dataclass(part) and isinstance(part, type):
+                yield from limited_fields(part, f"{prefix}{name}.")
+
+
+LIMITED = list(limited_fields(ExperimentConfig))
+
+
+def test_the_default_experiment_loads_with_the_types_of_its_fields() -> None:
+    config = config_of()
+    assert config.rollout.num_responses_per_prompt == 8
+    assert isinstance(config.actor.optimizer.lr, float)
+    assert config.tracking.trackers == ("tensorboard",)
+    assert config.model.starter is not None
+
+
+def test_a_configuration_survives_the_way_through_plain_values() -> None:
+    config = config_of()
+    assert load_config(dataclasses.asdict(config)) == config
+
+
+def test_a_whole_number_is_a_number_but_not_the_other_way_round() -> None:
+    assert config_of("rollout.temperature=1").rollout.temperature == 1.0
+    assert isinstance(config_of("rollout.temperature=1").rollout.temperature, float)
+    assert violations_of(values_of("rollout.top_k=0.5"))[0].key == "rollout.top_k"
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        ("rollout.top_k=true", "a whole number"),
+        ("rollout.top_k=null", "a whole number"),
+        ("rollout.top_k='8'", "a whole number"),
+        ("rollout.top_k=8.0", "a whole number"),
+        ("rollout.temperature=.nan", "a finite number"),
+        ("rollout.temperature=.inf", "a finite number"),
+        ("rollout.temperature=false", "a finite number"),
+        ("rollout.sleep=1", "true or false"),
+        ("rollout.sleep='yes'", "true or false"),
+        ("trainer.run_dir=5", "text"),
+        ("trainer.run_dir=null", "text"),
+        ("data.train_files=a.jsonl", "a list"),
+        ("actor.optimizer=[]", "a section"),
+        ("actor.optimizer=null", "a section"),
+        ("mode=trian", "one of train, check, sft"),
+        ("model.dtype=16", "one of float32, bfloat16"),
+        ("data.task=sort", "one of sort_digits"),
+        ("tracking.trackers=[tensorbord]", "one of tensorboard"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_and_each_remedy_loads(
+    override: str, rule: str
+) -> None:
+    key = override.partition("=")[0]
+    values = values_of(override)
+    (violation,) = violations_of(values)
+    assert violation.key == key
+    assert rule in violation.rule
+    for remedy in violation.remedies:
+        changed = with_overrides(values, remedy)
+        if remedy != ("data.train_files=[a.jsonl]",):  # right type, but there is no such file
+            assert load_config(changed) is not None
+
+
+def test_something_else_in_the_place_of_a_section_is_refused() -> None:
+    values = values_of()
+    values["rollout"] = 3
+    assert [v.key for v in violations_of(values)] == ["rollout"]
+
+
+@pytest.mark.parametrize(("key", "kind", "limits"), LIMITED)
+def test_a_number_outside_its_interval_is_refused_with_a_legal_one(
+    key: str, kind: type, limits: Within
+) -> None:
+    ends = [end for end in (limits.at_least, limits.above) if end is not None]
+    tops = [end for end in (limits.at_most, limits.below) if end is not None]
+    for outside in (*(end - 1 for end in ends), *(end + 1 for end in tops)):
+        assert not limits.contains(outside)
+        assert limits.contains(limits.nearest_to(outside))
+        found = [v for v in violations_of(values_of(f"{key}={kind(outside)}")) if v.key == key]
+        assert str(limits) in found[0].rule
+        ((override,),) = found[0].remedies
+        assert limits.contains(float(override.partition("=")[2]))
+
+
+def test_an_open_end_is_itself_outside() -> None:
+    assert violations_of(values_of("rollout.temperature=0"))[0].key == "rollout.temperature"
+    assert violations_of(values_of("rollout.top_p=0"))[0].key == "rollout.top_p"
+    assert config_of("rollout.top_p=1").rollout.top_p == 1.0
+
+
+def test_an_unknown_key_names_the_nearest_known_one() -> None:
+    values = values_of()
+    values["rollout"]["temprature"] = 0.7
+    values["actor"]["optimizer"]["learning_rate"] = 1.0
+    values["rolout"] = {}
+    violations = violations_of(values)
+    assert [v.key for v in violations] == [
+        "rolout",
+        "actor.optimizer.learning_rate",
+        "rollout.temprature",
+    ]
+    assert "Fix: use rollout.temperature." in str(violations[2])
+    mended = with_overrides(values, [o for v in violations for r in v.remedies for o in r[:1]])
+    assert load_config(mended) == config_of()
+
+
+def test_a_missing_key_and_a_mandatory_one_are_both_named() -> None:
+    values = values_of("~rollout.top_k", "model.dtype='???'")
+    assert [v.key for v in violations_of(values)] == ["model.dtype", "rollout.top_k"]
+
+
+def test_a_wrong_entry_of_a_list_is_mended_by_spelling_the_whole_list() -> None:
+    values = values_of("tracking.trackers=[tensorboard,wandbb]")
+    (violation,) = violations_of(values)
+    assert violation.remedies[0] == ("tracking.trackers=[tensorboard,wandb]",)
+
+
+def test_errors_of_types_and_of_rules_come_together() -> None:
+    values = values_of("algorithm.kl.coefficient=0.5")
+    values["rollout"]["temprature"] = 1.0
+    assert {v.key for v in violations_of(values)} == {
+        "rollout.temprature",
+        "algorithm.kl.coefficient",
+    }
+
+
+nonsense: st.SearchStrategy[object] = (
+    st.none() | st.integers() | st.sampled_from(["", "train", "???"]) | st.just([{}])
+)
+
+
+@given(st.dictionaries(st.sampled_from(["mode", "seed", "rollout", "x"]), nonsense))
+def test_nonsense_is_refused_with_config_errors_and_nothing_else(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigErrors):
+        load_config(values)
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, min_value=-1e9)
+
+
+@given(scalars)
+def test_spelled_values_read_back_as_themselves(value: object) -> None:
+    changed = with_overrides(values_of(), [f"seed={spell(value)}"])["seed"]
+    if isinstance(value, float) and isinstance(changed, str):  # YAML 1.1 wants 1.0e-5, Hydra not
+        changed = float(changed)
+    if isinstance(value, float) and math.isinf(value):
+        return
+    assert changed == value
+
+
+def test_known_keys_hold_sections_and_leaves() -> None:
+    keys = set(known_keys())
+    assert {"rollout", "rollout.top_p", "actor.optimizer.lr", "model.starter.vocab_size"} <= keys

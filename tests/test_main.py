@@ -1,0 +1,181 @@
+"""The command line as a user types it: each test starts a process of its own."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import hybridrl
+
+ROOT = Path(hybridrl.__file__).parents[1]
+
+
+def hybridrl_main(
+    *arguments: str, folder: Path, root: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hybridrl.main", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def refusal_of(*arguments: str, folder: Path) -> str:
+    """What a refused command says: status 2, no traceback, and no file is left."""
+    before = sorted(folder.iterdir())
+    done = hybridrl_main(*arguments, folder=folder)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("ConfigError")
+    assert done.stdout == ""
+    assert sorted(folder.iterdir()) == before
+    return done.stderr
+
+
+def test_cfg_job_prints_the_configuration_of_a_recipe_with_overrides(tmp_path: Path) -> None:
+    done = hybridrl_main("--cfg", "job", "recipes=dapo_cpu", "rollout.top_k=5", folder=tmp_path)
+    printed = yaml.safe_load(done.stdout)
+    assert printed["algorithm"]["clip_high"] == 0.28
+    assert printed["rollout"]["top_k"] == 5
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_check_validates_says_what_follows_and_starts_nothing(tmp_path: Path) -> None:
+    done = hybridrl_main("mode=check", "trainer.num_steps=7", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "batch sizes  ok" in done.stdout
+    assert "128 (16 prompts x 8 responses)" in done.stdout
+    assert "7 (1 a step x 7 steps)" in done.stdout
+    assert done.stderr == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_neither_torch_nor_ray_is_imported_before_the_checks_passed(tmp_path: Path) -> None:
+    program = (
+        "import sys, hybridrl.main as m; sys.argv = ['main', 'mode=check']; m.main(); "
+        "assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=60,
+        check=True,
+        capture_output=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("recipes=dapo_gpu", ["recipes='dapo_gpu'", "'dapo_cpu'"]),
+        ("actor=fdsp2", ["actor='fdsp2'", "'fsdp2'"]),
+        ("rollout.temprature=1", ["rollout.temprature='1'", "'temperature'"]),
+        ("rollot.temperature=1", ["rollot.temperature", "'rollout.temperature'"]),
+        ("actr=fsdp2", ["actr", "'actor'"]),
+        ("~rollout.topk", ["rollout.topk", "'top_k'"]),
+        ("rollout.top_k=[", ["rollout.top_k='['", "quote"]),
+        ("seed=1,2", ["seed='1,2'", "--multirun"]),
+        ("trainer.num_steps=${trainer.num_stps}", ["trainer.num_stps", "existing key"]),
+        ("rollout.top_p=2", ["rollout.top_p=2", "set rollout.top_p=1.0"]),
+        ("+rollout.topk=2", ["rollout.topk=2", "use rollout.top_k"]),
+    ],
+)
+def test_a_mistyped_argument_is_one_short_message_with_what_was_meant(
+    argument: str, words: list[str], tmp_path: Path
+) -> None:
+    message = refusal_of(argument, folder=tmp_path)
+    for word in words:
+        assert word in message
+    assert len(message.splitlines()) == 1
+
+
+def test_what_hydra_refuses_and_what_the_rules_refuse_come_together(tmp_path: Path) -> None:
+    message = refusal_of(
+        "rollout.temprature=1",
+        "recipes=dapo_gpu",
+        "cluster.num_ranks_per_node=2",
+        "trainer.num_prompts_per_step=15",
+        folder=tmp_path,
+    )
+    assert message.startswith("ConfigErrors: 3 problems:\n")
+    for key in ("rollout.temprature", "recipes", "trainer.num_prompts_per_step=15"):
+        assert key in message
+
+
+def test_a_mistyped_key_beside_a_flag_is_explained_too(tmp_path: Path) -> None:
+    message = refusal_of("--cfg", "job", "rollout.temprature=1", folder=tmp_path)
+    assert "rollout.temprature='1'" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("rollout: {top_k: 1\n", ["mine.yaml", "line 2"]),
+        ("rollout: {topk: 1}\n", ["rollout.topk=1", "use rollout.top_k"]),
+        ("defaults: [override /actor: fsdp3]\n", ["actor='fsdp3'", "'fsdp2'"]),
+        ("defaults: [override /actr: fsdp2]\n", ["actr", "'actor'"]),
+    ],
+)
+def test_a_broken_recipe_of_the_user_is_explained(
+    text: str, words: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/mine.yaml").write_text("# @package _global_\n" + text)
+    message = refusal_of(f"hydra.searchpath=[file://{tmp_path}]", "recipes=mine", folder=tmp_path)
+    for word in words:
+        assert word in message
+
+
+def test_multirun_runs_the_configuration_of_each_value(tmp_path: Path) -> None:
+    done = hybridrl_main("--multirun", "trainer.num_steps=3,4", "mode=check", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "x 3 steps" in done.stdout
+    assert "x 4 steps" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def test_help_lists_the_recipes(tmp_path: Path) -> None:
+    done = hybridrl_main("--help", folder=tmp_path)
+    assert "recipes: cpu_sleep, dapo_cpu" in done.stdout
+    assert ".venv" not in done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which the wheel of this checkout was unpacked."""
+    folder = tmp_path_factory.mktemp("installed")
+    source = folder / "source"  # a build writes beside its sources
+    for name in ("hybridrl", "hydra_configs", "recipes"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source))
+    (wheel,) = folder.glob("*.whl")
+    pip("install", "--no-deps", "--no-index", "--target", str(folder / "site"), str(wheel))
+    return folder / "site"
+
+
+def pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "--quiet", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_wheel_brings_recipes_and_configuration_inside_the_package(
+    installed: Path, tmp_path: Path
+) -> None:
+    assert not (installed / "recipes").exists()
+    done = hybridrl_main("--cfg", "job", "recipes=cpu_sleep", folder=tmp_path, root=installed)
+    assert yaml.safe_load(done.stdout)["rollout"]["sleep"] is True, done.stderr
+    shown = hybridrl_main("--info", "searchpath", folder=tmp_path, root=installed)
+    assert str(installed / "hybridrl") in shown.stdout
+    assert str(ROOT / "hydra_configs") not in shown.stdout
