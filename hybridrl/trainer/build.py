@@ -1,0 +1,51 @@
+"""The composition root: from a checked configuration to a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hybridrl import env
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.errors import ConfigError
+from hybridrl.trainer.build_training import train
+from hybridrl.trainer.build_tuning import tune, warm_up
+from hybridrl.trainer.cluster import ray_cluster
+from hybridrl.trainer.record import RunRecord, open_record
+from hybridrl.trainer.starter import ensure_starter
+
+
+def run(config: ExperimentConfig, *, resolved_yaml: str) -> None:
+    """Run a checked configuration in its own run folder.
+
+    Args:
+        config: has passed every check.
+        resolved_yaml: what the run folder keeps as config.yaml.
+    """
+    with open_record(config, resolved_yaml=resolved_yaml) as record:
+        record.phase("start Ray")
+        with ray_cluster(config.cluster):
+            folder = _find_model(config, record)
+            if config.mode == "sft":
+                tune(config, folder, record=record, target=record.folder / "hf")
+            else:
+                train(config, folder, record=record)
+
+
+def _find_model(config: ExperimentConfig, record: RunRecord) -> Path:
+    """Return the folder of the model to start from; make the starter if that is asked for."""
+    if config.model.path is not None:
+        return Path(config.model.path)
+    if config.model.starter is None:
+        raise ConfigError(
+            "model.path",
+            None,
+            rule="there is neither a folder nor a model to make",
+            fix="set model.path=FOLDER, or model=starter",
+        )
+    return ensure_starter(
+        config.model.starter,
+        data=config.data,
+        seed=config.seed,
+        cache=env.cache_dir(),
+        warm_up=lambda raw, target: warm_up(config, raw, record=record, target=target),
+    )

@@ -1,0 +1,231 @@
+"""What a person sees while a run goes on: a live table in a terminal, plain lines elsewhere.
+
+The loop says ``live.phase("generate")`` when a phase begins and ``live.step(...)`` when a step
+ended. Nothing else of the project writes to the terminal, but for the log.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+
+_SHOWN = (
+    *("reward/mean", "eval/reward/mean", "loss/supervised_nats", "eval/loss_nats"),
+    *("length/response_tokens/mean", "rollout/truncated_fraction"),
+    *("policy/entropy_nats/mean", "policy/kl_to_reference_nats/mean", "policy/grad_norm"),
+    *("policy/sampler_mismatch_nats/mean", "policy/skipped_updates"),
+    *("time/step_s", "throughput/tokens_per_s"),
+)
+"""Metrics worth a glance, in this order; all of them are in ``metrics.jsonl``."""
+
+_IN_LINE = 4  # of them, those that fit into a line
+_HEARTBEAT_S = 5.0
+_TREND_STEPS = 32
+_PACE_STEPS = 10
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+class LiveView(Protocol):
+    """What the loop tells."""
+
+    def phase(self, name: str) -> None:
+        """Begin a phase of the present step, for example ``generate``."""
+        ...
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """End step ``step``, counted from 1, with its metrics."""
+        ...
+
+
+class _RunState:
+    """What is known of the run; written by the loop, read by a display's thread."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.num_done = 0
+        self.trends: dict[str, deque[float]] = {}
+        self._phase = "start"
+        self._phase_began = time.monotonic()
+        self._ends: deque[float] = deque([time.monotonic()], maxlen=_PACE_STEPS + 1)
+
+    def phase(self, name: str) -> None:
+        # The time first: a reader in between then sees an old phase as young, never as old.
+        self._phase_began = time.monotonic()
+        self._phase = name
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        self.num_done = step
+        self._ends.append(time.monotonic())
+        for name in _SHOWN:
+            if name in values:
+                self.trends.setdefault(name, deque(maxlen=_TREND_STEPS)).append(values[name])
+
+    def describe_phase(self) -> str:
+        step = min(self.num_done + 1, self.num_steps)
+        seconds = time.monotonic() - self._phase_began
+        return f"step {step}/{self.num_steps}: {self._phase}, {seconds:.0f} s"
+
+    def describe_rest(self) -> str:
+        num_timed = len(self._ends) - 1
+        if not num_timed:
+            return ""
+        pace_s = (self._ends[-1] - self._ends[0]) / num_timed
+        return f"{format_duration((self.num_steps - self.num_done) * pace_s)} left"
+
+
+class LiveLines:
+    """One line a step, and one every 5 s of silence that says what takes so long."""
+
+    def __init__(
+        self, num_steps: int, *, stream: TextIO, heartbeat_s: float = _HEARTBEAT_S
+    ) -> None:
+        """Write to ``stream``; call ``start`` to begin."""
+        self._state = _RunState(num_steps)
+        self._stream = stream
+        self._heartbeat_s = heartbeat_s
+        self._spoke = threading.Event()
+        self._is_over = False
+        self._thread = threading.Thread(target=self._beat, daemon=True, name="live-lines")
+
+    def phase(self, name: str) -> None:
+        """Begin a phase; nothing is written until it takes long."""
+        self._state.phase(name)
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the line of a step."""
+        self._state.step(step, values)
+        shown = [name for name in _SHOWN if name in values][:_IN_LINE]
+        parts = [f"step {step}/{self._state.num_steps}"]
+        parts += [f"{name} {format_value(values[name])}" for name in shown]
+        if "time/step_s" in values and "time/step_s" not in shown:
+            parts.append(f"{values['time/step_s']:.2f} s")
+        self._write("  ".join([*parts, self._state.describe_rest()]))
+
+    def start(self) -> None:
+        """Begin to say what takes long."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; no line comes afterwards."""
+        self._is_over = True
+        self._spoke.set()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        while not self._is_over:
+            if self._spoke.wait(self._heartbeat_s):
+                self._spoke.clear()
+            else:
+                self._stream.write(self._state.describe_phase() + "\n")
+                self._stream.flush()
+
+    def _write(self, line: str) -> None:
+        self._stream.write(line + "\n")
+        self._stream.flush()
+        self._spoke.set()
+
+
+class LiveTable:
+    """A table that redraws itself: progress, the present phase, and each metric with its trend."""
+
+    def __init__(self, num_steps: int) -> None:
+        """Hold an empty table; rich draws it."""
+        self._state = _RunState(num_steps)
+        self._spinner = Spinner("dots")
+
+    def phase(self, name: str) -> None:
+        """Begin a phase."""
+        self._state.phase(name)
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a step to the trends."""
+        self._state.step(step, values)
+
+    def __rich__(self) -> Group:
+        state = self._state
+        self._spinner.update(text=f"{state.describe_phase()}   {state.describe_rest()}")
+        bar = ProgressBar(total=state.num_steps, completed=state.num_done, width=_TREND_STEPS)
+        table = Table(box=None, pad_edge=False)
+        table.add_column("metric")
+        table.add_column("now", justify="right")
+        table.add_column(f"last {_TREND_STEPS}")
+        for name in _SHOWN:
+            if name in state.trends:
+                trend = list(state.trends[name])
+                table.add_row(name, format_value(trend[-1]), sparkline(trend))
+        return Group(self._spinner, bar, table)
+
+
+class LiveOff:
+    """Shows nothing."""
+
+    def phase(self, name: str) -> None:
+        """Do nothing."""
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """Do nothing."""
+
+
+@contextmanager
+def open_live(mode: str, *, num_steps: int, stream: TextIO) -> Iterator[LiveView]:
+    """Show a run while the block lasts.
+
+    Args:
+        mode: ``tracking.live``: ``table``, ``lines``, ``off``, or ``auto``, which is a table if
+            ``stream`` is a terminal, else lines.
+        num_steps: of the run.
+        stream: usually ``sys.stdout``.
+    """
+    console = Console(file=stream)
+    if mode == "off":
+        yield LiveOff()
+    elif mode == "table" or (mode == "auto" and console.is_terminal):
+        table = LiveTable(num_steps)
+        with Live(table, console=console, refresh_per_second=8):
+            yield table
+    else:
+        lines = LiveLines(num_steps, stream=stream)
+        lines.start()
+        try:
+            yield lines
+        finally:
+            lines.stop()
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Draw values as blocks between their minimum and maximum; equal values lie in the middle."""
+    finite = [value for value in values if abs(value) < float("inf")]
+    if not finite:
+        return " " * len(values)
+    low, high = min(finite), max(finite)
+    return "".join(_block((v - low) / (high - low) if high > low else 0.5) for v in values)
+
+
+def _block(share: float) -> str:
+    if not 0.0 <= share <= 1.0:  # also not a number
+        return " "
+    return _BLOCKS[min(int(share * len(_BLOCKS)), len(_BLOCKS) - 1)]
+
+
+def format_value(value: float) -> str:
+    """Write a number with about four digits."""
+    is_large = 1000 <= abs(value) < 1e15
+    return f"{value:,.0f}" if is_large else f"{value:.4g}"
+
+
+def format_duration(seconds: float) -> str:
+    """Write seconds as ``42 s``, ``3 min`` or ``2 h 05 min``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"

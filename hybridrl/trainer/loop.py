@@ -1,0 +1,96 @@
+"""The loop around the step: evaluation, records, and when to stop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hybridrl.errors import TrainingError
+from hybridrl.metrics import Metrics
+from hybridrl.trainer.interrupt import Interrupt
+
+log = logging.getLogger(__name__)
+
+
+class Recorder(Protocol):
+    """Where the numbers of a run go."""
+
+    def phase(self, name: str) -> None:
+        """Say what begins."""
+        ...
+
+    def record(self, step: int, metrics: Metrics) -> None:
+        """Keep the metrics of one step; step 0 is before the first update."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loop:
+    """Steps, with evaluation before the first, after every ``eval_every`` and after the last."""
+
+    take_step: Callable[[int], Metrics]
+    """Does step n, from 1."""
+
+    evaluate: Callable[[], Metrics]
+    recorder: Recorder
+    num_steps: int
+    eval_every: int
+    """Steps between evaluations; 0 is never."""
+
+    guard: UpdateGuard
+    interrupt: Interrupt = field(default_factory=Interrupt)
+
+    def run(self) -> int:
+        """Run to the end, or until somebody interrupts. Returns the number of steps done.
+
+        Raises:
+            TrainingError: too many updates in a row had no finite gradient.
+        """
+        with self.interrupt.listening():
+            if self.eval_every:
+                self.recorder.record(0, self.evaluate())
+            for step in range(1, self.num_steps + 1):
+                metrics = self.take_step(step)
+                if self._evaluates_after(step):
+                    metrics = metrics | self.evaluate()
+                self.recorder.record(step, metrics)
+                self.guard.check(metrics)
+                if self.interrupt.is_set:
+                    log.warning("stopped on request: step=%d of=%d", step, self.num_steps)
+                    return step
+        return self.num_steps
+
+    def _evaluates_after(self, step: int) -> bool:
+        return bool(self.eval_every) and (step % self.eval_every == 0 or step == self.num_steps)
+
+
+class UpdateGuard:
+    """Counts updates that were skipped for a non-finite loss or gradient."""
+
+    def __init__(self, *, max_skipped: int) -> None:
+        """Allow ``max_skipped`` steps in a row in which no update was taken."""
+        self._max_skipped = max_skipped
+        self._num_skipped = 0
+
+    def check(self, metrics: Metrics) -> None:
+        """Look at the metrics of a step.
+
+        Raises:
+            TrainingError: more steps in a row than allowed skipped an update.
+        """
+        skipped = metrics.get("policy/skipped_updates")
+        if skipped is None or not skipped.value:
+            self._num_skipped = 0
+            return
+        self._num_skipped += 1
+        log.warning(
+            "skipped an update: loss or gradient not finite, in_a_row=%d", self._num_skipped
+        )
+        if self._num_skipped > self._max_skipped:
+            raise TrainingError(
+                f"{self._num_skipped} steps in a row had an update without a finite loss or gradient "
+                f"(trainer.max_skipped_updates={self._max_skipped}); lower actor.optimizer.lr, or set "
+                "actor.compute_dtype=float32"
+            )

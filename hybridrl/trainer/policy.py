@@ -1,0 +1,58 @@
+"""The policy as the driver sees it: remote calls on a worker group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, SupervisedBatch, TrainBatch
+from hybridrl.metrics import Metrics
+from hybridrl.workers.rollout.protocol import SamplingParams
+
+
+class Policy(Protocol):
+    """A worker group of ``ActorRolloutWorker``; each method is one remote call to all ranks."""
+
+    def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch:
+        """Sample with the newest weights; sleep, wake and sync happen inside."""
+        ...
+
+    def compute_logprobs(self, rollouts: RolloutBatch) -> LogprobBatch:
+        """Score with the weights before the update, and with the reference."""
+        ...
+
+    def update(self, batch: TrainBatch) -> Metrics:
+        """Take the optimizer steps of one rollout batch."""
+        ...
+
+    def export_hf(self, folder: Path) -> list[None]:
+        """Write a Hugging Face folder."""
+        ...
+
+
+class Learner(Protocol):
+    """A worker group of ``SupervisedWorker``."""
+
+    def fit(self, batch: SupervisedBatch) -> Metrics:
+        """Take one optimizer step."""
+        ...
+
+    def evaluate(self, batch: SupervisedBatch) -> Metrics:
+        """Return the loss on held-out rows."""
+        ...
+
+    def export_hf(self, folder: Path) -> list[None]:
+        """Write a Hugging Face folder."""
+        ...
+
+
+class WithoutLogprobs:
+    """Takes the place of ``Policy.compute_logprobs`` where nothing asks for its numbers.
+
+    With one optimizer step per rollout the old log-probs are the detached current ones, and without
+    a reference there is nothing else to score: a forward pass over the batch is saved.
+    """
+
+    def __call__(self, rollouts: RolloutBatch) -> LogprobBatch:
+        """Return a batch in which every column is None."""
+        return LogprobBatch(batch_size=[len(rollouts)])

@@ -1,0 +1,33 @@
+"""Rewards of rollouts: token ids become text, and the scorer sees it with the row's answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.batch import RolloutBatch
+from hybridrl.data.source import PromptStep
+from hybridrl.data.tokenizer import decode_responses
+from hybridrl.rewards.runner import RewardInputs
+from hybridrl.rewards.scorer import RewardScorer, Scores
+
+
+@dataclass(frozen=True, slots=True)
+class TextReward:
+    """Decodes responses and scores their text."""
+
+    scorer: RewardScorer
+    tokenizer: PreTrainedTokenizerBase
+
+    def __call__(self, rollouts: RolloutBatch, task: PromptStep) -> Scores:
+        """Score B rows, the siblings of a prompt adjacent."""
+        num_responses = len(rollouts) // len(task.rows)
+        rows = [row for row in task.rows for _ in range(num_responses)]
+        inputs = RewardInputs(
+            responses=decode_responses(rollouts, self.tokenizer),
+            answers=[row.row.answer for row in rows],
+            prompts=[row.prompt_text for row in rows],
+            sources=[row.row.source for row in rows],
+        )
+        return self.scorer.score(inputs)

@@ -1,0 +1,77 @@
+"""One step of policy optimisation, as in the paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from hybridrl.batch import LogprobBatch, RolloutBatch, TrainBatch
+from hybridrl.data.source import PromptStep
+from hybridrl.rewards.scorer import Scores
+from hybridrl.trainer.clock import Clock
+from hybridrl.trainer.policy import Policy
+from hybridrl.trainer.report import StepReport
+from hybridrl.workers.rollout.protocol import SamplingParams
+
+
+class Reward(Protocol):
+    """Scores responses on the driver."""
+
+    def __call__(self, rollouts: RolloutBatch, task: PromptStep) -> Scores:
+        """Return one reward per row."""
+        ...
+
+
+class Advantages(Protocol):
+    """Turns rewards into the weight that each response token has in the loss."""
+
+    def __call__(self, rewards_B: Tensor, rollouts: RolloutBatch, logprobs: LogprobBatch) -> Tensor:
+        """Return jagged float32 [B, L], 0 where the response mask is False."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyOptimization:
+    """One policy update, end to end. Owns no tensors on a device and no Ray handles."""
+
+    policy: Policy
+    sampling: SamplingParams
+    reward: Reward
+    logprobs: Callable[[RolloutBatch], LogprobBatch]
+    advantages: Advantages
+    arrange: Callable[[TrainBatch], TrainBatch]
+    on_phase: Callable[[str], None] | None = None
+
+    def step(self, task: PromptStep) -> StepReport:
+        """Sample, score, compare siblings, update."""
+        clock = Clock(self.on_phase)
+        with clock("generate"):
+            rollouts = self.policy.generate(task.prompts, self.sampling)  # syncs weights, samples
+        with clock("reward"):
+            scores = self.reward(rollouts, task)  # driver, CPU
+        with clock("logprobs"):
+            logprobs = self.logprobs(rollouts)  # old and reference at once
+        with clock("advantage"):
+            advantages_BL = self.advantages(scores.rewards_B, rollouts, logprobs)
+            batch = self.arrange(build_train_batch(rollouts, logprobs, advantages_BL))
+        with clock("update"):
+            update = self.policy.update(batch)
+        return StepReport(task, rollouts, scores, update, clock)
+
+
+def build_train_batch(
+    rollouts: RolloutBatch, logprobs: LogprobBatch, advantages_BL: Tensor
+) -> TrainBatch:
+    """Put together what the update reads, row by row, [B] rows."""
+    return TrainBatch(
+        token_ids_BL=rollouts.token_ids_BL,
+        response_mask_BL=rollouts.response_mask_BL,
+        advantages_BL=advantages_BL,
+        sampler_logprobs_BL=rollouts.sampler_logprobs_BL,
+        old_logprobs_BL=logprobs.old_logprobs_BL,
+        reference_logprobs_BL=logprobs.reference_logprobs_BL,
+        batch_size=[len(rollouts)],
+    )

@@ -1,0 +1,137 @@
+"""The fused worker: the policy's training engine and its rollout engine on one device, in turns."""
+
+from __future__ import annotations
+
+from dataclasses import replace as replace_dispatch
+from pathlib import Path
+
+from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, TrainBatch
+from hybridrl.metrics import Metrics, merge
+from hybridrl.single_controller import Dispatch, Parts, Worker, dispatch_by_mesh, register
+from hybridrl.workers.build import (
+    ActorRolloutSpec,
+    build_policy_loss,
+    build_reference_engine,
+    build_rollout_engine,
+    build_train_engine,
+)
+from hybridrl.workers.process_group import end_process_group, start_process_group
+from hybridrl.workers.rollout.assemble import assemble_rollouts
+from hybridrl.workers.rollout.protocol import SamplingParams
+from hybridrl.workers.sharding.control import ControlGroup
+from hybridrl.workers.sharding.manager import ShardingManager
+
+TRAIN = dispatch_by_mesh("train")
+ROLLOUT = dispatch_by_mesh("rollout")
+TRAIN_METRICS = replace_dispatch(TRAIN, name="TRAIN_METRICS", collect=lambda _, parts: merge(parts), gives=Parts.OTHER)
+
+
+class ActorRolloutWorker(Worker):
+    """One rank of the policy. The driver calls generate, compute_logprobs and update, in turn."""
+
+    def __init__(self, spec: ActorRolloutSpec) -> None:
+        """Start both engines; a collective call.
+
+        The rollout engine comes first, on an empty device.
+        """
+        device = start_process_group(
+            device=spec.device, local_rank=self.local_rank, timeout_s=spec.collective_timeout_s
+        )
+        self._spec = spec
+        self._policy_version = 0
+        tensor_parallel_size = spec.rollout.tensor_parallel_size
+        leads = self.rank % tensor_parallel_size == 0
+        self.sharding = ShardingManager(
+            engine=build_rollout_engine(spec, device) if leads else None,
+            config=spec.rollout,
+            device=device,
+            control=ControlGroup(timeout_s=spec.rollout.stage_timeout_s),
+        )
+        self._actor = build_train_engine(spec, device)
+        self.sharding.attach_policy(self._actor)
+        self._reference = build_reference_engine(spec, device)
+        if self._reference is not None:
+            self.sharding.register("reference", self._reference)
+        self._loss = build_policy_loss(spec)
+        self.register_mesh("train", dp_rank=self._actor.dp_rank, dp_size=self._actor.dp_size)
+        self.register_mesh(
+            "rollout",
+            dp_rank=self.rank // tensor_parallel_size,
+            dp_size=self.world_size // tensor_parallel_size,
+            is_collect=leads,
+        )
+
+    @register(ROLLOUT, pad=True)
+    def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch | None:
+        """Sample G responses per prompt with the newest weights.
+
+        Args:
+            prompts: this rollout rank's slice, n prompts; ranks that share an engine get the same.
+            sampling: how to sample.
+
+        Returns:
+            n * G rows, siblings adjacent and in prompt order, stamped with the policy version that
+            sampled them. None on a rank that leads no engine.
+        """
+        with self.sharding.rollout_phase() as engine:
+            if engine is None:
+                return None
+            responses = engine.generate(prompts, sampling)
+        return assemble_rollouts(prompts, responses, policy_version=self._policy_version)
+
+    @register(TRAIN)
+    def compute_logprobs(self, rollouts: RolloutBatch) -> LogprobBatch:
+        """Score the rollouts with the weights before the update, and with the reference.
+
+        Returns:
+            Old log-probs and entropy if ``algorithm.old_logprobs=recompute``, reference log-probs
+            if
+            there is a reference; what is not computed is None.
+        """
+        self.sharding.require_training()
+        temperature = self._spec.rollout.temperature
+        scored = LogprobBatch(batch_size=[len(rollouts)])
+        if self._spec.algorithm.old_logprobs == "recompute":
+            scored = self._actor.compute_logprobs(rollouts, temperature=temperature)
+        if self._reference is not None:
+            reference = self._reference.compute_logprobs(rollouts, temperature=temperature)
+            scored.reference_logprobs_BL = reference.old_logprobs_BL
+        return scored
+
+    @register(TRAIN_METRICS)
+    def update(self, batch: TrainBatch) -> Metrics:
+        """Take ``num_epochs * num_minibatches`` optimizer steps.
+
+        Args:
+            batch: this rank's rows, those of each mini-batch adjacent (see balance_over_ranks).
+
+        Returns:
+            Metrics of the update, and of the rollout phases since the last one.
+        """
+        self.sharding.require_training()
+        algorithm = self._spec.algorithm
+        steps = [
+            self._actor.update(
+                minibatch,
+                loss=self._loss,
+                aggregation=algorithm.loss_aggregation,
+                temperature=self._spec.rollout.temperature,
+                max_response_tokens=self._spec.max_response_tokens,
+            )
+            for _ in range(algorithm.num_epochs)
+            for minibatch in batch.chunk(algorithm.num_minibatches)
+        ]
+        self._policy_version += len(steps)
+        self.sharding.weights_changed(version=self._policy_version)
+        return merge([*steps, self.sharding.take_metrics()])
+
+    @register(Dispatch.ONE_TO_ALL)
+    def export_hf(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face folder, atomically."""
+        self.sharding.require_training()
+        self._actor.export_hf(folder)
+
+    def close(self) -> None:
+        """End the rollout engine and leave the process group."""
+        self.sharding.shutdown()
+        end_process_group()

@@ -1,0 +1,117 @@
+"""Where concrete engines are chosen: the only place that names them, and only if asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hybridrl.config.actor import ActorConfig
+from hybridrl.config.algorithm import AlgorithmConfig
+from hybridrl.config.model import ModelConfig
+from hybridrl.config.rollout import RolloutConfig
+from hybridrl.workers.rollout.hf import HFRolloutEngine
+from hybridrl.workers.rollout.protocol import RolloutEngine
+from hybridrl.workers.train.fsdp2 import FSDP2Engine, FSDP2Scorer
+from hybridrl.workers.train.losses import PolicyGradientLoss
+from hybridrl.workers.train.protocol import ScoringEngine, TokenLoss, TrainEngine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainSpec:
+    """What a worker needs to train a model."""
+
+    model_folder: Path
+    """Hugging Face folder to start from."""
+
+    model: ModelConfig
+    actor: ActorConfig
+
+    device: str
+    """cpu or cuda."""
+
+    num_total_updates: int
+    """Optimizer steps of the whole run; the learning-rate schedule ends there."""
+
+    max_response_tokens: int
+    """Fixed length of ``loss_aggregation=sequence_mean_fixed_length``."""
+
+    collective_timeout_s: float
+    """Seconds one collective may take."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActorRolloutSpec(TrainSpec):
+    """What a fused worker needs on top."""
+
+    rollout: RolloutConfig
+    algorithm: AlgorithmConfig
+
+    max_context_tokens: int
+    """Longest prompt plus longest response of training and evaluation: sizes the KV cache."""
+
+
+def build_train_engine(spec: TrainSpec, device: torch.device) -> TrainEngine:
+    """Start the policy's training engine on this rank; a collective call."""
+    return _TRAIN_ENGINES[spec.actor.engine](spec, device)
+
+
+def build_reference_engine(spec: ActorRolloutSpec, device: torch.device) -> ScoringEngine | None:
+    """Start the frozen reference, if a KL penalty asks for one; a collective call."""
+    if spec.algorithm.kl.placement == "none":
+        return None
+    return _SCORING_ENGINES[spec.actor.engine](spec, device)
+
+
+def build_rollout_engine(spec: ActorRolloutSpec, device: torch.device) -> RolloutEngine:
+    """Start the rollout engine that this rank leads."""
+    return _ROLLOUT_ENGINES[spec.rollout.engine](spec, device)
+
+
+def build_policy_loss(spec: ActorRolloutSpec) -> TokenLoss:
+    """Choose the terms of the policy loss."""
+    algorithm = spec.algorithm
+    return PolicyGradientLoss(
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        kl_estimator=algorithm.kl.estimator,
+        kl_coefficient=algorithm.kl.coefficient if algorithm.kl.placement == "loss" else 0.0,
+        entropy_coefficient=algorithm.entropy_coefficient,
+        sampler_ratio_cap=algorithm.sampler_ratio_cap,
+    )
+
+
+def _build_fsdp2(spec: TrainSpec, device: torch.device) -> TrainEngine:
+    return FSDP2Engine(
+        spec.model_folder,
+        config=spec.actor,
+        model_config=spec.model,
+        num_total_steps=spec.num_total_updates,
+        device=device,
+    )
+
+
+def _build_fsdp2_scorer(spec: TrainSpec, device: torch.device) -> ScoringEngine:
+    return FSDP2Scorer(spec.model_folder, config=spec.actor, model_config=spec.model, device=device)
+
+
+def _build_hf(spec: ActorRolloutSpec, device: torch.device) -> RolloutEngine:
+    return HFRolloutEngine(
+        spec.model_folder,
+        config=spec.rollout,
+        device=device,
+        max_context_tokens=spec.max_context_tokens,
+    )
+
+
+_TRAIN_ENGINES: dict[str, Callable[[TrainSpec, torch.device], TrainEngine]] = {
+    "fsdp2": _build_fsdp2
+}
+_SCORING_ENGINES: dict[str, Callable[[TrainSpec, torch.device], ScoringEngine]] = {
+    "fsdp2": _build_fsdp2_scorer
+}
+_ROLLOUT_ENGINES: dict[str, Callable[[ActorRolloutSpec, torch.device], RolloutEngine]] = {
+    "hf": _build_hf
+}

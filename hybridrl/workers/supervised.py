@@ -1,0 +1,46 @@
+"""The worker of supervised fine-tuning: the policy's training engine alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hybridrl.batch import SupervisedBatch
+from hybridrl.metrics import Mean, Metrics
+from hybridrl.single_controller import Dispatch, Worker, register
+from hybridrl.workers.actor_rollout import TRAIN_METRICS
+from hybridrl.workers.build import TrainSpec, build_train_engine
+from hybridrl.workers.process_group import end_process_group, start_process_group
+
+
+class SupervisedWorker(Worker):
+    """One rank of a model that learns from examples."""
+
+    def __init__(self, spec: TrainSpec) -> None:
+        """Start the training engine; a collective call."""
+        device = start_process_group(
+            device=spec.device, local_rank=self.local_rank, timeout_s=spec.collective_timeout_s
+        )
+        self._engine = build_train_engine(spec, device)
+        self.register_mesh("train", dp_rank=self._engine.dp_rank, dp_size=self._engine.dp_size)
+
+    @register(TRAIN_METRICS)
+    def fit(self, batch: SupervisedBatch) -> Metrics:
+        """Take one optimizer step on the mean negative log-likelihood of the masked tokens."""
+        return self._engine.fit(batch)
+
+    @register(TRAIN_METRICS)
+    def evaluate(self, batch: SupervisedBatch) -> Metrics:
+        """Score held-out rows: the same loss, no step."""
+        scored = self._engine.compute_logprobs(batch, temperature=1.0)
+        mask_T = batch.response_mask_BL.values()
+        total = -scored.old_logprobs_BL.values()[mask_T].sum().item()
+        return {"eval/loss_nats": Mean(total, float(mask_T.sum()))}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def export_hf(self, folder: Path) -> None:
+        """Write the model as a Hugging Face folder, atomically."""
+        self._engine.export_hf(folder)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        end_process_group()

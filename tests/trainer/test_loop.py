@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from hybridrl.errors import TrainingError
+from hybridrl.metrics import Mean, Metrics, Sum
+from hybridrl.trainer.interrupt import Interrupt
+from hybridrl.trainer.loop import Loop, UpdateGuard
+
+
+class Recorded:
+    """Keeps what a loop records."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, set[str]]] = []
+
+    def phase(self, name: str) -> None:
+        pass
+
+    def record(self, step: int, metrics: Metrics) -> None:
+        self.lines.append((step, set(metrics)))
+
+
+def _loop(recorded: Recorded, *, num_steps: int, eval_every: int, num_skipped: int = 0) -> Loop:
+    return Loop(
+        take_step=lambda _: {
+            "reward/mean": Mean(1.0),
+            "policy/skipped_updates": Sum(num_skipped),
+        },
+        evaluate=lambda: {"eval/reward/mean": Mean(1.0)},
+        recorder=recorded,
+        num_steps=num_steps,
+        eval_every=eval_every,
+        guard=UpdateGuard(max_skipped=2),
+    )
+
+
+def test_evaluation_comes_before_the_first_step_at_each_interval_and_after_the_last() -> None:
+    recorded = Recorded()
+    assert _loop(recorded, num_steps=5, eval_every=2).run() == 5
+    evaluated = [step for step, names in recorded.lines if "eval/reward/mean" in names]
+    assert evaluated == [0, 2, 4, 5]
+    assert [step for step, _ in recorded.lines] == [0, 1, 2, 3, 4, 5]
+
+
+def test_without_evaluation_nothing_is_recorded_before_the_first_step() -> None:
+    recorded = Recorded()
+    _loop(recorded, num_steps=2, eval_every=0).run()
+    assert [step for step, _ in recorded.lines] == [1, 2]
+
+
+def test_skipped_updates_in_a_row_end_the_run_with_the_key_to_change() -> None:
+    recorded = Recorded()
+    with pytest.raises(TrainingError, match=r"3 steps in a row.*max_skipped_updates=2.*lr"):
+        _loop(recorded, num_steps=9, eval_every=0, num_skipped=1).run()
+    assert [step for step, _ in recorded.lines] == [1, 2, 3]
+
+
+def test_an_update_that_was_taken_starts_the_count_of_skipped_ones_anew() -> None:
+    guard = UpdateGuard(max_skipped=1)
+    for num_skipped in (1, 0, 1, 0, 1):
+        guard.check({"policy/skipped_updates": Sum(num_skipped)})
+    with pytest.raises(TrainingError):
+        guard.check({"policy/skipped_updates": Sum(1)})
+
+
+def test_the_first_signal_waits_for_the_step_and_the_second_does_not() -> None:
+    interrupt = Interrupt()
+    before = signal.getsignal(signal.SIGINT)
+    with interrupt.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupt.is_set
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
