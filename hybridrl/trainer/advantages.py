@@ -46,7 +46,7 @@ class GroupRelativeWithKL:
         """
         if logprobs.old_logprobs_BL is None or logprobs.reference_logprobs_BL is None:
             raise TrainingError(
-                "algorithm.kl.placement=reward needs old and reference log-probs before the update; "
+                "algorithm.kl.placement=reward needs old and reference log-probs; "
                 "set algorithm.old_logprobs=recompute"
             )
         charged_B = subtract_sequence_kl(

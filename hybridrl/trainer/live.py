@@ -56,7 +56,8 @@ class _RunState:
         self.trends: dict[str, deque[float]] = {}
         self._phase = "start"
         self._phase_began = time.monotonic()
-        self._ends: deque[float] = deque([time.monotonic()], maxlen=_PACE_STEPS + 1)
+        # From the first end of a step on: the time until then is start-up, no measure of the pace.
+        self._ends: deque[float] = deque(maxlen=_PACE_STEPS + 1)
 
     def phase(self, name: str) -> None:
         # The time first: a reader in between then sees an old phase as young, never as old.
@@ -77,7 +78,7 @@ class _RunState:
 
     def describe_rest(self) -> str:
         num_timed = len(self._ends) - 1
-        if not num_timed:
+        if num_timed < 1:
             return ""
         pace_s = (self._ends[-1] - self._ends[0]) / num_timed
         return f"{format_duration((self.num_steps - self.num_done) * pace_s)} left"
@@ -109,7 +110,7 @@ class LiveLines:
         parts += [f"{name} {format_value(values[name])}" for name in shown]
         if "time/step_s" in values and "time/step_s" not in shown:
             parts.append(f"{values['time/step_s']:.2f} s")
-        self._write("  ".join([*parts, self._state.describe_rest()]))
+        self._write("  ".join([*parts, self._state.describe_rest()]).rstrip())
 
     def start(self) -> None:
         """Begin to say what takes long."""

@@ -90,7 +90,7 @@ class UpdateGuard:
         )
         if self._num_skipped > self._max_skipped:
             raise TrainingError(
-                f"{self._num_skipped} steps in a row had an update without a finite loss or gradient "
-                f"(trainer.max_skipped_updates={self._max_skipped}); lower actor.optimizer.lr, or set "
-                "actor.compute_dtype=float32"
+                f"{self._num_skipped} steps in a row had an update without a finite loss or "
+                f"gradient (trainer.max_skipped_updates={self._max_skipped}); lower "
+                "actor.optimizer.lr, or set actor.compute_dtype=float32"
             )

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from hybridrl.config.data import DataConfig
 from hybridrl.config.model import StarterConfig
@@ -84,6 +85,7 @@ def write_random_model(starter: StarterConfig, folder: Path, *, seed: int) -> No
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
     )
+    transformers_logging.disable_progress_bar()  # of a file written in 10 ms
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         Qwen3ForCausalLM(shape).save_pretrained(folder)

@@ -1,0 +1,170 @@
+"""Reads rows from jsonl and parquet files; every malformed row is named by file and line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+
+from hybridrl.data.rows import Message, Row
+from hybridrl.errors import DataError, nearest
+
+_MAX_PROBLEMS_SHOWN = 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Columns:
+    """What the columns of the files are called; see ``config/data.py``."""
+
+    prompt: str = "prompt"
+    answer: str = "answer"
+    source: str = "source"
+
+
+class _Malformed(Exception):
+    """What is wrong with one row; collected, never seen by a caller."""
+
+
+def read_rows(files: Sequence[Path], *, columns: Columns, key: str) -> list[Row]:
+    """Read all rows of all files, in order.
+
+    Blank lines of a jsonl file are skipped. A row without the source column gets its file's name.
+
+    Args:
+        files: ``.jsonl`` or ``.parquet``.
+        columns: names of the columns.
+        key: the configuration key that lists the files, for messages.
+
+    Raises:
+        DataError: a file that is missing, unreadable or of another kind; a parquet file without a
+            column; no row at all; or malformed rows: the first 20 are listed, the rest counted.
+    """
+    rows: list[Row] = []
+    problems: list[str] = []
+    for path in files:
+        for number, record in _read_records(path, columns=columns, key=key):
+            origin = f"{path}:{number}"
+            try:
+                rows.append(
+                    _parse(record, columns=columns, default_source=path.stem, origin=origin)
+                )
+            except _Malformed as problem:
+                problems.append(f"{origin}: {problem}")
+    if problems:
+        shown = "\n  ".join(problems[:_MAX_PROBLEMS_SHOWN])
+        rest = len(problems) - _MAX_PROBLEMS_SHOWN
+        more = f"\n  and {rest} more" if rest > 0 else ""
+        raise DataError(
+            f"{len(problems)} of {len(rows) + len(problems)} rows are malformed; mend or remove:"
+            f"\n  {shown}{more}"
+        )
+    if not rows:
+        names = ", ".join(str(path) for path in files) or "no file"
+        raise DataError(f"no rows in {names}; list files that have some in {key}")
+    return rows
+
+
+def _read_records(
+    path: Path, *, columns: Columns, key: str
+) -> Iterator[tuple[int, str | Mapping[str, object]]]:
+    """Yield row number from 1, and the row: text of a jsonl line, or a mapping."""
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise DataError(f"{key}: {path} is neither .jsonl nor .parquet; convert or rename it")
+    if not path.is_file():
+        raise DataError(f"{key}: {path} is not a file; paths are relative to {Path.cwd()}")
+    try:
+        if path.suffix == ".jsonl":
+            yield from _read_lines(path)
+        else:
+            yield from _read_parquet(path, columns)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{key}: cannot read {path}: {error}") from error
+
+
+def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    # surrogateescape keeps a line with bytes that are no UTF-8 readable, so that it can be named.
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield number, line
+
+
+def _read_parquet(path: Path, columns: Columns) -> Iterator[tuple[int, Mapping[str, object]]]:
+    with pyarrow.parquet.ParquetFile(path) as file:
+        known = file.schema_arrow.names
+        for name, key in ((columns.prompt, "prompt_key"), (columns.answer, "answer_key")):
+            if name not in known:
+                raise DataError(
+                    f"{path} has no column {name!r}; set data.{key}: {nearest(name, known)}"
+                )
+        wanted = [columns.prompt, columns.answer]
+        if columns.source in known:
+            wanted.append(columns.source)
+        records = (
+            record for batch in file.iter_batches(columns=wanted) for record in batch.to_pylist()
+        )
+        yield from enumerate(records, 1)
+
+
+def _parse(
+    record: str | Mapping[str, object], *, columns: Columns, default_source: str, origin: str
+) -> Row:
+    if isinstance(record, str):
+        record = _parse_json(record)
+    prompt = _require(record, columns.prompt, key="data.prompt_key")
+    answer = _require(record, columns.answer, key="data.answer_key")
+    source = record.get(columns.source) or default_source
+    return Row(
+        prompt=_parse_messages(prompt, columns.prompt)
+        if isinstance(prompt, list)
+        else _parse_text(prompt, columns.prompt),
+        answer=_parse_text(answer, columns.answer),
+        source=_parse_text(source, columns.source),
+        origin=origin,
+    )
+
+
+def _parse_json(line: str) -> Mapping[str, object]:
+    try:
+        line.encode()  # bytes that were no UTF-8 cannot be encoded again
+        record = json.loads(line)
+    except UnicodeEncodeError as error:
+        raise _Malformed(f"is not UTF-8 at character {error.start + 1}") from error
+    except (ValueError, RecursionError) as error:
+        raise _Malformed(f"is not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise _Malformed(f"is a JSON {type(record).__name__}, must be an object {{...}}")
+    return record
+
+
+def _require(record: Mapping[str, object], name: str, *, key: str) -> object:
+    if name not in record:
+        raise _Malformed(f"has no {name!r}; set {key}: {nearest(name, list(record))}")
+    return record[name]
+
+
+def _parse_text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise _Malformed(f"{name!r} is {value!r}, must be text; write it in quotes")
+    if not value.strip():
+        raise _Malformed(f"{name!r} is empty")
+    return value
+
+
+def _parse_messages(messages: Sequence[object], name: str) -> tuple[Message, ...]:
+    if not messages:
+        raise _Malformed(f"{name!r} has no messages")
+    parsed = []
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise _Malformed(f"{name}[{index}] is {message!r}, must be {{role: ..., content: ...}}")
+        role, content = (
+            _parse_text(message.get(part), f"{name}[{index}].{part}")
+            for part in ("role", "content")
+        )
+        parsed.append(Message(role, content))
+    return tuple(parsed)

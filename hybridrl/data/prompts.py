@@ -1,0 +1,126 @@
+"""Rows as the model will see them: chat template, tokens, and what is done with long ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.data.rows import Message, Row
+from hybridrl.errors import DataError
+
+log = logging.getLogger(__name__)
+
+_ROWS_PER_CALL = 1024
+_MAX_ROWS_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedRow:
+    """A row with its prompt's tokens."""
+
+    row: Row
+
+    prompt_text: str
+    """The prompt after the chat template; whole, even if its tokens were cut."""
+
+    token_ids: Tensor
+    """int64 [L], L >= 1."""
+
+
+def tokenize_rows(
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    use_chat_template: bool,
+    max_prompt_tokens: int,
+    overlong: str,
+) -> list[TokenizedRow]:
+    """Tokenize every prompt now, so that a bad one ends the run before it began.
+
+    Costs about 25 s per million short prompts.
+
+    Args:
+        rows: at least one.
+        tokenizer: adds its own special tokens to a text prompt; with a chat template that does.
+        use_chat_template: wrap prompts; a text becomes one user message.
+        max_prompt_tokens: the longest prompt.
+        overlong: what happens to a longer one: ``error``, ``drop``, or ``keep_end``, which keeps
+            its last tokens.
+
+    Returns:
+        The rows in order; fewer if some were dropped.
+
+    Raises:
+        DataError: a chat prompt without a chat template, a prompt the template refuses or that has
+            no tokens, overlong prompts with ``overlong="error"``, or all of them dropped.
+    """
+    tokenized: list[TokenizedRow] = []
+    for start in range(0, len(rows), _ROWS_PER_CALL):
+        chunk = rows[start : start + _ROWS_PER_CALL]
+        texts = [_to_text(row, tokenizer, use_chat_template=use_chat_template) for row in chunk]
+        # With a template the text already holds the special tokens.
+        token_lists = tokenizer(
+            texts, add_special_tokens=not use_chat_template, return_attention_mask=False
+        )["input_ids"]
+        for row, text, token_ids in zip(chunk, texts, token_lists, strict=True):
+            if not token_ids:
+                raise DataError(f"{row.origin}: the prompt {text!r} has no tokens; remove the row")
+            tokenized.append(TokenizedRow(row, text, torch.tensor(token_ids)))
+    return list(_limit_length(tokenized, max_prompt_tokens=max_prompt_tokens, overlong=overlong))
+
+
+def _to_text(row: Row, tokenizer: PreTrainedTokenizerBase, *, use_chat_template: bool) -> str:
+    if not use_chat_template:
+        if isinstance(row.prompt, str):
+            return row.prompt
+        raise DataError(
+            f"{row.origin}: the prompt is a list of chat messages and "
+            "data.use_chat_template=false; set it to true, or write the prompt as text"
+        )
+    messages = (Message("user", row.prompt),) if isinstance(row.prompt, str) else row.prompt
+    conversation = [{"role": message.role, "content": message.content} for message in messages]
+    try:
+        text: str = tokenizer.apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # a template is a program: it raises what it likes
+        raise DataError(f"{row.origin}: the chat template refuses the prompt: {error}") from error
+    return text
+
+
+def _limit_length(
+    rows: Sequence[TokenizedRow], *, max_prompt_tokens: int, overlong: str
+) -> Iterator[TokenizedRow]:
+    long = [row for row in rows if len(row.token_ids) > max_prompt_tokens]
+    if long and overlong == "error":
+        raise DataError(_describe_overlong(long, max_prompt_tokens=max_prompt_tokens))
+    if long and overlong == "drop":
+        log.warning("dropped overlong prompts: count=%d of=%d", len(long), len(rows))
+        if len(long) == len(rows):
+            shortest = min(len(row.token_ids) for row in long)
+            raise DataError(
+                f"all {len(rows)} prompts are longer than data.max_prompt_tokens="
+                f"{max_prompt_tokens}; set it to {shortest} tokens or more"
+            )
+    for row in rows:
+        if len(row.token_ids) <= max_prompt_tokens:
+            yield row
+        elif overlong == "keep_end":
+            yield replace(row, token_ids=row.token_ids[-max_prompt_tokens:].clone())
+
+
+def _describe_overlong(long: Sequence[TokenizedRow], *, max_prompt_tokens: int) -> str:
+    shown = ", ".join(
+        f"{row.row.origin} ({len(row.token_ids)} tokens)" for row in long[:_MAX_ROWS_SHOWN]
+    )
+    more = f" and {len(long) - _MAX_ROWS_SHOWN} more" if len(long) > _MAX_ROWS_SHOWN else ""
+    longest = max(len(row.token_ids) for row in long)
+    return (
+        f"prompts longer than data.max_prompt_tokens={max_prompt_tokens}: {shown}{more}; set "
+        f"data.max_prompt_tokens={longest}, or data.overlong_prompts=drop or keep_end"
+    )

@@ -1,0 +1,49 @@
+"""One example of a data set, before any tokenizer has seen it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a chat."""
+
+    role: str
+    """For example system, user or assistant; what the chat template knows."""
+
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A prompt and the answer that its responses are compared with."""
+
+    prompt: str | tuple[Message, ...]
+    """Text to continue, or the chat so far; not empty."""
+
+    answer: str
+    """Not empty."""
+
+    source: str
+    """Name of the data set; rewards and evaluation may tell rows apart by it."""
+
+    origin: str
+    """Where it stands, as ``file:line``, for messages."""
+
+
+def fingerprint(rows: Iterable[Row]) -> str:
+    """Return the sha256 of all prompts, answers and sources, in order, as 64 hexadecimal digits.
+
+    A sampler's position means something only over the same rows; the fingerprint tells.
+    """
+    digest = hashlib.sha256()
+    for row in rows:
+        prompt: object = row.prompt
+        if not isinstance(row.prompt, str):
+            prompt = [[message.role, message.content] for message in row.prompt]
+        digest.update(json.dumps([prompt, row.answer, row.source]).encode())
+    return digest.hexdigest()

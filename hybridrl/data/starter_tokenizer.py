@@ -1,0 +1,28 @@
+"""The tokenizer of the model that is made on the spot: one token a byte."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+EOS_TOKEN = "<|end|>"
+PAD_TOKEN = "<|pad|>"
+
+
+def build_starter_tokenizer() -> PreTrainedTokenizerBase:
+    """Build it; ``save_pretrained`` puts it into the model's folder.
+
+    Every text survives encoding and decoding, and a digit is one token. 256 bytes and two special
+    tokens make 258 ids; the model's embedding may be larger. It has no chat template. hybridrl
+    never pads: the pad token is there for other programs that read the folder.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS_TOKEN,
+        pad_token=PAD_TOKEN,
+        clean_up_tokenization_spaces=False,
+    )

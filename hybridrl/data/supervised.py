@@ -1,0 +1,38 @@
+"""Prompts with their answers, for supervised fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.batch import SupervisedBatch, jagged
+from hybridrl.data.prompts import TokenizedRow
+
+
+def build_supervised_batch(
+    rows: Sequence[TokenizedRow], tokenizer: PreTrainedTokenizerBase
+) -> SupervisedBatch:
+    """Lay prompt, answer and end-of-sequence token of each row end to end.
+
+    Args:
+        rows: B >= 1 rows.
+        tokenizer: the one that tokenized the prompts; it adds no special token to an answer.
+
+    Returns:
+        B rows; the loss is taken on the answer and on the end-of-sequence token.
+    """
+    answers = tokenizer(
+        [row.row.answer for row in rows], add_special_tokens=False, return_attention_mask=False
+    )["input_ids"]
+    tokens, masks = [], []
+    for row, answer in zip(rows, answers, strict=True):
+        target = torch.tensor([*answer, tokenizer.eos_token_id])
+        tokens.append(torch.cat([row.token_ids, target]))
+        is_target = torch.zeros(len(tokens[-1]), dtype=torch.bool)
+        is_target[len(row.token_ids) :] = True
+        masks.append(is_target)
+    return SupervisedBatch(
+        token_ids_BL=jagged(tokens), response_mask_BL=jagged(masks), batch_size=[len(rows)]
+    )

@@ -1,0 +1,73 @@
+"""Loads a tokenizer and refuses one that cannot do its work; turns responses back into text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from hybridrl.batch import RolloutBatch, response_lengths
+from hybridrl.errors import ModelError
+
+
+def load_tokenizer(folder: Path, *, needs_chat_template: bool) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model folder. It needs no pad token: hybridrl never pads.
+
+    Raises:
+        ModelError: no folder, no readable tokenizer in it, no end-of-sequence token, or no chat
+            template though one is needed.
+    """
+    # Checked here, since transformers takes a path that does not exist for the name of a download.
+    if not folder.is_dir():
+        raise ModelError(f"model folder {folder} does not exist; set model.path to one that does")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"model folder {folder} has no usable tokenizer ({error}); put tokenizer.json and "
+            "tokenizer_config.json into it"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"the tokenizer in {folder} has no end-of-sequence token, so no response could end; "
+            "set eos_token in its tokenizer_config.json"
+        )
+    if needs_chat_template and not tokenizer.chat_template:
+        raise ModelError(
+            f"the tokenizer in {folder} has no chat template; set data.use_chat_template=false, or "
+            "add chat_template.jinja to the folder"
+        )
+    return tokenizer
+
+
+def load_stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the tokens that end a response: the tokenizer's and those of generation_config.json.
+
+    Raises:
+        ModelError: generation_config.json is no JSON object.
+    """
+    path = folder / "generation_config.json"
+    listed: int | list[int] | None = None
+    if path.is_file():
+        try:
+            listed = dict(json.loads(path.read_text(encoding="utf-8"))).get("eos_token_id")
+        except (ValueError, TypeError) as error:
+            raise ModelError(f"{path} is no JSON object ({error}); mend or remove it") from error
+    more = [listed] if isinstance(listed, int) else listed or []
+    return tuple(sorted({tokenizer.eos_token_id, *more}))
+
+
+def decode_responses(rollouts: RolloutBatch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the text of each row's response tokens, without special tokens; B strings.
+
+    Token ids past the tokenizer's vocabulary (rows of a padded embedding) are left out.
+    """
+    mask_BL = rollouts.response_mask_BL
+    tokens_T = rollouts.token_ids_BL.values()[mask_BL.values()]
+    rows = torch.split(tokens_T, response_lengths(mask_BL).tolist())
+    texts: list[str] = tokenizer.batch_decode(
+        [row.tolist() for row in rows], skip_special_tokens=True
+    )
+    return texts

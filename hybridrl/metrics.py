@@ -1,0 +1,228 @@
+"""Metrics: values that merge rightly, and the one table that declares every name.
+
+A name is ``area/thing_unit``, then ``/mean``, ``/max`` or ``/min`` if it was reduced.
+``docs/metrics.md`` is this table: ``python -m hybridrl.metrics > docs/metrics.md`` writes it again.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from hybridrl.errors import MetricError, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean that stays right when merged: keeps the sum and what it was taken over."""
+
+    total: float
+    count: float = 1.0
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.count + other.count)
+
+    @property
+    def value(self) -> float:
+        """The mean; not a number if nothing was counted."""
+        return self.total / self.count if self.count else float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    """A maximum over everything merged; also for what is the same on all ranks."""
+
+    value: float
+
+    def __add__(self, other: Max) -> Max:
+        return self if self.value >= other.value else other
+
+
+@dataclass(frozen=True, slots=True)
+class Min:
+    """A minimum over everything merged."""
+
+    value: float
+
+    def __add__(self, other: Min) -> Min:
+        return self if self.value <= other.value else other
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A total over everything merged, for counts and bytes."""
+
+    value: float
+
+    def __add__(self, other: Sum) -> Sum:
+        return Sum(self.value + other.value)
+
+
+Metric = Mean | Max | Min | Sum
+Metrics = dict[str, Metric]
+
+
+def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
+    """Fold per-rank or per-microbatch metrics; a mean's parts weigh by their counts."""
+    merged: Metrics = {}
+    for part in parts:
+        for name, metric in part.items():
+            if name in merged:
+                metric = merged[name] + metric  # type: ignore[operator]  # one name, one type
+            merged[name] = metric
+    return merged
+
+
+AREAS = (
+    *("reward", "loss", "policy", "rollout", "length"),
+    *("time", "memory", "throughput", "data", "eval"),
+)
+"""First parts of names, a closed list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What one metric means."""
+
+    name: str
+    unit: str
+    meaning: str
+
+    @property
+    def area(self) -> str:
+        """The part of the name before its first slash."""
+        return self.name.partition("/")[0]
+
+
+_TABLE = """
+reward/mean | reward | mean over the responses of the step, as scored (before any KL charge)
+reward/std | reward | standard deviation over the responses of the step
+reward/max | reward | best response of the step
+reward/min | reward | worst response of the step
+reward/flat_group_fraction | 1 | prompts whose responses all got the same reward: they teach nothing
+reward/failed_fraction | 1 | responses that the reward function could not score, counted as 0
+reward/kl_charge/mean | reward | mean charge per response for leaving the reference policy
+loss/policy | reward or 1 | clipped surrogate per token, tokens weighed as the loss weighs them
+loss/kl | reward or 1 | KL penalty per token times its coefficient
+loss/entropy | reward or 1 | entropy bonus per token times its coefficient, negative
+loss/supervised_nats | nats | negative log-likelihood per token, supervised fine-tuning
+policy/entropy_nats/mean | nats | entropy of the next-token distribution at response tokens
+policy/kl_to_reference_nats/mean | nats | k3 estimate of KL(policy, reference) per token
+policy/kl_to_old_nats/mean | nats | k3 estimate of KL(policy that sampled, policy now) per token
+policy/ratio/mean | 1 | current over old probability of the sampled tokens
+policy/ratio/max | 1 | largest current over old probability
+policy/clip_low_fraction | 1 | tokens with negative advantage whose ratio lies below the clip range
+policy/clip_high_fraction | 1 | tokens with positive advantage whose ratio lies above the clip range
+policy/sampler_mismatch_nats/mean | nats | mean distance of trainer's and sampler's log-probs
+policy/sampler_mismatch_nats/max | nats | largest distance of trainer's and sampler's log-probs
+policy/sampler_weight/mean | 1 | truncated importance weight of trainer over sampler
+policy/grad_norm | 1 | global L2 norm of the gradient before clipping; largest of the step's updates
+policy/lr | 1 | learning rate of the step's last update
+policy/updates | updates | optimizer steps taken in this step
+policy/skipped_updates | updates | optimizer steps left out, their loss or gradient was not finite
+policy/version | updates | optimizer steps taken since the run began
+rollout/truncated_fraction | 1 | responses ended by the length limit
+rollout/empty_fraction | 1 | responses without a token
+rollout/aborted_requests | requests | generation requests cut off when the engine was drained
+rollout/slot_occupancy | 1 | busy share of the engine's decoding slots
+rollout/decode_steps | steps | forward passes of the engine that sampled a token for each busy slot
+length/prompt_tokens/mean | tokens | prompt length
+length/prompt_tokens/max | tokens | longest prompt
+length/response_tokens/mean | tokens | response length
+length/response_tokens/max | tokens | longest response
+length/response_tokens/min | tokens | shortest response
+time/step_s | s | the whole step
+time/generate_s | s | remote call that syncs weights and samples
+time/sample_s | s | sampling alone, slowest rank
+time/reward_s | s | scoring the responses
+time/advantage_s | s | rewards to advantages, on the driver
+time/logprobs_s | s | remote call for old and reference log-probs
+time/update_s | s | remote call that takes the optimizer steps
+time/eval_s | s | evaluation
+time/sync_weights_s | s | all stages that lend the device to the rollout engine, before sampling
+time/start_s | s | engines give their memory back once, at the start of the run
+time/pause_s | s | engines admit no new request
+time/drain_s | s | waiting for requests in flight
+time/roll_back_s | s | after a failed drain: engines serve again
+time/release_s | s | engines give all their memory back
+time/release_cache_s | s | engines give KV cache and graphs back
+time/come_back_s | s | training state comes back to the device
+time/make_room_s | s | optimizer state and gradients leave the device
+time/resume_weights_s | s | engines allocate their weights again
+time/sync_s | s | weights travel from trainer to engines
+time/leave_s | s | training parameters leave the device
+time/resume_cache_s | s | engines allocate KV cache and graphs again
+time/continue_s | s | engines serve again
+time/unwind_s | s | after a failed wake-up: engines give back what they had taken
+time/restart_s | s | a broken engine starts anew
+memory/{stage}_peak_bytes/max | bytes | torch's peak in one such stage, fullest device; only on CUDA
+memory/peak_allocated_bytes/max | bytes | torch's peak in the step, fullest device; only on CUDA
+memory/released_bytes | bytes | what the engines gave back
+memory/synced_bytes | bytes | weights sent from trainer to engines
+memory/weight_backup_bytes | bytes | weights copied to host memory because no sync rewrites them
+throughput/tokens_per_s | tokens/s | prompt and response tokens of the step over its whole time
+throughput/response_tokens_per_s | tokens/s | response tokens over the time of generate
+throughput/train_tokens_per_s | tokens/s | trained tokens over the time of update
+data/epoch | epochs | passes over the prompts, with fraction
+data/prompts | prompts | prompts drawn since the run began
+data/dropped_prompts | prompts | prompts left out of the data for their length
+data/train_tokens | tokens | tokens through the forward pass of the update, prompts included
+data/loss_tokens | tokens | tokens that carry loss
+data/microbatches | passes | forward and backward passes of all ranks
+eval/reward/mean | reward | mean over the held-out responses
+eval/reward/{source} | reward | the same over one data source
+eval/length/response_tokens/mean | tokens | response length on held-out prompts
+eval/truncated_fraction | 1 | held-out responses ended by the length limit
+eval/loss_nats | nats | negative log-likelihood per token on held-out rows, supervised fine-tuning
+"""
+
+
+def _parse(table: str) -> dict[str, Declaration]:
+    rows = (line.split(" | ") for line in table.strip().splitlines())
+    return {name: Declaration(name, unit, meaning) for name, unit, meaning in rows}
+
+
+DECLARATIONS = _parse(_TABLE)
+"""Every metric by name, in the order in which people read them."""
+
+_FAMILIES = [re.compile(re.sub(r"{\w+}", r"[^/]+", name)) for name in DECLARATIONS if "{" in name]
+
+
+def check_declared(names: Iterable[str]) -> None:
+    """Refuse a name that the table does not hold; a word in braces there stands for any word.
+
+    Raises:
+        MetricError: names the first unknown metric and the nearest known ones.
+    """
+    for name in names:
+        if name in DECLARATIONS or any(family.fullmatch(name) for family in _FAMILIES):
+            continue
+        raise MetricError(
+            f"metric {name!r} is not declared; {nearest(name, list(DECLARATIONS))} "
+            "Declare a new one in hybridrl/metrics.py"
+        )
+
+
+def to_markdown() -> str:
+    """Write the table as ``docs/metrics.md`` holds it."""
+    lines = [
+        "# Metrics",
+        "",
+        "Written by `python -m hybridrl.metrics > docs/metrics.md`; change the table there.",
+        "",
+        "A metric is logged only in steps that computed it. Seconds are the slowest rank's; bytes",
+        "and counts are totals over all ranks; means are weighted by what they were taken over.",
+    ]
+    area = ""
+    for declaration in DECLARATIONS.values():
+        if declaration.area != area:
+            area = declaration.area
+            lines += ["", f"## {area}", "", "| name | unit | meaning |", "|---|---|---|"]
+        lines.append(f"| `{declaration.name}` | {declaration.unit} | {declaration.meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(to_markdown())

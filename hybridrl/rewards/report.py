@@ -1,0 +1,26 @@
+"""What a step's rewards look like. Legend: B responses, siblings adjacent."""
+
+from __future__ import annotations
+
+from hybridrl.algorithms.advantages import flat_groups
+from hybridrl.metrics import Max, Mean, Metrics, Min
+from hybridrl.rewards.scorer import Scores
+
+
+def reward_metrics(scores: Scores, *, num_responses: int) -> Metrics:
+    """Describe the rewards of one step.
+
+    Args:
+        scores: B responses, B >= 1.
+        num_responses: G, responses per prompt; divides B.
+    """
+    rewards_B = scores.rewards_B
+    flat_P = flat_groups(rewards_B.view(-1, num_responses))
+    return {
+        "reward/mean": Mean(rewards_B.sum().item(), len(rewards_B)),
+        "reward/std": Mean(rewards_B.std(correction=0).item()),
+        "reward/max": Max(rewards_B.max().item()),
+        "reward/min": Min(rewards_B.min().item()),
+        "reward/flat_group_fraction": Mean(flat_P.sum().item(), len(flat_P)),
+        "reward/failed_fraction": Mean(scores.is_failed_B.sum().item(), len(rewards_B)),
+    }

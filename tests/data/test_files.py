@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from hybridrl.data.files import Columns, read_rows
+from hybridrl.data.rows import Message, Row, fingerprint
+from hybridrl.errors import DataError
+
+KEY = "data.train_files"
+
+
+def write_lines(folder: Path, *lines: str | bytes, name: str = "data.jsonl") -> Path:
+    path = folder / name
+    path.write_bytes(b"\n".join(x if isinstance(x, bytes) else x.encode() for x in lines))
+    return path
+
+
+def read(*paths: Path, columns: Columns | None = None) -> list[Row]:
+    return read_rows(paths, columns=columns or Columns(), key=KEY)
+
+
+def test_rows_of_several_files_keep_order_source_and_place(tmp_path: Path) -> None:
+    first = write_lines(
+        tmp_path,
+        '{"prompt": "1+1=", "answer": "2", "source": "sums"}',
+        "",
+        '{"prompt": "é", "answer": "x", "more": 1}',
+    )
+    second = write_lines(tmp_path, '{"prompt": "b", "answer": "c"}', name="other.jsonl")
+    assert read(first, second) == [
+        Row("1+1=", "2", "sums", f"{first}:1"),
+        Row("é", "x", "data", f"{first}:3"),
+        Row("b", "c", "other", f"{second}:1"),
+    ]
+
+
+def test_a_prompt_may_be_a_chat_and_columns_may_have_other_names(tmp_path: Path) -> None:
+    record = {"question": [{"role": "user", "content": "hi"}], "gold": "42"}
+    rows = read(
+        write_lines(tmp_path, json.dumps(record)), columns=Columns(prompt="question", answer="gold")
+    )
+    assert rows[0].prompt == (Message("user", "hi"),)
+    assert rows[0].answer == "42"
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"prompt": "a"', "is not JSON"),
+        (b'{"prompt": "\xff", "answer": "b"}', "is not UTF-8 at character 13"),
+        ('["a"]', "is a JSON list, must be an object"),
+        ("[" * 100_000, "is not JSON"),
+        ('{"promt": "a", "answer": "b"}', "has no 'prompt'; set data.prompt_key: did you mean"),
+        ('{"prompt": "a"}', "has no 'answer'; set data.answer_key"),
+        ('{"prompt": "a", "answer": 5}', "'answer' is 5, must be text; write it in quotes"),
+        ('{"prompt": "a", "answer": null}', "'answer' is None, must be text"),
+        ('{"prompt": "a", "answer": " "}', "'answer' is empty"),
+        ('{"prompt": "", "answer": "b"}', "'prompt' is empty"),
+        ('{"prompt": [], "answer": "b"}', "'prompt' has no messages"),
+        ('{"prompt": ["a"], "answer": "b"}', "prompt[0] is 'a', must be {role"),
+        ('{"prompt": [{"role": "user"}], "answer": "b"}', "'prompt[0].content' is None"),
+        ('{"prompt": "a", "answer": "b", "source": 3}', "'source' is 3, must be text"),
+    ],
+)
+def test_a_malformed_row_is_named_by_file_and_line(
+    tmp_path: Path, line: str | bytes, problem: str
+) -> None:
+    path = write_lines(tmp_path, '{"prompt": "a", "answer": "b"}', line)
+    with pytest.raises(DataError) as raised:
+        read(path)
+    assert f"{path}:2: {problem}" in str(raised.value)
+    assert "1 of 2 rows are malformed" in str(raised.value)
+
+
+def test_the_first_twenty_malformed_rows_are_listed_and_the_rest_counted(tmp_path: Path) -> None:
+    path = write_lines(tmp_path, *["{}"] * 23)
+    with pytest.raises(DataError) as raised:
+        read(path)
+    assert f"{path}:20: " in str(raised.value)
+    assert f"{path}:21: " not in str(raised.value)
+    assert str(raised.value).endswith("and 3 more")
+
+
+def test_parquet_gives_the_same_rows_as_jsonl(tmp_path: Path) -> None:
+    records = [
+        {"prompt": [{"role": "user", "content": "hi"}], "answer": "a", "source": "s", "n": 1},
+        {"prompt": [{"role": "system", "content": "x"}], "answer": "b", "source": None, "n": 2},
+    ]
+    path = tmp_path / "data.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    rows = read(path)
+    assert rows == [
+        Row((Message("user", "hi"),), "a", "s", f"{path}:1"),
+        Row((Message("system", "x"),), "b", "data", f"{path}:2"),
+    ]
+    lines = read(write_lines(tmp_path, *map(json.dumps, records)))
+    assert fingerprint(lines) == fingerprint(rows)
+
+
+def test_a_parquet_row_is_named_by_its_number_and_a_missing_column_by_its_key(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "data.parquet"
+    table = pyarrow.Table.from_pylist([{"prompt": "a", "answer": "b"}, {"prompt": "a"}])
+    pyarrow.parquet.write_table(table, path)
+    with pytest.raises(DataError, match=r"data\.parquet:2: 'answer' is None"):
+        read(path)
+    with pytest.raises(DataError, match=r"no column 'prompts'; set data.prompt_key: did you mean"):
+        read(path, columns=Columns(prompt="prompts"))
+
+
+def test_files_that_cannot_be_read_are_named_with_the_key(tmp_path: Path) -> None:
+    broken = write_lines(tmp_path, "PAR1 is not all", name="broken.parquet")
+    empty = write_lines(tmp_path, "", name="empty.jsonl")
+    with pytest.raises(DataError, match=r"data\.train_files: .*gone\.jsonl is not a file"):
+        read(tmp_path / "gone.jsonl")
+    with pytest.raises(DataError, match=r"data\.csv is neither \.jsonl nor \.parquet"):
+        read(tmp_path / "data.csv")
+    with pytest.raises(DataError, match=r"cannot read .*broken\.parquet"):
+        read(broken)
+    with pytest.raises(DataError, match=r"no rows in .*empty\.jsonl; .* data\.train_files"):
+        read(empty)
+    with pytest.raises(DataError, match="no rows in no file"):
+        read()
+
+
+def test_the_fingerprint_sees_every_change_and_nothing_else() -> None:
+    row = Row("a", "b", "c", "file:1")
+    same = Row("a", "b", "c", "elsewhere:9")
+    others = [
+        Row("a", "bc", "", "f:1"),
+        Row((Message("user", "a"),), "b", "c", "f:1"),
+        Row("x", "b", "c", "f:1"),
+    ]
+    assert fingerprint([row]) == fingerprint([same])
+    assert len({fingerprint([r]) for r in [row, *others]} | {fingerprint([row, row])}) == 5

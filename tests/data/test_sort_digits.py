@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from hybridrl.data.rows import Row
+from hybridrl.data.sort_digits import Split, build_sort_digits_rows
+from hybridrl.errors import DataError
+
+
+def build(num_rows: int, split: Split = "train", *, seed: int = 0) -> list[Row]:
+    return build_sort_digits_rows(num_rows, split=split, seed=seed, min_digits=2, max_digits=20)
+
+
+def test_the_answer_is_the_sorted_digits() -> None:
+    for row in build(200):
+        assert isinstance(row.prompt, str)
+        assert row.prompt[-1] == "="
+        assert row.answer == "".join(sorted(row.prompt[:-1]))
+        assert 2 <= len(row.answer) <= 20
+
+
+def test_training_and_evaluation_never_meet_whatever_the_seeds() -> None:
+    train = {row.prompt for seed in range(3) for row in build(3000, seed=seed)}
+    held_out = {row.prompt for seed in range(3) for row in build(1000, "eval", seed=seed)}
+    assert not train & held_out
+    assert (
+        sum(len(str(prompt)) == 3 for prompt in held_out) > 5
+    )  # also not among the few short ones
+
+
+def test_the_same_arguments_make_the_same_rows() -> None:
+    assert build(50) == build(50) == build(80)[:50]
+    assert build(50) != build(50, seed=1)
+
+
+def test_lengths_are_uniform() -> None:
+    counts = Counter(len(row.answer) for row in build(9500))
+    assert set(counts) == set(range(2, 21))
+    assert min(counts.values()) > 400  # 500 expected, standard deviation 22
+    assert max(counts.values()) < 600
+
+
+def test_a_length_without_numbers_for_a_split_is_an_error() -> None:
+    with pytest.raises(DataError, match=r"no number of 1 digits for eval; set data\.min_digits=2"):
+        build_sort_digits_rows(1, split="eval", seed=0, min_digits=1, max_digits=1)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1])
+def test_as_many_rows_as_asked_for(num_rows: int) -> None:
+    assert len(build(num_rows)) == num_rows

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.data.prompts import TokenizedRow, tokenize_rows
+from hybridrl.data.rows import Row
+from hybridrl.data.source import PromptSource, build_prompt_step, prompt_seed
+from hybridrl.data.supervised import build_supervised_batch
+from hybridrl.errors import DataError
+
+
+@pytest.fixture
+def rows(tokenizer: PreTrainedTokenizerBase) -> list[TokenizedRow]:
+    data = [Row(f"{n}" * (n + 1) + "=", f"{n}", "s", f"f:{n}") for n in range(5)]
+    return tokenize_rows(
+        data, tokenizer, use_chat_template=False, max_prompt_tokens=20, overlong="error"
+    )
+
+
+def source(rows: list[TokenizedRow], *, seed: int = 0) -> PromptSource:
+    return PromptSource(rows, num_prompts=3, seed=seed, shuffle=True)
+
+
+def test_a_step_holds_tokens_and_rows_in_the_same_order(rows: list[TokenizedRow]) -> None:
+    step = source(rows).next()
+    assert len(step.prompts) == len(step.rows) == 3
+    for token_ids, row in zip(step.prompts.token_ids_PL.unbind(), step.rows, strict=True):
+        assert torch.equal(token_ids, row.token_ids)
+
+
+def test_no_two_prompts_of_a_run_share_an_index_or_a_seed(rows: list[TokenizedRow]) -> None:
+    stream = source(rows)
+    steps = [stream.next() for _ in range(10)]
+    assert torch.cat([s.prompts.prompt_index_P for s in steps]).tolist() == list(range(30))
+    assert len(set(torch.cat([s.prompts.seed_P for s in steps]).tolist())) == 30
+    assert stream.epoch == 6.0
+
+
+def test_a_restored_source_gives_the_same_prompts_and_seeds(rows: list[TokenizedRow]) -> None:
+    stream = source(rows)
+    stream.next()
+    state = stream.state()
+    expected = [stream.next() for _ in range(4)]
+    resumed = source(rows)
+    resumed.restore(state)
+    for step in expected:
+        again = resumed.next()
+        assert again.rows == step.rows
+        assert torch.equal(again.prompts.seed_P, step.prompts.seed_P)
+        assert torch.equal(again.prompts.prompt_index_P, step.prompts.prompt_index_P)
+
+
+def test_a_source_refuses_the_state_of_other_data(rows: list[TokenizedRow]) -> None:
+    with pytest.raises(DataError, match="the data has changed"):
+        source(rows[:4]).restore(source(rows).state())
+
+
+def test_a_batch_larger_than_the_data_holds_rows_twice(rows: list[TokenizedRow]) -> None:
+    step = PromptSource(rows[:2], num_prompts=5, seed=0, shuffle=True).next()
+    assert len(step.rows) == 5
+    assert len(set(step.prompts.seed_P.tolist())) == 5
+
+
+def test_seeds_depend_on_run_index_and_stream_and_fit_int64() -> None:
+    seeds = {
+        prompt_seed(run, index, stream=stream)
+        for run in range(10)
+        for index in range(100)
+        for stream in ("train", "eval")
+    }
+    assert len(seeds) == 2000
+    assert min(seeds) >= 0
+    assert 2**62 < max(seeds) < 2**63
+
+
+def test_held_out_rows_become_one_step(rows: list[TokenizedRow]) -> None:
+    step = build_prompt_step(rows, first_index=0, seed=0, stream="eval")
+    assert step.rows == tuple(rows)
+    assert step.prompts.seed_P[0].item() == prompt_seed(0, 0, stream="eval")
+
+
+def test_supervised_rows_are_prompt_answer_and_end_with_loss_on_the_last_two(
+    rows: list[TokenizedRow], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    batch = build_supervised_batch(rows[:3], tokenizer)
+    texts = [tokenizer.decode(tokens) for tokens in batch.token_ids_BL.unbind()]
+    assert texts == ["0=0<|end|>", "11=1<|end|>", "222=2<|end|>"]
+    targets = [
+        tokenizer.decode(tokens[mask])
+        for tokens, mask in zip(
+            batch.token_ids_BL.unbind(), batch.response_mask_BL.unbind(), strict=True
+        )
+    ]
+    assert targets == ["0<|end|>", "1<|end|>", "2<|end|>"]

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.batch import RolloutBatch, jagged
+from hybridrl.data.starter_tokenizer import EOS_TOKEN, build_starter_tokenizer
+from hybridrl.data.tokenizer import decode_responses, load_stop_token_ids, load_tokenizer
+from hybridrl.errors import ModelError
+
+STARTER = build_starter_tokenizer()
+
+
+@given(st.text())
+def test_every_text_survives_the_starter_tokenizer(text: str) -> None:
+    text = text.encode(errors="replace").decode()
+    assert STARTER.decode(STARTER(text)["input_ids"]) == text
+
+
+def test_a_digit_is_one_token() -> None:
+    assert len(STARTER("31415=")["input_ids"]) == 6
+    assert len(STARTER) == 258
+
+
+def test_the_starter_tokenizer_is_the_same_after_a_round_trip_to_disk(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path, needs_chat_template=False)
+    text = "907= é\n"
+    assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert loaded.decode(loaded(text)["input_ids"]) == text
+    assert loaded.eos_token == EOS_TOKEN
+
+
+def test_a_folder_without_a_usable_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"gone does not exist; set model\.path"):
+        load_tokenizer(tmp_path / "gone", needs_chat_template=False)
+    with pytest.raises(ModelError, match="has no usable tokenizer"):
+        load_tokenizer(tmp_path, needs_chat_template=False)
+
+
+def test_a_tokenizer_without_template_is_refused_only_when_one_is_needed(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"no chat template; set data\.use_chat_template=false"):
+        load_tokenizer(tmp_path, needs_chat_template=True)
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path, needs_chat_template=True).chat_template
+
+
+def test_a_tokenizer_needs_an_end_token_but_no_pad_token(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path, needs_chat_template=False).pad_token is None
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="no end-of-sequence token"):
+        load_tokenizer(tmp_path, needs_chat_template=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, (256,)),
+        ({"eos_token_id": 3}, (3, 256)),
+        ({"eos_token_id": [7, 256]}, (7, 256)),
+        ({}, (256,)),
+    ],
+)
+def test_stop_tokens_come_from_tokenizer_and_generation_config(
+    tmp_path: Path, content: object, expected: tuple[int, ...]
+) -> None:
+    if content is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    assert load_stop_token_ids(tmp_path, STARTER) == expected
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_a_broken_generation_config_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"generation_config\.json is no JSON object"):
+        load_stop_token_ids(tmp_path, STARTER)
+
+
+def test_responses_are_decoded_without_prompt_and_special_tokens() -> None:
+    def row(prompt: str, response: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = STARTER(prompt)["input_ids"]
+        mask = [False] * len(ids) + [True] * len(response)
+        return torch.tensor(ids + response), torch.tensor(mask)
+
+    digits = STARTER("123")["input_ids"]
+    rows = [row("31=", [*digits, 256]), row("5=", []), row("7=", [*digits[:1], 400])]
+    mask_BL = jagged([mask for _, mask in rows])
+    rollouts = RolloutBatch(
+        token_ids_BL=jagged([tokens for tokens, _ in rows]),
+        response_mask_BL=mask_BL,
+        sampler_logprobs_BL=jagged([torch.zeros(len(mask)) for _, mask in rows]),
+        prompt_index_B=torch.arange(3),
+        policy_version_B=torch.zeros(3, dtype=torch.int64),
+        is_truncated_B=torch.zeros(3, dtype=torch.bool),
+        batch_size=[3],
+    )
+    # 400 lies in the padding of the model's embedding, past the tokenizer's vocabulary.
+    assert decode_responses(rollouts, STARTER) == ["123", "", "1"]

@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hybridrl.config.reward import RewardConfig
+from hybridrl.errors import RewardError
+from hybridrl.rewards.runner import RewardInputs
+from hybridrl.rewards.scorer import BUILT_IN, RewardScorer
+
+Open = Callable[..., RewardScorer]
+
+
+def inputs(*responses: str) -> RewardInputs:
+    return RewardInputs(
+        responses=list(responses),
+        answers=["42"] * len(responses),
+        prompts=[f"prompt {n}" for n in range(len(responses))],
+        sources=["test"] * len(responses),
+    )
+
+
+@pytest.fixture
+def open_scorer(tmp_path: Path) -> Iterator[Open]:
+    """Write the body of a reward function to a file, and load it."""
+    opened: list[RewardScorer] = []
+
+    def open_one(body: str, *, on_error: str = "stop", timeout_s: float = 20.0) -> RewardScorer:
+        path = tmp_path / f"reward_{len(opened)}.py"
+        path.write_text(
+            "import math, os, sys, time\n\n\n"
+            "def reward(responses, answers, **_):\n"
+            + textwrap.indent(textwrap.dedent(body), "    ")
+        )
+        config = RewardConfig(
+            function=f"{path}:reward",
+            timeout_s=timeout_s,
+            on_error=on_error,  # type: ignore[arg-type]
+        )
+        opened.append(RewardScorer(config))
+        return opened[-1]
+
+    yield open_one
+    for scorer in opened:
+        scorer.close()
+
+
+def config(function: str) -> RewardConfig:
+    return RewardConfig(function=function, timeout_s=5.0, on_error="stop")
+
+
+@pytest.mark.parametrize("function", ["exact_match", "sorted_prefix"])
+def test_a_built_in_function_is_found_by_its_name(function: str) -> None:
+    with RewardScorer(config(function)) as scorer:
+        scores = scorer.score(inputs("42", "7"))
+    assert scores.rewards_B.tolist() == [1.0, 0.0]
+    assert scores.is_failed_B.tolist() == [False, False]
+
+
+def test_a_users_function_scores_several_batches_in_one_process(
+    open_scorer: Open, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scorer = open_scorer(
+        """
+        print("what it prints", flush=True)
+        return [os.getpid() if r == a else 0.5 for r, a in zip(responses, answers)]
+        """
+    )
+    first, second = scorer.score(inputs("42", "x")), scorer.score(inputs("42"))
+    assert first.rewards_B[1].item() == 0.5
+    assert first.rewards_B[0] == second.rewards_B[0] != os.getpid()
+    assert capfd.readouterr() == ("", "what it prints\n" * 2)
+
+
+def test_a_reward_file_may_import_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "my_rules.py").write_text("POINTS = 3.0\n")
+    (tmp_path / "mine.py").write_text(
+        "from my_rules import POINTS\n\n"
+        "def r(responses, **_):\n    return [POINTS] * len(responses)\n"
+    )
+    with RewardScorer(config(f"{tmp_path}/mine.py:r")) as scorer:
+        assert scorer.score(inputs("a", "b")).rewards_B.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("return [float('nan') if r == 'bad' else 1 for r in responses]", "returned nan"),
+        ("return [math.inf if r == 'bad' else 1 for r in responses]", "returned inf"),
+        (
+            "return [None if r == 'bad' else 1 for r in responses]",
+            "returned 'None', must be a number",
+        ),
+        ("return ['1' if r == 'bad' else 1 for r in responses]", "must be a number"),
+        ("return [1 / (r != 'bad') for r in responses]", "raised ZeroDivisionError: division"),
+        ("return [1 for r in responses if r != 'bad']", "returned 0 rewards for 1 responses"),
+        ("return None if 'bad' in responses else [1] * len(responses)", "raised TypeError"),
+        (
+            "sys.exit(3) if 'bad' in responses else None\nreturn [1] * len(responses)",
+            "SystemExit: 3",
+        ),
+        ("os._exit(3) if 'bad' in responses else None\nreturn [1] * len(responses)", "exit code 3"),
+        (
+            "while 'bad' in responses:\n    pass\nreturn [1] * len(responses)",
+            "took longer than 1 s",
+        ),
+    ],
+)
+def test_a_function_at_fault_is_named_with_response_and_prompt_or_scored_zero(
+    open_scorer: Open, body: str, reason: str
+) -> None:
+    batch = inputs("good", "good", "bad", "good")
+    with pytest.raises(RewardError) as raised:
+        open_scorer(body, timeout_s=1.0).score(batch)
+    message = str(raised.value)
+    assert ".py:reward: response 2 'bad' to prompt 'prompt 2': " in message
+    assert reason in message
+    assert message.endswith("set reward.on_error=zero")
+
+    forgiving = open_scorer(body, on_error="zero", timeout_s=1.0)
+    for _ in range(2):  # it works on after a failure
+        scores = forgiving.score(batch)
+        assert scores.rewards_B.tolist() == [1.0, 1.0, 0.0, 1.0]
+        assert scores.is_failed_B.tolist() == [False, False, True, False]
+
+
+def test_an_error_says_where_in_the_users_file_it_was_raised(open_scorer: Open) -> None:
+    with pytest.raises(RewardError, match=r"raised KeyError: 'x' \(reward_0\.py:5\)"):
+        open_scorer("return {}['x']").score(inputs("a"))
+
+
+def test_a_function_that_fails_on_the_batch_alone_is_told_apart(open_scorer: Open) -> None:
+    scorer = open_scorer("return [1.0]")
+    with pytest.raises(RewardError, match="returned 1 rewards for 3 responses, though each alone"):
+        scorer.score(inputs("a", "b", "c"))
+    assert scorer.score(inputs("a")).rewards_B.tolist() == [1.0]
+
+
+def test_after_three_hanging_responses_the_rest_is_given_up(
+    open_scorer: Open, tmp_path: Path
+) -> None:
+    body = f"open({str(tmp_path / 'calls')!r}, 'a').write('.')\ntime.sleep(600)"
+    scores = open_scorer(body, on_error="zero", timeout_s=0.5).score(inputs(*"abcdefgh"))
+    assert scores.is_failed_B.all()
+    assert not scores.rewards_B.any()
+    assert (tmp_path / "calls").read_text() == "...."  # the batch, and three alone
+
+
+def test_a_hang_that_never_lets_go_of_the_interpreter_ends_too(open_scorer: Open) -> None:
+    # A backtracking regular expression holds the GIL: no thread of the process can run.
+    scorer = open_scorer("import re\nre.match('(a+)+$', 'a' * 40 + 'b')", timeout_s=0.5)
+    with pytest.raises(RewardError, match=r"took longer than 0\.5 s"):
+        scorer.score(inputs("a"))
+
+
+def test_processes_that_the_function_started_die_with_it(open_scorer: Open, tmp_path: Path) -> None:
+    scorer = open_scorer(
+        f"""
+        import subprocess
+        child = subprocess.Popen(["sleep", "600"])
+        open({str(tmp_path / "pid")!r}, "w").write(str(child.pid))
+        return [1.0]
+        """
+    )
+    scorer.score(inputs("a"))
+    pid = int((tmp_path / "pid").read_text())
+    os.kill(pid, 0)
+    scorer.close()
+    scorer.close()
+    assert is_gone(pid)
+
+
+def test_the_reward_process_ends_with_a_driver_that_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "hang.py").write_text(
+        "import os, time\n\ndef r(responses, **_):\n"
+        f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n    time.sleep(600)\n"
+    )
+    driver = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "from pathlib import Path\n"
+            "from hybridrl.rewards.runner import ChildRunner, RewardInputs\n"
+            f"runner = ChildRunner(Path({str(tmp_path / 'hang.py')!r}), 'r', timeout_s=600.0)\n"
+            "columns = dict.fromkeys(('responses', 'answers', 'prompts', 'sources'), ['a'])\n"
+            "runner.call(RewardInputs(**columns))\n",
+        ]
+    )
+    pid = int(wait_for(lambda: read_text(tmp_path / "pid")))
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    wait_for(lambda: "gone" if is_gone(pid) else "")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("def other(responses, **_): ...\n", "no function 'reward' in .*; it has \\['other'\\]"),
+        ("def reward(responses): ...\n", "unexpected keyword argument .* and \\*\\*_ for the rest"),
+        ("def reward(responses, weights, **_): ...\n", "missing a required argument: 'weights'"),
+        ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def reward(:\n", "SyntaxError"),
+        ("import os; os._exit(4)\n", "exit code 4"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_an_error_at_once(
+    tmp_path: Path, text: str, reason: str
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    with pytest.raises(RewardError, match=f"cannot be loaded: (.|\n)*{reason}"):
+        RewardScorer(config(f"{path}:reward"))
+
+
+def test_a_mistyped_name_or_path_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
+    with pytest.raises(
+        RewardError, match="'exact_mach' is not built in; did you mean 'exact_match'"
+    ):
+        RewardScorer(config("exact_mach"))
+    with pytest.raises(RewardError, match=r"gone\.py is not a file; paths are relative to"):
+        RewardScorer(config(f"{tmp_path}/gone.py:reward"))
+    assert set(BUILT_IN) == {"exact_match", "sorted_prefix", "math"}
+
+
+def test_a_reward_process_that_was_killed_between_steps_is_started_again(
+    open_scorer: Open, tmp_path: Path
+) -> None:
+    scorer = open_scorer("return [float(os.getpid())] * len(responses)")
+    pid = int(scorer.score(inputs("a")).rewards_B.item())
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: "gone" if is_gone(pid) else "")
+    assert scorer.score(inputs("a")).rewards_B.item() != pid
+
+
+def test_math_answers_are_compared_by_value() -> None:
+    pytest.importorskip("math_verify")
+    with RewardScorer(RewardConfig(function="math", timeout_s=30.0, on_error="stop")) as scorer:
+        batch = RewardInputs(
+            responses=[r"so it is \boxed{\frac{1}{2}}", "the answer is 3", ""],
+            answers=["0.5", "4", "1"],
+            prompts=[""] * 3,
+            sources=[""] * 3,
+        )
+        assert scorer.score(batch).rewards_B.tolist() == [1.0, 0.0, 0.0]
+
+
+def wait_for(read: Callable[[], str], *, deadline_s: float = 20.0) -> str:
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        if text := read():
+            return text
+        time.sleep(0.02)
+    raise AssertionError(f"nothing came within {deadline_s} s")
+
+
+def read_text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def is_gone(pid: int) -> bool:
+    """True if the process has ended; a zombie that nobody has reaped yet counts as ended."""
+    gc.collect()
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True

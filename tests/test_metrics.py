@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import ast
+import math
+import random
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridrl.errors import MetricError
+from hybridrl.metrics import (
+    AREAS,
+    DECLARATIONS,
+    Max,
+    Mean,
+    Metric,
+    Min,
+    Sum,
+    check_declared,
+    merge,
+    to_markdown,
+)
+
+ROOT = Path(__file__).parents[1]
+NAME = re.compile(rf"({'|'.join(AREAS)})/[a-z0-9_/]*[a-z0-9]")
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1), st.integers(1, 5), st.randoms())
+def test_merging_parts_gives_what_the_whole_gives(
+    values: list[float], num_parts: int, shuffle: random.Random
+) -> None:
+    parts = [values[start::num_parts] for start in range(num_parts)]
+    shuffle.shuffle(parts)
+    merged = merge(describe(part) for part in parts if part)
+    assert merged["mean"].value == pytest.approx(sum(values) / len(values), abs=1e-6)
+    assert merged["max"].value == max(values)
+    assert merged["min"].value == min(values)
+    assert merged["sum"].value == pytest.approx(sum(values), abs=1e-6)
+
+
+def describe(values: list[float]) -> dict[str, Metric]:
+    return {
+        "mean": Mean(sum(values), len(values)),
+        "max": Max(max(values)),
+        "min": Min(min(values)),
+        "sum": Sum(sum(values)),
+    }
+
+
+def test_a_name_that_only_some_parts_have_is_kept() -> None:
+    assert merge([{"a": Sum(1.0)}, {"b": Sum(2.0)}]) == {"a": Sum(1.0), "b": Sum(2.0)}
+
+
+def test_a_mean_over_nothing_is_no_number() -> None:
+    assert math.isnan(Mean(0.0, 0).value)
+
+
+def test_an_undeclared_name_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(
+        MetricError, match="'reward/men' is not declared; did you mean 'reward/mean'"
+    ):
+        check_declared(["reward/max", "reward/men"])
+
+
+def test_a_word_in_braces_stands_for_one_word() -> None:
+    check_declared(["eval/reward/gsm8k", "memory/make_room_peak_bytes/max"])
+    with pytest.raises(MetricError):
+        check_declared(["eval/reward/gsm8k/more"])
+
+
+def test_every_declared_name_follows_the_rule() -> None:
+    for name, declaration in DECLARATIONS.items():
+        assert name == declaration.name
+        assert NAME.fullmatch(re.sub(r"{\w+}", "word", name)), name
+        assert declaration.unit
+        assert declaration.meaning
+
+
+def test_every_name_written_in_the_code_is_declared() -> None:
+    names = {
+        node.value
+        for path in (ROOT / "hybridrl").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and NAME.fullmatch(node.value)
+    }
+    assert "loss/policy" in names  # the search finds what it is to find
+    check_declared(sorted(names))
+
+
+def test_the_document_is_the_table() -> None:
+    written = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert written == to_markdown(), "run: python -m hybridrl.metrics > docs/metrics.md"

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import io
+import threading
+import time
+
+import pytest
+from rich.console import Console
+
+from hybridrl.metrics import DECLARATIONS
+from hybridrl.trainer import live
+from hybridrl.trainer.live import (
+    LiveLines,
+    LiveTable,
+    format_duration,
+    format_value,
+    open_live,
+    sparkline,
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_pipe_gets_one_plain_line_a_step() -> None:
+    stream = io.StringIO()
+    with open_live("auto", num_steps=3, stream=stream) as view:
+        view.phase("generate")
+        view.step(1, {"reward/mean": 0.25, "eval/reward/mean": 0.5, "time/step_s": 1.5})
+        view.step(2, {"reward/mean": 0.5})
+    first, second = stream.getvalue().splitlines()
+    # What comes before the end of the first step is start-up, and tells nothing of the pace.
+    assert first == "step 1/3  reward/mean 0.25  eval/reward/mean 0.5  time/step_s 1.5"
+    assert second.startswith("step 2/3  reward/mean 0.5  ")
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_a_long_silence_says_which_phase_takes_so_long_and_stops_with_the_run() -> None:
+    stream = io.StringIO()
+    lines = LiveLines(9, stream=stream, heartbeat_s=0.05)
+    lines.start()
+    lines.phase("logprobs")
+    deadline = time.monotonic() + 20
+    while stream.getvalue().count("step 1/9: logprobs, ") < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    lines.stop()
+    length = len(stream.getvalue())
+    assert stream.getvalue().count("step 1/9: logprobs, ") >= 2
+    assert all(thread.name != "live-lines" for thread in threading.enumerate())
+    assert len(stream.getvalue()) == length
+
+
+def test_a_terminal_gets_a_table_with_progress_phase_and_trends() -> None:
+    stream = Terminal()
+    with open_live("auto", num_steps=3, stream=stream) as view:
+        view.step(1, {"reward/mean": 0.25, "time/step_s": 2.0})
+        view.step(2, {"reward/mean": 0.75, "throughput/tokens_per_s": 12345.0})
+        view.phase("update")
+    assert "\x1b" in stream.getvalue()
+    for text in ("step 3/3: update", "reward/mean", "0.75", "▁█", "12,345"):
+        assert text in stream.getvalue()
+
+
+def test_a_table_before_the_first_step_can_be_drawn() -> None:
+    table = LiveTable(3)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(table)
+    console.print(table)
+
+
+def test_off_is_silent() -> None:
+    stream = Terminal()
+    with open_live("off", num_steps=1, stream=stream) as view:
+        view.phase("generate")
+        view.step(1, {"reward/mean": 1.0})
+    assert stream.getvalue() == ""
+
+
+def test_a_view_ends_with_an_error_of_the_run() -> None:
+    stream = io.StringIO()
+    with pytest.raises(KeyError), open_live("lines", num_steps=1, stream=stream):
+        raise KeyError
+    assert all(thread.name != "live-lines" for thread in threading.enumerate())
+
+
+def test_all_shown_metrics_are_declared() -> None:
+    assert set(live._SHOWN) <= set(DECLARATIONS)
+
+
+@pytest.mark.parametrize(
+    ("values", "drawn"),
+    [
+        ([0.0, 1.0], "▁█"),
+        ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], "▁▂▃▄▅▆▇█"),
+        ([3.0, 3.0], "▅▅"),
+        ([1.0, float("nan"), 2.0, float("inf")], "▁ █ "),
+        ([float("nan")], " "),
+        ([], ""),
+    ],
+)
+def test_a_trend_is_drawn_between_its_ends(values: list[float], drawn: str) -> None:
+    assert sparkline(values) == drawn
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (0.123456, "0.1235"), (1e-5, "1e-05"), (12345.6, "12,346"), (float("nan"), "nan")],
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert format_value(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(3.2, "3 s"), (89, "89 s"), (600, "10 min"), (7500, "2 h 05 min")]
+)
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text

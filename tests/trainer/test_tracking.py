@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import itertools
+import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from hybridrl.config.tracking import TrackingConfig
+from hybridrl.errors import MetricError, RunFolderError
+from hybridrl.metrics import Max, Mean
+from hybridrl.trainer.trackers.tensorboard import TensorBoardTracker
+from hybridrl.trainer.tracking import RunLog, Sample
+
+
+def open_log(
+    folder: Path, *, overwrite: bool = False, trackers: tuple[str, ...] = ("tensorboard",)
+) -> RunLog:
+    return RunLog(
+        folder,
+        overwrite=overwrite,
+        resolved_yaml="seed: 7\n",
+        settings={"seed": 7},
+        config=TrackingConfig(
+            trackers=trackers,  # type: ignore[arg-type]
+            project="test",
+            num_samples_per_step=2,
+            live="off",
+        ),
+    )
+
+
+def read_lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def sample(text: str) -> Sample:
+    return Sample(prompt="31=", response=text, answer="13", reward=0.5, is_truncated=False)
+
+
+def test_a_run_folder_holds_configuration_metrics_and_samples(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "run"
+    with open_log(folder) as run:
+        values = run.log_step(1, {"reward/mean": Mean(3.0, 4)})
+        run.log_samples(1, [sample("13"), sample("é\n\ud800"), sample("third")])
+        # Already there while the run goes on.
+        assert read_lines(folder / "metrics.jsonl")[0]["reward/mean"] == 0.75
+        run.log_step(2, {"reward/mean": Mean(1.0), "policy/grad_norm": Max(float("inf"))})
+    assert values == {"reward/mean": 0.75}
+    assert (folder / "config.yaml").read_text() == "seed: 7\n"
+    first, second = read_lines(folder / "metrics.jsonl")
+    assert first["step"] == 1
+    assert second["policy/grad_norm"] is None
+    samples = read_lines(folder / "samples.jsonl")
+    assert [s["response"] for s in samples] == ["13", "é\n?"]
+    assert samples[0] == {
+        "step": 1,
+        "prompt": "31=",
+        "response": "13",
+        "answer": "13",
+        "reward": 0.5,
+        "is_truncated": False,
+    }
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    with open_log(tmp_path / "run") as run:
+        run.log_step(1, {"reward/mean": Mean(0.25), "policy/grad_norm": Max(float("nan"))})
+        run.log_step(2, {"reward/mean": Mean(0.5)})
+    (file,) = (tmp_path / "run" / "tensorboard").iterdir()
+    events = list(EventFileLoader(str(file)).Load())
+    assert [
+        (event.step, value.tag, round(value.tensor.float_val[0], 6))
+        for event in events
+        for value in event.summary.value
+    ] == [(1, "reward/mean", 0.25), (2, "reward/mean", 0.5)]
+
+
+def test_a_former_run_is_never_overwritten_without_being_asked(tmp_path: Path) -> None:
+    with open_log(tmp_path / "run") as run:
+        run.log_step(1, {"reward/mean": Mean(1.0)})
+    (tmp_path / "run-2").mkdir()
+    with pytest.raises(RunFolderError, match=r"exists; set trainer\.run_dir=.*run-3, or"):
+        open_log(tmp_path / "run")
+    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 1
+    with open_log(tmp_path / "run", overwrite=True):
+        assert read_lines(tmp_path / "run" / "metrics.jsonl") == []
+
+
+def test_a_folder_that_is_no_run_is_not_deleted_even_when_asked(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(RunFolderError, match="it is no run folder and will not be replaced"):
+        open_log(tmp_path, overwrite=True)
+    assert (tmp_path / "thesis.tex").read_text() == "precious"
+
+
+def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
+    with open_log(tmp_path):
+        assert (tmp_path / "config.yaml").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_the_key(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match=r"cannot write run folder .*set trainer\.run_dir"):
+        open_log(tmp_path / "file" / "run")
+
+
+@contextmanager
+def small_disk(num_bytes: int) -> Iterator[None]:
+    """Let the kernel refuse to write files beyond a size, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_named_at_the_step_that_met_it(tmp_path: Path) -> None:
+    with (
+        open_log(tmp_path / "run") as run,
+        small_disk(1000),
+        pytest.raises(RunFolderError, match=r"cannot write run folder .*; free space there"),
+    ):
+        for step in itertools.count():
+            run.log_step(step, {"reward/mean": Mean(step)})
+    *whole, cut = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert len(whole) == step  # the step whose line was cut is the one that failed
+    assert not cut.endswith("}")
+
+
+def test_tensorboard_reports_a_full_disk_itself(tmp_path: Path) -> None:
+    tracker = TensorBoardTracker(tmp_path, project="", settings={})
+    with small_disk(1000), pytest.raises(OSError, match="File too large"):
+        for step in range(1000):
+            tracker.log(step, {"reward/mean": 1.0})
+    tracker.close()
+
+
+def test_an_undeclared_metric_is_refused_and_not_written(tmp_path: Path) -> None:
+    with open_log(tmp_path / "run") as run:
+        with pytest.raises(MetricError, match="'reward/meen' is not declared"):
+            run.log_step(1, {"reward/meen": Mean(1.0)})
+        assert read_lines(tmp_path / "run" / "metrics.jsonl") == []
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_tracker_that_is_not_installed_says_how_to_install_it(tmp_path: Path, name: str) -> None:
+    try:
+        __import__(name)
+    except ImportError:
+        with pytest.raises(ImportError, match=rf"pip install 'hybridrl\[{name}\]'"):
+            open_log(tmp_path / "run", trackers=(name,))
+        assert not (tmp_path / "run").exists()
+    else:
+        pytest.skip(f"{name} is installed")
+
+
+def test_closing_twice_is_harmless(tmp_path: Path) -> None:
+    run = open_log(tmp_path / "run")
+    run.close()
+    run.close()
