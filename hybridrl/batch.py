@@ -43,14 +43,18 @@ class RolloutBatch(TensorClass):
     is_truncated_B: Tensor  # bool, True if the length limit and no stop token ended it
 
 
-class LogprobBatch(TensorClass):
-    """Log-probs of the rollout's tokens under the training engine's weights, before the update."""
+class ScoreBatch(TensorClass):
+    """What one model says of B rows; both columns are 0 where the response mask is False."""
 
-    old_logprobs_BL: Tensor | None = (
-        None  # float32 nats, jagged; None: use the detached current ones
-    )
-    reference_logprobs_BL: Tensor | None = None  # float32 nats, jagged; None: there is no reference
-    entropy_BL: Tensor | None = None  # float32 nats, jagged, of the next-token distribution
+    logprobs_BL: Tensor  # float32 nats, jagged
+    entropy_BL: Tensor  # float32 nats, jagged, of the next-token distribution
+
+
+class LogprobBatch(TensorClass):
+    """Log-probs of the rollout's tokens before the update; what nothing asks for is None."""
+
+    old_logprobs_BL: Tensor | None = None  # float32 nats, jagged, of the policy
+    reference_logprobs_BL: Tensor | None = None  # float32 nats, jagged
 
 
 class TrainBatch(TensorClass):

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hybridrl.batch import LogprobBatch, RolloutBatch, SupervisedBatch, TrainBatch
+from hybridrl.batch import RolloutBatch, ScoreBatch, SupervisedBatch, TrainBatch
 from hybridrl.metrics import Metrics
 
 
@@ -45,7 +45,7 @@ class TokenLossInputs:
 
     current_logprobs_T: Tensor  # float32 nats, with gradient
     entropy_T: Tensor  # float32 nats, with gradient only if the loss asks for it
-    weights_T: Tensor  # float32, share of the token in the global loss: sums to 1 over all ranks (or as aggregation says)
+    weights_T: Tensor  # float32, share in the global loss, see algorithms/aggregate.py
     advantages_T: Tensor  # float32
     sampler_logprobs_T: Tensor  # float32 nats
     old_logprobs_T: Tensor  # float32 nats, no gradient
@@ -61,12 +61,12 @@ class TokenLoss(Protocol):
         ...
 
     def __call__(self, inputs: TokenLossInputs) -> tuple[Tensor, Metrics]:
-        """Return this micro-batch's share of the global loss (a scalar to be *summed*) and metrics."""
+        """Return this micro-batch's share of the global loss, to be *summed*, and metrics."""
         ...
 
 
-class TrainEngine(Protocol):
-    """One model with its optimizer, sharded over the ranks of the ``train`` mesh.
+class ScoringEngine(Protocol):
+    """A model that scores tokens, sharded over the ranks of the ``train`` mesh: the reference.
 
     Every method is a collective: all ranks call it, in the same order.
     """
@@ -74,17 +74,44 @@ class TrainEngine(Protocol):
     dp_rank: int
     dp_size: int
 
-    def compute_logprobs(self, rollouts: RolloutBatch, *, temperature: float) -> LogprobBatch:
-        """Score this rank's rows with the present weights, no gradient.
-
-        Fills old_logprobs_BL and entropy_BL.
-        """
+    def compute_logprobs(
+        self, rows: RolloutBatch | SupervisedBatch, *, temperature: float
+    ) -> ScoreBatch:
+        """Score this rank's rows with the present weights, no gradient."""
         ...
 
-    def update(self, batch: TrainBatch, *, loss: TokenLoss, aggregation: str, temperature: float) -> Metrics:
+    def offload(self, part: TrainState) -> None:
+        """Move a part to host memory and free its device memory. Twice is a no-op."""
+        ...
+
+    def restore(self, part: TrainState) -> None:
+        """Bring a part back. Twice is a no-op."""
+        ...
+
+    def resident_bytes(self, part: TrainState) -> int:
+        """Return the bytes that this part holds on the device of this rank."""
+        ...
+
+
+class TrainEngine(ScoringEngine, Protocol):
+    """One model with its optimizer, sharded over the ranks of the ``train`` mesh.
+
+    Every method is a collective: all ranks call it, in the same order.
+    """
+
+    def update(
+        self,
+        batch: TrainBatch,
+        *,
+        loss: TokenLoss,
+        aggregation: str,
+        temperature: float,
+        max_response_tokens: int,
+    ) -> Metrics:
         """Take one optimizer step on the union of all ranks' rows.
 
-        A step whose loss or gradient norm is not finite is skipped and counted.
+        A step whose loss or gradient norm is not finite is skipped and counted. How tokens weigh is
+        said by ``algorithms/aggregate.py``, where ``max_response_tokens`` is the fixed length.
         """
         ...
 
@@ -102,16 +129,4 @@ class TrainEngine(Protocol):
 
     def export_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder (weights, configuration, tokenizer), atomically."""
-        ...
-
-    def offload(self, part: TrainState) -> None:
-        """Move a part to host memory and free its device memory. Twice is a no-op."""
-        ...
-
-    def restore(self, part: TrainState) -> None:
-        """Bring a part back. Twice is a no-op."""
-        ...
-
-    def resident_bytes(self, part: TrainState) -> int:
-        """Return the bytes that this part holds on the device of this rank."""
         ...

@@ -1,0 +1,168 @@
+"""Hugging Face model folders: which architectures train here, and their weights piece by piece.
+
+A model is built without memory first and filled module by module afterwards, so that a model which
+is sharded as it is filled never stands whole in anybody's memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from hybridrl.errors import ModelError, nearest
+from hybridrl.models.packed import PACKED_ATTENTION
+
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+"""Architectures whose packed forward pass is proved equal to the one by single rows."""
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+class WeightFiles:
+    """The safetensors of a model folder, read one tensor at a time through a memory map.
+
+    Raises:
+        ModelError: there is no ``model.safetensors`` nor an index, or a file is broken.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file_of = _file_of_each_tensor(folder)
+        self._open: dict[str, Any] = {}
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Hugging Face names of all tensors in the files."""
+        return frozenset(self._file_of)
+
+    def read(self, name: str, *, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Read one tensor to host memory, in ``dtype``.
+
+        Raises:
+            ModelError: the stored shape is another.
+        """
+        file_name = self._file_of[name]
+        if file_name not in self._open:
+            self._open[file_name] = _open_safetensors(self._folder / file_name)
+        tensor: Tensor = self._open[file_name].get_tensor(name)
+        if tensor.shape != shape:
+            raise ModelError(
+                f"{self._folder / file_name}: {name} is {list(tensor.shape)}, and config.json asks "
+                f"for {list(shape)}; point model.path at a folder whose files belong together"
+            )
+        return tensor.to(dtype)
+
+
+def build_empty_model(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
+    """Build the folder's causal language model without memory (on the ``meta`` device).
+
+    Its attention takes packed rows; see ``hybridrl.models.packed``.
+
+    Raises:
+        ModelError: no such folder, no usable ``config.json``, or an architecture that is not one
+            of ``SUPPORTED_MODEL_TYPES``.
+    """
+    _check_model_type(folder)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=PACKED_ATTENTION
+        )
+
+
+def check_weights(model: PreTrainedModel, files: WeightFiles) -> None:
+    """Compare the names of the model's weights with those in the files.
+
+    Raises:
+        ModelError: weights are missing or left over; names the first ones.
+    """
+    wanted = {name for name, _ in model.named_parameters()}
+    # Copies of tied weights and, in old llama folders, rotary frequencies do no harm.
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    unexpected = {n for n in files.names - known if not n.endswith("rotary_emb.inv_freq")}
+    for problem, names in (("missing", wanted - files.names), ("unexpected", unexpected)):
+        if names:
+            first = ", ".join(sorted(names)[:3])
+            raise ModelError(
+                f"{len(names)} {problem} weights for {type(model).__name__} in the folder's "
+                f"safetensors, first: {first}; point model.path at a folder written by "
+                f"save_pretrained() of a {type(model).__name__}"
+            )
+
+
+def fill_weights(module: nn.Module, prefix: str, files: WeightFiles, device: torch.device) -> None:
+    """Give each parameter below ``module`` that has no memory yet its values from the files.
+
+    Args:
+        module: the model or a part of it; parts that were filled before are left alone.
+        prefix: the part's Hugging Face name with a final dot; empty for the model.
+        files: where the values are.
+        device: where the parameters are to live.
+    """
+    for name, parameter in list(module.named_parameters()):
+        if parameter.is_meta:
+            values = files.read(prefix + name, shape=parameter.shape, dtype=parameter.dtype)
+            owner_name, _, leaf = name.rpartition(".")
+            # A copy even on the CPU: the memory map is read-only and lasts as long as its file.
+            filled = nn.Parameter(values.to(device, copy=True), parameter.requires_grad)
+            setattr(module.get_submodule(owner_name), leaf, filled)
+
+
+def finish_model(model: PreTrainedModel, device: torch.device) -> None:
+    """Restore what filling by name leaves open: tied embeddings and the rotary frequencies."""
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    rotary = model.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(config=model.config, device=device)
+
+
+def _check_model_type(folder: Path) -> None:
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is no folder; set model.path to a Hugging Face model folder")
+    if not path.is_file():
+        raise ModelError(f"{folder} has no config.json; set model.path to a Hugging Face folder")
+    try:
+        model_type = str(json.loads(path.read_text(encoding="utf-8"))["model_type"])
+    except (ValueError, KeyError, TypeError) as err:
+        raise ModelError(
+            f"{path} holds no model_type ({err}); set model.path to a Hugging Face model folder"
+        ) from err
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        raise ModelError(
+            f"{path}: model_type={model_type!r} cannot be trained here: "
+            f"{nearest(model_type, SUPPORTED_MODEL_TYPES)} Set model.path to such a model"
+        )
+
+
+def _file_of_each_tensor(folder: Path) -> dict[str, str]:
+    if (folder / _INDEX).is_file():
+        weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        _check_files(folder, set(weight_map.values()))
+        return dict(weight_map)
+    _check_files(folder, [_SINGLE])
+    return dict.fromkeys(_open_safetensors(folder / _SINGLE).keys(), _SINGLE)
+
+
+def _check_files(folder: Path, file_names: Iterable[str]) -> None:
+    for file_name in sorted(file_names):
+        if not (folder / file_name).is_file():
+            raise ModelError(
+                f"{folder} has no {file_name}; download the folder again, or load it with "
+                "transformers and write it with save_pretrained(), which writes safetensors"
+            )
+
+
+def _open_safetensors(path: Path) -> Any:  # noqa: ANN401 - safetensors ships no types
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as err:
+        raise ModelError(f"{path} cannot be read: {err}; download the file again") from err

@@ -1,0 +1,46 @@
+"""The few collectives of a training engine, written so that one process needs no process group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Ranks:
+    """The data-parallel ranks: all of the default process group, or this process alone.
+
+    Args:
+        device: where tensors must lie for the group's backend.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.size = dist.get_world_size() if dist.is_initialized() else 1
+
+    def gather(self, numbers: Sequence[int]) -> Tensor:
+        """Return every rank's ``n`` numbers, int64 [size, n], on the host."""
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        if self.size == 1:
+            everyone = [mine]
+        else:
+            dist.all_gather(everyone, mine)
+        return torch.stack(everyone).cpu()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Add a tensor over ranks, in place; every rank gets the same bits."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def share_text(self, text: str) -> str:
+        """Return rank 0's text on every rank; doubles as a barrier."""
+        if self.size == 1:
+            return text
+        box = [text]
+        dist.broadcast_object_list(box, src=0, device=self._device)
+        return box[0]

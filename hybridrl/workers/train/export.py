@@ -1,0 +1,108 @@
+"""Writing a Hugging Face folder from weights that arrive one at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hybridrl.errors import RunFolderError
+from hybridrl.workers.train.protocol import WeightSpec
+
+_TOKENIZER_FILES = (
+    *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template*", "*.model"),
+)
+
+
+def write_hf_folder(
+    folder: Path,
+    weights: Iterable[tuple[str, Tensor]],
+    *,
+    specs: Sequence[WeightSpec],
+    model: PreTrainedModel,
+    source: Path,
+    max_file_bytes: int = 4 * 2**30,
+) -> None:
+    """Write weights, configuration and tokenizer; the folder appears whole or not at all.
+
+    No more than one safetensors file of weights is held at a time.
+
+    Args:
+        folder: must not exist; its parents are made.
+        weights: names and full tensors, in the order of ``specs``.
+        specs: all weights to come.
+        model: gives the configurations.
+        source: the folder whose tokenizer files, if any, are copied.
+        max_file_bytes: weights per file; a single larger tensor has a file of its own.
+
+    Raises:
+        RunFolderError: the folder exists, or cannot be written.
+    """
+    if folder.exists():
+        raise RunFolderError(f"{folder} exists; export to a new folder, or remove this one")
+    unfinished = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
+    try:
+        unfinished.mkdir(parents=True)
+        _write_weights(unfinished, weights, _stretches(specs, max_file_bytes))
+        model.config.save_pretrained(unfinished)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(unfinished)
+        for pattern in _TOKENIZER_FILES:
+            for path in source.glob(pattern):
+                shutil.copyfile(path, unfinished / path.name)
+        for path in [*unfinished.iterdir(), unfinished]:
+            _flush_to_disk(path)
+        unfinished.rename(folder)
+        _flush_to_disk(folder.parent)
+    except (OSError, SafetensorError) as err:
+        raise RunFolderError(f"{folder} cannot be written: {err}; free or choose a disk") from err
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write_weights(
+    folder: Path, weights: Iterable[tuple[str, Tensor]], stretches: list[list[WeightSpec]]
+) -> None:
+    stream = iter(weights)
+    weight_map = {}
+    for number, stretch in enumerate(stretches, 1):
+        name = f"model-{number:05}-of-{len(stretches):05}.safetensors"
+        if len(stretches) == 1:
+            name = "model.safetensors"
+        tensors = {key: tensor.contiguous().cpu() for key, tensor in islice(stream, len(stretch))}
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(tensors, name))
+    if len(stretches) > 1:
+        total_bytes = sum(spec.num_bytes for stretch in stretches for spec in stretch)
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def _stretches(specs: Sequence[WeightSpec], max_file_bytes: int) -> list[list[WeightSpec]]:
+    """Cut the weights, in their order, into stretches that fit a file."""
+    stretches: list[list[WeightSpec]] = []
+    num_bytes = 0
+    for spec in specs:
+        if not stretches or num_bytes + spec.num_bytes > max_file_bytes:
+            stretches.append([])
+            num_bytes = 0
+        stretches[-1].append(spec)
+        num_bytes += spec.num_bytes
+    return stretches
+
+
+def _flush_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,160 @@
+"""The losses a training engine can be asked for: log-probs in, one scalar and its metrics out.
+
+Legend: T packed response tokens of one micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.kl import estimate_kl
+from hybridrl.algorithms.policy_loss import ClippedSurrogate, clipped_surrogate
+from hybridrl.algorithms.rollout_correction import truncated_importance_weights
+from hybridrl.metrics import Max, Mean, Metrics
+from hybridrl.workers.train.protocol import TokenLossInputs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyGradientLoss:
+    """Clipped surrogate, and if asked KL penalty, entropy bonus, correction for the sampler."""
+
+    clip_low: float
+    """In (0, 1)."""
+
+    clip_high: float
+    """> 0."""
+
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """See ``algorithms/kl.py``: as a loss, k2 has the true KL gradient, k1 none."""
+
+    kl_coefficient: float = 0.0
+    """Weight of the KL penalty; 0 only measures the distance, if there is a reference."""
+
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus."""
+
+    sampler_ratio_cap: float = 0.0
+    """Cap of the importance weight between trainer and rollout engine; 0 is off."""
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """True if the entropy stands in the loss; else it is a metric alone."""
+        return self.entropy_coefficient > 0.0
+
+    def __call__(self, inputs: TokenLossInputs) -> tuple[Tensor, Metrics]:
+        """Return this micro-batch's share of the global loss, a scalar, and its metrics.
+
+        A micro-batch without response tokens gives a 0 that carries a gradient, and no metrics.
+
+        Raises:
+            ValueError: a KL penalty without reference log-probs.
+        """
+        surrogate = clipped_surrogate(
+            inputs.current_logprobs_T,
+            old_logprobs_T=inputs.old_logprobs_T,
+            advantages_T=inputs.advantages_T,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+        )
+        means, maxima = _describe(inputs, surrogate)
+        losses_T = surrogate.losses_T
+        if self.sampler_ratio_cap:
+            sampler_weights_T = truncated_importance_weights(
+                inputs.old_logprobs_T, inputs.sampler_logprobs_T, cap=self.sampler_ratio_cap
+            )
+            losses_T = losses_T * sampler_weights_T
+            means["policy/sampler_weight/mean"] = sampler_weights_T.mean()
+        shares = {"loss/policy": (losses_T * inputs.weights_T).sum()}
+        if self.kl_coefficient:
+            penalty = (self._kl_to_reference(inputs) * inputs.weights_T).sum()
+            shares["loss/kl"] = self.kl_coefficient * penalty
+        if self.entropy_coefficient:
+            bonus = (inputs.entropy_T * inputs.weights_T).sum()
+            shares["loss/entropy"] = -self.entropy_coefficient * bonus
+        loss = torch.stack(list(shares.values())).sum()
+        return loss, _to_metrics(inputs, shares=shares, means=means, maxima=maxima)
+
+    def _kl_to_reference(self, inputs: TokenLossInputs) -> Tensor:
+        if inputs.reference_logprobs_T is None:
+            raise ValueError(
+                f"kl_coefficient={self.kl_coefficient}, but the batch has no reference log-probs; "
+                "set algorithm.kl.placement=none, or let compute_logprobs fill them"
+            )
+        return estimate_kl(
+            inputs.current_logprobs_T, inputs.reference_logprobs_T, estimator=self.kl_estimator
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedLoss:
+    """Weighted negative log-likelihood of the given tokens."""
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """Supervised fine-tuning has no entropy term."""
+        return False
+
+    def __call__(self, inputs: TokenLossInputs) -> tuple[Tensor, Metrics]:
+        """Return this micro-batch's share of the global loss, a scalar, and its metrics."""
+        loss = -(inputs.current_logprobs_T * inputs.weights_T).sum()
+        return loss, _to_metrics(inputs, shares={"loss/supervised_nats": loss}, means={}, maxima={})
+
+
+@torch.no_grad()
+def _describe(
+    inputs: TokenLossInputs, surrogate: ClippedSurrogate
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Say how far the policy moved: scalars to be averaged, and scalars to take the largest of."""
+    current_T, old_T = inputs.current_logprobs_T, inputs.old_logprobs_T
+    mismatch_T = (old_T - inputs.sampler_logprobs_T).abs()
+    means = {
+        "policy/entropy_nats/mean": inputs.entropy_T.mean(),
+        "policy/clip_low_fraction": surrogate.is_clipped_low_T.float().mean(),
+        "policy/clip_high_fraction": surrogate.is_clipped_high_T.float().mean(),
+        "policy/ratio/mean": surrogate.ratio_T.mean(),
+        # Drawn from the old policy, so this is KL(old || current).
+        "policy/kl_to_old_nats/mean": estimate_kl(old_T, current_T, estimator="k3").mean(),
+        "policy/sampler_mismatch_nats/mean": mismatch_T.mean(),
+    }
+    if inputs.reference_logprobs_T is not None:
+        kl_T = estimate_kl(current_T, inputs.reference_logprobs_T, estimator="k3")
+        means["policy/kl_to_reference_nats/mean"] = kl_T.mean()
+    if not len(current_T):
+        return means, {}
+    return means, {
+        "policy/ratio/max": surrogate.ratio_T.max(),
+        "policy/sampler_mismatch_nats/max": mismatch_T.max(),
+    }
+
+
+def _to_metrics(
+    inputs: TokenLossInputs,
+    *,
+    shares: dict[str, Tensor],
+    means: dict[str, Tensor],
+    maxima: dict[str, Tensor],
+) -> Metrics:
+    """Bring all scalars to the host in one transfer: each ``.item()`` would wait for the device.
+
+    A share of the loss becomes a mean over the weights, so that merged it is the loss per token,
+    weighed as the loss weighs tokens: the loss itself where the weights of a step sum to 1.
+    """
+    num_tokens = len(inputs.current_logprobs_T)
+    if not num_tokens:
+        return {}
+    names = [*shares, *means, *maxima]
+    scalars = [*shares.values(), *means.values(), *maxima.values(), inputs.weights_T.sum()]
+    *values, weight = torch.stack(scalars).detach().tolist()
+    metrics: Metrics = {}
+    for name, value in zip(names, values, strict=True):
+        if name in shares:
+            metrics[name] = Mean(value, weight)
+        elif name in means:
+            metrics[name] = Mean(value * num_tokens, num_tokens)
+        else:
+            metrics[name] = Max(value)
+    return metrics

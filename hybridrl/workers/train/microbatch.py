@@ -1,0 +1,105 @@
+"""Which rows are computed together: balance over ranks and micro-batches. Pure functions.
+
+Legend: B rows.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from hybridrl.errors import DispatchError
+
+
+def plan_microbatches(lengths_B: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+    """Divide rows into the fewest stretches of similar length, then make those nearly equal.
+
+    Rows are taken by descending length, so that rows of one micro-batch need little padding.
+
+    Args:
+        lengths_B: tokens of each row, >= 1.
+        max_tokens: tokens of a micro-batch; a single longer row is alone in its own.
+
+    Returns:
+        Row numbers of each micro-batch, longest rows first. Every row is in exactly one.
+    """
+    rows = sorted(range(len(lengths_B)), key=lambda row: (-lengths_B[row], row))
+    fewest = len(_fill(rows, lengths_B, max_tokens))
+    low, high = 1, max_tokens
+    while low < high:  # the smallest capacity that needs no more micro-batches
+        middle = (low + high) // 2
+        if len(_fill(rows, lengths_B, middle)) <= fewest:
+            high = middle
+        else:
+            low = middle + 1
+    return _fill(rows, lengths_B, high)
+
+
+def _fill(rows: Sequence[int], lengths_B: Sequence[int], capacity: int) -> list[list[int]]:
+    microbatches: list[list[int]] = []
+    num_tokens = 0
+    for row in rows:
+        if not microbatches or num_tokens + lengths_B[row] > capacity:
+            microbatches.append([])
+            num_tokens = 0
+        microbatches[-1].append(row)
+        num_tokens += lengths_B[row]
+    return microbatches
+
+
+def balance_over_ranks(
+    lengths_B: Sequence[int], *, dp_size: int, num_minibatches: int
+) -> list[int]:
+    """Order rows so that ranks get as many rows and nearly as many tokens as each other.
+
+    Mini-batch m is made of rows ``m * B / num_minibatches`` onwards, whatever ``dp_size`` is, so
+    the number of ranks never changes what an optimizer step sees. Within it rows are dealt
+    longest first to the rank with the fewest tokens that still has room (LPT).
+
+    Args:
+        lengths_B: tokens of each row.
+        dp_size: data-parallel ranks, >= 1.
+        num_minibatches: optimizer steps that divide the rows, >= 1.
+
+    Returns:
+        A permutation. After ordering the batch by it, slice r of ``dp_size`` equal ones belongs to
+        rank r, and each slice's ``num_minibatches`` equal stretches are the rank's mini-batches.
+        Within a mini-batch ranks differ by no more tokens than in the given order.
+
+    Raises:
+        DispatchError: the rows do not divide evenly.
+    """
+    num_parts = dp_size * num_minibatches
+    if len(lengths_B) % num_parts:
+        below = len(lengths_B) // num_parts * num_parts
+        raise DispatchError(
+            f"cannot divide {len(lengths_B)} rows evenly over {dp_size} data-parallel ranks x "
+            f"{num_minibatches} mini-batches; make trainer.num_prompts_per_step x "
+            f"rollout.num_responses_per_prompt {below or num_parts} or {below + num_parts}"
+        )
+    minibatch_size = len(lengths_B) // num_minibatches
+    rows_of_rank: list[list[int]] = [[] for _ in range(dp_size)]
+    for begin in range(0, len(lengths_B), max(minibatch_size, 1)):
+        shares = _deal(range(begin, begin + minibatch_size), lengths_B, dp_size)
+        for rank, share in enumerate(shares):
+            rows_of_rank[rank].extend(share)
+    return [row for rows in rows_of_rank for row in rows]
+
+
+def _deal(rows: range, lengths_B: Sequence[int], dp_size: int) -> list[list[int]]:
+    share_size = len(rows) // dp_size
+    given = [list(rows[rank * share_size : (rank + 1) * share_size]) for rank in range(dp_size)]
+    dealt: list[list[int]] = [[] for _ in range(dp_size)]
+    poorest = [(0, rank) for rank in range(dp_size)]
+    for row in sorted(rows, key=lambda row: (-lengths_B[row], row)):
+        num_tokens, rank = heapq.heappop(poorest)
+        dealt[rank].append(row)
+        if len(dealt[rank]) < share_size:
+            heapq.heappush(poorest, (num_tokens + lengths_B[row], rank))
+    # Equal counts can make the greedy deal worse than the given order: then keep that.
+    return min(dealt, given, key=lambda shares: _spread(shares, lengths_B))
+
+
+def _spread(shares: Sequence[Sequence[int]], lengths_B: Sequence[int]) -> int:
+    tokens = [sum(lengths_B[row] for row in share) for share in shares]
+    return max(tokens) - min(tokens)

@@ -1,0 +1,143 @@
+"""AdamW behind a schedule, a global clip and a guard against steps that are not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hybridrl.config.actor import OptimizerConfig
+from hybridrl.workers.train.collectives import Ranks
+from hybridrl.workers.train.shards import local_shard
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer step did; the same on all ranks."""
+
+    grad_norm: float
+    """Global L2 norm before clipping; not finite on some skipped steps."""
+
+    lr: float
+    """Learning rate the step used, or would have used."""
+
+    is_skipped: bool
+    """True if the loss or the norm was not finite: nothing was changed."""
+
+
+def learning_rate(config: OptimizerConfig, *, step: int, num_total_steps: int) -> float:
+    """Return the learning rate of a step.
+
+    Rises linearly over the warm-up, whose first step is not wasted on a rate of 0, to the peak at
+    ``step == num_warmup_steps``; then falls as the schedule says.
+
+    Args:
+        config: peak, warm-up, schedule and last ratio.
+        step: optimizer steps taken before this one, >= 0; beyond the last the rate stays.
+        num_total_steps: optimizer steps of the run, >= 1.
+    """
+    if step < config.num_warmup_steps:
+        return config.lr * (step + 1) / (config.num_warmup_steps + 1)
+    if config.schedule == "constant":
+        return config.lr
+    num_falling_steps = max(num_total_steps - 1 - config.num_warmup_steps, 1)
+    progress = min((step - config.num_warmup_steps) / num_falling_steps, 1.0)
+    share = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * share)
+
+
+class GuardedAdamW:
+    """Takes a step of AdamW (arXiv:1711.05101), or leaves everything as it was.
+
+    Args:
+        parameters: trainable parameters, plain or sharded; matrices decay, vectors do not.
+        config: rates and limits.
+        num_total_steps: optimizer steps of the run, for the schedule.
+        ranks: the data-parallel ranks that the gradients are sharded over.
+    """
+
+    adamw: torch.optim.AdamW
+    """Moments by parameter."""
+
+    num_steps: int
+    """Optimizer steps taken, skipped ones not counted: the whole state of the schedule."""
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        config: OptimizerConfig,
+        num_total_steps: int,
+        ranks: Ranks,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._config = config
+        self._num_total_steps = num_total_steps
+        self._ranks = ranks
+        groups = [
+            {
+                "params": [p for p in self._parameters if p.ndim >= 2],
+                "weight_decay": config.weight_decay,
+            },
+            {"params": [p for p in self._parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            fused=True,
+        )
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self, loss: Tensor) -> StepResult:
+        """Clip and apply the gradients, unless they or the loss are not finite; then drop them.
+
+        Args:
+            loss: this rank's share of the loss, a scalar; all shares are summed.
+        """
+        grads = self.gradients()
+        total_loss, grad_norm = self._sum_over_ranks(loss, grads)
+        lr = learning_rate(self._config, step=self.num_steps, num_total_steps=self._num_total_steps)
+        is_skipped = not (math.isfinite(total_loss) and math.isfinite(grad_norm))
+        if not is_skipped:
+            if grad_norm > self._config.max_grad_norm:
+                torch._foreach_mul_(grads, self._config.max_grad_norm / grad_norm)
+            for group in self.adamw.param_groups:
+                group["lr"] = lr
+            self.adamw.step()
+            self.num_steps += 1
+        self.drop_gradients()
+        return StepResult(grad_norm, lr, is_skipped)
+
+    def drop_gradients(self) -> None:
+        """Free all gradients."""
+        self.adamw.zero_grad(set_to_none=True)
+
+    def gradients(self) -> list[Tensor]:
+        """Return this rank's part of the gradients that exist now."""
+        return [local_shard(p.grad) for p in self._parameters if p.grad is not None]
+
+    def state(self) -> list[Tensor]:
+        """Return this rank's part of the moments; empty before the first step."""
+        return [
+            local_shard(value)
+            for moments in self.adamw.state.values()
+            for value in moments.values()
+            if isinstance(value, Tensor)
+        ]
+
+    def _sum_over_ranks(self, loss: Tensor, grads: list[Tensor]) -> tuple[float, float]:
+        """Return the global loss and gradient norm: one collective, the same bits everywhere.
+
+        Every rank decides by these two numbers, so no rank can step alone.
+        """
+        square = loss.new_zeros((), dtype=torch.float64)
+        if grads:
+            square = torch.stack(torch._foreach_norm(grads)).double().square().sum()
+        total_loss, total_square = self._ranks.sum(torch.stack([loss.double(), square])).tolist()
+        return total_loss, math.sqrt(total_square) if total_square >= 0 else math.nan

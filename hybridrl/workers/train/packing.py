@@ -1,0 +1,211 @@
+"""From jagged batches to packs: rows laid end to end, with the places of their scored tokens.
+
+Legend: B rows of the batch, L tokens of a row, K stretches of a pack, T packed tokens,
+S scored (response) tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridrl.batch import response_lengths, row_lengths
+from hybridrl.errors import DataError
+from hybridrl.models.packed import AttentionKernel, Segment, build_layout
+from hybridrl.models.policy import PackedTokens
+from hybridrl.workers.train.microbatch import plan_microbatches
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """One micro-batch."""
+
+    tokens: PackedTokens  # on the device
+    place_S: Tensor  # int64, on the host: each scored token's place among the batch's flat values
+    row_S: Tensor  # int64, on the host: the row b of each scored token
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row that has a response."""
+
+    begin: int  # place of its first token among the flat values
+    num_tokens: int  # tokens that are computed: all but the last
+    num_prompt_tokens: int  # tokens before the first response token
+    prompt: bytes  # equal for siblings
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Consecutive tokens of a row that are computed together."""
+
+    row: int
+    skip: int  # tokens of the row that come before, in a stretch shared by siblings
+    num_tokens: int
+
+
+class RowPacker:
+    """Cuts one batch into packs.
+
+    Not computed are: the last token of a row, which predicts nothing; a row without a response
+    token, which teaches nothing; and, with the padded kernel, the prompt of a row that a sibling
+    in the same pack has computed already. Gradients are those of the rows one by one.
+
+    Args:
+        token_ids_BL: int64, jagged.
+        response_mask_BL: bool, jagged.
+        kernel: the attention that packs are laid out for.
+        device: where the model computes.
+
+    Raises:
+        DataError: a row begins with a response token, which no token predicts.
+    """
+
+    def __init__(
+        self,
+        token_ids_BL: Tensor,
+        response_mask_BL: Tensor,
+        *,
+        kernel: AttentionKernel,
+        device: torch.device,
+    ) -> None:
+        self._token_ids = token_ids_BL.values()
+        self._mask = response_mask_BL.values()
+        self._kernel = kernel
+        self._device = device
+        self.response_lengths_B = response_lengths(response_mask_BL)  # int64
+        self._rows = self._find_rows(row_lengths(token_ids_BL))
+
+    def plan(self, max_tokens: int) -> list[list[int]]:
+        """Return the rows of each pack of at most ``max_tokens`` tokens."""
+        families = [
+            part
+            for family in self._families(self._rows)
+            for part in self._cut_to_size(family, max_tokens)
+        ]
+        num_tokens = [self._num_tokens(family) for family in families]
+        plan = plan_microbatches(num_tokens, max_tokens=max_tokens)
+        return [[row for place in places for row in families[place]] for places in plan]
+
+    def pack(self, rows: Sequence[int]) -> Pack:
+        """Lay rows end to end. No rows give one token that is not scored.
+
+        Such a filler keeps a rank in step with the collectives of ranks that have more packs.
+        """
+        if not rows:
+            return self._filler()
+        stretches, prefixes = self._lay_out(rows)
+        lengths_K = torch.tensor([stretch.num_tokens for stretch in stretches])
+        ends_K = lengths_K.cumsum(0)
+        within_T = torch.arange(int(ends_K[-1])) - _spread(ends_K - lengths_K, lengths_K)
+        positions_T = within_T + _spread([stretch.skip for stretch in stretches], lengths_K)
+        row_T = _spread([stretch.row for stretch in stretches], lengths_K)
+        place_T = positions_T + _spread([self._rows[s.row].begin for s in stretches], lengths_K)
+        own_S = self._mask[place_T + 1].nonzero()[:, 0]
+        shared_S, shared_row_S, shared_place_S = self._score_by_shared(rows, stretches, ends_K)
+        place_S = torch.cat([place_T[own_S] + 1, shared_place_S])
+        tokens = PackedTokens(
+            token_ids_T=self._token_ids[place_T].to(self._device),
+            positions_T=positions_T.to(self._device),
+            layout=build_layout(
+                [Segment(s.num_tokens, p) for s, p in zip(stretches, prefixes, strict=True)],
+                kernel=self._kernel,
+                device=self._device,
+            ),
+            scored_S=torch.cat([own_S, shared_S]).to(self._device),
+            targets_S=self._token_ids[place_S].to(self._device),
+        )
+        return Pack(tokens, place_S, torch.cat([row_T[own_S], shared_row_S]))
+
+    def _find_rows(self, lengths_B: Tensor) -> dict[int, _Row]:
+        """Describe the rows that have a response, by their numbers."""
+        begins_B = lengths_B.cumsum(0) - lengths_B
+        kept_R = self.response_lengths_B.nonzero()[:, 0]
+        ordinals_B = self.response_lengths_B.cumsum(0) - self.response_lengths_B
+        first_R = self._mask.nonzero()[:, 0][ordinals_B[kept_R]]
+        columns_R = (kept_R, begins_B[kept_R], lengths_B[kept_R], first_R)
+        rows = {}
+        for row, begin, length, first in zip(*(c.tolist() for c in columns_R), strict=True):
+            if first == begin:
+                raise DataError(
+                    f"row {row} of the batch begins with a response token, which nothing predicts; "
+                    "give every row a prompt of at least one token"
+                )
+            prompt = self._token_ids[begin:first].numpy().tobytes()
+            rows[row] = _Row(begin, length - 1, first - begin, prompt)
+        return rows
+
+    def _families(self, rows: Iterable[int]) -> list[list[int]]:
+        """Group rows that share a prompt, where the kernel can make use of it."""
+        if self._kernel == "varlen":
+            return [[row] for row in rows]
+        families: dict[bytes, list[int]] = {}
+        for row in rows:
+            families.setdefault(self._rows[row].prompt, []).append(row)
+        return list(families.values())
+
+    def _cut_to_size(self, family: list[int], max_tokens: int) -> list[list[int]]:
+        parts: list[list[int]] = [[]]
+        for row in family:
+            if parts[-1] and self._num_tokens([*parts[-1], row]) > max_tokens:
+                parts.append([])
+            parts[-1].append(row)
+        return parts
+
+    def _num_tokens(self, family: Sequence[int]) -> int:
+        num_shared_tokens = self._rows[family[0]].num_prompt_tokens * (len(family) - 1)
+        return sum(self._rows[row].num_tokens for row in family) - num_shared_tokens
+
+    def _lay_out(self, rows: Sequence[int]) -> tuple[list[_Stretch], list[int | None]]:
+        """Return the pack's stretches, long ones first, and the number of each one's prefix."""
+        whole, tails = [], []
+        for family in self._families(rows):
+            first = self._rows[family[0]]
+            if len(family) == 1:
+                whole.append(_Stretch(family[0], 0, first.num_tokens))
+                continue
+            skip = first.num_prompt_tokens
+            whole.append(_Stretch(family[0], 0, skip))
+            rests = [(row, self._rows[row].num_tokens - skip) for row in family]
+            tails += [_Stretch(row, skip, rest) for row, rest in rests if rest]
+        whole.sort(key=lambda stretch: -stretch.num_tokens)
+        tails.sort(key=lambda stretch: (-stretch.num_tokens, -stretch.skip))
+        number_of = {self._rows[s.row].prompt: number for number, s in enumerate(whole)}
+        return [*whole, *tails], [None] * len(whole) + [
+            number_of[self._rows[stretch.row].prompt] for stretch in tails
+        ]
+
+    def _score_by_shared(
+        self, rows: Sequence[int], stretches: Sequence[_Stretch], ends_K: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Score siblings' first response tokens by the end of the prompt they share, all [S].
+
+        Returns packed token, row, and place of the response token among the flat values.
+        """
+        end_of = {s.row: int(end) for s, end in zip(stretches, ends_K, strict=True) if not s.skip}
+        scored = []
+        for family in self._families(rows):
+            for row in family[1:]:
+                place = self._rows[row].begin + self._rows[row].num_prompt_tokens
+                scored.append((end_of[family[0]] - 1, row, place))
+        shared_S, row_S, place_S = torch.tensor(scored, dtype=torch.int64).reshape(-1, 3).T
+        return shared_S, row_S, place_S
+
+    def _filler(self) -> Pack:
+        nothing_S = torch.zeros(0, dtype=torch.int64)
+        tokens = PackedTokens(
+            token_ids_T=torch.zeros(1, dtype=torch.int64, device=self._device),
+            positions_T=torch.zeros(1, dtype=torch.int64, device=self._device),
+            layout=build_layout([Segment(1)], kernel=self._kernel, device=self._device),
+            scored_S=nothing_S.to(self._device),
+            targets_S=nothing_S.to(self._device),
+        )
+        return Pack(tokens, nothing_S, nothing_S)
+
+
+def _spread(values_K: Tensor | list[int], lengths_K: Tensor) -> Tensor:
+    """Give each packed token [T] the value of its stretch [K]."""
+    return torch.as_tensor(values_K).repeat_interleave(lengths_K)

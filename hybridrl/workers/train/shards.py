@@ -1,0 +1,90 @@
+"""Building a model in shards, and reaching the part of a tensor that this rank holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from hybridrl.config.actor import ActorConfig
+from hybridrl.models.load import (
+    WeightFiles,
+    build_empty_model,
+    check_weights,
+    fill_weights,
+    finish_model,
+)
+from hybridrl.models.policy import PolicyModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""The types that a configuration can name."""
+
+
+def build_policy(
+    folder: Path,
+    *,
+    config: ActorConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_ranks: int,
+    is_trainable: bool,
+) -> PolicyModel:
+    """Load a Hugging Face folder, block by block, sharded over ``num_ranks`` with FSDP2.
+
+    One rank whose storage and compute types are equal has nothing to shard or cast and keeps a
+    plain module; ``as_fsdp`` tells which it is. FSDP2 would cost a small model 4% of
+    its update (1.7 M parameters, 2 threads).
+
+    Raises:
+        ModelError: the folder is not usable; see ``hybridrl.models.load``.
+    """
+    hf = build_empty_model(folder, dtype=dtype)
+    files = WeightFiles(folder)
+    check_weights(hf, files)
+    hf.requires_grad_(is_trainable)
+    policy = PolicyModel(hf, chunk_tokens=config.logprob_chunk_tokens)
+    is_sharded = num_ranks > 1 or DTYPES[config.compute_dtype] != dtype
+    if not is_sharded:
+        fill_weights(hf, "", files, device)
+        finish_model(hf, device)
+        return policy
+    mesh = init_device_mesh(device.type, (num_ranks,))
+    precision = MixedPrecisionPolicy(
+        param_dtype=DTYPES[config.compute_dtype], reduce_dtype=DTYPES[config.reduce_dtype]
+    )
+    for number, block in enumerate(hf.model.layers):
+        fill_weights(block, f"model.layers.{number}.", files, device)
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    fill_weights(hf, "", files, device)
+    finish_model(hf, device)
+    root = fully_shard(policy, mesh=mesh, mp_policy=precision)
+    _sum_gradients_over_ranks(root)
+    return policy
+
+
+def as_fsdp(policy: PolicyModel) -> FSDPModule | None:
+    """Return the model's FSDP2 face, or None if it is a plain module."""
+    return policy if isinstance(policy, FSDPModule) else None
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return this rank's part: the same memory, not a copy."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather the whole of a tensor on every rank (a collective if it is sharded)."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _sum_gradients_over_ranks(root: FSDPModule) -> None:
+    # FSDP2 averages by default. Token weights are shares of the global loss already.
+    for module in root.modules():  # type: ignore[attr-defined]
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no pre-multiplied sum

@@ -1,0 +1,155 @@
+"""Small engines and batches for the tests of training engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybridrl.batch import (
+    RolloutBatch,
+    SupervisedBatch,
+    TrainBatch,
+    jagged_from,
+    row_lengths,
+    spread_over_tokens,
+)
+from hybridrl.config.actor import ActorConfig, OptimizerConfig
+from hybridrl.config.model import ModelConfig
+from hybridrl.workers.train.fsdp2 import FSDP2Engine
+from hybridrl.workers.train.losses import PolicyGradientLoss
+from hybridrl.workers.train.protocol import TrainEngine
+
+CPU = torch.device("cpu")
+LOSS = PolicyGradientLoss(clip_low=0.2, clip_high=0.2)
+
+# With so large an eps a step of AdamW is nearly proportional to the gradient, so that weights after
+# a step compare gradients; with a small one, noise in a gradient near 0 would flip a whole step.
+OPTIMIZER = OptimizerConfig(
+    lr=0.5,
+    beta1=0.9,
+    beta2=0.95,
+    eps=1.0,
+    weight_decay=0.0,
+    max_grad_norm=1e9,
+    schedule="constant",
+    num_warmup_steps=0,
+    min_lr_ratio=0.0,
+)
+ACTOR = ActorConfig(
+    engine="fsdp2",
+    max_tokens_per_microbatch=10_000,
+    compute_dtype="float32",
+    reduce_dtype="float32",
+    gradient_checkpointing=False,
+    logprob_chunk_tokens=16,
+    offload_reference=False,
+    optimizer=OPTIMIZER,
+)
+MODEL = ModelConfig(path=None, starter=None, dtype="float32", attention="auto")
+
+
+def build_fsdp2(folder: Path, *, config: ActorConfig = ACTOR) -> TrainEngine:
+    return FSDP2Engine(folder, config=config, model_config=MODEL, num_total_steps=10, device=CPU)
+
+
+BUILDERS: dict[str, Callable[..., TrainEngine]] = {"fsdp2": build_fsdp2}
+"""Every training engine; one contract holds for all of them."""
+
+
+def with_optimizer(**changes: object) -> ActorConfig:
+    return replace(ACTOR, optimizer=replace(OPTIMIZER, **changes))  # type: ignore[arg-type]
+
+
+def make_rows(
+    num_rows: int, *, seed: int = 0, num_siblings: int = 1, max_half: int = 8
+) -> TrainBatch:
+    """Rows of 2 to 2 * max_half tokens, prompt first, with made-up columns.
+
+    ``num_siblings`` neighbours have the same prompt; it divides ``num_rows``.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int, size: int) -> Tensor:
+        return torch.randint(low, high, (size,), generator=generator)
+
+    prompts_B = draw(1, max_half + 1, num_rows // num_siblings).repeat_interleave(num_siblings)
+    responses_B = draw(1, max_half + 1, num_rows)
+    lengths_B = prompts_B + responses_B
+    num_tokens = int(lengths_B.sum())
+    begins_B = lengths_B.cumsum(0) - lengths_B
+    positions = torch.arange(num_tokens) - begins_B.repeat_interleave(lengths_B)
+    mask_BL = jagged_from(positions >= prompts_B.repeat_interleave(lengths_B), lengths_B)
+    first_B = torch.arange(num_rows) // num_siblings * num_siblings
+    first = begins_B[first_B].repeat_interleave(lengths_B) + positions
+    token_ids = draw(0, 64, num_tokens)
+    token_ids = torch.where(mask_BL.values(), token_ids, token_ids[first.clamp(max=num_tokens - 1)])
+    logprobs = -3 * torch.rand(num_tokens, generator=generator) - 3
+    return TrainBatch(
+        token_ids_BL=jagged_from(token_ids, lengths_B),
+        response_mask_BL=mask_BL,
+        advantages_BL=spread_over_tokens(torch.randn(num_rows, generator=generator), mask_BL),
+        sampler_logprobs_BL=jagged_from(logprobs, lengths_B),
+        batch_size=[num_rows],
+    )
+
+
+def to_rollouts(batch: TrainBatch) -> RolloutBatch:
+    nothing_B = torch.zeros(len(batch), dtype=torch.int64)
+    return RolloutBatch(
+        token_ids_BL=batch.token_ids_BL,
+        response_mask_BL=batch.response_mask_BL,
+        sampler_logprobs_BL=batch.sampler_logprobs_BL,
+        prompt_index_B=nothing_B,
+        policy_version_B=nothing_B,
+        is_truncated_B=nothing_B.bool(),
+        batch_size=[len(batch)],
+    )
+
+
+def to_supervised(batch: TrainBatch) -> SupervisedBatch:
+    return SupervisedBatch(
+        token_ids_BL=batch.token_ids_BL,
+        response_mask_BL=batch.response_mask_BL,
+        batch_size=[len(batch)],
+    )
+
+
+def with_nan_advantage(batch: TrainBatch, row: int) -> TrainBatch:
+    values_B = torch.zeros(len(batch))
+    values_B[row] = torch.nan
+    spoiled = batch.clone()
+    spoiled.advantages_BL = spread_over_tokens(values_B, batch.response_mask_BL)
+    return spoiled
+
+
+def update(engine: TrainEngine, batch: TrainBatch, *, aggregation: str = "token_mean") -> dict:
+    metrics = engine.update(
+        batch, loss=LOSS, aggregation=aggregation, temperature=0.9, max_response_tokens=8
+    )
+    return {name: metric.value for name, metric in metrics.items()}
+
+
+def weights_of(engine: TrainEngine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.full_weights()}
+
+
+def assert_same_weights(
+    one: dict[str, Tensor], other: dict[str, Tensor], *, rtol: float = 0.0, atol: float = 0.0
+) -> None:
+    assert list(one) == list(other)
+    for name, tensor in one.items():
+        torch.testing.assert_close(
+            tensor, other[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def rows_of(batch: TrainBatch, rows: Sequence[int]) -> TrainBatch:
+    return batch[torch.tensor(list(rows), dtype=torch.int64)]
+
+
+def lengths(batch: TrainBatch) -> list[int]:
+    return row_lengths(batch.token_ids_BL).tolist()

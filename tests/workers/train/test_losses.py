@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrl.metrics import Mean, Metrics, check_declared, merge
+from hybridrl.workers.train.losses import PolicyGradientLoss, SupervisedLoss
+from hybridrl.workers.train.protocol import TokenLossInputs
+
+
+def make_inputs(num_tokens: int = 6, *, seed: int = 0) -> TokenLossInputs:
+    source = torch.Generator().manual_seed(seed)
+    current_T = torch.log(torch.rand(num_tokens, generator=source) * 0.8 + 0.1).requires_grad_()
+    return TokenLossInputs(
+        current_logprobs_T=current_T,
+        entropy_T=(current_T * -1.5),
+        weights_T=torch.rand(num_tokens, generator=source),
+        advantages_T=torch.randn(num_tokens, generator=source),
+        sampler_logprobs_T=current_T.detach() - 0.1,
+        old_logprobs_T=current_T.detach() + 0.05 * torch.randn(num_tokens, generator=source),
+        reference_logprobs_T=torch.log(torch.rand(num_tokens, generator=source) * 0.8 + 0.1),
+    )
+
+
+def part(inputs: TokenLossInputs, at: slice) -> TokenLossInputs:
+    assert inputs.reference_logprobs_T is not None
+    return TokenLossInputs(
+        current_logprobs_T=inputs.current_logprobs_T[at],
+        entropy_T=inputs.entropy_T[at],
+        weights_T=inputs.weights_T[at],
+        advantages_T=inputs.advantages_T[at],
+        sampler_logprobs_T=inputs.sampler_logprobs_T[at],
+        old_logprobs_T=inputs.old_logprobs_T[at],
+        reference_logprobs_T=inputs.reference_logprobs_T[at],
+    )
+
+
+def values(metrics: Metrics) -> dict[str, float]:
+    return {name: metric.value for name, metric in metrics.items()}
+
+
+EVERYTHING = PolicyGradientLoss(
+    clip_low=0.2,
+    clip_high=0.3,
+    kl_estimator="k2",
+    kl_coefficient=0.5,
+    entropy_coefficient=0.01,
+    sampler_ratio_cap=2.0,
+)
+
+
+def test_on_policy_the_loss_is_the_weighted_advantage_and_its_gradient_is_reinforce() -> None:
+    inputs = make_inputs()
+    inputs = replace(inputs, old_logprobs_T=inputs.current_logprobs_T.detach())
+    loss, _ = PolicyGradientLoss(clip_low=0.2, clip_high=0.2)(inputs)
+    expected = -(inputs.weights_T * inputs.advantages_T)
+    assert loss.item() == pytest.approx(expected.sum().item(), rel=1e-5)
+    (gradient,) = torch.autograd.grad(loss, inputs.current_logprobs_T)
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_each_term_adds_its_share() -> None:
+    inputs = make_inputs()
+    assert inputs.reference_logprobs_T is not None
+    plain, _ = PolicyGradientLoss(clip_low=0.2, clip_high=0.3)(inputs)
+    with_kl, _ = PolicyGradientLoss(
+        clip_low=0.2, clip_high=0.3, kl_estimator="k1", kl_coefficient=0.5
+    )(inputs)
+    kl_T = inputs.current_logprobs_T - inputs.reference_logprobs_T
+    charge = 0.5 * (inputs.weights_T * kl_T).sum()
+    assert (with_kl - plain).item() == pytest.approx(charge.item(), rel=1e-5)
+    with_bonus, _ = PolicyGradientLoss(clip_low=0.2, clip_high=0.3, entropy_coefficient=0.1)(inputs)
+    bonus = 0.1 * (inputs.weights_T * inputs.entropy_T).sum()
+    assert (plain - with_bonus).item() == pytest.approx(bonus.item(), rel=1e-4)
+
+
+def test_the_sampler_correction_weighs_the_policy_term_alone() -> None:
+    inputs = replace(make_inputs(), sampler_logprobs_T=make_inputs().old_logprobs_T - 5.0)
+    plain, _ = PolicyGradientLoss(clip_low=0.2, clip_high=0.3)(inputs)
+    capped, metrics = PolicyGradientLoss(clip_low=0.2, clip_high=0.3, sampler_ratio_cap=3.0)(inputs)
+    assert capped.item() == pytest.approx(3.0 * plain.item(), rel=1e-5)
+    assert metrics["policy/sampler_weight/mean"].value == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("loss", [EVERYTHING, SupervisedLoss()])
+def test_cutting_a_batch_into_microbatches_changes_neither_loss_nor_metrics(
+    loss: PolicyGradientLoss | SupervisedLoss,
+) -> None:
+    inputs = make_inputs(7)
+    whole, metrics = loss(inputs)
+    parts = [loss(part(inputs, at)) for at in (slice(0, 1), slice(1, 1), slice(1, 7))]
+    total: Tensor = torch.stack([share for share, _ in parts]).sum()
+    assert total.item() == pytest.approx(whole.item(), rel=1e-5)
+    merged = values(merge(part_metrics for _, part_metrics in parts))
+    assert merged == pytest.approx(values(metrics), rel=1e-4, abs=1e-6)
+
+
+def test_metrics_say_what_happened_to_the_tokens() -> None:
+    zeros = torch.zeros(4)
+    inputs = TokenLossInputs(
+        current_logprobs_T=torch.tensor([0.5, 1.0, 1.5, 1.0]).log(),
+        entropy_T=torch.tensor([1.0, 2.0, 3.0, 2.0]),
+        weights_T=torch.full((4,), 0.25),
+        advantages_T=torch.tensor([-1.0, 1.0, 1.0, 1.0]),
+        sampler_logprobs_T=torch.tensor([0.0, 0.0, 0.0, -0.4]),
+        old_logprobs_T=zeros,
+        reference_logprobs_T=None,
+    )
+    _, metrics = PolicyGradientLoss(clip_low=0.2, clip_high=0.2)(inputs)
+    assert metrics["policy/entropy_nats/mean"] == Mean(8.0, 4)
+    assert metrics["policy/clip_low_fraction"] == Mean(1.0, 4)
+    assert metrics["policy/clip_high_fraction"] == Mean(1.0, 4)
+    assert metrics["policy/ratio/max"].value == pytest.approx(1.5)
+    assert metrics["policy/sampler_mismatch_nats/mean"].value == pytest.approx(0.1)
+    assert metrics["policy/sampler_mismatch_nats/max"].value == pytest.approx(0.4)
+    assert metrics["loss/policy"].value == pytest.approx((0.8 - 1.0 - 1.2 - 1.0) / 4)
+    assert "policy/kl_to_reference_nats/mean" not in metrics
+    assert "loss/kl" not in metrics
+
+
+def test_a_microbatch_without_response_tokens_gives_a_zero_that_can_go_backward() -> None:
+    inputs = part(make_inputs(3), slice(0, 0))
+    loss, metrics = EVERYTHING(inputs)
+    assert loss.item() == 0.0
+    assert metrics == {}
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def test_the_distance_to_a_reference_is_measured_without_charging_for_it() -> None:
+    free = PolicyGradientLoss(clip_low=0.2, clip_high=0.2)
+    _, metrics = free(make_inputs())
+    assert metrics["policy/kl_to_reference_nats/mean"].value > 0
+    assert not free.needs_entropy_gradient
+    assert EVERYTHING.needs_entropy_gradient
+
+
+def test_a_kl_penalty_without_reference_is_refused() -> None:
+    inputs = replace(make_inputs(), reference_logprobs_T=None)
+    with pytest.raises(ValueError, match=r"algorithm\.kl\.placement=none"):
+        EVERYTHING(inputs)
+
+
+def test_supervised_loss_is_the_weighted_negative_log_likelihood() -> None:
+    inputs = make_inputs()
+    loss, metrics = SupervisedLoss()(inputs)
+    total = -(inputs.weights_T * inputs.current_logprobs_T).sum().item()
+    assert loss.item() == pytest.approx(total)
+    assert metrics["loss/supervised_nats"].value == pytest.approx(
+        total / inputs.weights_T.sum().item(), rel=1e-5
+    )
+
+
+def test_all_metrics_of_the_losses_are_declared() -> None:
+    for loss in (EVERYTHING, SupervisedLoss()):
+        check_declared(loss(make_inputs())[1])

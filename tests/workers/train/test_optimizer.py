@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from hybridrl.workers.train.collectives import Ranks
+from hybridrl.workers.train.optimizer import GuardedAdamW, learning_rate
+from tests.workers.train.engines import CPU, OPTIMIZER
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.25, 0.5, 0.75, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2]),
+        ("cosine", [0.25, 0.5, 0.75, 1.0, 0.8828427, 0.6, 0.3171573, 0.2, 0.2]),
+    ],
+)
+def test_the_rate_rises_and_then_follows_its_schedule(schedule: str, expected: list[float]) -> None:
+    config = replace(
+        OPTIMIZER,
+        lr=1.0,
+        num_warmup_steps=3,
+        min_lr_ratio=0.2,
+        schedule=schedule,  # type: ignore[arg-type]
+    )
+    rates = [learning_rate(config, step=step, num_total_steps=8) for step in range(9)]
+    assert rates == pytest.approx(expected)
+
+
+def test_a_schedule_of_one_step_takes_it_at_the_peak() -> None:
+    config = replace(OPTIMIZER, schedule="linear")
+    assert learning_rate(config, step=0, num_total_steps=1) == OPTIMIZER.lr
+
+
+def test_steps_are_those_of_adamw_and_vectors_do_not_decay() -> None:
+    config = replace(
+        OPTIMIZER, lr=0.1, eps=1e-8, weight_decay=0.5, schedule="linear", num_warmup_steps=1
+    )
+    ours = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    guarded = GuardedAdamW(ours, config=config, num_total_steps=4, ranks=Ranks(CPU))
+    reference = torch.optim.AdamW(
+        [
+            {"params": theirs[:1], "weight_decay": 0.5},
+            {"params": theirs[1:], "weight_decay": 0.0},
+        ],
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+    )
+    for step in range(4):
+        for parameter in [*ours, *theirs]:
+            generator = torch.Generator().manual_seed(step)
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        for group in reference.param_groups:
+            group["lr"] = learning_rate(config, step=step, num_total_steps=4)
+        reference.step()
+        result = guarded.step(torch.tensor(1.0))
+        assert not result.is_skipped
+        assert ours[0].grad is None
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, other)
+    assert guarded.num_steps == 4
+
+
+@pytest.mark.parametrize(
+    ("loss", "grad"), [(torch.inf, 1.0), (torch.nan, 1.0), (1.0, torch.inf), (1.0, torch.nan)]
+)
+def test_neither_weights_nor_moments_nor_schedule_see_a_bad_step(loss: float, grad: float) -> None:
+    parameter = nn.Parameter(torch.ones(2, 2))
+    guarded = GuardedAdamW([parameter], config=OPTIMIZER, num_total_steps=4, ranks=Ranks(CPU))
+    parameter.grad = torch.ones(2, 2)
+    guarded.step(torch.tensor(0.0))
+    before = [parameter.detach().clone(), *(t.clone() for t in guarded.state())]
+    parameter.grad = torch.tensor([[1.0, 1.0], [1.0, grad]])
+    assert guarded.step(torch.tensor(loss)).is_skipped
+    assert parameter.grad is None
+    assert guarded.num_steps == 1
+    for tensor, old in zip([parameter, *guarded.state()], before, strict=True):
+        assert torch.equal(tensor, old)

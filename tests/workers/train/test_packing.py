@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import torch
+
+from hybridrl.batch import jagged
+from hybridrl.workers.train.packing import RowPacker
+
+CPU = torch.device("cpu")
+
+
+def packer() -> RowPacker:
+    rows = [[10, 11, 12], [20, 21, 22, 23], [30, 31], [40]]
+    masks = [[0, 0, 1], [0, 1, 0, 1], [0, 0], [0]]
+    return RowPacker(
+        jagged([torch.tensor(row) for row in rows]),
+        jagged([torch.tensor(mask, dtype=torch.bool) for mask in masks]),
+        kernel="padded",
+        device=CPU,
+    )
+
+
+def test_rows_lie_end_to_end_without_their_last_token() -> None:
+    pack = packer().pack([1, 0])
+    assert pack.tokens.token_ids_T.tolist() == [20, 21, 22, 10, 11]
+    assert pack.tokens.positions_T.tolist() == [0, 1, 2, 0, 1]
+    assert pack.tokens.scored_S.tolist() == [0, 2, 4]
+    assert pack.tokens.targets_S.tolist() == [21, 23, 12]
+    assert pack.place_S.tolist() == [4, 6, 2]
+    assert pack.row_S.tolist() == [1, 1, 0]
+
+
+def test_rows_without_a_response_are_not_planned() -> None:
+    assert packer().plan(100) == [[1, 0]]
+    assert packer().plan(3) == [[1], [0]]
+    assert packer().response_lengths_B.tolist() == [1, 2, 0, 0]
+
+
+def test_siblings_follow_one_copy_of_their_prompt() -> None:
+    rows = [[7, 8, 1, 2], [9, 4, 5, 6], [7, 8, 3], [7, 8, 9, 5, 6]]
+    masks = [[0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 1], [0, 0, 1, 0, 1]]
+    packer = RowPacker(
+        jagged([torch.tensor(row) for row in rows]),
+        jagged([torch.tensor(mask, dtype=torch.bool) for mask in masks]),
+        kernel="padded",
+        device=CPU,
+    )
+    pack = packer.pack([0, 1, 2, 3])
+    assert pack.tokens.token_ids_T.tolist() == [9, 4, 5, 7, 8, 9, 5, 1]
+    assert pack.tokens.positions_T.tolist() == [0, 1, 2, 0, 1, 2, 3, 2]
+    scored = zip(
+        pack.row_S.tolist(),
+        pack.tokens.scored_S.tolist(),
+        pack.tokens.targets_S.tolist(),
+        strict=True,
+    )
+    # Token 8 at place 4 predicts what each sibling answers first.
+    assert sorted(scored) == [
+        *((0, 4, 1), (0, 7, 2)),
+        *((1, 0, 4), (1, 1, 5), (1, 2, 6)),
+        (2, 4, 3),
+        *((3, 4, 9), (3, 6, 6)),
+    ]
+    assert packer.plan(6) == [[0, 2, 3], [1]]
+    assert packer.plan(4) == [[3], [0, 2], [1]]
+
+
+def test_a_filler_scores_nothing() -> None:
+    filler = packer().pack([])
+    assert len(filler.tokens.token_ids_T) == 1
+    assert len(filler.place_S) == len(filler.row_S) == len(filler.tokens.targets_S) == 0
