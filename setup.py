@@ -50,7 +50,7 @@ setup(
         "megatron": ["megatron-core>=0.16.1,<0.17"],
         "wandb": ["wandb"],
         "mlflow": ["mlflow"],
-        "math": ["math-verify[antlr4_9_3]"],  # the parser runtime that omegaconf 2.3 pins
+        "math": ["math-verify[antlr4-9-3]"],  # the parser runtime that omegaconf 2.3 pins
         "dev": [
             "codespell",
             "hypothesis",

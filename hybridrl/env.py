@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 
-
 def get(name: str, default: str = "") -> str:
     """Return the variable, or ``default`` when it is unset."""
     return os.environ.get(name, default)

@@ -8,6 +8,12 @@ from contextvars import ContextVar
 from pathlib import Path
 
 _FORMAT = "%(asctime)s %(levelname).1s %(where)s%(name)s: %(message)s"
+_CHATTER = (
+    "torch.fx._symbolic_trace",  # FSDP2 itself calls what it says is deprecated
+    "ray._private.authentication.authentication_token_setup",  # that a default is in force
+)
+"""Loggers whose warnings no user of ours can act on."""
+
 _where: ContextVar[str] = ContextVar("where", default="")
 
 
@@ -47,3 +53,7 @@ def configure(*, level: int = logging.INFO, file: Path | None = None) -> None:
         handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%H:%M:%S"))
         handler.addFilter(_AddWhere())
         logger.addHandler(handler)
+
+
+for _name in _CHATTER:
+    logging.getLogger(_name).setLevel(logging.ERROR)

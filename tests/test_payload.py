@@ -81,7 +81,7 @@ def test_collections_join_field_by_field(lengths: list[int], data: st.DataObject
     logprobs_BL = jagged(_rows(lengths)).float()
     whole = Labelled(
         inner=LogprobBatch(
-            old_logprobs_BL=logprobs_BL, entropy_BL=logprobs_BL * 2, batch_size=[count]
+            old_logprobs_BL=logprobs_BL, reference_logprobs_BL=logprobs_BL * 2, batch_size=[count]
         ),
         words=[str(length) for length in lengths],
         note="same for all",
@@ -99,7 +99,7 @@ def test_collections_join_field_by_field(lengths: list[int], data: st.DataObject
         None,
         None,
     )
-    both_BL = joined.inner.old_logprobs_BL + joined.inner.entropy_BL  # one set of row lengths
+    both_BL = joined.inner.old_logprobs_BL + joined.inner.reference_logprobs_BL
     torch.testing.assert_close(both_BL.values(), logprobs_BL.values() * 3)
 
 

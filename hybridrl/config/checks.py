@@ -88,7 +88,7 @@ def check_old_logprobs(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_kl_penalty(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A KL penalty has both a place and a weight, or neither."""
+    """A KL penalty has both a place and a weight, or neither; in the loss it has a gradient."""
     kl = config.algorithm.kl
     if kl.placement == "none" and kl.coefficient > 0:
         yield ConfigError(
@@ -103,6 +103,13 @@ def check_kl_penalty(config: ExperimentConfig) -> Iterator[ConfigError]:
             kl.coefficient,
             f"algorithm.kl.placement={kl.placement} costs a reference model and weighs nothing",
             remedies=[("algorithm.kl.coefficient=0.001",), ("algorithm.kl.placement=none",)],
+        )
+    if kl.placement == "loss" and kl.estimator == "k1":
+        yield ConfigError(
+            "algorithm.kl.estimator",
+            kl.estimator,
+            "as a loss its expected gradient is 0: it would pull the policy nowhere",
+            remedies=[("algorithm.kl.estimator=k2",), ("algorithm.kl.estimator=k3",)],
         )
 
 

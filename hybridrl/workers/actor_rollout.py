@@ -23,7 +23,9 @@ from hybridrl.workers.sharding.manager import ShardingManager
 
 TRAIN = dispatch_by_mesh("train")
 ROLLOUT = dispatch_by_mesh("rollout")
-TRAIN_METRICS = replace_dispatch(TRAIN, name="TRAIN_METRICS", collect=lambda _, parts: merge(parts), gives=Parts.OTHER)
+TRAIN_METRICS = replace_dispatch(
+    TRAIN, name="TRAIN_METRICS", collect=lambda _, parts: merge(parts), gives=Parts.OTHER
+)
 
 
 class ActorRolloutWorker(Worker):
@@ -84,19 +86,19 @@ class ActorRolloutWorker(Worker):
         """Score the rollouts with the weights before the update, and with the reference.
 
         Returns:
-            Old log-probs and entropy if ``algorithm.old_logprobs=recompute``, reference log-probs
-            if
-            there is a reference; what is not computed is None.
+            Old log-probs if ``algorithm.old_logprobs=recompute``, reference log-probs if there is
+            a reference; what is not computed is None.
         """
         self.sharding.require_training()
         temperature = self._spec.rollout.temperature
-        scored = LogprobBatch(batch_size=[len(rollouts)])
+        logprobs = LogprobBatch(batch_size=[len(rollouts)])
         if self._spec.algorithm.old_logprobs == "recompute":
-            scored = self._actor.compute_logprobs(rollouts, temperature=temperature)
+            old = self._actor.compute_logprobs(rollouts, temperature=temperature)
+            logprobs.old_logprobs_BL = old.logprobs_BL
         if self._reference is not None:
             reference = self._reference.compute_logprobs(rollouts, temperature=temperature)
-            scored.reference_logprobs_BL = reference.old_logprobs_BL
-        return scored
+            logprobs.reference_logprobs_BL = reference.logprobs_BL
+        return logprobs
 
     @register(TRAIN_METRICS)
     def update(self, batch: TrainBatch) -> Metrics:

@@ -14,9 +14,10 @@ from hybridrl.config.model import ModelConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.workers.rollout.hf import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import RolloutEngine
-from hybridrl.workers.train.fsdp2 import FSDP2Engine, FSDP2Scorer
+from hybridrl.workers.train.fsdp2 import FSDP2Engine
 from hybridrl.workers.train.losses import PolicyGradientLoss
 from hybridrl.workers.train.protocol import ScoringEngine, TokenLoss, TrainEngine
+from hybridrl.workers.train.scorer import FSDP2Scorer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,7 +33,7 @@ class SupervisedWorker(Worker):
         """Score held-out rows: the same loss, no step."""
         scored = self._engine.compute_logprobs(batch, temperature=1.0)
         mask_T = batch.response_mask_BL.values()
-        total = -scored.old_logprobs_BL.values()[mask_T].sum().item()
+        total = -scored.logprobs_BL.values()[mask_T].sum().item()
         return {"eval/loss_nats": Mean(total, float(mask_T.sum()))}
 
     @register(Dispatch.ONE_TO_ALL)

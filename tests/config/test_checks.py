@@ -43,6 +43,15 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (("algorithm.kl.coefficient=0.1",), "algorithm.kl.coefficient", "ignored"),
     (("algorithm.kl.placement=loss",), "algorithm.kl.coefficient", "weighs nothing"),
+    (
+        (
+            "algorithm.kl.placement=loss",
+            "algorithm.kl.coefficient=0.1",
+            "algorithm.kl.estimator=k1",
+        ),
+        "algorithm.kl.estimator",
+        "expected gradient is 0",
+    ),
     (("algorithm.sampler_ratio_cap=0.5",), "algorithm.sampler_ratio_cap", "at least 1"),
     (("rollout.tensor_parallel_size=2",), "rollout.tensor_parallel_size", "one rank"),
     (

@@ -1,13 +1,13 @@
 """The control group: ranks tell each other how a stage went, so that all leave it together.
 
 It is a gloo group of its own. A failing rank must be able to say so while the training group waits
-in
-a collective, and on GPUs a status must not queue behind NCCL kernels.
+in a collective, and on GPUs a status must not queue behind NCCL kernels.
 """
 
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from hybridrl.errors import DeadlineError, EngineError
+from hybridrl.errors import DeadlineError, EngineError, PhaseError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -60,10 +60,12 @@ class ControlGroup:
 
         Raises:
             DeadlineError: a rank did not answer in time.
+            PhaseError: another rank is at another stage.
         """
         reason = None if error is None else f"{type(error).__name__}: {error}"
         if error is not None:
-            log.warning("stage failed here: stage=%s error=%s", stage, reason)
+            # The others, and the error that all raise, know the reason but not the traceback.
+            log.warning("stage failed here: stage=%s error=%s", stage, reason, exc_info=error)
         if not self.is_true_anywhere(stage, flag=reason is not None):
             return {}
         reasons: list[str | None] = [reason] * self.world_size
@@ -73,13 +75,29 @@ class ControlGroup:
         return {rank: text for rank, text in enumerate(reasons) if text is not None}
 
     def is_true_anywhere(self, stage: str, *, flag: bool) -> bool:
-        """Return, on every rank, whether ``flag`` is True on any. Costs one 8-byte all-reduce."""
+        """Return, on every rank, whether ``flag`` is True on any. Fails as ``largest`` does."""
+        return bool(self.largest(stage, int(flag)))
+
+    def largest(self, stage: str, value: int) -> int:
+        """Return, on every rank, the largest ``value`` of all. Costs one 24-byte all-reduce.
+
+        Raises:
+            DeadlineError: a rank did not answer in time.
+            PhaseError: another rank is at another stage: it did not take the same way.
+        """
         if self._group is None:
-            return flag
-        num_true = torch.tensor([int(flag)])
+            return value
+        stage_id = zlib.crc32(stage.encode())
+        votes = torch.tensor([value, stage_id, -stage_id])
         with self._deadline(stage):
-            dist.all_reduce(num_true, group=self._group)
-        return bool(num_true.item())
+            dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
+        largest, highest_id, minus_lowest_id = (int(vote) for vote in votes)
+        if highest_id != -minus_lowest_id:
+            raise PhaseError(
+                f"rank {self.rank} is at stage {stage!r} and another rank is not; all "
+                f"{self.world_size} ranks must enter and leave a rollout phase together"
+            )
+        return largest
 
     @contextmanager
     def _deadline(self, stage: str) -> Iterator[None]:
@@ -105,10 +123,7 @@ class ControlGroup:
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Run ``action`` and hand back its error.
-
-    The other ranks must hear of it before it is raised.
-    """
+    """Run ``action`` and hand back its error: others must hear of it before it is raised."""
     try:
         return action(), None
     except Exception as err:

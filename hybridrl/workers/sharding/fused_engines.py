@@ -1,7 +1,4 @@
-"""The rollout engines of a fused worker group as one set.
-
-Each rank drives its own, all share the outcome.
-"""
+"""The rollout engines of a fused worker group as one set: each rank drives its own."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from hybridrl.errors import PhaseError
-from hybridrl.metrics import Metrics, Sum
+from hybridrl.errors import EngineError, PhaseError
+from hybridrl.metrics import Metrics, Sum, merge
 from hybridrl.workers.sharding.control import ControlGroup, Failures, attempt
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.weight_stream import bucket_bytes_for, stream_weights
@@ -21,8 +18,7 @@ class FusedEngines:
     """An ``EngineSet`` whose members live in the ranks of one worker group.
 
     ``tensor_parallel_size`` adjacent ranks share an engine and its first rank leads it. Ranks that
-    lead
-    none take part in every status exchange and every gather all the same.
+    lead none take part in every status exchange and every gather all the same.
     """
 
     def __init__(
@@ -34,6 +30,18 @@ class FusedEngines:
         device: torch.device,
         control: ControlGroup,
     ) -> None:
+        """Put the set together.
+
+        Raises:
+            EngineError: a leader has no engine, or another rank has one.
+        """
+        is_leader = control.rank % tensor_parallel_size == 0
+        if is_leader != (managed is not None):
+            raise EngineError(
+                f"rank {control.rank} was given {'no' if managed is None else 'a'} rollout engine; "
+                f"with rollout.tensor_parallel_size={tensor_parallel_size} the first of every "
+                f"{tensor_parallel_size} ranks has one, and no other"
+            )
         self.managed = managed
         self.num_engines = control.world_size // tensor_parallel_size
         self.trained_version = 0
@@ -54,31 +62,34 @@ class FusedEngines:
     def run(
         self, stage: str, action: Callable[[ManagedEngine], None], *, members: Collection[int]
     ) -> Failures:
-        """Do ``action`` on the engines ``members``.
-
-        Every rank gets the failed ones with reasons.
-        """
+        """Do ``action`` on the engines ``members``; every rank gets the failed ones."""
         managed, error = self.managed, None
         if managed is not None and self._control.rank // self._ranks_per_engine in members:
             _, error = attempt(lambda: action(managed))
         return self._of_engines(self._control.exchange(stage, error))
 
+    def require_source(self) -> TrainEngine:
+        """Return the engine whose weights a sync sends.
+
+        Raises:
+            PhaseError: there is none yet.
+        """
+        if self._source is None:
+            raise PhaseError("there are no weights to sample from: call attach_policy first")
+        return self._source
+
     def sync(self) -> Failures:
         """Stream the training weights into all engines, unless all hold this version already."""
-        source = self._source
-        if source is None:
-            raise PhaseError(
-                "no policy is attached to the sharding manager; call attach_policy first"
-            )
+        source = self.require_source()
         if not self._control.is_true_anywhere("sync needed", flag=self._is_stale()):
             return {}
         self._synced_version = None
         if self.managed is not None:
-            self.managed.ledger.begin_sync([spec.name for spec in source.weight_specs()])
+            self.managed.ledger.begin_sync(self.managed.sent_names)
         report = stream_weights(
             source.full_weights(),
             None if self.managed is None else self.managed.receive,
-            bucket_bytes=bucket_bytes_for(self._bucket_mib, self._device),
+            bucket_bytes=self._bucket_bytes(),
             control=self._control,
         )
         if report.failures:
@@ -86,7 +97,8 @@ class FusedEngines:
         failures = self.run("finish_sync", self._finish, members=range(self.num_engines))
         if not failures:
             self._synced_version = self.trained_version
-            self._metrics = {"memory/synced_bytes": Sum(report.num_bytes)}
+            num_bytes = 0 if self.managed is None else report.num_bytes
+            self._metrics = merge([self._metrics, {"memory/synced_bytes": Sum(num_bytes)}])
         return failures
 
     def take_metrics(self) -> Metrics:
@@ -99,9 +111,18 @@ class FusedEngines:
     def _finish(self, managed: ManagedEngine) -> None:
         managed.finish_update(version=self.trained_version)
 
+    def _bucket_bytes(self) -> int:
+        """The size for which all ranks have the memory: they must cut the stream alike."""
+        mine = bucket_bytes_for(self._bucket_mib, self._device)
+        return -self._control.largest("bucket size", -mine)
+
     def _is_stale(self) -> bool:
         covered = self.managed is None or self.managed.ledger.is_covered
         return self._synced_version != self.trained_version or not covered
 
     def _of_engines(self, failures: Failures) -> Failures:
-        return {rank // self._ranks_per_engine: reason for rank, reason in failures.items()}
+        """Name engines instead of ranks; of several failed ranks of one engine the first speaks."""
+        return {
+            rank // self._ranks_per_engine: failures[rank]
+            for rank in sorted(failures, reverse=True)
+        }

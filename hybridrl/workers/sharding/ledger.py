@@ -1,10 +1,8 @@
 """The weight ledger: which tensors of a rollout engine hold what the trainer meant them to hold.
 
 Releasing memory loses tensors; a sync brings them back. Without a book, a tensor that was released
-and
-not sent again is garbage that still samples fluent text. With it, generating on garbage is
-impossible,
-and a host copy is kept of exactly those tensors that no sync rewrites.
+and not sent again is garbage that still samples fluent text. With it, generating on garbage is
+impossible, and a host copy is kept of exactly those tensors that no sync rewrites.
 """
 
 from __future__ import annotations
@@ -80,10 +78,10 @@ class WeightLedger:
         """
         if not self._invalid:
             return
-        first = next(iter(self._invalid))
+        invalid = [name for name in self._tensors if name in self._invalid]  # in model order
         raise LedgerError(
-            f"{len(self._invalid)} of {len(self._tensors)} rollout tensors are not what the "
-            f"trainer holds: {_some(list(self._invalid))} ({self._invalid[first]}). "
+            f"{len(invalid)} of {len(self._tensors)} rollout tensors are not what the "
+            f"trainer holds: {_some(invalid)} ({self._invalid[invalid[0]]}). "
             "Send them with the sync, or keep a host copy with rollout.backup_weights=ledger"
         )
 

@@ -1,20 +1,7 @@
-"""The life cycle of rollout engines: states, edges, and the one order in which they are taken.
-
-::
-
-    BOOT ---------> ASLEEP          engines start before the trainer fills the device
-    READY -> PAUSED -> DRAINED -> ASLEEP -> WEIGHTS_UP -> SYNCED -> CACHE_UP -> READY
-    PAUSED | DRAINED -> READY       roll back: nothing was released yet
-    DRAINED -> SYNCED               weights updated without sleeping
-    DRAINED | SYNCED -> KV_ASLEEP   base weights stay (LoRA), only KV cache and graphs are released
-    KV_ASLEEP -> SYNCED
-    WEIGHTS_UP | SYNCED | CACHE_UP -> ASLEEP    unwind: a wake-up failed
-    any -> BROKEN -> BOOT           an engine that failed after a release is restarted, never
-    resumed
+"""The life cycle of rollout engines: the one order in which the edges of ``states.py`` are taken.
 
 Every edge is done by all engines of a set before any starts the next. In a fused worker group each
-rank
-runs this same code and the set exchanges statuses, so all ranks see the same states.
+rank runs this same code and the set exchanges statuses, so all ranks see the same states.
 """
 
 from __future__ import annotations
@@ -22,30 +9,34 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 from hybridrl.errors import PhaseError
 from hybridrl.workers.sharding.control import Failures, StageError
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.sharding.states import (
+    CONTINUE,
+    DRAIN,
+    EDGES,
+    PAUSE,
+    RELEASE,
+    RELEASE_CACHE,
+    RESTART,
+    RESTING,
+    RESUME_CACHE,
+    RESUME_WEIGHTS,
+    ROLL_BACK,
+    START,
+    SYNC,
+    UNWIND,
+    Edge,
+    State,
+)
 
 log = logging.getLogger(__name__)
 
-
-class State(Enum):
-    """Where an engine is in its life."""
-
-    BOOT = "boot"
-    READY = "ready"
-    PAUSED = "paused"
-    DRAINED = "drained"
-    ASLEEP = "asleep"
-    KV_ASLEEP = "kv_asleep"
-    WEIGHTS_UP = "weights_up"
-    SYNCED = "synced"
-    CACHE_UP = "cache_up"
-    BROKEN = "broken"
+Action = Callable[[ManagedEngine], None]
 
 
 class Depth(Enum):
@@ -61,52 +52,12 @@ class Depth(Enum):
     """Weights go too."""
 
 
-@dataclass(frozen=True, slots=True)
-class Edge:
-    """One legal move."""
-
-    name: str
-    sources: frozenset[State]
-    target: State
-
-
-def _edge(name: str, sources: Collection[State], target: State) -> Edge:
-    return Edge(name, frozenset(sources), target)
-
-
-START = _edge("start", {State.BOOT}, State.ASLEEP)
-PAUSE = _edge("pause", {State.READY}, State.PAUSED)
-DRAIN = _edge("drain", {State.PAUSED}, State.DRAINED)
-ROLL_BACK = _edge("roll_back", {State.PAUSED, State.DRAINED}, State.READY)
-RELEASE = _edge("release", {State.DRAINED}, State.ASLEEP)
-RELEASE_CACHE = _edge("release_cache", {State.DRAINED, State.SYNCED}, State.KV_ASLEEP)
-RESUME_WEIGHTS = _edge("resume_weights", {State.ASLEEP}, State.WEIGHTS_UP)
-SYNC = _edge("sync", {State.WEIGHTS_UP, State.DRAINED, State.KV_ASLEEP}, State.SYNCED)
-RESUME_CACHE = _edge("resume_cache", {State.SYNCED}, State.CACHE_UP)
-CONTINUE = _edge("continue", {State.CACHE_UP}, State.READY)
-UNWIND = _edge("unwind", {State.WEIGHTS_UP, State.SYNCED, State.CACHE_UP}, State.ASLEEP)
-BREAK = _edge("break", set(State), State.BROKEN)
-RESTART = _edge("restart", {State.BROKEN}, State.BOOT)
-EDGES: tuple[Edge, ...] = (
-    *(START, PAUSE, DRAIN, ROLL_BACK, RELEASE, RELEASE_CACHE),
-    *(RESUME_WEIGHTS, SYNC, RESUME_CACHE, CONTINUE),
-    *(UNWIND, BREAK, RESTART),
-)
-
-_HARMLESS = (PAUSE, DRAIN)
-"""Edges whose failure loses nothing: the engine keeps its state and may be asked again."""
-
-_RESTING = {State.ASLEEP, State.KV_ASLEEP, State.DRAINED, State.BROKEN}
-
-
 class EngineSet(Protocol):
     """Engines that change state together: local ones under a control group, or remote servers."""
 
     num_engines: int
 
-    def run(
-        self, stage: str, action: Callable[[ManagedEngine], None], *, members: Collection[int]
-    ) -> Failures:
+    def run(self, stage: str, action: Action, *, members: Collection[int]) -> Failures:
         """Do ``action`` on the engines ``members``, wait for all; return the failed ones."""
         ...
 
@@ -116,13 +67,10 @@ class EngineSet(Protocol):
 
 
 class Host(Protocol):
-    """The training side of the device.
-
-    Each method runs on all ranks and raises StageError on all alike.
-    """
+    """The training side of the device. Each method runs on all ranks and fails on all alike."""
 
     def make_room(self) -> None:
-        """Take optimizer state and gradients off the device."""
+        """Take optimizer state and gradients off the device. Twice is a no-op."""
         ...
 
     def leave(self) -> None:
@@ -130,12 +78,12 @@ class Host(Protocol):
         ...
 
     def come_back(self) -> None:
-        """Bring everything back that left. Does nothing if nothing did."""
+        """Bring everything back that left."""
         ...
 
 
 class LifeCycle:
-    """Drives one set of engines along the edges above. The only caller of an engine's edges."""
+    """Drives one set of engines along the edges. The only caller of an engine's edges."""
 
     def __init__(
         self,
@@ -158,45 +106,50 @@ class LifeCycle:
         self._depth = depth
         self._observe = observe
         self._states = [State.BOOT] * engines.num_engines
+        self._is_host_home = True
 
     @property
     def states(self) -> tuple[State, ...]:
-        """State of each engine of the set; they differ only while a failure is being handled."""
+        """State of each engine of the set; they differ only after a failure."""
         return tuple(self._states)
 
     @property
-    def is_at_rest(self) -> bool:
-        """True if no engine serves or is on its way: training may use the device."""
-        return set(self._states) <= _RESTING
+    def may_train(self) -> bool:
+        """True if all engines rest and the training state is back: training may use the device."""
+        return self._is_host_home and set(self._states) <= RESTING
 
     def describe(self) -> str:
-        """Say which engine is where."""
-        return ", ".join(f"{index}: {state.name}" for index, state in enumerate(self._states))
+        """Say which engine is where, and whether the training state is."""
+        engines = ", ".join(f"{index}: {state.name}" for index, state in enumerate(self._states))
+        return f"engines are {engines}; training state is {'in' if self._is_host_home else 'out'}"
 
     def start(self) -> None:
         """BOOT -> ASLEEP, before the trainer fills the device."""
-        self._take(START, ManagedEngine.release_all)
+        self._take(START, ManagedEngine.start, members=self._where(State.BOOT))
 
     def sleep(self) -> None:
         """Stop serving and give the device back. Idempotent.
 
         Raises:
-            StageError: an engine did not pause or drain: nothing was released, all serve again
-                where they
-                can. Or a broken engine did not restart: the training state is back all the same.
+            StageError: an engine did not pause or drain: nothing was released, and all serve again
+                that can. Or a broken engine did not restart: the training state is back all the
+                same. Or the training state did not come back. Calling again tries again.
         """
-        if self.is_at_rest:
+        if self.may_train:
             return
+        awake = self._where(*set(State) - RESTING)
         try:
-            self._take(PAUSE, ManagedEngine.pause)
-            self._take(DRAIN, ManagedEngine.drain)
+            self._take(PAUSE, ManagedEngine.pause, members=awake)
+            self._take(DRAIN, ManagedEngine.drain, members=awake)
         except StageError:
-            self._roll_back()
+            stopped = self._where(State.PAUSED, State.DRAINED)
+            self._take_forgiving(ROLL_BACK, ManagedEngine.continue_generation, members=stopped)
             raise
-        release_error = self._release_drained()
-        self._host_stage("come_back", self._host.come_back)
-        if release_error is not None:
-            raise release_error
+        try:
+            self._release(awake)
+            self._restart_broken()
+        finally:
+            self._come_back()
 
     def wake(self) -> None:
         """Lend the device to the engines, loaded with the newest training weights. Idempotent.
@@ -212,61 +165,61 @@ class LifeCycle:
         6. engines serve
 
         Raises:
+            PhaseError: an engine still serves or is half-way, after a sleep that failed.
             StageError: a stage failed. Completed stages were unwound: the training state is back,
-                and
-                engines are asleep or, if they did not restart, BROKEN.
+                and engines are asleep or, if they did not restart, BROKEN.
         """
         if set(self._states) == {State.READY}:
             return
-        self._require_at_rest()
-        shares_device = self._depth is not Depth.NOTHING
+        if not set(self._states) <= RESTING:
+            raise PhaseError(f"wake needs engines at rest, but {self.describe()}; sleep first")
         try:
             self._restart_broken()
-            if shares_device:
-                self._host_stage("make_room", self._host.make_room)
-            self._take(
-                RESUME_WEIGHTS, ManagedEngine.resume_weights, members=self._where(State.ASLEEP)
-            )
+        finally:
+            self._come_back()
+        try:
+            self._make_room()
+            asleep = self._where(State.ASLEEP)
+            self._take(RESUME_WEIGHTS, ManagedEngine.resume_weights, members=asleep)
             self._sync()
-            if shares_device:
-                self._host_stage("leave", self._host.leave)
-            self._take(RESUME_CACHE, ManagedEngine.resume_cache)
-            self._take(CONTINUE, ManagedEngine.continue_generation)
+            self._leave()
+            self._take(RESUME_CACHE, ManagedEngine.resume_cache, members=self._everyone)
+            self._take(CONTINUE, ManagedEngine.continue_generation, members=self._everyone)
         except StageError:
             self._unwind()
             raise
 
-    # -- what the verbs are made of -------------------------------------------------------------
+    # -- engines: one edge each ------------------------------------------------------------------
 
-    def _require_at_rest(self) -> None:
-        if not self.is_at_rest:
-            raise PhaseError(
-                f"wake needs engines at rest, they are {self.describe()}; "
-                "the last sleep failed: call sleep again"
-            )
-
-    def _take(
-        self,
-        edge: Edge,
-        action: Callable[[ManagedEngine], None],
-        *,
-        members: Collection[int] | None = None,
-    ) -> None:
-        """Move ``members`` (default.
-
-        All) along ``edge``; engines that fail after a release are BROKEN.
-        """
-        members = range(len(self._states)) if members is None else members
+    def _take(self, edge: Edge, action: Action, *, members: Collection[int]) -> None:
+        """Move ``members`` along ``edge``; those that fail go where the edge says."""
+        if not members:
+            return
         self._require(edge, members)
         with self._observe(edge.name):
             failures = self._engines.run(edge.name, action, members=members)
         for index in members:
-            if index not in failures:
-                self._states[index] = edge.target
-            elif edge not in _HARMLESS:
-                self._states[index] = State.BROKEN
+            self._states[index] = edge.if_failed if index in failures else edge.target
         if failures:
             raise StageError(edge.name, failures, of="engine")
+
+    def _take_forgiving(self, edge: Edge, action: Action, *, members: Collection[int]) -> list[int]:
+        """Move ``members`` while a failure is handled; a second is logged. Returns who arrived."""
+        try:
+            self._take(edge, action, members=members)
+        except StageError as error:
+            log.warning("while handling a failure: %s", error)
+            return [index for index in members if index not in error.failures]
+        return list(members)
+
+    def _sync(self) -> None:
+        self._require(SYNC, self._everyone)
+        with self._observe(SYNC.name):
+            failures = self._engines.sync()
+        if failures:  # the others may be half-sent, so they stay where they are: nobody is SYNCED
+            self._break(failures)
+            raise StageError(SYNC.name, failures, of="engine")
+        self._states = [SYNC.target] * len(self._states)
 
     def _require(self, edge: Edge, members: Collection[int]) -> None:
         for index in members:
@@ -278,90 +231,70 @@ class LifeCycle:
                     f"legal are {legal}"
                 )
 
-    def _sync(self) -> None:
-        everyone = range(len(self._states))
-        self._require(SYNC, everyone)
-        with self._observe(SYNC.name):
-            failures = self._engines.sync()
-        if failures:  # the sources stay: a half-sent engine is told from a whole one by its ledger
-            raise StageError(SYNC.name, failures, of="engine")
-        self._states = [State.SYNCED] * len(self._states)
-
-    def _host_stage(self, name: str, action: Callable[[], None]) -> None:
-        with self._observe(name):
-            action()
-
-    def _roll_back(self) -> None:
-        """Before the first release: whoever can serve again does; the others are BROKEN."""
-        stopped = self._where(State.PAUSED, State.DRAINED)
-        if stopped:
-            self._forgiving(ROLL_BACK, ManagedEngine.continue_generation, stopped)
-
-    def _release_drained(self) -> StageError | None:
-        """Release to the configured depth.
-
-        Restart engines that fail. Returns what could not be mended.
-        """
-        try:
-            if self._depth is Depth.EVERYTHING:
-                self._take(RELEASE, ManagedEngine.release_all)
-            elif self._depth is Depth.CACHE:
-                self._take(RELEASE_CACHE, ManagedEngine.release_cache)
-            return None
-        except StageError as error:
-            log.warning("an engine failed to release, restarting it: %s", error)
-        try:
-            self._restart_broken()
-            return None
-        except StageError as error:
-            return error
+    def _release(self, members: Collection[int]) -> None:
+        """Release to the configured depth. Who fails is BROKEN: there is no way back from here."""
+        if self._depth is Depth.EVERYTHING:
+            self._take_forgiving(RELEASE, ManagedEngine.release_all, members=members)
+        elif self._depth is Depth.CACHE:
+            self._take_forgiving(RELEASE_CACHE, ManagedEngine.release_cache, members=members)
 
     def _restart_broken(self) -> None:
-        """BROKEN -> BOOT -> ASLEEP."""
+        """BROKEN -> BOOT -> ASLEEP, on a device as empty as at the start of the run."""
         broken = self._where(State.BROKEN)
         if broken:
-            self._take(RESTART, ManagedEngine.restart, members=broken)
-            self._take(START, ManagedEngine.release_all, members=broken)
-
-    def _unwind(self) -> None:
-        """After a failed wake-up.
-
-        Engines put down what they took up, then the training state returns.
-        """
-        serving = self._where(State.READY)
-        if serving:
-            self._forgiving(PAUSE, ManagedEngine.pause, serving)
-            self._break(self._where(State.READY))
-            self._forgiving(DRAIN, ManagedEngine.drain, self._where(State.PAUSED))
-            self._break(self._where(State.PAUSED))
-            if self._depth is not Depth.NOTHING:
-                self._forgiving(RELEASE, ManagedEngine.release_all, self._where(State.DRAINED))
-        risen = self._where(State.WEIGHTS_UP, State.SYNCED, State.CACHE_UP)
-        if risen:
-            self._forgiving(UNWIND, ManagedEngine.release_all, risen)
-        try:
-            self._restart_broken()
-        except StageError:
-            log.exception("an engine did not restart; the next wake-up tries again")
-        self._host_stage("come_back", self._host.come_back)
-
-    def _forgiving(
-        self, edge: Edge, action: Callable[[ManagedEngine], None], members: Collection[int]
-    ) -> None:
-        """Take an edge while handling a failure.
-
-        A second failure is logged, the first one is raised.
-        """
-        if not members:
-            return
-        try:
-            self._take(edge, action, members=members)
-        except StageError as error:
-            log.warning("while unwinding: %s", error)
+            self._make_room()
+            self._leave()
+            try:
+                self._take(RESTART, ManagedEngine.restart, members=broken)
+            finally:  # those that did boot may not be left admitting requests
+                self._take(START, ManagedEngine.start, members=self._where(State.BOOT))
 
     def _break(self, members: Collection[int]) -> None:
         for index in members:
             self._states[index] = State.BROKEN
+
+    # -- the training side -----------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        if self._depth is not Depth.NOTHING:
+            self._is_host_home = False
+            with self._observe("make_room"):
+                self._host.make_room()
+
+    def _leave(self) -> None:
+        if self._depth is not Depth.NOTHING:
+            with self._observe("leave"):
+                self._host.leave()
+
+    def _come_back(self) -> None:
+        if not self._is_host_home:
+            with self._observe("come_back"):
+                self._host.come_back()
+            self._is_host_home = True
+
+    # -- after a failure -------------------------------------------------------------------------
+
+    def _unwind(self) -> None:
+        """After a failed wake-up: engines put down what they took up, then training returns."""
+        serving = self._where(State.READY)
+        for edge, action in ((PAUSE, ManagedEngine.pause), (DRAIN, ManagedEngine.drain)):
+            stopped = self._take_forgiving(edge, action, members=serving)
+            self._break(set(serving) - set(stopped))
+            serving = stopped
+        self._release(serving)
+        risen = self._where(State.WEIGHTS_UP, State.SYNCED, State.CACHE_UP)
+        self._take_forgiving(UNWIND, ManagedEngine.release_all, members=risen)
+        for mend in (self._restart_broken, self._come_back):
+            try:
+                mend()
+            except StageError as error:  # the first failure is the one to raise
+                log.warning("the next rollout phase will try again: %s", error)
+
+    # -- who is where ----------------------------------------------------------------------------
+
+    @property
+    def _everyone(self) -> range:
+        return range(len(self._states))
 
     def _where(self, *states: State) -> list[int]:
         return [index for index, state in enumerate(self._states) if state in states]

@@ -48,6 +48,7 @@ class ManagedEngine:
         self.sent_names: frozenset[str] = frozenset()
         """HF names that every sync sends; known once a policy is attached."""
         self._metrics: Metrics = {}
+        self._released: set[MemoryPart] = set()
         self._device = device
         self._sleeps = sleeps
         self._backs_up_everything = backs_up_everything
@@ -73,6 +74,11 @@ class ManagedEngine:
         metrics, self._metrics = self._metrics, {}
         return metrics
 
+    def start(self) -> None:
+        """Take an engine that has just booted from the road: it admits nothing, holds nothing."""
+        self.pause()
+        self.release_all()
+
     def pause(self) -> None:
         """Admit no new request."""
         self.engine.pause()
@@ -92,9 +98,9 @@ class ManagedEngine:
 
     def release_all(self) -> None:
         """Free KV cache, graphs, then weights; keep a host copy of what no sync will send."""
-        if not self._sleeps:
-            return
         self.release_cache()
+        if not self._sleeps or MemoryPart.WEIGHTS in self._released:
+            return
         backup = self.ledger.backup_for(
             frozenset() if self._backs_up_everything else self.sent_names
         )
@@ -110,16 +116,12 @@ class ManagedEngine:
 
     def resume_weights(self) -> None:
         """Allocate the weights; those with a host copy hold their values again."""
-        if self._sleeps:
-            empty_cache(self._device)
-            self.engine.resume(MemoryPart.WEIGHTS)
+        self._resume(MemoryPart.WEIGHTS)
 
     def resume_cache(self) -> None:
         """Allocate KV cache and graphs."""
-        if self._sleeps:
-            empty_cache(self._device)
-            for part in _CACHE_PARTS:
-                self.engine.resume(part)
+        for part in _CACHE_PARTS:
+            self._resume(part)
 
     def receive(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Copy one bucket into the engine and enter it in the ledger."""
@@ -139,12 +141,12 @@ class ManagedEngine:
         """Boot the engine anew."""
         self.engine.restart()
         self.ledger.boot()
+        self._released.clear()
 
     def _release(self, part: MemoryPart, backup: frozenset[str]) -> None:
-        resident = self.engine.resident_bytes(part)
-        if not resident:
+        if part in self._released:
             return
-        self._add("memory/released_bytes", resident)
+        resident = self.engine.resident_bytes(part)
         before = free_bytes(self._device)
         self.engine.release(part, backup=backup)
         wait_until_freed(
@@ -152,6 +154,15 @@ class ManagedEngine:
             expected_free=None if before is None else (self._device, before + resident),
             timeout_s=self._release_timeout_s,
         )
+        self._released.add(part)
+        self._add("memory/released_bytes", resident)
+
+    def _resume(self, part: MemoryPart) -> None:
+        """Allocate what was released, and nothing else: an engine may refuse, or leak, the rest."""
+        if part in self._released:
+            empty_cache(self._device)
+            self.engine.resume(part)
+            self._released.remove(part)
 
     def _add(self, name: str, amount: int) -> None:
         self._metrics = merge([self._metrics, {name: Sum(amount)}])

@@ -1,7 +1,4 @@
-"""The sharding manager.
-
-Owns the device that training engines and a rollout engine share in turns.
-"""
+"""The sharding manager: owns the device that training and rollout engine share in turns."""
 
 from __future__ import annotations
 
@@ -13,22 +10,20 @@ import torch
 
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import PhaseError
-from hybridrl.metrics import Max, Metrics
+from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.fused_engines import FusedEngines
-from hybridrl.workers.sharding.lifecycle import Depth, LifeCycle, State
+from hybridrl.workers.sharding.lifecycle import Depth, LifeCycle
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.memory import peak_bytes
+from hybridrl.workers.sharding.states import State
 from hybridrl.workers.sharding.tenants import Tenant, Tenants
 from hybridrl.workers.train.protocol import TrainEngine
 
 
 class ShardingManager:
-    """Owns the device of this process.
-
-    One per process; every fused role registers its tenant with it.
-    """
+    """Owns the device of this process. One per process; every fused role registers with it."""
 
     def __init__(
         self,
@@ -74,7 +69,12 @@ class ShardingManager:
         self.register("actor", source)
 
     def register(self, name: str, tenant: Tenant) -> None:
-        """Add a tenant: its state leaves the device while the rollout engine has it."""
+        """Add a tenant: its state leaves the device while the rollout engine has it.
+
+        Raises:
+            PhaseError: a rollout phase is open, or the name is taken.
+        """
+        self.require_training()
         self._tenants.register(name, tenant)
 
     @contextmanager
@@ -82,17 +82,16 @@ class ShardingManager:
         """Lend the device to the rollout engine, loaded with the newest weights. A collective call.
 
         The order of the stages is written in ``LifeCycle.wake`` and ``LifeCycle.sleep``. Yields
-        this
-        rank's engine, or None on a rank that leads none.
+        this rank's engine, or None on a rank that leads none.
 
         Raises:
-            PhaseError: a rollout phase is already open.
+            PhaseError: a rollout phase is already open, or no policy is attached.
             StageError: a stage failed on some rank; the same on all. ``wake`` and ``sleep`` say
-                what
-                state that leaves.
+                what state that leaves. The next rollout phase begins by mending it.
         """
         if self._is_rollout_open:
             raise PhaseError("a rollout phase is already open; generate and evaluate take turns")
+        self._engines.require_source()
         self._is_rollout_open = True
         try:
             self._life.sleep()  # a no-op, unless the last phase could not put the engines to sleep
@@ -110,9 +109,9 @@ class ShardingManager:
         Raises:
             PhaseError: says who has it and how it comes back.
         """
-        if self._is_rollout_open or not self._life.is_at_rest:
+        if not self._life.may_train:
             raise PhaseError(
-                f"the rollout engine holds the device (engines are {self._life.describe()}); "
+                f"the rollout engine holds the device ({self._life.describe()}); "
                 "training may compute again when a rollout phase has ended without an error"
             )
 
@@ -142,7 +141,12 @@ class ShardingManager:
         try:
             yield
         finally:
-            # Slowest rank: all wait for it.
-            self._stages[f"time/{stage}_s"] = Max(time.perf_counter() - begin)
-            if self._device.type == "cuda":
-                self._stages[f"memory/{stage}_peak_bytes/max"] = Max(peak_bytes(self._device))
+            self._count(stage, seconds=time.perf_counter() - begin)
+
+    def _count(self, stage: str, *, seconds: float) -> None:
+        name = f"time/{stage}_s"
+        before = self._stages[name].value if name in self._stages else 0.0  # this rank's two phases
+        self._stages[name] = Max(before + seconds)  # of the ranks the slowest: all wait for it
+        if self._device.type == "cuda":
+            peak: Metrics = {f"memory/{stage}_peak_bytes/max": Max(peak_bytes(self._device))}
+            self._stages = merge([self._stages, peak])

@@ -1,7 +1,4 @@
-"""The training side of the device.
-
-Every fused role's training state, leaving and coming back together.
-"""
+"""The training side of the device: all roles' training state, which leaves and returns together."""
 
 from __future__ import annotations
 

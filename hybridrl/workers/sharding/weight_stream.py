@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,10 +33,7 @@ class StreamReport:
 
 
 def bucket_bytes_for(configured_mib: int, device: torch.device) -> int:
-    """Return the size of a bucket.
-
-    ``rollout.bucket_mib``, or a tenth of what is free on the device.
-    """
+    """Return the size of a bucket: ``rollout.bucket_mib``, or a tenth of the free memory."""
     if configured_mib:
         return configured_mib * 2**20
     free = free_bytes(device)
@@ -43,10 +41,7 @@ def bucket_bytes_for(configured_mib: int, device: torch.device) -> int:
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], *, bucket_bytes: int) -> Iterator[Bucket]:
-    """Gather tensors until the next would exceed ``bucket_bytes``.
-
-    A larger tensor is a bucket alone.
-    """
+    """Gather tensors until the next would exceed ``bucket_bytes``; a larger one goes alone."""
     bucket: Bucket = []
     filled = 0
     for name, tensor in weights:
@@ -74,18 +69,19 @@ def stream_weights(
     Args:
         weights: (HF name, full tensor), the same names in the same order on all ranks.
         deliver: hands a bucket to this rank's engine; None on a rank without one.
-        bucket_bytes: size of a bucket.
+        bucket_bytes: size of a bucket, the same on all ranks.
         control: the control group.
     """
     stream = buckets(weights, bucket_bytes=bucket_bytes)
     num_tensors = num_buckets = num_bytes = 0
     while True:
-        bucket, error = attempt(lambda: next(stream, None))
+        bucket, error = attempt(partial(next, stream, None))
         if bucket and deliver is not None:
-            _, error = attempt(lambda: deliver(bucket))  # noqa: B023  # called before the next turn
+            _, error = attempt(partial(deliver, bucket))
         failures = control.exchange("stream", error)
         if failures or not bucket:
             return StreamReport(num_tensors, num_buckets, num_bytes, failures)
         num_tensors += len(bucket)
         num_buckets += 1
         num_bytes += sum(tensor.nbytes for _, tensor in bucket)
+        del bucket  # else its memory would stay while the next one is gathered

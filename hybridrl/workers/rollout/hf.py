@@ -1,0 +1,297 @@
+"""The embedded rollout engine: a Hugging Face causal model that samples in this process.
+
+Runs everywhere, on one device. Tokens do not depend on neighbours, slots or batch size as far as
+random numbers go; logits do, by rounding (about 1e-6 in float32), because matrix kernels are not
+batch-invariant. So equal calls give equal bits, and other batches the same tokens unless a random
+number falls within that rounding of the border between two tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from hybridrl.batch import PromptBatch, row_offsets
+from hybridrl.config.rollout import RolloutConfig
+from hybridrl.errors import EngineError, ModelError, PhaseError, nearest
+from hybridrl.workers.rollout.admission import Admission
+from hybridrl.workers.rollout.decoding import Decoding, RolloutStats
+from hybridrl.workers.rollout.kv_slots import ATTENTION_NAME, KVSlots
+from hybridrl.workers.rollout.protocol import (
+    MemoryPart,
+    Response,
+    SamplingParams,
+    WeightMemory,
+)
+from hybridrl.workers.rollout.sampling import check_sampling
+from hybridrl.workers.rollout.tensor_memory import TensorMemory
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class HFRolloutEngine:
+    """A ``RolloutEngine`` over any transformers causal model with full attention.
+
+    Weights are NaN until they are sent: of the model folder only the configuration is read.
+    """
+
+    def __init__(
+        self,
+        model_folder: Path,
+        *,
+        config: RolloutConfig,
+        max_context_tokens: int,
+        device: torch.device,
+    ) -> None:
+        """Build the model and its KV cache: ``config.num_slots`` rows of ``max_context_tokens``.
+
+        Args:
+            model_folder: a Hugging Face folder; only its config.json is read.
+            config: ``num_slots`` and ``dtype`` are used; sampling comes with each call.
+            max_context_tokens: longest prompt + response of a run, in tokens.
+            device: where everything lies; any device of torch.
+
+        Raises:
+            ModelError: the folder has no usable configuration, the architecture is not supported,
+                or its context is shorter than ``max_context_tokens``.
+        """
+        self._folder = model_folder
+        self._config = config
+        self._max_context_tokens = max_context_tokens
+        self._device = device
+        self.last_stats: RolloutStats | None = None
+        """Of the last generate call that ended well."""
+        self.version = -1
+        """Policy version of the weights, from the last ``finish_update``; -1 before the first."""
+        self._boot()
+
+    def _boot(self) -> None:
+        model_config = _load_config(self._folder, max_context_tokens=self._max_context_tokens)
+        self._model = _build_model(model_config, _DTYPES[self._config.dtype], self._device)
+        parameters = dict(self._model.named_parameters())
+        every_name = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        self._tied_names = every_name - parameters.keys()
+        self._buffer_names = frozenset(name for name, _ in self._model.named_buffers())
+        self._tensors: dict[str, Tensor] = {**parameters, **dict(self._model.named_buffers())}
+        TensorMemory("new weights", parameters, lost_value=float("nan")).fill_lost()
+        kv = _allocate_kv(self._model, self._config.num_slots, self._max_context_tokens)
+        self._slots = KVSlots(kv)
+        self._memory = {
+            MemoryPart.WEIGHTS: TensorMemory("weights", self._tensors, lost_value=float("nan")),
+            MemoryPart.KV_CACHE: TensorMemory("the KV cache", {"kv": kv}, lost_value=0.0),
+            # No graphs are captured: a part of no bytes, with the same rules as the others.
+            MemoryPart.CUDA_GRAPH: TensorMemory("CUDA graphs", {}, lost_value=0.0),
+        }
+        self._admission = Admission()
+
+    def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> list[Response]:
+        """Sample; returns P * G responses on the CPU, siblings adjacent, in prompt order.
+
+        A response is also cut (and truncated) where it and its prompt fill ``max_context_tokens``.
+
+        Raises:
+            PhaseError: paused, already generating, or a part of the memory is released.
+            EngineError: a prompt is empty, too long or not in the vocabulary; sampling parameters
+                mean nothing; logits are not finite; or the call was aborted by ``drain``.
+        """
+        num_responses = len(prompts) * sampling.num_responses_per_prompt
+        with self._admission.admit(num_responses) as ticket:
+            self._require_resident("generate", *MemoryPart)
+            check_sampling(sampling, vocab_size=self._model.config.vocab_size)
+            self._check_prompts(prompts)
+            decoding = Decoding(
+                self._model,
+                self._slots,
+                prompts=prompts,
+                sampling=sampling,
+                on_step=ticket.check,
+            )
+            try:
+                self.last_stats = decoding.run()
+            except BaseException:
+                # Whatever went wrong, no NaN stays behind in a slot: KVSlots says why.
+                self._memory[MemoryPart.KV_CACHE].fill_lost()
+                raise
+            return decoding.responses()
+
+    def _check_prompts(self, prompts: PromptBatch) -> None:
+        tokens_T, offsets = (
+            prompts.token_ids_PL.values(),
+            row_offsets(prompts.token_ids_PL).tolist(),
+        )
+        limit = self._max_context_tokens - 1
+        for prompt, (begin, end) in enumerate(pairwise(offsets)):
+            if end == begin:
+                raise EngineError(f"prompt {prompt} is empty: it needs at least 1 token")
+            if end - begin > limit:
+                raise EngineError(
+                    f"prompt {prompt} has {end - begin} tokens, and the engine's context of "
+                    f"{limit + 1} leaves room for {limit}; lower data.max_prompt_tokens"
+                )
+        vocab_size = self._model.config.vocab_size
+        if int(tokens_T.min()) < 0 or int(tokens_T.max()) >= vocab_size:
+            raise EngineError(
+                f"prompt tokens span {int(tokens_T.min())} to {int(tokens_T.max())}, and the model "
+                f"knows 0 to {vocab_size - 1}; use the tokenizer that belongs to model.path"
+            )
+
+    def _require_resident(self, what: str, *parts: MemoryPart) -> None:
+        for part in parts:
+            if not self._memory[part].is_resident:
+                raise PhaseError(f"{what} was refused: {part.name} is released; resume it first")
+
+    def weight_memory(self) -> tuple[WeightMemory, ...]:
+        """List parameters, tied ones once under their saved name, and buffers."""
+        return tuple(
+            WeightMemory(name, tensor.nbytes, is_buffer=name in self._buffer_names)
+            for name, tensor in self._tensors.items()
+        )
+
+    @torch.no_grad()
+    def update_weights(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Copy a bucket of full tensors in, by HF name, cast from any float type. All or nothing.
+
+        Raises:
+            PhaseError: the weights are released, or requests are running.
+            EngineError: a name, shape or integer type that does not fit; nothing was copied.
+        """
+        self._admission.require_idle("update_weights")
+        self._require_resident("update_weights", MemoryPart.WEIGHTS)
+        for name, tensor in tensors:
+            self._check_fits(name, tensor)
+        for name, tensor in tensors:
+            self._tensors[name].copy_(tensor)
+
+    def _check_fits(self, name: str, tensor: Tensor) -> None:
+        if name in self._tied_names:
+            raise EngineError(f"weight {name!r} is tied to another; send that one alone")
+        target = self._tensors.get(name)
+        if target is None:
+            raise EngineError(
+                f"the rollout model has no weight {name!r}: {nearest(name, list(self._tensors))}"
+            )
+        if target.shape != tensor.shape:
+            raise EngineError(
+                f"weight {name!r} came with shape {list(tensor.shape)}, the rollout model has "
+                f"{list(target.shape)}; send full tensors of the model in {self._folder}"
+            )
+        if target.is_floating_point() != tensor.is_floating_point():
+            raise EngineError(
+                f"weight {name!r} came as {tensor.dtype}, which does not cast to {target.dtype}; "
+                "send it as a float type"
+            )
+
+    def finish_update(self, *, version: int) -> None:
+        """Note the version. Nothing is derived from weights, and no cache outlives a call."""
+        self.version = version
+
+    def pause(self) -> None:
+        """Admit no new request. Idempotent."""
+        self._admission.pause()
+
+    def drain(self, *, timeout_s: float) -> int:
+        """Wait until nothing is running; at the deadline abort the rest, and return its number.
+
+        The thread inside ``generate`` gets an EngineError then, at its next decode step.
+        """
+        return self._admission.drain(timeout_s)
+
+    def release(self, part: MemoryPart, *, backup: frozenset[str] = frozenset()) -> None:
+        """Free a part's storages; tensors named in ``backup`` are copied to the host first.
+
+        Raises:
+            PhaseError: the part is released already, or requests are running.
+            EngineError: ``backup`` names what the part does not have; nothing was freed.
+        """
+        self._admission.require_idle(f"release of {part.name}")
+        self._memory[part].release(backup)
+
+    def resume(self, part: MemoryPart) -> None:
+        """Allocate a part again; what was backed up returns, lost weights become NaN.
+
+        Raises:
+            PhaseError: the part is not released.
+            EngineError: there is no room.
+        """
+        self._memory[part].resume()
+
+    def continue_generation(self) -> None:
+        """Admit requests again. Idempotent."""
+        self._admission.reopen()
+
+    def resident_bytes(self, part: MemoryPart) -> int:
+        """Measure the storages of a part, in bytes; tied weights count once."""
+        return self._memory[part].resident_bytes()
+
+    def restart(self) -> None:
+        """Abort what is running, throw everything away and build it anew; weights are NaN again."""
+        self.shutdown()
+        self.version = -1
+        self._boot()
+
+    def shutdown(self) -> None:
+        """Abort what is running and free all memory; idempotent."""
+        self.pause()
+        self.drain(timeout_s=0.0)
+        for memory in self._memory.values():
+            memory.free()
+
+
+def _load_config(folder: Path, *, max_context_tokens: int) -> PretrainedConfig:
+    """Read and check config.json."""
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as err:
+        raise ModelError(
+            f"no usable model configuration in {folder}: {err}; set model.path to a Hugging Face "
+            "model folder"
+        ) from err
+    settings = config.to_dict()
+    layer_types = set(settings.get("layer_types") or ()) - {"full_attention"}
+    rope_type = (settings.get("rope_parameters") or {}).get("rope_type", "default")
+    if layer_types or rope_type in ("dynamic", "longrope"):
+        raise ModelError(
+            f"rollout=hf does not support {sorted(layer_types) or rope_type} of {folder}: it knows "
+            "full attention and rotary angles that ignore the length; use another model.path"
+        )
+    if max_context_tokens > config.max_position_embeddings:
+        raise ModelError(
+            f"prompt + response may take {max_context_tokens} tokens, the model in {folder} takes "
+            f"{config.max_position_embeddings}; lower data.max_prompt_tokens or "
+            "rollout.max_response_tokens"
+        )
+    return config
+
+
+def _build_model(
+    config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """Build on the device with empty parameters and the right buffers."""
+    with no_init_weights(), device:
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=ATTENTION_NAME
+        )
+    model.tie_weights()  # part of the initialisation that was left out
+    return model.to(device).eval().requires_grad_(requires_grad=False)
+
+
+def _allocate_kv(model: PreTrainedModel, num_slots: int, max_context_tokens: int) -> Tensor:
+    """Return zeros for ``KVSlots``: [layers, 2, slots, key-value heads, tokens, head size]."""
+    config = model.config
+    head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
+    return torch.zeros(
+        config.num_hidden_layers,
+        2,
+        num_slots,
+        config.num_key_value_heads,
+        max_context_tokens,
+        head_dim,
+        dtype=model.dtype,
+        device=model.device,
+    )

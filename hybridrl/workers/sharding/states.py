@@ -1,0 +1,81 @@
+"""The life of a rollout engine: its states, and the edges that may be taken between them.
+
+::
+
+    BOOT ---------> ASLEEP          engines start before the trainer fills the device
+    READY -> PAUSED -> DRAINED -> ASLEEP -> WEIGHTS_UP -> SYNCED -> CACHE_UP -> READY
+    PAUSED | DRAINED -> READY       roll back: nothing was released yet
+    DRAINED -> SYNCED               weights updated without sleeping
+    DRAINED | SYNCED -> KV_ASLEEP   base weights stay (LoRA), only KV cache and graphs are released
+    KV_ASLEEP -> SYNCED
+    WEIGHTS_UP | SYNCED | CACHE_UP -> ASLEEP    unwind: a wake-up failed
+    any -> BROKEN -> BOOT           an engine that failed after a release is restarted, not resumed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Enum
+
+
+class State(Enum):
+    """Where an engine is in its life."""
+
+    BOOT = "boot"
+    READY = "ready"
+    PAUSED = "paused"
+    DRAINED = "drained"
+    ASLEEP = "asleep"
+    KV_ASLEEP = "kv_asleep"
+    WEIGHTS_UP = "weights_up"
+    SYNCED = "synced"
+    CACHE_UP = "cache_up"
+    BROKEN = "broken"
+
+
+RESTING = frozenset({State.ASLEEP, State.KV_ASLEEP, State.DRAINED, State.BROKEN})
+"""States in which an engine serves nobody and is not on its way to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """One legal move."""
+
+    name: str
+    sources: frozenset[State]
+    target: State
+    if_failed: State
+    """Where an engine is when the move failed: as far as can be trusted, whatever it did."""
+
+
+def _edge(
+    name: str,
+    sources: Collection[State],
+    target: State,
+    *,
+    if_failed: State = State.BROKEN,
+) -> Edge:
+    return Edge(name, frozenset(sources), target, if_failed)
+
+
+START = _edge("start", {State.BOOT}, State.ASLEEP)
+PAUSE = _edge("pause", {State.READY}, State.PAUSED, if_failed=State.PAUSED)
+DRAIN = _edge("drain", {State.PAUSED}, State.DRAINED, if_failed=State.PAUSED)
+ROLL_BACK = _edge("roll_back", {State.PAUSED, State.DRAINED}, State.READY)
+RELEASE = _edge("release", {State.DRAINED}, State.ASLEEP)
+RELEASE_CACHE = _edge("release_cache", {State.DRAINED, State.SYNCED}, State.KV_ASLEEP)
+RESUME_WEIGHTS = _edge("resume_weights", {State.ASLEEP}, State.WEIGHTS_UP)
+SYNC = _edge("sync", {State.WEIGHTS_UP, State.DRAINED, State.KV_ASLEEP}, State.SYNCED)
+RESUME_CACHE = _edge("resume_cache", {State.SYNCED}, State.CACHE_UP)
+CONTINUE = _edge("continue", {State.CACHE_UP}, State.READY)
+UNWIND = _edge("unwind", {State.WEIGHTS_UP, State.SYNCED, State.CACHE_UP}, State.ASLEEP)
+BREAK = _edge("break", set(State), State.BROKEN)
+RESTART = _edge("restart", {State.BROKEN}, State.BOOT)
+
+EDGES = (
+    *(START, PAUSE, DRAIN, ROLL_BACK, RELEASE, RELEASE_CACHE),
+    *(RESUME_WEIGHTS, SYNC, RESUME_CACHE, CONTINUE),
+    *(UNWIND, BREAK, RESTART),
+)
+"""Every edge there is; all others raise PhaseError."""

@@ -1,0 +1,48 @@
+"""Whole runs made small: the default experiment with a model of one layer and few rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.load import load_config
+from hybridrl.main import compose
+
+SMALL = (
+    "model.starter.hidden_size=32",
+    "model.starter.num_layers=1",
+    "model.starter.num_attention_heads=4",
+    "model.starter.num_key_value_heads=2",
+    "model.starter.intermediate_size=64",
+    "model.starter.num_warmup_steps=4",
+    "model.starter.warmup_batch_size=8",
+    "data.num_task_rows=64",
+    "data.max_digits=4",
+    "data.max_prompt_tokens=8",
+    "rollout.max_response_tokens=6",
+    "rollout.num_responses_per_prompt=4",
+    "rollout.num_slots=8",
+    "trainer.num_prompts_per_step=4",
+    "trainer.num_steps=3",
+    "eval.num_prompts=6",
+    "eval.every_num_steps=2",
+    "cluster.num_threads_per_rank=1",
+    "cluster.start_timeout_s=60",
+    "cluster.call_timeout_s=60",
+    "tracking.live=off",
+)
+
+
+def small_overrides(folder: Path, *overrides: str) -> list[str]:
+    """The overrides of a small run in ``folder``; later ones win."""
+    return [*SMALL, f"trainer.run_dir={folder}", *overrides]
+
+
+def small_config(folder: Path, *overrides: str) -> ExperimentConfig:
+    return load_config(compose(small_overrides(folder, *overrides)))
+
+
+def read_metrics(folder: Path) -> list[dict[str, float]]:
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]

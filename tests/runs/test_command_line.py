@@ -1,0 +1,87 @@
+"""The command as a user types it, with what can befall it while it runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from tests.runs.small import read_metrics, small_overrides
+
+_DEADLINE_S = 90.0
+
+
+def test_an_interrupt_ends_the_run_after_its_step_with_the_weights_written(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with _started(folder, "trainer.num_steps=100000", "trainer.export_hf=true") as process:
+        _wait(lambda: _num_steps(folder) >= 3, process)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=_DEADLINE_S)
+    assert process.returncode == 0, output
+    assert "stopped on request" in output
+    assert (folder / "hf" / "config.json").is_file()
+
+
+def test_a_killed_worker_ends_the_run_by_name_and_leaves_no_process(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with _started(folder, "trainer.num_steps=100000", "cluster.num_ranks_per_node=2") as process:
+        _wait(lambda: _num_steps(folder) >= 2, process)
+        family = psutil.Process(process.pid).children(recursive=True)
+        ranks = [child for child in family if "ActorRolloutWorker" in " ".join(child.cmdline())]
+        assert len(ranks) == 2
+        ranks[1].kill()
+        output, _ = process.communicate(timeout=_DEADLINE_S)
+    assert process.returncode == 1, output
+    assert "WorkerDiedError: rank" in output
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+
+
+def test_a_run_folder_is_not_overwritten_without_being_asked(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("mine")
+    with _started(folder) as process:
+        output, _ = process.communicate(timeout=_DEADLINE_S)
+    assert process.returncode != 0
+    assert "trainer.run_dir" in output
+    assert "Traceback" not in output
+    assert (folder / "thesis.txt").read_text() == "mine"
+
+
+@contextmanager
+def _started(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hybridrl.main", *small_overrides(folder, *overrides)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            family = psutil.Process(process.pid).children(recursive=True)
+            for one in [*family, psutil.Process(process.pid)]:
+                one.kill()
+            process.wait(timeout=10)
+
+
+def _wait(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + _DEADLINE_S
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "the run is too slow"
+        time.sleep(0.1)
+
+
+def _num_steps(folder: Path) -> int:
+    return len(read_metrics(folder)) if (folder / "metrics.jsonl").is_file() else 0

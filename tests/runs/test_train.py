@@ -1,0 +1,191 @@
+"""Whole runs on real Ray workers: what a user gets from a configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hybridrl.errors import ConfigErrors, DataError, RemoteCallError, RewardError, TrainingError
+from hybridrl.trainer.build import run
+from tests.runs.small import read_metrics, small_config
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def test_a_run_leaves_configuration_log_metrics_events_samples_and_weights(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(small_config(folder), resolved_yaml="mode: train\n")
+    metrics = read_metrics(folder)
+    assert [line["step"] for line in metrics] == [0, 1, 2, 3]
+    assert {"eval/reward/mean", "time/eval_s"} <= metrics[0].keys()
+    assert "eval/reward/mean" not in metrics[1]
+    assert metrics[3]["policy/updates"] == 1
+    assert (folder / "config.yaml").read_text() == "mode: train\n"
+    assert (folder / "log.txt").is_file()
+    assert list((folder / "tensorboard").iterdir())
+    sample = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
+    assert sample["prompt"].endswith("=")
+    model = AutoModelForCausalLM.from_pretrained(folder / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "hf")
+    assert tokenizer.decode(tokenizer("312=").input_ids) == "312="
+    assert all(bool(weight.isfinite().all()) for weight in model.parameters())
+
+
+def test_the_same_seed_trains_the_same_weights_bit_by_bit(tmp_path: Path) -> None:
+    for name in "ab":
+        run(small_config(tmp_path / name), resolved_yaml="")
+    first, second = (_weights(tmp_path / name) for name in "ab")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_sleeping_engines_on_two_ranks_train_what_waking_ones_train(tmp_path: Path) -> None:
+    ranks = ["cluster.num_ranks_per_node=2", "actor.max_tokens_per_microbatch=64"]
+    for name, sleep in (("awake", "false"), ("asleep", "true")):
+        config = small_config(tmp_path / name, *ranks, f"rollout.sleep={sleep}")
+        run(config, resolved_yaml="")
+    awake, asleep = _weights(tmp_path / "awake"), _weights(tmp_path / "asleep")
+    assert all(torch.equal(awake[name], asleep[name]) for name in awake)
+    last = read_metrics(tmp_path / "asleep")[-1]
+    assert last["memory/released_bytes"] > 0
+    assert last["time/release_s"] > 0
+
+
+def test_two_ranks_take_nearly_the_steps_of_one(tmp_path: Path) -> None:
+    for name, ranks in (("one", 1), ("two", 2)):
+        config = small_config(
+            tmp_path / name, f"cluster.num_ranks_per_node={ranks}", "trainer.num_steps=1"
+        )
+        run(config, resolved_yaml="")
+    one, two = (read_metrics(tmp_path / name)[1] for name in ("one", "two"))
+    assert one["reward/mean"] == two["reward/mean"]
+    assert one["policy/grad_norm"] == pytest.approx(two["policy/grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("placement", ["loss", "reward"])
+def test_kl_is_measured_against_the_model_that_the_run_started_from(
+    tmp_path: Path, placement: str
+) -> None:
+    config = small_config(
+        tmp_path / "run",
+        "algorithm.old_logprobs=recompute",
+        f"algorithm.kl.placement={placement}",
+        "algorithm.kl.coefficient=0.1",
+        "algorithm.num_minibatches=2",
+        "actor.optimizer.lr=1e-2",
+        f"reward.function={_varied_reward(tmp_path)}",
+    )
+    run(config, resolved_yaml="")
+    metrics = read_metrics(tmp_path / "run")
+    assert metrics[1]["policy/updates"] == 2
+    first, last = (metrics[n]["policy/kl_to_reference_nats/mean"] for n in (1, 3))
+    assert first < last
+
+
+def test_supervised_fine_tuning_lowers_the_loss_on_held_out_rows(tmp_path: Path) -> None:
+    config = small_config(
+        tmp_path / "run",
+        "mode=sft",
+        "sft.num_steps=8",
+        "sft.batch_size=8",
+        "sft.eval_every_num_steps=4",
+        "actor.optimizer.lr=1e-2",
+    )
+    run(config, resolved_yaml="")
+    losses = [line["eval/loss_nats"] for line in read_metrics(tmp_path / "run")[::4]]
+    assert losses[0] > losses[1] > losses[2]
+    assert (tmp_path / "run" / "hf" / "config.json").is_file()
+
+
+def test_own_data_and_an_own_reward_function_need_no_code_of_ours(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"{n}=", "answer": str(n)} for n in range(10, 18)]
+    data.write_text("\n".join(json.dumps(row) for row in rows))
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def short(responses, answers, prompts, sources):\n"
+        "    return [1.0 / (1 + len(response)) for response in responses]\n"
+    )
+    config = small_config(
+        tmp_path / "run",
+        "data=files",
+        f"data.train_files=[{data}]",
+        f"data.eval_files=[{data}]",
+        "data.use_chat_template=false",
+        "data.max_prompt_tokens=8",
+        f"reward.function={reward}:short",
+    )
+    run(config, resolved_yaml="")
+    assert 0 < read_metrics(tmp_path / "run")[-1]["reward/mean"] <= 1
+
+
+def test_a_bad_row_is_named_before_a_worker_starts(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "1=", "answer": "1"}\n{"prompt": "2="}\n')
+    config = small_config(
+        tmp_path / "run",
+        "data=files",
+        f"data.train_files=[{data}]",
+        "data.use_chat_template=false",
+        "eval.every_num_steps=0",
+    )
+    with pytest.raises(DataError, match=r"rows\.jsonl:2"):
+        run(config, resolved_yaml="")
+
+
+def test_a_reward_function_that_raises_ends_the_run_by_name(tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text("def broken(responses, **_):\n    return [1 / 0 for _ in responses]\n")
+    config = small_config(
+        tmp_path / "run", f"reward.function={reward}:broken", "eval.every_num_steps=0"
+    )
+    with pytest.raises(RewardError, match=r"reward\.py:broken.*ZeroDivisionError"):
+        run(config, resolved_yaml="")
+
+
+def test_updates_without_a_finite_gradient_are_skipped_then_end_the_run(tmp_path: Path) -> None:
+    config = small_config(
+        tmp_path / "run",
+        "actor.optimizer.lr=1e30",
+        "trainer.num_steps=9",
+        "trainer.max_skipped_updates=1",
+        "eval.every_num_steps=0",
+        f"reward.function={_varied_reward(tmp_path)}",
+    )
+    with pytest.raises((TrainingError, RemoteCallError), match="finite"):
+        run(config, resolved_yaml="")
+
+
+def test_equal_rewards_leave_the_weights_as_they_are(tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text("def flat(responses, **_):\n    return [0.7] * len(responses)\n")
+    config = small_config(tmp_path / "run", f"reward.function={reward}:flat")
+    run(config, resolved_yaml="")
+    last = read_metrics(tmp_path / "run")[-1]
+    assert last["reward/flat_group_fraction"] == 1
+    assert last["policy/grad_norm"] == 0
+
+
+def test_rows_that_do_not_divide_over_ranks_are_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigErrors, match=r"num_prompts_per_step"):
+        small_config(
+            tmp_path / "run", "cluster.num_ranks_per_node=2", "trainer.num_prompts_per_step=3"
+        )
+
+
+def _varied_reward(folder: Path) -> str:
+    """An untrained model gets nothing right; this tells its responses apart all the same."""
+    path = folder / "varied.py"
+    path.write_text(
+        "def varied(responses, **_):\n    return [len(set(text)) % 3 for text in responses]\n"
+    )
+    return f"{path}:varied"
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(folder / "hf").state_dict())
