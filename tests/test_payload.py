@@ -11,13 +11,13 @@ from ray import cloudpickle
 from tensordict import TensorClass, TensorDict
 
 from hybridrl import payload
-from hybridrl.batch import LogprobBatch, jagged, jagged_from
+from hybridrl.batch import TrainBatch, jagged, jagged_from
 from hybridrl.errors import ReadOnlyError
 from hybridrl.single_controller.payload import concat_rows, is_payload, num_rows, take_rows
 
 
 class Labelled(TensorClass):
-    inner: LogprobBatch
+    inner: TrainBatch
     words: list
     note: str
     extra: torch.Tensor | None = None
@@ -80,8 +80,12 @@ def test_collections_join_field_by_field(lengths: list[int], data: st.DataObject
     count = len(lengths)
     logprobs_BL = jagged(_rows(lengths)).float()
     whole = Labelled(
-        inner=LogprobBatch(
-            old_logprobs_BL=logprobs_BL, reference_logprobs_BL=logprobs_BL * 2, batch_size=[count]
+        inner=TrainBatch(
+            token_ids_BL=jagged(_rows(lengths)),
+            response_mask_BL=logprobs_BL > 0,
+            advantages_BL=logprobs_BL,
+            sampler_logprobs_BL=logprobs_BL * 2,
+            batch_size=[count],
         ),
         words=[str(length) for length in lengths],
         note="same for all",
@@ -91,7 +95,7 @@ def test_collections_join_field_by_field(lengths: list[int], data: st.DataObject
     parts = [_through_ray(take_rows(whole, *edge)) for edge in ((0, cut), (cut, count))]
     joined = concat_rows(parts)
     assert type(joined) is Labelled
-    assert type(joined.inner) is LogprobBatch
+    assert type(joined.inner) is TrainBatch
     assert joined.batch_size == (count,)
     assert list(joined.words) == [str(length) for length in lengths]
     assert (joined.note, joined.extra, joined.inner.reference_logprobs_BL) == (
@@ -99,7 +103,7 @@ def test_collections_join_field_by_field(lengths: list[int], data: st.DataObject
         None,
         None,
     )
-    both_BL = joined.inner.old_logprobs_BL + joined.inner.reference_logprobs_BL
+    both_BL = joined.inner.advantages_BL + joined.inner.sampler_logprobs_BL
     torch.testing.assert_close(both_BL.values(), logprobs_BL.values() * 3)
 
 
