@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Protocol, TextIO
 
 from rich.console import Console, Group
@@ -30,7 +31,7 @@ _SHOWN = (
 
 _IN_LINE = 4  # of them, those that fit into a line
 _HEARTBEAT_S = 5.0
-_TREND_STEPS = 32
+_TREND_WIDTH = 32
 _PACE_STEPS = 10
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -53,7 +54,7 @@ class _RunState:
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
         self.num_done = 0
-        self.trends: dict[str, deque[float]] = {}
+        self.trends: dict[str, list[float]] = {}
         self._phase = "start"
         self._phase_began = time.monotonic()
         # From the first end of a step on: the time until then is start-up, no measure of the pace.
@@ -69,7 +70,7 @@ class _RunState:
         self._ends.append(time.monotonic())
         for name in _SHOWN:
             if name in values:
-                self.trends.setdefault(name, deque(maxlen=_TREND_STEPS)).append(values[name])
+                self.trends.setdefault(name, []).append(values[name])
 
     def describe_phase(self) -> str:
         step = min(self.num_done + 1, self.num_steps)
@@ -155,15 +156,19 @@ class LiveTable:
     def __rich__(self) -> Group:
         state = self._state
         self._spinner.update(text=f"{state.describe_phase()}   {state.describe_rest()}")
-        bar = ProgressBar(total=state.num_steps, completed=state.num_done, width=_TREND_STEPS)
+        bar = Table.grid()  # a bar alone does not end its line
+        bar.add_row(
+            ProgressBar(total=state.num_steps, completed=state.num_done, width=_TREND_WIDTH)
+        )
         table = Table(box=None, pad_edge=False)
         table.add_column("metric")
         table.add_column("now", justify="right")
-        table.add_column(f"last {_TREND_STEPS}")
+        table.add_column("since the start")
         for name in _SHOWN:
             if name in state.trends:
-                trend = list(state.trends[name])
-                table.add_row(name, format_value(trend[-1]), sparkline(trend))
+                trend = state.trends[name]
+                drawn = sparkline(squeeze(trend, width=_TREND_WIDTH))
+                table.add_row(name, format_value(trend[-1]), drawn)
         return Group(self._spinner, bar, table)
 
 
@@ -201,6 +206,15 @@ def open_live(mode: str, *, num_steps: int, stream: TextIO) -> Iterator[LiveView
             yield lines
         finally:
             lines.stop()
+
+
+def squeeze(values: Sequence[float], *, width: int) -> list[float]:
+    """Return at most ``width`` values: each the mean of a stretch, all stretches nearly equal."""
+    if len(values) <= width:
+        return list(values)
+    edges = [len(values) * index // width for index in range(width + 1)]
+    stretches = (values[begin:end] for begin, end in pairwise(edges))
+    return [sum(stretch) / len(stretch) for stretch in stretches]
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -16,6 +16,7 @@ from hybridrl.trainer.live import (
     format_value,
     open_live,
     sparkline,
+    squeeze,
 )
 
 
@@ -117,3 +118,9 @@ def test_numbers_are_short(value: float, text: str) -> None:
 )
 def test_durations_are_short(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def test_a_long_trend_is_squeezed_into_means_of_equal_stretches() -> None:
+    assert squeeze([1.0, 2.0], width=4) == [1.0, 2.0]
+    assert squeeze([1.0, 3.0, 5.0, 7.0], width=2) == [2.0, 6.0]
+    assert squeeze([1.0, 2.0, 4.0, 6.0, 8.0], width=2) == [1.5, 6.0]

@@ -36,6 +36,9 @@ class RolloutStats:
     num_prefill_tokens: int
     """Prompt tokens run through the model; a group shares its prompt."""
 
+    num_prefill_passes: int
+    """Forward passes over prompts."""
+
     num_decode_steps: int
     """Steps, each of which draws one token per slot in use."""
 
@@ -121,6 +124,7 @@ class Decoding:
         require_finite(self._logprobs_out)
         return RolloutStats(
             num_prefill_tokens=sum(self._prompt_lengths) // self._sampling.num_responses_per_prompt,
+            num_prefill_passes=self._queue.num_passes,
             num_decode_steps=self._step,
             num_generated_tokens=sum(self._num_tokens),
             mean_slot_occupancy=num_slots_used / (self._step * self._slots.num_slots),

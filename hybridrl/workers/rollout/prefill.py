@@ -48,6 +48,7 @@ class PromptQueue:
         self._token_T = token_T
         self._offsets = offsets
         self._latest: Prefilled | None = None
+        self.num_passes = 0
 
     def pass_with(self, prompt: int) -> Prefilled:
         """Return the pass that holds ``prompt``. Prompts are asked for in rising order.
@@ -57,6 +58,7 @@ class PromptQueue:
         """
         if self._latest is None or prompt >= self._latest.end:
             self._latest = self._run(prompt)
+            self.num_passes += 1
         return self._latest
 
     def _run(self, begin: int) -> Prefilled:
