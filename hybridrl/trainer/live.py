@@ -162,13 +162,14 @@ class LiveTable:
         )
         table = Table(box=None, pad_edge=False)
         table.add_column("metric")
+        table.add_column("first", justify="right")
         table.add_column("now", justify="right")
         table.add_column("since the start")
         for name in _SHOWN:
             if name in state.trends:
                 trend = state.trends[name]
                 drawn = sparkline(squeeze(trend, width=_TREND_WIDTH))
-                table.add_row(name, format_value(trend[-1]), drawn)
+                table.add_row(name, format_value(trend[0]), format_value(trend[-1]), drawn)
         return Group(self._spinner, bar, table)
 
 
