@@ -1,0 +1,426 @@
+"""Small honest engines that write down what is asked of them, and can be told to fail.
+
+Their tensors are real: releasing frees storage, resuming brings back garbage (NaN) unless a host
+copy was kept, and whoever works with memory that is not there raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, SupervisedBatch, TrainBatch
+from hybridrl.config.rollout import RolloutConfig
+from hybridrl.errors import EngineError
+from hybridrl.metrics import Metrics
+from hybridrl.workers.rollout.protocol import MemoryPart, Response, SamplingParams, WeightMemory
+from hybridrl.workers.sharding.control import ControlGroup, Failures, attempt
+from hybridrl.workers.sharding.lifecycle import Depth, LifeCycle
+from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.sharding.states import State
+from hybridrl.workers.sharding.tenants import Tenants
+from hybridrl.workers.sharding.weight_stream import buckets
+from hybridrl.workers.train.protocol import TokenLoss, TrainState, WeightSpec
+
+CPU = torch.device("cpu")
+BUFFER = "rotary.inv_freq"
+WEIGHTS = {"embed.weight": 6, "layer.weight": 4, "norm.weight": 2, "head.weight": 5}
+"""Name and number of float32 elements of what a sync sends."""
+
+TENANT = -1
+"""Stands in the log where an engine's index would."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One call that reached an engine, or a tenant."""
+
+    engine: int
+    call: str
+    part: str = ""
+
+
+class InjectedFault(RuntimeError):
+    """The failure that a test asked for."""
+
+
+@dataclass
+class Fault:
+    """Fail the next ``times`` calls, before or after they did their work."""
+
+    engine: int
+    call: str
+    part: str
+    when: str
+    times: int
+
+
+@dataclass
+class Journal:
+    """The event log that all engines and tenants of a test share, and the faults still to come."""
+
+    events: list[Event] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+
+    @contextmanager
+    def entry(self, engine: int, call: str, part: str = "") -> Iterator[None]:
+        self.events.append(Event(engine, call, part))
+        self._strike(engine, call, part, "before")
+        yield
+        self._strike(engine, call, part, "after")
+
+    def fail(
+        self, engine: int, call: str, part: str = "", *, when: str = "before", times: int = 1
+    ) -> None:
+        self.faults.append(Fault(engine, call, part, when, times))
+
+    def calls(self, engine: int | None = None) -> list[str]:
+        return [
+            f"{event.call} {event.part}".strip()
+            for event in self.events
+            if engine is None or event.engine == engine
+        ]
+
+    def _strike(self, engine: int, call: str, part: str, when: str) -> None:
+        for fault in self.faults:
+            aimed_at = (fault.engine, fault.call, fault.part, fault.when)
+            if aimed_at == (engine, call, part, when) and fault.times:
+                fault.times -= 1
+                what = f"{call} {part}".strip()
+                raise InjectedFault(f"{what} of {engine} failed {when} its work")
+
+
+def free(tensor: Tensor) -> None:
+    tensor.untyped_storage().resize_(0)
+
+
+def allocate(tensor: Tensor) -> None:
+    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+    tensor.fill_(torch.nan)
+
+
+def stored_bytes(tensors: Collection[Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+class RecordingEngine:
+    """A RolloutEngine whose responses' log-probs are its weights, so that garbage is seen."""
+
+    def __init__(self, index: int, journal: Journal) -> None:
+        self.index = index
+        self.journal = journal
+        self.version: int | None = None
+        self.is_admitting = True
+        self.is_alive = True
+        self.memory: dict[MemoryPart, dict[str, Tensor]] = {}
+        self._copies: dict[str, Tensor] = {}
+        self._boot()
+
+    def _boot(self) -> None:
+        weights = {name: torch.full((size,), torch.nan) for name, size in WEIGHTS.items()}
+        self.memory = {
+            MemoryPart.WEIGHTS: weights | {BUFFER: torch.arange(3.0)},
+            MemoryPart.KV_CACHE: {"kv": torch.zeros(64)},
+            MemoryPart.CUDA_GRAPH: {"graph": torch.zeros(8)},
+        }
+        self._copies = {}
+        self.version = None
+        self.is_admitting = True
+
+    def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> list[Response]:
+        served = torch.cat(list(self.serve().values()))
+        response = Response(torch.zeros(len(served), dtype=torch.int64), served, is_truncated=False)
+        return [response] * len(prompts) * sampling.num_responses_per_prompt
+
+    def serve(self) -> dict[str, Tensor]:
+        """Answer a request with the weights that it ran on."""
+        if not self.is_admitting:
+            raise EngineError(f"engine {self.index} is paused")
+        released = [part for part in MemoryPart if not self.resident_bytes(part)]
+        if released:
+            raise EngineError(f"engine {self.index} has no memory for {released}")
+        return {name: tensor.clone() for name, tensor in self.memory[MemoryPart.WEIGHTS].items()}
+
+    def weight_memory(self) -> tuple[WeightMemory, ...]:
+        sizes = WEIGHTS | {BUFFER: 3}
+        return tuple(WeightMemory(name, 4 * size, name == BUFFER) for name, size in sizes.items())
+
+    def update_weights(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        with self.journal.entry(self.index, "update_weights"):
+            for name, tensor in tensors:
+                self.memory[MemoryPart.WEIGHTS][name].copy_(tensor)
+
+    def finish_update(self, *, version: int) -> None:
+        with self.journal.entry(self.index, "finish_update"):
+            self.version = version
+
+    def pause(self) -> None:
+        with self.journal.entry(self.index, "pause"):
+            self.is_admitting = False
+
+    def drain(self, *, timeout_s: float) -> int:
+        with self.journal.entry(self.index, "drain"):
+            return 0
+
+    def release(self, part: MemoryPart, *, backup: frozenset[str] = frozenset()) -> None:
+        with self.journal.entry(self.index, "release", part.value):
+            for name, tensor in self.memory[part].items():
+                if name in backup:
+                    self._copies[name] = tensor.clone()
+                free(tensor)
+
+    def resume(self, part: MemoryPart) -> None:
+        with self.journal.entry(self.index, "resume", part.value):
+            for name, tensor in self.memory[part].items():
+                allocate(tensor)
+                if name in self._copies:
+                    tensor.copy_(self._copies.pop(name))
+
+    def continue_generation(self) -> None:
+        with self.journal.entry(self.index, "continue_generation"):
+            self.is_admitting = True
+
+    def resident_bytes(self, part: MemoryPart) -> int:
+        return stored_bytes(self.memory[part].values())
+
+    def restart(self) -> None:
+        with self.journal.entry(self.index, "restart"):
+            self._boot()
+
+    def shutdown(self) -> None:
+        self.is_alive = False
+
+
+class RecordingTenant:
+    """A frozen or trainable role whose state really leaves."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.state: dict[TrainState, dict[str, Tensor]] = {
+            TrainState.PARAMETERS: {
+                name: torch.full((size,), float(size)) for name, size in WEIGHTS.items()
+            },
+            TrainState.GRADIENTS: {"grad": torch.ones(17)},
+            TrainState.OPTIMIZER: {"moments": torch.ones(34)},
+        }
+        self._copies: dict[TrainState, dict[str, Tensor]] = {}
+
+    def is_home(self) -> bool:
+        return all(self.resident_bytes(part) for part in TrainState)
+
+    def offload(self, part: TrainState) -> None:
+        with self.journal.entry(TENANT, "offload", part.value):
+            if part not in self._copies:
+                self._copies[part] = {name: t.clone() for name, t in self.state[part].items()}
+                for tensor in self.state[part].values():
+                    free(tensor)
+
+    def restore(self, part: TrainState) -> None:
+        with self.journal.entry(TENANT, "restore", part.value):
+            for name, copy in self._copies.pop(part, {}).items():
+                allocate(self.state[part][name])
+                self.state[part][name].copy_(copy)
+
+    def resident_bytes(self, part: TrainState) -> int:
+        return stored_bytes(self.state[part].values())
+
+
+class RecordingTrainEngine(RecordingTenant):
+    """A TrainEngine that can step and export; it neither scores nor learns."""
+
+    dp_rank = 0
+    dp_size = 1
+
+    def step(self) -> None:
+        """What an optimizer does, in miniature."""
+        if not self.is_home():
+            raise EngineError("training state is not on the device")
+        for tensor in self.state[TrainState.PARAMETERS].values():
+            tensor.add_(1.0)
+
+    def weight_specs(self) -> tuple[WeightSpec, ...]:
+        return tuple(WeightSpec(name, (size,), 4 * size) for name, size in WEIGHTS.items())
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        if not self.resident_bytes(TrainState.PARAMETERS):
+            raise EngineError("training parameters are not on the device")
+        with self.journal.entry(TENANT, "full_weights"):
+            yield from ((name, t.clone()) for name, t in self.state[TrainState.PARAMETERS].items())
+
+    def compute_logprobs(
+        self, rows: RolloutBatch | SupervisedBatch, *, temperature: float
+    ) -> LogprobBatch:
+        raise NotImplementedError
+
+    def update(
+        self,
+        batch: TrainBatch,
+        *,
+        loss: TokenLoss,
+        aggregation: str,
+        temperature: float,
+        max_response_tokens: int,
+    ) -> Metrics:
+        raise NotImplementedError
+
+    def fit(self, batch: SupervisedBatch) -> Metrics:
+        raise NotImplementedError
+
+    def export_hf(self, folder: Path) -> None:
+        raise NotImplementedError
+
+
+class LocalSet:
+    """An EngineSet over k engines of one process, as a rollout server has over its k servers."""
+
+    def __init__(self, engines: Sequence[ManagedEngine], source: RecordingTrainEngine) -> None:
+        self.engines = list(engines)
+        self.num_engines = len(self.engines)
+        self.trained_version = 0
+        self._synced_version: int | None = None
+        self._source = source
+        for managed in self.engines:
+            managed.sent_names = frozenset(WEIGHTS)
+
+    def run(
+        self,
+        stage: str,
+        action: Callable[[ManagedEngine], None],
+        *,
+        members: Collection[int],
+    ) -> Failures:
+        errors = {index: attempt(lambda: action(self.engines[index]))[1] for index in members}  # noqa: B023
+        return {index: str(error) for index, error in errors.items() if error is not None}
+
+    def sync(self) -> Failures:
+        is_covered = all(managed.ledger.is_covered for managed in self.engines)
+        if self._synced_version == self.trained_version and is_covered:
+            return {}
+        self._synced_version = None
+        for managed in self.engines:
+            managed.ledger.begin_sync(managed.sent_names)
+        try:
+            for bucket in buckets(self._source.full_weights(), bucket_bytes=32):
+                everyone = range(self.num_engines)
+                failures = self.run("bucket", lambda m: m.receive(bucket), members=everyone)  # noqa: B023
+                if failures:
+                    return failures
+        except InjectedFault as error:
+            return {0: str(error)}
+        version = self.trained_version
+        failures = self.run(
+            "finish", lambda m: m.finish_update(version=version), members=range(self.num_engines)
+        )
+        if not failures:
+            self._synced_version = version
+        return failures
+
+
+class Rig:
+    """Engines, a trainer and a frozen tenant around one life cycle, watched at every stage."""
+
+    def __init__(self, num_engines: int = 2, *, depth: Depth = Depth.EVERYTHING) -> None:
+        self.journal = Journal()
+        self.engines = [RecordingEngine(index, self.journal) for index in range(num_engines)]
+        self.trainer = RecordingTrainEngine(self.journal)
+        self.reference = RecordingTenant(self.journal)
+        tenants = Tenants(device=CPU, control=ControlGroup(timeout_s=5.0))
+        tenants.register("actor", self.trainer)
+        tenants.register("reference", self.reference)
+        self.set = LocalSet(
+            [
+                ManagedEngine(
+                    engine,
+                    device=CPU,
+                    sleeps=depth is not Depth.NOTHING,
+                    backs_up_everything=False,
+                    drain_timeout_s=1.0,
+                    release_timeout_s=0.05,
+                )
+                for engine in self.engines
+            ],
+            self.trainer,
+        )
+        self.depth = depth
+        self.life = LifeCycle(self.set, host=tenants, depth=depth, observe=self._watch)
+        self.life.start()
+
+    @contextmanager
+    def _watch(self, stage: str) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.check_device()
+
+    def check_device(self) -> None:
+        """No KV cache stands beside training state, and nobody serves half-awake."""
+        tenants = (self.trainer, self.reference)
+        is_training_in = any(t.resident_bytes(part) for t in tenants for part in TrainState)
+        for engine, state in zip(self.engines, self.life.states, strict=True):
+            if self.depth is Depth.NOTHING or state in (State.BOOT, State.BROKEN):
+                continue
+            has_cache = engine.resident_bytes(MemoryPart.KV_CACHE)
+            assert not (has_cache and is_training_in), f"{state}: KV cache beside training state"
+
+    def train(self) -> None:
+        """One optimizer step."""
+        assert self.life.may_train
+        self.trainer.step()
+        self.set.trained_version += 1
+
+    def check_serving(self) -> None:
+        """Every engine answers with the trainer's weights, true buffers, and the right version."""
+        assert set(self.life.states) == {State.READY}
+        for engine in self.engines:
+            served = engine.serve()
+            assert served.pop(BUFFER).tolist() == [0.0, 1.0, 2.0]
+            for name, tensor in served.items():
+                expected = float(WEIGHTS[name] + self.set.trained_version)
+                assert (tensor == expected).all(), f"engine {engine.index}: {name} is {tensor}"
+            assert engine.version == self.set.trained_version
+
+    def check_training(self) -> None:
+        """The trainer has the device and no engine answers."""
+        assert self.life.may_train
+        assert self.trainer.is_home()
+        assert self.reference.is_home()
+        for engine, state in zip(self.engines, self.life.states, strict=True):
+            if state is not State.BROKEN:
+                assert not engine.is_admitting
+            if self.depth is Depth.EVERYTHING and state is not State.BROKEN:
+                assert not any(engine.resident_bytes(part) for part in MemoryPart)
+
+    def cycle(self) -> None:
+        """One whole step: sample, then train."""
+        self.life.sleep()
+        self.life.wake()
+        self.check_serving()
+        self.life.sleep()
+        self.check_training()
+        self.train()
+
+
+def rollout_config(
+    *, sleep: bool = True, backup_weights: str = "ledger", tensor_parallel_size: int = 1
+) -> RolloutConfig:
+    return RolloutConfig(
+        engine="hf",
+        num_responses_per_prompt=2,
+        max_response_tokens=4,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        num_slots=2,
+        dtype="float32",
+        tensor_parallel_size=tensor_parallel_size,
+        sleep=sleep,
+        backup_weights="always" if backup_weights == "always" else "ledger",
+        bucket_mib=0,
+        drain_timeout_s=1.0,
+        stage_timeout_s=20.0,
+    )

@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridrl.errors import LedgerError
+from hybridrl.workers.rollout.protocol import MemoryPart, WeightMemory
+from hybridrl.workers.sharding.control import StageError
+from hybridrl.workers.sharding.ledger import WeightLedger
+from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from tests.workers.sharding.recording import (
+    BUFFER,
+    CPU,
+    WEIGHTS,
+    InjectedFault,
+    Journal,
+    RecordingEngine,
+    Rig,
+)
+
+ALL = [*WEIGHTS, BUFFER]
+
+
+def _ledger() -> WeightLedger:
+    sizes = WEIGHTS | {BUFFER: 3}
+    return WeightLedger([WeightMemory(name, 4 * n, name == BUFFER) for name, n in sizes.items()])
+
+
+def _sync(ledger: WeightLedger, names: list[str]) -> None:
+    ledger.begin_sync(names)
+    ledger.receive(names)
+
+
+def _managed(*, backs_up_everything: bool = False) -> ManagedEngine:
+    return ManagedEngine(
+        RecordingEngine(0, Journal()),
+        device=CPU,
+        sleeps=True,
+        backs_up_everything=backs_up_everything,
+        drain_timeout_s=1.0,
+        release_timeout_s=1.0,
+    )
+
+
+def test_a_new_engine_holds_its_own_buffers_and_none_of_the_trainers_weights() -> None:
+    ledger = _ledger()
+    with pytest.raises(LedgerError, match="never sent since the engine started"):
+        ledger.require_covered()
+    _sync(ledger, list(WEIGHTS))
+    assert ledger.is_covered
+    ledger.require_covered()
+
+
+def test_a_buffer_released_without_a_copy_is_refused_by_name_in_every_cycle() -> None:
+    ledger = _ledger()
+    _sync(ledger, list(WEIGHTS))
+    for _ in range(2):
+        ledger.release(backup=())
+        _sync(ledger, list(WEIGHTS))
+        with pytest.raises(LedgerError) as raised:
+            ledger.require_covered()
+        assert str(raised.value) == (
+            "1 of 5 rollout tensors are not what the trainer holds: rotary.inv_freq (lost when the "
+            "engine released its weights). Send them with the sync, or keep a host copy with "
+            "rollout.backup_weights=ledger"
+        )
+
+
+def test_a_weight_that_the_sync_forgot_is_refused_by_name() -> None:
+    ledger = _ledger()
+    for _ in range(2):
+        ledger.release(backup=[BUFFER])
+        _sync(ledger, [name for name in WEIGHTS if name != "norm.weight"])
+        with pytest.raises(LedgerError, match=r"^1 of 5 .* holds: norm.weight \(lost when"):
+            ledger.require_covered()
+
+
+def test_a_sync_that_breaks_off_is_refused_until_one_is_whole() -> None:
+    ledger = _ledger()
+    _sync(ledger, list(WEIGHTS))
+    for _ in range(2):
+        ledger.begin_sync(WEIGHTS)
+        ledger.receive(["embed.weight", "layer.weight"])
+        with pytest.raises(LedgerError, match=r"norm.weight, head.weight \(the last sync broke"):
+            ledger.require_covered()
+        ledger.begin_sync(WEIGHTS)
+        ledger.receive(["head.weight"])
+        assert not ledger.is_covered
+        _sync(ledger, list(WEIGHTS))
+        ledger.require_covered()
+
+
+def test_many_missing_tensors_are_counted_and_the_first_in_model_order_named() -> None:
+    ledger = _ledger()
+    ledger.release(backup=())
+    ledger.begin_sync(set(WEIGHTS))
+    expected = "embed.weight, layer.weight, norm.weight, head.weight and 1 more"
+    with pytest.raises(LedgerError, match=f"5 of 5 .* holds: {expected}"):
+        ledger.require_covered()
+
+
+def test_a_tensor_that_the_engine_does_not_have_is_refused_with_the_key_to_look_at() -> None:
+    ledger = _ledger()
+    with pytest.raises(LedgerError, match=r"1 tensors that .* not have: lm_head.*model\.path"):
+        _sync(ledger, ["embed.weight", "lm_head.weight"])
+
+
+@given(sent=st.sets(st.sampled_from(list(WEIGHTS))), is_first=st.booleans())
+def test_a_host_copy_is_kept_of_exactly_the_good_tensors_that_no_sync_sends(
+    sent: set[str], is_first: bool
+) -> None:
+    ledger = _ledger()
+    if not is_first:
+        _sync(ledger, list(WEIGHTS))
+    good = {BUFFER} if is_first else set(ALL)
+    backup = ledger.backup_for(sent)
+    assert backup == good - sent
+    ledger.release(backup)
+    _sync(ledger, sorted(sent))
+    assert ledger.is_covered == (not is_first or sent == set(WEIGHTS))
+
+
+@given(data=st.data())
+def test_covered_means_that_every_tensor_is_what_it_should_be(data: st.DataObject) -> None:
+    ledger = _ledger()
+    good = {BUFFER}
+    names = st.sets(st.sampled_from(ALL))
+    for move in data.draw(st.lists(st.sampled_from(["boot", "release", "sync", "torn"]))):
+        if move == "boot":
+            ledger.boot()
+            good = {BUFFER}
+        elif move == "release":
+            backup = data.draw(names)
+            ledger.release(backup)
+            good &= backup
+        else:
+            sent = data.draw(names)
+            arrived = sent if move == "sync" else sent & data.draw(names)
+            ledger.begin_sync(sent)
+            ledger.receive(arrived)
+            good = (good - sent) | arrived
+        assert ledger.is_covered == (good == set(ALL))
+        assert ledger.backup_for(()) == good
+
+
+def test_bytes_are_those_of_the_named_tensors() -> None:
+    assert _ledger().bytes_of(["embed.weight", BUFFER]) == 4 * (6 + 3)
+
+
+def test_an_engine_without_a_copy_of_its_buffer_serves_nothing() -> None:
+    """The real thing, not its book: the buffer is NaN after the release."""
+    rig = Rig(num_engines=2)
+    rig.cycle()
+    rig.set.engines[1].ledger.backup_for = lambda sent: frozenset()  # type: ignore[method-assign]
+    rig.life.wake()
+    rig.life.sleep()
+    for _ in range(2):
+        with pytest.raises(StageError, match=f"sync failed on engine 1: .*{BUFFER}"):
+            rig.life.wake()
+        rig.check_training()
+
+
+@pytest.mark.parametrize("backs_up_everything", [False, True])
+def test_full_fine_tuning_copies_only_buffers_to_the_host_unless_told_otherwise(
+    backs_up_everything: bool,
+) -> None:
+    managed = _managed(backs_up_everything=backs_up_everything)
+    managed.sent_names = frozenset(WEIGHTS)
+    sent = [(name, torch.full((size,), 7.0)) for name, size in WEIGHTS.items()]
+    managed.start()
+    managed.take_metrics()
+    for _ in range(2):
+        managed.resume_weights()
+        managed.ledger.begin_sync(managed.sent_names)
+        managed.receive(sent)
+        managed.finish_update(version=1)
+        managed.release_all()
+        weight_bytes = 4 * sum(WEIGHTS.values())
+        backup_bytes = managed.take_metrics()["memory/weight_backup_bytes"].value
+        assert backup_bytes == 12 + (weight_bytes if backs_up_everything else 0)
+        assert managed.ledger.is_covered == backs_up_everything
+    managed.resume_weights()
+    engine = managed.engine
+    assert isinstance(engine, RecordingEngine)
+    weights = engine.memory[MemoryPart.WEIGHTS]
+    assert weights[BUFFER].tolist() == [0.0, 1.0, 2.0]
+    assert bool(weights["embed.weight"].isnan().all()) != backs_up_everything
+
+
+def test_weights_that_no_sync_sends_keep_their_values_over_three_sleeps() -> None:
+    """As with LoRA: the base was sent once, afterwards only the last tensor is."""
+    managed = _managed()
+    managed.start()
+    managed.resume_weights()
+    managed.ledger.begin_sync(WEIGHTS)
+    managed.receive([(name, torch.full((size,), 7.0)) for name, size in WEIGHTS.items()])
+    managed.finish_update(version=0)
+    managed.sent_names = frozenset({"head.weight"})
+    for version in (1, 2, 3):
+        managed.release_all()
+        managed.resume_weights()
+        managed.ledger.begin_sync(managed.sent_names)
+        managed.receive([("head.weight", torch.full((5,), float(version)))])
+        managed.finish_update(version=version)
+        engine = managed.engine
+        assert isinstance(engine, RecordingEngine)
+        weights = engine.memory[MemoryPart.WEIGHTS]
+        assert weights["embed.weight"].tolist() == [7.0] * 6
+        assert weights["head.weight"].tolist() == [float(version)] * 5
+
+
+def test_a_bucket_that_the_engine_refused_is_not_entered() -> None:
+    journal = Journal()
+    managed = ManagedEngine(
+        RecordingEngine(0, journal),
+        device=CPU,
+        sleeps=True,
+        backs_up_everything=False,
+        drain_timeout_s=1.0,
+        release_timeout_s=1.0,
+    )
+    journal.fail(0, "update_weights", when="after")
+    managed.ledger.begin_sync(WEIGHTS)
+    with pytest.raises(InjectedFault):
+        managed.receive([("embed.weight", torch.ones(6))])
+    managed.receive([(name, torch.ones(n)) for name, n in WEIGHTS.items() if name[0] != "e"])
+    with pytest.raises(LedgerError, match=r"^1 of 5 .*embed.weight"):
+        managed.finish_update(version=1)

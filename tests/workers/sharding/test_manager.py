@@ -1,0 +1,410 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from hybridrl.errors import EngineError, PhaseError
+from hybridrl.metrics import Max, Sum, check_declared
+from hybridrl.workers.sharding.control import ControlGroup, StageError
+from hybridrl.workers.sharding.fused_engines import FusedEngines
+from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.sharding.manager import ShardingManager
+from hybridrl.workers.sharding.states import State
+from tests.ranks import run_ranks
+from tests.workers.sharding.recording import (
+    BUFFER,
+    CPU,
+    TENANT,
+    WEIGHTS,
+    Journal,
+    RecordingEngine,
+    RecordingTenant,
+    RecordingTrainEngine,
+    rollout_config,
+)
+
+WEIGHT_BYTES = 4 * sum(WEIGHTS.values())
+ENGINE_BYTES = WEIGHT_BYTES + 4 * (3 + 64 + 8)
+
+
+@dataclass
+class Device:
+    """One rank's device: a manager, an engine (unless another rank leads it), the trainer."""
+
+    journal: Journal
+    engine: RecordingEngine | None
+    trainer: RecordingTrainEngine
+    manager: ShardingManager
+    version: int = 0
+
+    def serve(self) -> bool:
+        """Sample in a phase of its own; True if the trainer's newest weights answered."""
+        with self.manager.rollout_phase() as engine:
+            assert engine is self.engine
+            if self.engine is None:
+                return True
+            served = self.engine.serve()
+            assert served.pop(BUFFER).tolist() == [0.0, 1.0, 2.0]
+            return self.engine.version == self.version and all(
+                bool((served[name] == WEIGHTS[name] + self.version).all()) for name in WEIGHTS
+            )
+
+    def train(self) -> None:
+        self.manager.require_training()
+        self.trainer.step()
+        self.version += 1
+        self.manager.weights_changed(version=self.version)
+
+
+def _device(
+    rank: int = 0,
+    *,
+    sleep: bool = True,
+    backup_weights: str = "ledger",
+    tensor_parallel_size: int = 1,
+) -> Device:
+    journal = Journal()
+    engine = None if rank % tensor_parallel_size else RecordingEngine(rank, journal)
+    manager = ShardingManager(
+        engine=engine,
+        config=rollout_config(
+            sleep=sleep, backup_weights=backup_weights, tensor_parallel_size=tensor_parallel_size
+        ),
+        device=CPU,
+        control=ControlGroup(timeout_s=20.0),
+    )
+    trainer = RecordingTrainEngine(journal)
+    manager.attach_policy(trainer)
+    return Device(journal, engine, trainer, manager)
+
+
+# -- one process -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backup_weights", ["ledger", "always"])
+@pytest.mark.parametrize("sleep", [True, False])
+def test_every_phase_serves_the_weights_of_the_last_update(
+    sleep: bool, backup_weights: str
+) -> None:
+    device = _device(sleep=sleep, backup_weights=backup_weights)
+    for _ in range(3):
+        assert device.serve()
+        device.train()
+    assert device.serve()
+
+
+@pytest.mark.parametrize("sleep", [True, False])
+def test_only_weights_that_changed_or_were_lost_are_sent_again(sleep: bool) -> None:
+    device = _device(sleep=sleep)
+    device.serve()
+    device.journal.events.clear()
+    for _ in range(2):
+        assert device.serve()
+    assert bool(device.journal.calls(0).count("update_weights")) == sleep
+    device.train()
+    device.serve()
+    assert "update_weights" in device.journal.calls(0)
+
+
+def test_backed_up_weights_that_did_not_change_are_not_sent_again() -> None:
+    device = _device(backup_weights="always")
+    device.serve()
+    device.journal.events.clear()
+    for _ in range(2):
+        assert device.serve()
+    assert "update_weights" not in device.journal.calls(0)
+    assert device.journal.calls(0).count("resume weights") == 2
+
+
+def test_without_sleep_the_engine_and_the_trainer_keep_their_memory() -> None:
+    device = _device(sleep=False)
+    for _ in range(2):
+        device.serve()
+        device.train()
+    touching = ("release", "resume", "offload", "restore")
+    assert not [call for call in device.journal.calls() if call.startswith(touching)]
+
+
+def test_training_and_sampling_exclude_each_other() -> None:
+    device = _device()
+    for _ in range(2):
+        device.manager.require_training()
+        with device.manager.rollout_phase():
+            assert device.manager.states == (State.READY,)
+            with pytest.raises(PhaseError, match=r"holds the device \(engines are 0: READY; tr"):
+                device.manager.require_training()
+            with pytest.raises(PhaseError, match="a rollout phase is already open"):
+                device.serve()
+            with pytest.raises(PhaseError, match="holds the device"):
+                device.manager.register("critic", RecordingTenant(device.journal))
+        device.manager.require_training()
+        assert device.manager.states == (State.ASLEEP,)
+
+
+def test_there_is_no_phase_without_a_policy() -> None:
+    manager = ShardingManager(
+        engine=RecordingEngine(0, Journal()),
+        config=rollout_config(),
+        device=CPU,
+        control=ControlGroup(timeout_s=1.0),
+    )
+    for _ in range(2):
+        with pytest.raises(PhaseError, match="call attach_policy first"), manager.rollout_phase():
+            pass
+        manager.require_training()
+
+
+def test_every_registered_role_leaves_the_device() -> None:
+    device = _device()
+    reference = RecordingTenant(device.journal)
+    device.manager.register("reference", reference)
+    for _ in range(2):
+        with device.manager.rollout_phase():
+            assert not reference.is_home()
+            assert not device.trainer.is_home()
+        assert reference.is_home()
+        assert device.trainer.is_home()
+
+
+def test_an_error_in_the_body_gives_the_device_back() -> None:
+    device = _device()
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), device.manager.rollout_phase():
+            _ = 1 // 0
+        device.train()
+    assert device.serve()
+
+
+def test_a_sleep_that_failed_is_mended_by_the_next_phase() -> None:
+    device = _device()
+    device.journal.fail(0, "drain")
+    with pytest.raises(StageError, match="drain failed on engine 0"):
+        device.serve()
+    with pytest.raises(PhaseError, match="0: READY; training state is out"):
+        device.manager.require_training()
+    for _ in range(2):
+        assert device.serve()
+        device.train()
+
+
+def test_the_engine_ends_with_the_manager() -> None:
+    device = _device()
+    device.manager.shutdown()
+    device.manager.shutdown()
+    assert device.engine is not None
+    assert not device.engine.is_alive
+
+
+def test_each_stage_reports_its_seconds_and_bytes_once() -> None:
+    device = _device()
+    started = device.manager.take_metrics()
+    assert started.pop("memory/released_bytes") == Sum(ENGINE_BYTES)
+    assert started.pop("memory/weight_backup_bytes") == Sum(12)
+    assert set(started) == {"time/start_s"}
+    waking = ["make_room", "resume_weights", "sync", "leave", "resume_cache", "continue"]
+    sleeping = ["pause", "drain", "release", "come_back"]
+    for _ in range(2):
+        device.serve()
+        metrics = device.manager.take_metrics()
+        check_declared(metrics)
+        assert metrics.pop("memory/released_bytes") == Sum(ENGINE_BYTES)
+        assert metrics.pop("memory/synced_bytes") == Sum(WEIGHT_BYTES)
+        assert metrics.pop("memory/weight_backup_bytes") == Sum(12)
+        assert set(metrics) == {f"time/{stage}_s" for stage in waking + sleeping}
+        assert all(isinstance(m, Max) and m.value > 0.0 for m in metrics.values())
+    assert device.manager.take_metrics() == {}
+
+
+def test_two_phases_of_one_step_add_up() -> None:
+    device = _device()
+    device.manager.take_metrics()
+    device.serve()
+    device.serve()
+    metrics = device.manager.take_metrics()
+    assert metrics["memory/synced_bytes"] == Sum(2 * WEIGHT_BYTES)
+    assert metrics["memory/released_bytes"] == Sum(2 * ENGINE_BYTES)
+
+
+def test_the_seconds_of_a_stage_that_ran_twice_add_up() -> None:
+    device = _device()
+    device.manager.take_metrics()
+    for seconds in (2.0, 0.5):
+        device.manager._count("pause", seconds=seconds)
+    assert device.manager.take_metrics() == {"time/pause_s": Max(2.5)}
+
+
+def test_the_names_of_failed_stages_are_declared_too() -> None:
+    device = _device()
+    for call, part in (("resume", "kv_cache"), ("finish_update", ""), ("drain", "")):
+        device.journal.fail(0, call, part)
+        with pytest.raises(StageError):
+            device.serve()
+    device.serve()
+    metrics = device.manager.take_metrics()
+    check_declared(metrics)
+    assert {"time/roll_back_s", "time/restart_s", "time/start_s"} <= set(metrics)
+
+
+# -- several ranks -----------------------------------------------------------------------------
+
+FAULTS = [
+    *("pause", "drain", "drain + continue_generation", "release kv_cache", "release weights"),
+    *("resume weights", "update_weights", "finish_update", "resume kv_cache"),
+    *("resume kv_cache + restart", "continue_generation"),
+    *("offload optimizer", "full_weights", "offload parameters", "restore parameters"),
+]
+
+
+def _inject(device: Device, rank: int, faults: str) -> None:
+    for fault in faults.split(" + "):
+        call, _, part = fault.partition(" ")
+        is_tenants = call in ("offload", "restore", "full_weights")
+        device.journal.fail(TENANT if is_tenants else rank, call, part)
+
+
+def _survive_each_fault_on_rank_one(rank: int) -> list[str]:
+    device = _device(rank)
+    assert device.serve()
+    texts = []
+    for faults in FAULTS:
+        is_for_sleep = faults.startswith(("pause", "drain"))
+        if rank == 1 and not is_for_sleep:
+            _inject(device, rank, faults)
+        try:
+            with device.manager.rollout_phase():
+                if rank == 1 and is_for_sleep:
+                    _inject(device, rank, faults)
+            texts.append("mended")
+        except StageError as error:
+            texts.append(str(error))
+        device.journal.faults.clear()
+        for _ in range(2):
+            assert device.serve(), faults
+            device.train()
+    return texts
+
+
+def test_a_fault_on_one_rank_is_the_same_error_on_both_and_both_go_on() -> None:
+    here, there = run_ranks(2, _survive_each_fault_on_rank_one)
+    assert here == there
+    for faults, text in zip(FAULTS, here, strict=True):
+        first = faults.partition(" + ")[0]
+        who = "rank" if first.startswith(("offload", "restore")) else "engine"
+        expected = f"failed on {who} 1: InjectedFault: {first}"
+        assert text.partition(" of ")[0].endswith(expected) or first.startswith("release"), faults
+        assert (text == "mended") == first.startswith("release"), faults
+
+
+def _restart_on_rank_one(rank: int) -> int:
+    device = _device(rank, sleep=False)
+    device.serve()
+    device.journal.events.clear()
+    with (
+        pytest.raises(StageError, match="drain failed on engine 1"),
+        device.manager.rollout_phase(),
+    ):
+        if rank == 1:
+            _inject(device, rank, "drain + continue_generation")
+    assert device.serve()
+    return device.journal.calls().count("full_weights")
+
+
+def test_all_ranks_stream_again_when_one_engine_was_restarted() -> None:
+    assert run_ranks(2, _restart_on_rank_one) == [1, 1]
+
+
+def _body_raises_on_rank_one(rank: int) -> list[State]:
+    device = _device(rank)
+    for _ in range(2):
+        try:
+            with device.manager.rollout_phase():
+                if rank == 1:
+                    raise OSError("the prompt is bad")
+        except OSError:
+            assert rank == 1
+        device.train()
+    assert device.serve()
+    return list(device.manager.states)
+
+
+def test_ranks_meet_at_the_exit_when_the_body_of_one_raises() -> None:
+    asleep = [State.ASLEEP, State.ASLEEP]
+    assert run_ranks(2, _body_raises_on_rank_one) == [asleep, asleep]
+
+
+def _calls_of_two_steps(rank: int) -> list[str]:
+    device = _device(rank)
+    for _ in range(2):
+        assert device.serve()
+        device.train()
+    return device.journal.calls()
+
+
+def test_all_ranks_go_through_the_same_calls() -> None:
+    here, there = run_ranks(2, _calls_of_two_steps)
+    assert here == there
+
+
+def _agreed_bucket_bytes(rank: int) -> int:
+    engines = FusedEngines(
+        _managed_engine(rank),
+        tensor_parallel_size=1,
+        bucket_mib=3 - rank,  # as if taken from free memory, of which rank 1 has less
+        device=CPU,
+        control=ControlGroup(timeout_s=20.0),
+    )
+    return engines._bucket_bytes()
+
+
+def _managed_engine(rank: int) -> ManagedEngine:
+    engine = RecordingEngine(rank, Journal())
+    return ManagedEngine.of(engine, config=rollout_config(), device=CPU)
+
+
+def test_all_ranks_cut_the_stream_for_the_one_with_the_least_memory() -> None:
+    assert run_ranks(2, _agreed_bucket_bytes) == [2 * 2**20] * 2
+
+
+# -- tensor parallelism ------------------------------------------------------------------------
+
+
+def _two_engines_on_four_ranks(rank: int) -> tuple[int, int, float, list[str]]:
+    device = _device(rank, tensor_parallel_size=2)
+    for _ in range(3):
+        assert device.serve()
+        device.train()
+    calls = device.journal.calls()
+    bytes_sent = device.manager.take_metrics()["memory/synced_bytes"].value
+    if rank == 2:
+        device.journal.fail(2, "update_weights")
+    with pytest.raises(StageError) as raised:
+        device.serve()
+    texts = [str(raised.value)]
+    if rank == 3:  # leads no engine, gathers all the same
+        device.journal.fail(TENANT, "full_weights")
+    with pytest.raises(StageError) as raised:
+        device.serve()
+    texts.append(str(raised.value))
+    assert device.serve()
+    device.train()
+    return len(device.manager.states), calls.count("full_weights"), bytes_sent, texts
+
+
+def test_only_leaders_have_engines_and_all_ranks_gather() -> None:
+    answers = run_ranks(4, _two_engines_on_four_ranks)
+    for rank, (num_engines, num_gathers, bytes_sent, texts) in enumerate(answers):
+        assert (num_engines, num_gathers) == (2, 3)
+        assert bytes_sent == (0 if rank % 2 else 3 * WEIGHT_BYTES)
+        assert texts[0].startswith("sync failed on engine 1: InjectedFault: update_weights")
+        assert texts[1].startswith("sync failed on engine 1: InjectedFault: full_weights")
+
+
+def test_a_leader_without_an_engine_is_refused() -> None:
+    with pytest.raises(EngineError, match=r"rank 0 was given no rollout engine; with rollout.tens"):
+        ShardingManager(
+            engine=None,
+            config=rollout_config(),
+            device=CPU,
+            control=ControlGroup(timeout_s=1.0),
+        )
