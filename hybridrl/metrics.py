@@ -143,6 +143,7 @@ time/update_s | s | remote call that takes the optimizer steps
 time/eval_s | s | evaluation
 time/sync_weights_s | s | all stages that lend the device to the rollout engine, before sampling
 time/start_s | s | engines give their memory back once, at the start of the run
+time/skew_s | s | ranks that have sampled wait for the last one
 time/pause_s | s | engines admit no new request
 time/drain_s | s | waiting for requests in flight
 time/roll_back_s | s | after a failed drain: engines serve again

@@ -51,6 +51,9 @@ class RolloutConfig:
     bucket_mib: CountOrZero
     """Size of one bucket of the weight stream, in MiB. 0 takes it from free memory."""
 
+    skew_timeout_s: Seconds
+    """Seconds that one rank may take longer to sample its responses than another."""
+
     drain_timeout_s: Seconds
     """Seconds a pausing engine may take to finish; then its requests are aborted."""
 

@@ -121,10 +121,8 @@ class HFRolloutEngine:
             return decoding.responses()
 
     def _check_prompts(self, prompts: PromptBatch) -> None:
-        tokens_T, offsets = (
-            prompts.token_ids_PL.values(),
-            row_offsets(prompts.token_ids_PL).tolist(),
-        )
+        tokens_T = prompts.token_ids_PL.values()
+        offsets = row_offsets(prompts.token_ids_PL).tolist()
         limit = self._max_context_tokens - 1
         for prompt, (begin, end) in enumerate(pairwise(offsets)):
             if end == begin:

@@ -43,6 +43,7 @@ class KVStep:
         layer: int,
         query_1HTD: Tensor,
         new_keys_and_values: tuple[Tensor, Tensor],
+        *,
         scale: float,
     ) -> Tensor:
         """Store new keys and values [1, J, T, D] each, and attend: [1, T, H, D]."""
@@ -82,7 +83,8 @@ def _attend(
     **_unused: object,
 ) -> tuple[Tensor, None]:
     # The signature is transformers'; `kv_step` came through the keyword arguments of model(...).
-    return kv_step.attend(module.layer_idx, query, (key, value), scaling), None  # type: ignore[arg-type]
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return kv_step.attend(layer, query, (key, value), scale=scaling), None
 
 
 # No mask function goes with it: transformers then makes no mask, and hands `None` down.

@@ -99,14 +99,32 @@ class ControlGroup:
             )
         return largest
 
+    def meet(self, work: str, *, timeout_s: float, key: str) -> None:
+        """Wait until all ranks have done ``work``, which may take them longer than a stage.
+
+        Args:
+            work: what they come from, for the message.
+            timeout_s: seconds that the first rank waits for the last.
+            key: of the configuration, that holds ``timeout_s``.
+
+        Raises:
+            DeadlineError: a rank did not come in time.
+        """
+        if self._group is not None:
+            with self._deadline(work, timeout_s=timeout_s, key=key):
+                dist.monitored_barrier(self._group, timeout=timedelta(seconds=timeout_s))
+
     @contextmanager
-    def _deadline(self, stage: str) -> Iterator[None]:
+    def _deadline(
+        self, stage: str, *, timeout_s: float | None = None, key: str = "rollout.stage_timeout_s"
+    ) -> Iterator[None]:
         try:
             yield
         except RuntimeError as err:
+            limit_s = self._timeout_s if timeout_s is None else timeout_s
             raise DeadlineError(
-                f"{stage}: not all {self.world_size} ranks answered within {self._timeout_s:g} s; "
-                "a rank died or is stuck. If the stage is only slow, raise rollout.stage_timeout_s"
+                f"{stage}: not all {self.world_size} ranks answered within {limit_s:g} s; "
+                f"a rank died or is stuck. If the stage is only slow, raise {key}"
             ) from err
 
     def everywhere(self, stage: str, action: Callable[[], T]) -> T:

@@ -45,6 +45,8 @@ class ShardingManager:
             control: the control group of all ranks.
         """
         self._device = device
+        self._control = control
+        self._skew_timeout_s = config.skew_timeout_s
         self._stages: Metrics = {}
         self._is_rollout_open = False
         self._tenants = Tenants(device=device, control=control)
@@ -99,6 +101,7 @@ class ShardingManager:
             try:
                 yield None if self._engines.managed is None else self._engines.managed.engine
             finally:
+                self._wait_for_ranks()
                 self._life.sleep()
         finally:
             self._is_rollout_open = False
@@ -133,6 +136,13 @@ class ShardingManager:
         """End this rank's rollout engine."""
         if self._engines.managed is not None:
             self._engines.managed.engine.shutdown()
+
+    def _wait_for_ranks(self) -> None:
+        """Responses differ in length, so ranks in time: no stage's deadline may bound that."""
+        with self._observe("skew"):
+            self._control.meet(
+                "generate", timeout_s=self._skew_timeout_s, key="rollout.skew_timeout_s"
+            )
 
     @contextmanager
     def _observe(self, stage: str) -> Iterator[None]:

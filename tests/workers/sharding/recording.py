@@ -421,6 +421,7 @@ def rollout_config(
         sleep=sleep,
         backup_weights="always" if backup_weights == "always" else "ledger",
         bucket_mib=0,
+        skew_timeout_s=20.0,
         drain_timeout_s=1.0,
         stage_timeout_s=20.0,
     )

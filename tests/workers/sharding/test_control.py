@@ -86,6 +86,29 @@ def test_a_rank_that_does_not_come_ends_the_wait_with_the_key_of_the_limit() -> 
     assert waited_s > 1.0
 
 
+def _one_rank_samples_longer_than_a_stage_may_take(rank: int) -> str:
+    control = ControlGroup(timeout_s=1.0)
+    if rank == 1:
+        time.sleep(2.0)
+    control.meet("generate", timeout_s=30.0, key="rollout.skew_timeout_s")
+    control.exchange("pause", None)
+    if rank == 1:
+        dist.barrier()  # of the other group: this rank does not come
+        return ""
+    with pytest.raises(DeadlineError) as raised:
+        control.meet("generate", timeout_s=1.0, key="rollout.skew_timeout_s")
+    dist.barrier()
+    return str(raised.value)
+
+
+def test_ranks_may_differ_in_sampling_by_more_than_a_stage_but_not_for_ever() -> None:
+    text, _ = run_ranks(2, _one_rank_samples_longer_than_a_stage_may_take)
+    assert text == (
+        "generate: not all 2 ranks answered within 1 s; a rank died or is stuck. "
+        "If the stage is only slow, raise rollout.skew_timeout_s"
+    )
+
+
 def _ranks_take_different_ways(rank: int) -> str:
     control = ControlGroup(timeout_s=20.0)
     with pytest.raises(PhaseError) as raised:

@@ -203,7 +203,7 @@ def test_each_stage_reports_its_seconds_and_bytes_once() -> None:
     assert started.pop("memory/weight_backup_bytes") == Sum(12)
     assert set(started) == {"time/start_s"}
     waking = ["make_room", "resume_weights", "sync", "leave", "resume_cache", "continue"]
-    sleeping = ["pause", "drain", "release", "come_back"]
+    sleeping = ["skew", "pause", "drain", "release", "come_back"]
     for _ in range(2):
         device.serve()
         metrics = device.manager.take_metrics()

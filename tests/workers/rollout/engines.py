@@ -1,0 +1,99 @@
+"""Small embedded engines with real weights, and prompts for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from hybridrl.batch import PromptBatch, jagged
+from hybridrl.config.rollout import RolloutConfig
+from hybridrl.workers.rollout.hf import HFRolloutEngine
+from hybridrl.workers.rollout.protocol import Response, SamplingParams
+
+CPU = torch.device("cpu")
+VOCAB_SIZE = 64
+
+
+def rollout_config(*, num_slots: int = 8, dtype: str = "float32") -> RolloutConfig:
+    return RolloutConfig(
+        engine="hf",
+        num_responses_per_prompt=2,
+        max_response_tokens=8,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        num_slots=num_slots,
+        dtype="bfloat16" if dtype == "bfloat16" else "float32",
+        tensor_parallel_size=1,
+        sleep=True,
+        backup_weights="ledger",
+        bucket_mib=0,
+        skew_timeout_s=60.0,
+        drain_timeout_s=10.0,
+        stage_timeout_s=10.0,
+    )
+
+
+def unsynced_engine(
+    folder: Path, *, num_slots: int = 8, max_context_tokens: int = 32, dtype: str = "float32"
+) -> HFRolloutEngine:
+    """An engine as it boots: no weights yet."""
+    return HFRolloutEngine(
+        folder,
+        config=rollout_config(num_slots=num_slots, dtype=dtype),
+        max_context_tokens=max_context_tokens,
+        device=CPU,
+    )
+
+
+def send_weights(engine: HFRolloutEngine, folder: Path) -> None:
+    engine.update_weights(list(load_file(folder / "model.safetensors").items()))
+    engine.finish_update(version=0)
+
+
+def ready_engine(
+    folder: Path, *, num_slots: int = 8, max_context_tokens: int = 32, dtype: str = "float32"
+) -> HFRolloutEngine:
+    """An engine with the folder's weights."""
+    engine = unsynced_engine(
+        folder, num_slots=num_slots, max_context_tokens=max_context_tokens, dtype=dtype
+    )
+    send_weights(engine, folder)
+    return engine
+
+
+def make_prompts(lengths: Sequence[int], *, first_seed: int = 100) -> PromptBatch:
+    """Random prompts; each depends on its length and place alone."""
+    rows = []
+    for place, length in enumerate(lengths):
+        generator = torch.Generator().manual_seed(place)
+        rows.append(torch.randint(0, VOCAB_SIZE, (length,), generator=generator))
+    return prompt_batch(rows, [first_seed + place for place in range(len(rows))])
+
+
+def prompt_batch(rows: Sequence[torch.Tensor], seeds: Sequence[int]) -> PromptBatch:
+    return PromptBatch(
+        token_ids_PL=jagged(rows),
+        prompt_index_P=torch.arange(len(rows)),
+        seed_P=torch.tensor(seeds),
+        batch_size=[len(rows)],
+    )
+
+
+def sampling_params(
+    *,
+    group: int = 3,
+    tokens: int = 8,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    stop: tuple[int, ...] = (),
+) -> SamplingParams:
+    return SamplingParams(group, tokens, temperature, top_p, top_k, stop)
+
+
+def tokens_of(responses: Sequence[Response]) -> list[list[int]]:
+    return [response.token_ids.tolist() for response in responses]
