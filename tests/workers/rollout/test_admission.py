@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
+import pytest
+
+from hybridrl.errors import EngineError, PhaseError
+from hybridrl.workers.rollout.admission import Admission
+
+
+def test_while_paused_nothing_is_admitted_and_reopening_ends_it() -> None:
+    admission = Admission()
+    for _ in range(2):
+        admission.pause()
+        admission.pause()
+        with pytest.raises(PhaseError, match="paused"), admission.admit(1):
+            pass
+        admission.reopen()
+        with admission.admit(1) as ticket:
+            ticket.check(1)
+
+
+def test_a_second_call_and_a_change_of_memory_are_refused_while_one_runs() -> None:
+    admission = Admission()
+    with admission.admit(4):
+        with pytest.raises(PhaseError, match="refused: 4 requests"), admission.admit(1):
+            pass
+        with pytest.raises(PhaseError, match="release was refused"):
+            admission.require_idle("release")
+    admission.require_idle("release")
+
+
+def test_an_error_inside_frees_the_engine() -> None:
+    admission = Admission()
+    with pytest.raises(ZeroDivisionError), admission.admit(4):
+        raise ZeroDivisionError
+    admission.require_idle("release")
+    assert admission.drain(timeout_s=0.0) == 0
+
+
+def run_until_aborted(admission: Admission, started: Event) -> None:
+    with admission.admit(6) as ticket:
+        started.set()
+        while True:
+            ticket.check(5)
+
+
+def run_until(admission: Admission, started: Event, end: Event) -> str:
+    with admission.admit(6) as ticket:
+        started.set()
+        while not end.wait(0.001):
+            ticket.check(5)
+    return "ended"
+
+
+def test_draining_waits_for_the_running_call() -> None:
+    admission, started, end = Admission(), Event(), Event()
+    with ThreadPoolExecutor(2) as pool:
+        generating = pool.submit(run_until, admission, started, end)
+        assert started.wait(10.0)
+        draining = pool.submit(admission.drain, 60.0)
+        assert not draining.done()
+        end.set()
+        assert draining.result(10.0) == 0
+        assert generating.result(10.0) == "ended"
+
+
+def test_at_the_deadline_what_is_left_is_aborted_and_counted() -> None:
+    admission = Admission()
+    for _ in range(3):
+        started = Event()
+        with ThreadPoolExecutor(1) as pool:
+            generating = pool.submit(run_until_aborted, admission, started)
+            assert started.wait(10.0)
+            admission.pause()
+            assert admission.drain(timeout_s=0.01) == 5
+            with pytest.raises(EngineError, match="aborted 5 of 6 requests"):
+                generating.result(10.0)
+        admission.reopen()

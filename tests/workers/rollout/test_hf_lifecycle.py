@@ -1,0 +1,247 @@
+"""The embedded engine's memory, weights and doors, through several cycles."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hybridrl.errors import EngineError, ModelError, PhaseError
+from hybridrl.workers.rollout.hf import HFRolloutEngine
+from hybridrl.workers.rollout.protocol import MemoryPart
+from tests.models import make_tiny_model
+from tests.workers.rollout.engines import (
+    make_prompts,
+    ready_engine,
+    sampling_params,
+    send_weights,
+    tokens_of,
+    unsynced_engine,
+)
+
+
+def buffer_names(engine: HFRolloutEngine) -> frozenset[str]:
+    return frozenset(memory.name for memory in engine.weight_memory() if memory.is_buffer)
+
+
+def sleep(engine: HFRolloutEngine, backup: frozenset[str]) -> None:
+    engine.pause()
+    assert engine.drain(timeout_s=1.0) == 0
+    engine.release(MemoryPart.WEIGHTS, backup=backup)
+    engine.release(MemoryPart.KV_CACHE)
+    engine.release(MemoryPart.CUDA_GRAPH)
+
+
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+def test_weight_memory_lists_what_save_pretrained_writes_and_buffers(
+    tie_embeddings: bool, tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path, tie_embeddings=tie_embeddings)
+    engine, saved = unsynced_engine(folder), load_file(folder / "model.safetensors")
+    listed = {memory.name: memory for memory in engine.weight_memory()}
+    sizes = {name: memory.num_bytes for name, memory in listed.items() if not memory.is_buffer}
+    assert sizes == {name: tensor.nbytes for name, tensor in saved.items()}
+    assert "model.rotary_emb.inv_freq" in buffer_names(engine)
+    assert engine.resident_bytes(MemoryPart.WEIGHTS) == sum(
+        memory.num_bytes for memory in listed.values()
+    )
+
+
+def test_sleeping_frees_every_byte_and_waking_with_new_weights_samples_as_before(
+    tiny_model: Path,
+) -> None:
+    engine, prompts = ready_engine(tiny_model), make_prompts((4, 9))
+    expected = tokens_of(engine.generate(prompts, sampling_params()))
+    held = {part: engine.resident_bytes(part) for part in MemoryPart}
+    assert held[MemoryPart.KV_CACHE] == 2 * 2 * 8 * 2 * 32 * 8 * 4
+    assert held[MemoryPart.CUDA_GRAPH] == 0
+    for _ in range(3):
+        sleep(engine, buffer_names(engine))
+        assert [engine.resident_bytes(part) for part in MemoryPart] == [0, 0, 0]
+        engine.resume(MemoryPart.WEIGHTS)
+        send_weights(engine, tiny_model)
+        assert engine.resident_bytes(MemoryPart.KV_CACHE) == 0
+        engine.resume(MemoryPart.KV_CACHE)
+        engine.resume(MemoryPart.CUDA_GRAPH)
+        engine.continue_generation()
+        assert {part: engine.resident_bytes(part) for part in MemoryPart} == held
+        assert tokens_of(engine.generate(prompts, sampling_params())) == expected
+
+
+def test_a_full_backup_needs_no_new_weights(tiny_model: Path) -> None:
+    engine, prompts = ready_engine(tiny_model), make_prompts((4, 9))
+    expected = tokens_of(engine.generate(prompts, sampling_params()))
+    everything = frozenset(memory.name for memory in engine.weight_memory())
+    for _ in range(2):
+        sleep(engine, everything)
+        for part in MemoryPart:
+            engine.resume(part)
+        engine.continue_generation()
+        assert tokens_of(engine.generate(prompts, sampling_params())) == expected
+
+
+def test_lost_weights_never_look_plausible(tiny_model: Path) -> None:
+    engine = ready_engine(tiny_model)
+    lost = "model.layers.1.mlp.up_proj.weight"
+    everything = frozenset(memory.name for memory in engine.weight_memory())
+    sleep(engine, everything - {lost})
+    for part in MemoryPart:
+        engine.resume(part)
+    engine.continue_generation()
+    with pytest.raises(EngineError, match="lost in a release"):
+        engine.generate(make_prompts((4,)), sampling_params())
+
+
+def test_a_lost_buffer_never_looks_plausible(tiny_model: Path) -> None:
+    engine = ready_engine(tiny_model)
+    sleep(engine, frozenset())
+    for part in MemoryPart:
+        engine.resume(part)
+    engine.continue_generation()
+    send_weights(engine, tiny_model)
+    with pytest.raises(EngineError, match="not finite"):
+        engine.generate(make_prompts((4,)), sampling_params())
+
+
+@pytest.mark.parametrize("part", list(MemoryPart))
+def test_generate_is_refused_while_a_part_is_released(part: MemoryPart, tiny_model: Path) -> None:
+    engine, prompts = ready_engine(tiny_model), make_prompts((4,))
+    engine.release(part, backup=buffer_names(engine) if part is MemoryPart.WEIGHTS else frozenset())
+    with pytest.raises(PhaseError, match=f"{part.name} is released"):
+        engine.generate(prompts, sampling_params())
+    engine.resume(part)
+    send_weights(engine, tiny_model)
+    assert engine.generate(prompts, sampling_params())
+
+
+def test_the_parts_are_independent(tiny_model: Path) -> None:
+    engine = ready_engine(tiny_model)
+    engine.release(MemoryPart.KV_CACHE)
+    send_weights(engine, tiny_model)  # weights are readable and writable without the cache
+    engine.release(MemoryPart.WEIGHTS)
+    with pytest.raises(PhaseError, match="update_weights was refused: WEIGHTS is released"):
+        send_weights(engine, tiny_model)
+
+
+def test_paused_engines_admit_nothing_until_continued(tiny_model: Path) -> None:
+    engine, prompts = ready_engine(tiny_model), make_prompts((4,))
+    for _ in range(2):
+        engine.pause()
+        with pytest.raises(PhaseError, match="paused"):
+            engine.generate(prompts, sampling_params())
+        engine.continue_generation()
+        assert engine.generate(prompts, sampling_params())
+
+
+def test_a_drain_past_its_deadline_aborts_the_rollout_in_the_other_thread(tiny_model: Path) -> None:
+    engine = ready_engine(tiny_model, num_slots=1, max_context_tokens=128)
+    prompts, long = make_prompts([4] * 64), sampling_params(group=64, tokens=120)
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as pool:
+            generating = pool.submit(engine.generate, prompts, long)
+            while engine.drain(timeout_s=0.0) == 0:  # until the call has been admitted
+                assert not generating.done()
+            engine.pause()
+            with pytest.raises(EngineError, match=r"aborted \d+ of 4096 requests"):
+                generating.result(60.0)
+        engine.release(MemoryPart.KV_CACHE)
+        engine.resume(MemoryPart.KV_CACHE)
+        engine.continue_generation()
+        assert engine.generate(make_prompts((4,)), sampling_params())
+
+
+def test_memory_and_weights_are_not_touched_under_a_running_rollout(tiny_model: Path) -> None:
+    engine = ready_engine(tiny_model)
+    with engine._admission.admit(1):
+        with pytest.raises(PhaseError, match="release of WEIGHTS was refused"):
+            engine.release(MemoryPart.WEIGHTS)
+        with pytest.raises(PhaseError, match="update_weights was refused"):
+            send_weights(engine, tiny_model)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("model.norm.wieght", torch.ones(32), "did you mean 'model.norm.weight'"),
+        ("model.norm.weight", torch.ones(31), r"shape \[31\], the rollout model has \[32\]"),
+        ("model.norm.weight", torch.ones(32, dtype=torch.int64), "torch.int64.*does not cast"),
+        ("lm_head.weight", torch.ones(64, 32), "'lm_head.weight' is tied"),
+    ],
+)
+def test_a_weight_that_does_not_fit_is_named_and_none_of_its_bucket_arrives(
+    name: str, tensor: torch.Tensor, message: str, tiny_model: Path
+) -> None:
+    engine, prompts = ready_engine(tiny_model), make_prompts((4, 9))
+    expected = tokens_of(engine.generate(prompts, sampling_params()))
+    bad_bucket = [("model.embed_tokens.weight", torch.zeros(64, 32)), (name, tensor)]
+    with pytest.raises(EngineError, match=message):
+        engine.update_weights(bad_bucket)
+    assert tokens_of(engine.generate(prompts, sampling_params())) == expected
+
+
+def test_an_update_copies_and_casts(tiny_model: Path) -> None:
+    engine, prompts = ready_engine(tiny_model), make_prompts((4, 9))
+    expected = tokens_of(engine.generate(prompts, sampling_params()))
+    weights = load_file(tiny_model / "model.safetensors")
+    doubles = [(name, tensor.double()) for name, tensor in weights.items()]
+    engine.update_weights(doubles)
+    for _, tensor in doubles:
+        tensor.zero_()  # the sender reuses its bucket
+    engine.finish_update(version=3)
+    assert engine.version == 3
+    assert tokens_of(engine.generate(prompts, sampling_params())) == expected
+
+
+def test_restart_boots_anew_and_samples_as_before_after_a_sync(tiny_model: Path) -> None:
+    engine, prompts = ready_engine(tiny_model), make_prompts((4, 9))
+    expected = tokens_of(engine.generate(prompts, sampling_params()))
+    for _ in range(2):
+        engine.release(MemoryPart.WEIGHTS)
+        engine.restart()
+        assert engine.version == -1
+        with pytest.raises(EngineError, match="never sent"):
+            engine.generate(prompts, sampling_params())
+        send_weights(engine, tiny_model)
+        assert tokens_of(engine.generate(prompts, sampling_params())) == expected
+
+
+def test_after_shutdown_nothing_is_held_and_nothing_is_served(tiny_model: Path) -> None:
+    engine = ready_engine(tiny_model)
+    for _ in range(2):
+        engine.shutdown()
+        assert [engine.resident_bytes(part) for part in MemoryPart] == [0, 0, 0]
+        with pytest.raises(PhaseError):
+            engine.generate(make_prompts((4,)), sampling_params())
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no usable model configuration .*model\.path"):
+        unsynced_engine(tmp_path)
+
+
+def test_a_context_beyond_the_models_is_refused(tiny_model: Path) -> None:
+    with pytest.raises(ModelError, match=r"may take 129 tokens, .* takes 128"):
+        unsynced_engine(tiny_model, max_context_tokens=129)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "dynamic",
+        ),
+    ],
+)
+def test_attention_that_the_engine_does_not_know_is_refused(
+    setting: dict[str, object], message: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    settings = json.loads((tiny_model / "config.json").read_text()) | setting
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match=f"does not support .*{message}"):
+        unsynced_engine(tmp_path)

@@ -1,0 +1,250 @@
+"""What the embedded engine samples, held against plain Hugging Face."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hybridrl.batch import PromptBatch
+from hybridrl.errors import EngineError
+from hybridrl.workers.rollout import prefill
+from hybridrl.workers.rollout.protocol import Response, SamplingParams
+from tests.models import Family, make_tiny_model
+from tests.workers.rollout.engines import (
+    make_prompts,
+    prompt_batch,
+    ready_engine,
+    sampling_params,
+    tokens_of,
+    unsynced_engine,
+)
+
+LENGTHS = (1, 7, 3, 12, 2)
+
+
+def rescore(
+    folder: Path, prompts: PromptBatch, responses: list[Response], sampling: SamplingParams
+) -> list[torch.Tensor]:
+    """Log-probs of the responses, one row at a time through transformers' own forward pass."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    temperature = sampling.temperature or 1.0
+    scores = []
+    for place, response in enumerate(responses):
+        prompt = prompts.token_ids_PL.unbind()[place // sampling.num_responses_per_prompt]
+        row = torch.cat([prompt, response.token_ids])
+        with torch.no_grad():
+            logits = model(row[None]).logits[0, len(prompt) - 1 : -1].float() / temperature
+        logprobs = torch.log_softmax(logits, dim=-1)
+        scores.append(logprobs.gather(1, response.token_ids[:, None])[:, 0])
+    return scores
+
+
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+def test_logprobs_are_those_of_hugging_face_whatever_the_slots(
+    family: Family, tie_embeddings: bool, tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path, family, tie_embeddings=tie_embeddings)
+    prompts = make_prompts(LENGTHS)
+    sampling = sampling_params(temperature=0.7, stop=(5, 9), tokens=10)
+    for num_slots in (1, 4, 32):
+        responses = ready_engine(folder, num_slots=num_slots).generate(prompts, sampling)
+        assert len(responses) == len(LENGTHS) * 3
+        expected = rescore(folder, prompts, responses, sampling)
+        for response, scores in zip(responses, expected, strict=True):
+            torch.testing.assert_close(response.logprobs, scores, atol=1e-4, rtol=0)
+
+
+def test_greedy_takes_hugging_faces_best_tokens_with_logprobs_at_temperature_one(
+    tiny_model: Path,
+) -> None:
+    prompts = make_prompts(LENGTHS)
+    sampling = sampling_params(temperature=0.0, group=1, tokens=12)
+    responses = ready_engine(tiny_model).generate(prompts, sampling)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    for prompt, response in zip(prompts.token_ids_PL.unbind(), responses, strict=True):
+        output = model.generate(
+            prompt[None],
+            attention_mask=torch.ones_like(
+                prompt[None]
+            ),  # else it hides tokens that look like pads
+            do_sample=False,
+            max_new_tokens=12,
+            pad_token_id=0,
+        )
+        assert response.token_ids.tolist() == output[0, len(prompt) :].tolist()
+    for response, scores in zip(
+        responses, rescore(tiny_model, prompts, responses, sampling), strict=True
+    ):
+        torch.testing.assert_close(response.logprobs, scores, atol=1e-4, rtol=0)
+
+
+def test_the_same_call_gives_the_same_bits(tiny_model: Path) -> None:
+    engine = ready_engine(tiny_model, num_slots=4)
+    prompts, sampling = make_prompts(LENGTHS), sampling_params(stop=(5,))
+    first = engine.generate(prompts, sampling)
+    engine.generate(make_prompts((9, 9, 9), first_seed=5), sampling)  # leaves other values behind
+    for one, other in zip(first, engine.generate(prompts, sampling), strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.logprobs.tolist() == other.logprobs.tolist()
+
+
+def test_tokens_do_not_depend_on_slots_order_neighbours_or_group_size(tiny_model: Path) -> None:
+    prompts, sampling = make_prompts(LENGTHS), sampling_params(stop=(5,))
+    expected = tokens_of(ready_engine(tiny_model, num_slots=16).generate(prompts, sampling))
+    assert len({tuple(tokens) for tokens in expected}) > 10  # siblings differ
+
+    few_slots = ready_engine(tiny_model, num_slots=2)
+    assert tokens_of(few_slots.generate(prompts, sampling)) == expected
+
+    order = [3, 0, 4, 2, 1]
+    permuted = tokens_of(few_slots.generate(prompts[torch.tensor(order)], sampling))
+    for place, prompt in enumerate(order):
+        assert permuted[3 * place : 3 * place + 3] == expected[3 * prompt : 3 * prompt + 3]
+
+    alone = few_slots.generate(prompts[1:2], sampling_params(group=2, stop=(5,)))
+    assert tokens_of(alone) == expected[3:5]
+
+
+def test_another_seed_gives_another_sample(tiny_model: Path) -> None:
+    engine, rows = ready_engine(tiny_model), make_prompts((6,)).token_ids_PL.unbind()
+    one = engine.generate(prompt_batch(rows, [1]), sampling_params())
+    other = engine.generate(prompt_batch(rows, [2]), sampling_params())
+    assert tokens_of(one) != tokens_of(other)
+
+
+def test_prompts_prefilled_in_several_passes_give_the_same_tokens(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, sampling = make_prompts(LENGTHS), sampling_params()
+    engine = ready_engine(tiny_model, num_slots=4)
+    expected = tokens_of(engine.generate(prompts, sampling))
+    assert engine.last_stats is not None
+    assert engine.last_stats.num_prefill_passes == 1
+    monkeypatch.setattr(prefill, "_MAX_PASS_TOKENS", 8)  # less than two of the prompts alone
+    assert tokens_of(engine.generate(prompts, sampling)) == expected
+    assert engine.last_stats.num_prefill_passes == 5
+
+
+def test_a_response_ends_with_the_first_stop_token_or_is_truncated(tiny_model: Path) -> None:
+    stop = tuple(range(0, 64, 5))
+    responses = ready_engine(tiny_model, num_slots=3).generate(
+        make_prompts(LENGTHS), sampling_params(group=8, stop=stop)
+    )
+    for tokens, response in zip(tokens_of(responses), responses, strict=True):
+        assert not set(tokens[:-1]) & set(stop)
+        assert response.is_truncated == (tokens[-1] not in stop)
+        assert len(tokens) == 8 or not response.is_truncated
+        assert len(response.logprobs) == len(tokens)
+    assert {response.is_truncated for response in responses} == {True, False}
+
+
+def test_a_stop_token_at_the_very_limit_is_not_a_truncation(tiny_model: Path) -> None:
+    engine, prompts = ready_engine(tiny_model), make_prompts((4,))
+    free = engine.generate(prompts, sampling_params(group=1, temperature=0.0, tokens=2))
+    last = int(free[0].token_ids[-1])
+    assert last not in free[0].token_ids[:-1].tolist()
+    again = engine.generate(
+        prompts, sampling_params(group=1, temperature=0.0, tokens=2, stop=(last,))
+    )
+    assert tokens_of(again) == tokens_of(free)
+    assert free[0].is_truncated
+    assert not again[0].is_truncated
+
+
+def test_a_response_is_cut_where_the_context_ends(tiny_model: Path) -> None:
+    engine = ready_engine(tiny_model, max_context_tokens=10)
+    responses = engine.generate(make_prompts((9, 4)), sampling_params(group=1, tokens=100))
+    assert [len(response.token_ids) for response in responses] == [1, 6]
+    assert all(response.is_truncated for response in responses)
+
+
+def test_a_group_prefills_its_prompt_once_and_slots_are_refilled(tiny_model: Path) -> None:
+    engine = ready_engine(tiny_model, num_slots=4)
+    engine.generate(make_prompts((5, 6)), sampling_params(group=6, tokens=8))
+    stats = engine.last_stats
+    assert stats is not None
+    assert stats.num_prefill_tokens == 11
+    assert stats.num_generated_tokens == 12 * 8
+    assert stats.num_decode_steps == 3 * 8  # 12 responses of equal length in 4 slots
+    assert stats.mean_slot_occupancy == 1.0
+
+
+def test_top_k_of_one_is_greedy_with_certainty(tiny_model: Path) -> None:
+    engine, prompts = ready_engine(tiny_model), make_prompts(LENGTHS)
+    responses = engine.generate(prompts, sampling_params(top_k=1))
+    greedy = engine.generate(prompts, sampling_params(temperature=0.0))
+    assert tokens_of(responses) == tokens_of(greedy)
+    assert all(response.logprobs.abs().max() == 0.0 for response in responses)
+
+
+def test_bfloat16_weights_sample_with_float32_logprobs(tiny_model: Path) -> None:
+    engine = ready_engine(tiny_model, dtype="bfloat16")
+    prompts, sampling = make_prompts(LENGTHS), sampling_params()
+    responses = engine.generate(prompts, sampling)
+    for response, scores in zip(
+        responses, rescore(tiny_model, prompts, responses, sampling), strict=True
+    ):
+        assert response.logprobs.dtype == torch.float32
+        torch.testing.assert_close(response.logprobs, scores, atol=0.3, rtol=0)
+
+
+def test_what_comes_back_can_enter_a_loss(tiny_model: Path) -> None:
+    response = ready_engine(tiny_model).generate(make_prompts((3,)), sampling_params())[0]
+    parameter = torch.ones((), requires_grad=True)
+    loss = (parameter * response.logprobs).sum()  # inference tensors would be refused here
+    assert torch.autograd.grad(loss, parameter)[0].item() == response.logprobs.sum().item()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ((3, 0), "prompt 1 is empty"),
+        ((3, 4, 32), "prompt 2 has 32 tokens, and the engine's context of 32 leaves room for 31"),
+    ],
+)
+def test_a_prompt_without_tokens_or_beyond_the_context_is_named(
+    lengths: tuple[int, ...], message: str, tiny_model: Path
+) -> None:
+    engine = ready_engine(tiny_model)
+    with pytest.raises(EngineError, match=message):
+        engine.generate(make_prompts(lengths), sampling_params())
+    assert engine.generate(make_prompts((3, 31)), sampling_params())
+
+
+def test_tokens_of_another_vocabulary_are_refused(tiny_model: Path) -> None:
+    engine = ready_engine(tiny_model)
+    with pytest.raises(EngineError, match="span 1 to 64, and the model knows 0 to 63"):
+        engine.generate(prompt_batch([torch.tensor([1, 64])], [0]), sampling_params())
+
+
+def test_weights_never_sent_are_an_error_and_leave_no_nan_behind(tiny_model: Path) -> None:
+    engine, prompts = unsynced_engine(tiny_model), make_prompts(LENGTHS)
+    with pytest.raises(EngineError, match="sync weights before generate"):
+        engine.generate(prompts, sampling_params())
+    healthy = ready_engine(tiny_model)
+    expected = tokens_of(healthy.generate(prompts, sampling_params()))
+    weights = [(name, tensor.clone()) for name, tensor in healthy._model.named_parameters()]
+    engine.update_weights(weights)
+    assert tokens_of(engine.generate(prompts, sampling_params())) == expected
+
+
+def test_nan_that_appears_while_decoding_is_an_error_and_leaves_none_behind(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, tie_embeddings=False)
+    engine, prompts = ready_engine(folder), make_prompts((3, 12))
+    swapped = prompts[torch.tensor([1, 0])]  # its short rows lie where long ones left NaN
+    expected = tokens_of(engine.generate(swapped, sampling_params()))
+    name = "model.embed_tokens.weight"
+    healthy = engine._model.get_parameter(name).clone()
+    sick = torch.full_like(healthy, float("nan"))
+    seen = prompts.token_ids_PL.values()
+    sick[seen] = healthy[seen]  # the prompts pass, the first other token does not
+    for _ in range(2):
+        engine.update_weights([(name, sick)])
+        with pytest.raises(EngineError, match="not finite"):
+            engine.generate(prompts, sampling_params())
+        engine.update_weights([(name, healthy)])
+        assert tokens_of(engine.generate(swapped, sampling_params())) == expected

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hybridrl.errors import EngineError
+from hybridrl.workers.rollout.protocol import SamplingParams
+from hybridrl.workers.rollout.sampling import check_sampling, response_keys, sample, uniforms
+from tests.workers.rollout.engines import sampling_params
+
+MASK = (1 << 64) - 1
+LARGEST_UNIFORM = 1.0 - 2.0**-52
+
+
+def splitmix64(state: int) -> int:
+    """The published finaliser, with Python's integers."""
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
+    return state ^ (state >> 31)
+
+
+def reference_uniform(seed: int, sibling: int, position: int) -> float:
+    golden = 0x9E3779B97F4A7C15
+    key = splitmix64((splitmix64((seed + golden) & MASK) + (sibling + 1) * golden) & MASK)
+    return (splitmix64((key + (position + 1) * golden) & MASK) >> 12) / 2**52
+
+
+def draw(seed: int, sibling: int, position: int) -> float:
+    key = response_keys(torch.tensor([seed]), torch.tensor([sibling]))
+    return uniforms(key, torch.tensor([position])).item()
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**20), st.integers(0, 2**20))
+def test_uniforms_are_those_of_splitmix64(seed: int, sibling: int, position: int) -> None:
+    assert draw(seed, sibling, position) == reference_uniform(seed, sibling, position)
+
+
+def test_uniforms_of_neighbouring_seeds_siblings_and_positions_look_independent() -> None:
+    seed, sibling = torch.arange(32), torch.arange(32)
+    keys = response_keys(seed.repeat_interleave(32), sibling.repeat(32))
+    table = uniforms(keys.repeat_interleave(32), torch.arange(32).repeat(1024)).view(32, 32, 32)
+    assert len(set(table.flatten().tolist())) == table.numel()
+    assert table.mean().item() == pytest.approx(0.5, abs=0.01)
+    assert table.var().item() == pytest.approx(1 / 12, abs=0.003)
+    for dim in range(3):
+        one, other = table.transpose(0, dim).reshape(16, 2, -1).unbind(1)
+        pairs = torch.stack([one.flatten(), other.flatten()])
+        assert abs(torch.corrcoef(pairs)[0, 1].item()) < 0.03
+
+
+def spread_uniforms(count: int) -> Tensor:
+    """Evenly over [0, 1): frequencies then equal probabilities up to 1 / count."""
+    return (torch.arange(count, dtype=torch.float64) + 0.5) / count
+
+
+def frequencies(logits_V: Tensor, sampling: SamplingParams, *, count: int = 10_000) -> Tensor:
+    tokens, _ = sample(logits_V.expand(count, -1), spread_uniforms(count), sampling)
+    return torch.bincount(tokens, minlength=len(logits_V)) / count
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tokens_come_as_often_as_the_softmax_says(temperature: float) -> None:
+    logits_V = torch.tensor([2.0, 0.0, -1.0, 1.0, -30.0])
+    expected = torch.softmax(logits_V / temperature, dim=0)
+    got = frequencies(logits_V, sampling_params(temperature=temperature))
+    torch.testing.assert_close(got, expected, atol=3e-4, rtol=0)
+
+
+def kept_by_definition(probs: list[float], top_k: int, top_p: float) -> set[int]:
+    order = sorted(range(len(probs)), key=lambda token: -probs[token])
+    order = order[: top_k or len(order)]
+    total, before, kept = sum(probs[token] for token in order), 0.0, set()
+    for token in order:
+        if before < top_p * total:
+            kept.add(token)
+        before += probs[token]
+    return kept
+
+
+@given(
+    logits=st.lists(st.integers(-60, 60), min_size=2, max_size=12, unique=True),
+    top_k=st.integers(0, 14),
+    top_p=st.floats(0.05, 1.0),
+    uniform=st.floats(0.0, LARGEST_UNIFORM),
+)
+def test_only_the_tokens_that_top_k_and_top_p_keep_are_drawn_with_their_renormalised_logprob(
+    logits: list[int], top_k: int, top_p: float, uniform: float
+) -> None:
+    logits_V = torch.tensor(logits) / 10.0
+    probs = torch.softmax(logits_V.double(), dim=0).tolist()
+    kept = kept_by_definition(probs, top_k, top_p)
+    sampling = sampling_params(top_k=top_k, top_p=top_p)
+    token, logprob = sample(logits_V[None], torch.tensor([uniform], dtype=torch.float64), sampling)
+    assert token.item() in kept
+    expected = math.log(probs[int(token)] / sum(probs[other] for other in kept))
+    assert logprob.item() == pytest.approx(expected, abs=1e-4)
+
+
+def test_top_k_before_top_p_renormalises_in_between() -> None:
+    logits_V = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    # Of the two that top-k leaves the first has 0.4 / 0.7 = 0.57 > 0.5: it stays alone.
+    got = frequencies(logits_V, sampling_params(top_k=2, top_p=0.5))
+    assert got.tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, LARGEST_UNIFORM])
+def test_a_token_of_probability_zero_is_never_drawn(uniform: float) -> None:
+    logits_NV = torch.full((1, 1000), -float("inf"))
+    logits_NV[0, 400:600] = torch.linspace(-3, 3, 200)
+    token, logprob = sample(
+        logits_NV, torch.tensor([uniform], dtype=torch.float64), sampling_params()
+    )
+    assert 400 <= token.item() < 600
+    assert logprob.isfinite().all()
+
+
+def test_a_tail_below_float32_rounding_keeps_its_share() -> None:
+    logits_V = torch.zeros(100_000)
+    logits_V[0] = 30.0  # the others have 1e5 * e^-30 = 9.4e-9 together: lost in a float32 sum
+    tail = 1.0 - 1e-9
+    token, _ = sample(logits_V[None], torch.tensor([tail], dtype=torch.float64), sampling_params())
+    assert token.item() > 0
+
+
+def test_greedy_takes_the_best_token_and_its_logprob_at_temperature_one() -> None:
+    logits_NV = torch.tensor([[1.0, 3.0, 2.0], [5.0, 0.0, 4.0]])
+    token_N, logprob_N = sample(
+        logits_NV, torch.zeros(2, dtype=torch.float64), sampling_params(temperature=0.0)
+    )
+    assert token_N.tolist() == [1, 0]
+    expected = torch.log_softmax(logits_NV, dim=-1).amax(dim=-1)
+    torch.testing.assert_close(logprob_N, expected)
+
+
+@pytest.mark.parametrize("top_p", [0.9, 1.0])
+def test_nan_logits_stay_within_the_vocabulary_and_show_in_the_logprob(top_p: float) -> None:
+    logits_NV = torch.full((1, 7), float("nan"))
+    token, logprob = sample(
+        logits_NV, torch.tensor([0.5], dtype=torch.float64), sampling_params(top_p=top_p)
+    )
+    assert 0 <= token.item() < 7
+    assert not logprob.isfinite().any()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        (sampling_params(group=0), "num_responses_per_prompt=0"),
+        (sampling_params(tokens=0), "max_response_tokens=0"),
+        (sampling_params(temperature=-1.0), "temperature=-1.0"),
+        (sampling_params(temperature=float("nan")), "temperature=nan"),
+        (sampling_params(top_p=0.0), "top_p=0.0"),
+        (sampling_params(top_p=1.1), "top_p=1.1"),
+        (sampling_params(top_k=-1), "top_k=-1"),
+        (sampling_params(stop=(3, 10)), "stop token 10"),
+    ],
+)
+def test_parameters_out_of_range_are_named(sampling: SamplingParams, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        check_sampling(sampling, vocab_size=10)
