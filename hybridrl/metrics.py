@@ -215,6 +215,7 @@ def to_markdown() -> str:
         "",
         "A metric is logged only in steps that computed it. Seconds are the slowest rank's; bytes",
         "and counts are totals over all ranks; means are weighted by what they were taken over.",
+        "What sampling cost is counted from one update to the next: an evaluation in between, too.",
     ]
     area = ""
     for declaration in DECLARATIONS.values():

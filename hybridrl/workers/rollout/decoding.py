@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybridrl.batch import PromptBatch, row_offsets
+from hybridrl.metrics import Mean, Metrics, Sum
 from hybridrl.workers.rollout.forward import forward, require_finite
 from hybridrl.workers.rollout.kv_slots import KVSlots
 from hybridrl.workers.rollout.prefill import PromptQueue
@@ -47,6 +48,14 @@ class RolloutStats:
 
     mean_slot_occupancy: float
     """Slots in use over all slots, in (0, 1], mean over decode steps."""
+
+    def metrics(self) -> Metrics:
+        """Describe the call under declared names."""
+        num_steps = float(self.num_decode_steps)
+        return {
+            "rollout/decode_steps": Sum(num_steps),
+            "rollout/slot_occupancy": Mean(self.mean_slot_occupancy * num_steps, num_steps),
+        }
 
 
 class Decoding:

@@ -8,6 +8,7 @@ number falls within that rounding of the border between two tokens.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,7 @@ from transformers.initialization import no_init_weights
 from hybridrl.batch import PromptBatch, row_offsets
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError, ModelError, PhaseError, nearest
+from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.workers.rollout.admission import Admission
 from hybridrl.workers.rollout.decoding import Decoding, RolloutStats
 from hybridrl.workers.rollout.kv_slots import ATTENTION_NAME, KVSlots
@@ -65,6 +67,7 @@ class HFRolloutEngine:
         self._config = config
         self._max_context_tokens = max_context_tokens
         self._device = device
+        self._metrics: Metrics = {}
         self.last_stats: RolloutStats | None = None
         """Of the last generate call that ended well."""
         self.version = -1
@@ -112,13 +115,24 @@ class HFRolloutEngine:
                 sampling=sampling,
                 on_step=ticket.check,
             )
+            begin = time.perf_counter()
             try:
                 self.last_stats = decoding.run()
             except BaseException:
                 # Whatever went wrong, no NaN stays behind in a slot: KVSlots says why.
                 self._memory[MemoryPart.KV_CACHE].fill_lost()
                 raise
+            self._count(self.last_stats, seconds=time.perf_counter() - begin)
             return decoding.responses()
+
+    def take_metrics(self) -> Metrics:
+        """Return what the generate calls since the last time did, and start anew."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def _count(self, stats: RolloutStats, *, seconds: float) -> None:
+        sampled = {"time/sample_s": Max(seconds)}
+        self._metrics = merge([self._metrics, stats.metrics(), sampled])
 
     def _check_prompts(self, prompts: PromptBatch) -> None:
         tokens_T = prompts.token_ids_PL.values()

@@ -15,6 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from hybridrl.batch import PromptBatch
+from hybridrl.metrics import Metrics
 
 
 class MemoryPart(Enum):
@@ -137,6 +138,10 @@ class RolloutEngine(Protocol):
 
     def resident_bytes(self, part: MemoryPart) -> int:
         """Return the bytes that this part holds on the device now (measured, not remembered)."""
+        ...
+
+    def take_metrics(self) -> Metrics:
+        """Return what the generate calls since the last time did, and start anew."""
         ...
 
     def restart(self) -> None:

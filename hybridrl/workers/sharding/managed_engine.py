@@ -72,7 +72,7 @@ class ManagedEngine:
     def take_metrics(self) -> Metrics:
         """Return aborted requests and bytes moved since the last call, and start anew."""
         metrics, self._metrics = self._metrics, {}
-        return metrics
+        return metrics | self.engine.take_metrics()
 
     def start(self) -> None:
         """Take an engine that has just booted from the road: it admits nothing, holds nothing."""

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.batch import PromptBatch
 from hybridrl.errors import EngineError
+from hybridrl.metrics import check_declared
 from hybridrl.workers.rollout import prefill
 from hybridrl.workers.rollout.protocol import Response, SamplingParams
 from tests.models import Family, make_tiny_model
@@ -171,6 +172,17 @@ def test_a_group_prefills_its_prompt_once_and_slots_are_refilled(tiny_model: Pat
     assert stats.num_generated_tokens == 12 * 8
     assert stats.num_decode_steps == 3 * 8  # 12 responses of equal length in 4 slots
     assert stats.mean_slot_occupancy == 1.0
+
+
+def test_metrics_of_sampling_add_up_over_calls_and_are_taken_once(tiny_model: Path) -> None:
+    engine = ready_engine(tiny_model, num_slots=4)
+    for _ in range(2):
+        engine.generate(make_prompts((5,)), sampling_params(group=2, tokens=8))
+    metrics = engine.take_metrics()
+    check_declared(metrics)
+    assert metrics["rollout/decode_steps"].value == 16
+    assert metrics["rollout/slot_occupancy"].value == 0.5
+    assert engine.take_metrics() == {}
 
 
 def test_top_k_of_one_is_greedy_with_certainty(tiny_model: Path) -> None:

@@ -192,6 +192,9 @@ class RecordingEngine:
         with self.journal.entry(self.index, "restart"):
             self._boot()
 
+    def take_metrics(self) -> Metrics:
+        return {}
+
     def shutdown(self) -> None:
         self.is_alive = False
 
