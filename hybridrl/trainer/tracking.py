@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from io import SEEK_END, FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -150,13 +151,12 @@ class RunLog:
         self._opened.close()
 
 
-class _Sink(Protocol):
-    def write(self, data: bytes, /) -> int | None: ...
-
-
-def _append(file: _Sink, record: Mapping[str, object]) -> None:
+def _append(file: FileIO, record: Mapping[str, object]) -> None:
+    """Write a line whole or not at all."""
     data = json.dumps(record, ensure_ascii=False).encode(errors="replace") + b"\n"
+    end = file.seek(0, SEEK_END)
     if file.write(data) != len(data):  # an unbuffered file may take a part of it
+        file.truncate(end)
         raise OSError("no space left on the disk")
 
 

@@ -35,7 +35,7 @@ class Text(Splittable):
         return cls("".join(part.letters for part in parts))
 
 
-@given(st.lists(st.integers(), min_size=1, max_size=20), st.data())
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20), st.data())
 def test_rows_taken_in_order_join_to_the_whole(rows: list[int], data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(rows)))
     whole = {"list": rows, "nested": (np.array(rows), [str(row) for row in rows])}
