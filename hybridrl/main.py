@@ -33,7 +33,7 @@ _PACKAGE = Path(__file__).resolve().parent
 # In a wheel both folders lie inside the package, in a checkout beside it.
 _ROOT = _PACKAGE if (_PACKAGE / "hydra_configs").is_dir() else _PACKAGE.parent
 _CONFIG_DIR = str(_ROOT / "hydra_configs")
-_BY_NAME_TO_KEEP_TORCH_OUT = "hybridrl.trainer.build"
+_BY_NAME_TO_KEEP_RAY_OUT = "hybridrl.trainer.launch"
 _EXIT_CONFIG = 2
 _REFUSALS = (HydraException, OmegaConfBaseException, YAMLError)
 
@@ -96,8 +96,8 @@ def _run_composed(composed: DictConfig) -> None:
         return
     for name, value in env.process_environment(config.cluster.num_threads_per_rank).items():
         env.set_default(name, value)  # before torch and Ray are imported, on the next line
-    build = import_module(_BY_NAME_TO_KEEP_TORCH_OUT)
-    build.run(config, resolved_yaml=OmegaConf.to_yaml(composed))
+    launch = import_module(_BY_NAME_TO_KEEP_RAY_OUT)
+    launch.run(config, resolved_yaml=OmegaConf.to_yaml(composed))
 
 
 def compose(overrides: Sequence[str]) -> Mapping[str, object]:

@@ -9,26 +9,17 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ConfigError
 from hybridrl.trainer.build_training import train
 from hybridrl.trainer.build_tuning import tune, warm_up
-from hybridrl.trainer.cluster import ray_cluster
-from hybridrl.trainer.record import RunRecord, open_record
+from hybridrl.trainer.record import RunRecord
 from hybridrl.trainer.starter import ensure_starter
 
 
-def run(config: ExperimentConfig, *, resolved_yaml: str) -> None:
-    """Run a checked configuration in its own run folder.
-
-    Args:
-        config: has passed every check.
-        resolved_yaml: what the run folder keeps as config.yaml.
-    """
-    with open_record(config, resolved_yaml=resolved_yaml) as record:
-        record.phase("start Ray")
-        with ray_cluster(config.cluster):
-            folder = _find_model(config, record)
-            if config.mode == "sft":
-                tune(config, folder, record=record, target=record.folder / "hf")
-            else:
-                train(config, folder, record=record)
+def run(config: ExperimentConfig, *, record: RunRecord) -> None:
+    """Find or make the model, then train it as ``mode`` says. Ray is connected."""
+    folder = _find_model(config, record)
+    if config.mode == "sft":
+        tune(config, folder, record=record, target=record.folder / "hf")
+    else:
+        train(config, folder, record=record)
 
 
 def _find_model(config: ExperimentConfig, record: RunRecord) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,15 +22,27 @@ from hybridrl.single_controller import (
 
 
 @contextmanager
-def ray_cluster(cluster: ClusterConfig) -> Iterator[None]:
+def ray_cluster(cluster: ClusterConfig) -> Iterator[Future[None]]:
     """Connect to ``cluster.ray_address``, or start Ray on this machine and end it afterwards.
 
-    Raises:
-        ResourceError: no cluster answers at the address.
+    Yields:
+        Done when Ray is there; its ``result()`` raises ResourceError if no cluster answers.
     """
     if ray.is_initialized():  # the caller's own: a test, a notebook, a job
-        yield
+        done: Future[None] = Future()
+        done.set_result(None)
+        yield done
         return
+    with ThreadPoolExecutor(1, thread_name_prefix="start-ray") as thread:
+        started = thread.submit(_start_ray, cluster)
+        try:
+            yield started
+        finally:
+            if started.exception() is None:
+                ray.shutdown()
+
+
+def _start_ray(cluster: ClusterConfig) -> None:
     for name, value in env.process_environment(cluster.num_threads_per_rank).items():
         env.set_default(name, value)
     # A GPU is visible to a rank only if Ray gives it; ranks on CPUs see none, and that is no news.
@@ -41,10 +54,6 @@ def ray_cluster(cluster: ClusterConfig) -> Iterator[None]:
             f"no Ray cluster answers at cluster.ray_address={cluster.ray_address}: {err}; "
             "start one with `ray start --head`, or set cluster.ray_address=null to start one here"
         ) from err
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def _init_arguments(cluster: ClusterConfig) -> dict[str, Any]:
@@ -53,8 +62,7 @@ def _init_arguments(cluster: ClusterConfig) -> dict[str, Any]:
     num_cpus = max(1, round(cluster.num_ranks_per_node * cluster.num_cpus_per_rank))
     return {
         "address": "local",
-        # As many as the ranks ask for: on two cores, a rank of one CPU each is a choice, not an
-        # error.
+        # As many as the ranks ask for: more ranks than cores is a choice, not an error.
         "num_cpus": num_cpus,
         "include_dashboard": False,
         "logging_level": logging.WARNING,

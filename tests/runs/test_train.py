@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridrl.errors import ConfigErrors, DataError, RemoteCallError, RewardError, TrainingError
-from hybridrl.trainer.build import run
+from hybridrl.trainer.launch import run
 from tests.runs.small import read_metrics, small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
