@@ -31,6 +31,10 @@ class RolloutConfig:
     top_k: CountOrZero
     """Sample among the k likeliest tokens. 0 is off."""
 
+    num_threads: CountOrZero
+    """CPU threads while sampling; many small operations gain nothing from a second one. 0 is as
+    many as ``cluster.num_threads_per_rank``."""
+
     num_slots: Count
     """Sequences that decode at the same time on a rank (rows of the KV cache)."""
 

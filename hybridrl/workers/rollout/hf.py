@@ -9,7 +9,8 @@ number falls within that rounding of the border between two tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -117,7 +118,8 @@ class HFRolloutEngine:
             )
             begin = time.perf_counter()
             try:
-                self.last_stats = decoding.run()
+                with _threads(self._config.num_threads):
+                    self.last_stats = decoding.run()
             except BaseException:
                 # Whatever went wrong, no NaN stays behind in a slot: KVSlots says why.
                 self._memory[MemoryPart.KV_CACHE].fill_lost()
@@ -253,6 +255,17 @@ class HFRolloutEngine:
         self.drain(timeout_s=0.0)
         for memory in self._memory.values():
             memory.free()
+
+
+@contextmanager
+def _threads(num_threads: int) -> Iterator[None]:
+    """Use so many threads of this process for CPU kernels, meanwhile; 0 leaves them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _load_config(folder: Path, *, max_context_tokens: int) -> PretrainedConfig:

@@ -418,6 +418,7 @@ def rollout_config(
         temperature=1.0,
         top_p=1.0,
         top_k=0,
+        num_threads=0,
         num_slots=2,
         dtype="float32",
         tensor_parallel_size=tensor_parallel_size,
