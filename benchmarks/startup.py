@@ -29,7 +29,7 @@ _TIMEOUT_S = 180.0
 _POLL_S = 0.02
 _KINDS = {"default": [], "without evaluation": ["eval.every_num_steps=0"]}
 _EVENTS = (
-    "run folder made: configuration checked, torch and transformers imported",
+    "run folder made: configuration checked",
     "Ray's first process",
     "worker has imported its role",
     "step 0 recorded: evaluated before training",

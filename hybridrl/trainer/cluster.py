@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -42,6 +44,9 @@ def _start_ray(cluster: ClusterConfig) -> None:
         env.set_default(name, value)
     # A GPU is visible to a rank only if Ray gives it; ranks on CPUs see none, and that is no news.
     env.set_default("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ranks import what this process does, whether hybridrl is installed or run from a checkout.
+    paths = [str(Path(__file__).resolve().parents[2]), env.get("PYTHONPATH")]
+    env.set_value("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     # Ray's idle processes import what ranks need while this one still imports: 3 s less to step 1.
     env.set_default("RAY_preload_python_modules", "hybridrl.workers.actor_rollout")
     try:
