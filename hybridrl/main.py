@@ -35,6 +35,7 @@ _ROOT = _PACKAGE if (_PACKAGE / "hydra_configs").is_dir() else _PACKAGE.parent
 _CONFIG_DIR = str(_ROOT / "hydra_configs")
 _BY_NAME_TO_KEEP_RAY_OUT = "hybridrl.trainer.launch"
 _EXIT_CONFIG = 2
+_EXIT_INTERRUPTED = 130
 _REFUSALS = (HydraException, OmegaConfBaseException, YAMLError)
 
 
@@ -65,13 +66,19 @@ class RecipesSearchPath(SearchPathPlugin):
 
 
 def main() -> None:
-    """Run the command line. Exit status: 0 done, 2 configuration refused, 1 the run failed."""
+    """Run the command line.
+
+    Exit status: 0 done, 2 configuration refused, 1 the run failed, 130 interrupted.
+    """
     env.set_value("HYDRA_FULL_ERROR", "1")  # Hydra then raises, and we word the message
     _register_recipes()
     try:
         _run_under_hydra()
     except _REFUSALS as refusal:
         _stop(ConfigErrors(_explain_all(refusal, sys.argv[1:])), _EXIT_CONFIG)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        sys.exit(_EXIT_INTERRUPTED)
 
 
 def _register_recipes() -> None:

@@ -21,6 +21,8 @@ from hybridrl.single_controller import (
     Worker,
 )
 
+_NVIDIA = Path("/dev/nvidiactl")
+
 
 @contextmanager
 def ray_cluster(cluster: ClusterConfig) -> Iterator[None]:
@@ -32,11 +34,21 @@ def ray_cluster(cluster: ClusterConfig) -> Iterator[None]:
     if ray.is_initialized():  # the caller's own: a test, a notebook, a job
         yield
         return
+    _require_device(cluster)
     _start_ray(cluster)
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _require_device(cluster: ClusterConfig) -> None:
+    """Say at once what Ray would only find out by waiting for a node that has a GPU."""
+    if cluster.ray_address is None and cluster.device == "cuda" and not _NVIDIA.exists():
+        raise ResourceError(
+            "cluster.device=cuda, but this machine has no NVIDIA device; set cluster=cpu, or "
+            "cluster.ray_address to a Ray cluster that has GPUs"
+        )
 
 
 def _start_ray(cluster: ClusterConfig) -> None:

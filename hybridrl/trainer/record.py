@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -61,9 +62,16 @@ def open_record(config: ExperimentConfig, *, resolved_yaml: str) -> Iterator[Run
     num_steps = config.sft.num_steps if config.mode == "sft" else config.trainer.num_steps
     with run_log:
         log.configure(file=run_log.log_file)
-        with open_live(config.tracking.live, num_steps=num_steps, stream=sys.stdout) as live:
-            yield RunRecord(run_log, live)
-        _logger.info("run folder: %s", run_log.folder)
+        try:
+            with open_live(config.tracking.live, num_steps=num_steps, stream=sys.stdout) as live:
+                yield RunRecord(run_log, live)
+        except BaseException:
+            # To the file alone: whoever catches the error shows it.
+            with run_log.log_file.open("a", encoding="utf-8") as file:
+                file.write(f"the run ended with an error\n{traceback.format_exc()}")
+            raise
+        finally:
+            _logger.info("run folder: %s", run_log.folder)
 
 
 @dataclass(frozen=True, slots=True)

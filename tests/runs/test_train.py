@@ -144,6 +144,7 @@ def test_a_reward_function_that_raises_ends_the_run_by_name(tmp_path: Path) -> N
     )
     with pytest.raises(RewardError, match=r"reward\.py:broken.*ZeroDivisionError"):
         run(config, resolved_yaml="")
+    assert "ZeroDivisionError" in (tmp_path / "run" / "log.txt").read_text()
 
 
 def test_updates_without_a_finite_gradient_are_skipped_then_end_the_run(tmp_path: Path) -> None:
