@@ -128,13 +128,18 @@ class LiveLines:
             if self._spoke.wait(self._heartbeat_s):
                 self._spoke.clear()
             else:
-                self._stream.write(self._state.describe_phase() + "\n")
-                self._stream.flush()
+                self._say(self._state.describe_phase())
 
     def _write(self, line: str) -> None:
-        self._stream.write(line + "\n")
-        self._stream.flush()
+        self._say(line)
         self._spoke.set()
+
+    def _say(self, line: str) -> None:
+        try:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+        except BrokenPipeError:  # nobody reads any more, as after `| head`: no reason to stop
+            self._is_over = True
 
 
 class LiveTable:

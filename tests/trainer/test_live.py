@@ -124,3 +124,14 @@ def test_a_long_trend_is_squeezed_into_means_of_equal_stretches() -> None:
     assert squeeze([1.0, 2.0], width=4) == [1.0, 2.0]
     assert squeeze([1.0, 3.0, 5.0, 7.0], width=2) == [2.0, 6.0]
     assert squeeze([1.0, 2.0, 4.0, 6.0, 8.0], width=2) == [1.5, 6.0]
+
+
+class ClosedPipe(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_run_goes_on_when_nobody_reads_its_lines_any_more() -> None:
+    with open_live("lines", num_steps=3, stream=ClosedPipe()) as view:
+        view.step(1, {"reward/mean": 0.5})
+        view.step(2, {"reward/mean": 0.5})
