@@ -80,7 +80,11 @@ def _translate(error: Exception, *, rank: int, host: str, method: str) -> Remote
 
 def _one_line(error: Exception) -> str:
     if isinstance(error, RayActorError):
-        return f"its process is gone: {str(error).strip().splitlines()[-1].strip()}"
+        # Ray's own words, which follow as the traceback, tell neither what it means nor what helps.
+        return (
+            "its process is gone: it was killed, ran out of memory, or its node was lost; look at "
+            "the memory of the node first. Ray says:"
+        )
     cause = error.cause if isinstance(error, RayTaskError) else error
     text = str(cause).strip().splitlines()
     return f"{type(cause).__name__}: {text[0] if text else ''}"

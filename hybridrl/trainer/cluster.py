@@ -34,7 +34,7 @@ def ray_cluster(cluster: ClusterConfig) -> Iterator[None]:
     if ray.is_initialized():  # the caller's own: a test, a notebook, a job
         yield
         return
-    _require_device(cluster)
+    require_device(cluster)
     _start_ray(cluster)
     try:
         yield
@@ -42,8 +42,12 @@ def ray_cluster(cluster: ClusterConfig) -> Iterator[None]:
         ray.shutdown()
 
 
-def _require_device(cluster: ClusterConfig) -> None:
-    """Say at once what Ray would only find out by waiting for a node that has a GPU."""
+def require_device(cluster: ClusterConfig) -> None:
+    """Say at once what Ray would only find out by waiting for a node that has a GPU.
+
+    Raises:
+        ResourceError: GPUs are asked for, of this machine alone, and it has none.
+    """
     if cluster.ray_address is None and cluster.device == "cuda" and not _NVIDIA.exists():
         raise ResourceError(
             "cluster.device=cuda, but this machine has no NVIDIA device; set cluster=cpu, or "
