@@ -62,8 +62,5 @@ class ActorConfig:
     logprob_chunk_tokens: Count
     """Tokens whose logits exist at one time in float32."""
 
-    offload_reference: bool
-    """Keep the frozen reference model in host memory while it is not computing."""
-
     optimizer: OptimizerConfig
     """AdamW and its schedule."""

@@ -46,7 +46,6 @@ ACTOR = ActorConfig(
     reduce_dtype="float32",
     gradient_checkpointing=False,
     logprob_chunk_tokens=16,
-    offload_reference=False,
     optimizer=OPTIMIZER,
 )
 MODEL = ModelConfig(path=None, starter=None, dtype="float32", attention="auto")
