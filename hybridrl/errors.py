@@ -137,6 +137,10 @@ class TrainingError(HybridRLError, RuntimeError):
     """Training cannot go on, for example after too many non-finite gradients in a row."""
 
 
+class CheckpointError(HybridRLError, RuntimeError):
+    """A checkpoint is torn, of another run or model, or could not be written."""
+
+
 class RunFolderError(HybridRLError, OSError):
     """The run folder cannot be written, or would be overwritten."""
 

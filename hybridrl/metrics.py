@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
 
 from hybridrl.errors import MetricError, nearest
 
@@ -73,6 +74,17 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
                 metric = merged[name] + metric  # type: ignore[operator]  # one name, one type
             merged[name] = metric
     return merged
+
+
+def to_json(metrics: Mapping[str, Metric]) -> dict[str, list[float | str]]:
+    """Spell metrics as JSON has them; `from_json` gives the same ones back."""
+    return {name: [type(metric).__name__, *astuple(metric)] for name, metric in metrics.items()}
+
+
+def from_json(values: Mapping[str, Sequence[Any]]) -> Metrics:
+    """Read what `to_json` spelled."""
+    kinds = {kind.__name__: kind for kind in (Mean, Max, Min, Sum)}
+    return {name: kinds[kind](*numbers) for name, (kind, *numbers) in values.items()}
 
 
 AREAS = (
@@ -156,6 +168,7 @@ time/sync_s | s | weights travel from trainer to engines
 time/leave_s | s | training parameters leave the device
 time/resume_cache_s | s | engines allocate KV cache and graphs again
 time/continue_s | s | engines serve again
+time/checkpoint_s | s | the step waits: ranks copy their state to the host, a former save ends
 time/unwind_s | s | after a failed wake-up: engines give back what they had taken
 time/restart_s | s | a broken engine starts anew
 memory/{stage}_peak_bytes/max | bytes | torch's peak in one such stage, fullest device; only on CUDA
@@ -163,6 +176,7 @@ memory/peak_allocated_bytes/max | bytes | torch's peak in the step, fullest devi
 memory/released_bytes | bytes | what the engines gave back
 memory/synced_bytes | bytes | weights sent from trainer to engines
 memory/weight_backup_bytes | bytes | weights copied to host memory because no sync rewrites them
+memory/checkpoint_bytes | bytes | size of the checkpoint that was finished in this step
 throughput/tokens_per_s | tokens/s | prompt and response tokens of the step over its whole time
 throughput/response_tokens_per_s | tokens/s | response tokens over the time of generate
 throughput/train_tokens_per_s | tokens/s | trained tokens over the time of update

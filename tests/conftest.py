@@ -17,9 +17,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
+import hypothesis
 import pytest
 import ray
 import torch
+
+hypothesis.settings.register_profile("untimed", deadline=None)  # cores are shared
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from hybridrl.errors import ConfigError, nearest
 
 _DATA_SUFFIXES = (".jsonl", ".parquet")
 _RUN_FILES = ("config.yaml", "metrics.jsonl")  # as trainer/tracking.py leaves them
+_LOCK = ".lock"
 
 
 def check_data_files(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -95,7 +96,7 @@ def _find_function(key: str, file: Path, name: str) -> Iterator[ConfigError]:
 def check_run_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
     """The run folder is new, or may be replaced, and can be made."""
     folder = Path(config.trainer.run_dir)
-    if folder.is_dir() and any(folder.iterdir()):
+    if folder.is_dir() and any(path.name != _LOCK for path in folder.iterdir()):
         yield from _check_replaceable(folder, config)
         return
     above = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
@@ -117,9 +118,10 @@ def _check_replaceable(folder: Path, config: ExperimentConfig) -> Iterator[Confi
     if not is_run:
         rule = f"holds files, but no {' and '.join(_RUN_FILES)}: it is no run folder"
         yield ConfigError(key, spelled, rule, remedies=[elsewhere])
-    elif not config.trainer.overwrite:
+    elif not config.trainer.overwrite and config.checkpoint.resume == "never":
         rule = "holds another run, which is never overwritten without being asked"
-        yield ConfigError(key, spelled, rule, remedies=[elsewhere, ("trainer.overwrite=true",)])
+        remedies = [elsewhere, ("trainer.overwrite=true",), ("checkpoint.resume=auto",)]
+        yield ConfigError(key, spelled, rule, remedies=remedies)
 
 
 def check_trackers(config: ExperimentConfig) -> Iterator[ConfigError]:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.algorithm import AlgorithmConfig
+from hybridrl.config.checkpoint import CheckpointConfig
 from hybridrl.config.cluster import ClusterConfig
 from hybridrl.config.data import DataConfig
 from hybridrl.config.eval import EvalConfig
@@ -53,6 +54,9 @@ class ExperimentConfig:
 
     trainer: TrainerConfig
     """The driver's loop."""
+
+    checkpoint: CheckpointConfig
+    """What a run keeps to be resumed from."""
 
     eval: EvalConfig
     """Evaluation on held-out prompts."""

@@ -17,7 +17,7 @@ def run(config: ExperimentConfig, *, record: RunRecord) -> None:
     """Find or make the model, then train it as ``mode`` says. Ray is connected."""
     folder = _find_model(config, record)
     if config.mode == "sft":
-        tune(config, folder, record=record, target=record.folder / "hf")
+        tune(config, folder, record=record)
     else:
         train(config, folder, record=record)
 

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.batch import TrainBatch, row_lengths
+from hybridrl.checkpoint.manifest import Origin
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.source import PromptSource, build_prompt_step
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.rewards.scorer import RewardScorer
 from hybridrl.trainer.advantages import GroupRelative, GroupRelativeWithKL
+from hybridrl.trainer.checkpoints import Saver
 from hybridrl.trainer.cluster import start_group
 from hybridrl.trainer.evaluate import Evaluator
+from hybridrl.trainer.export import export
 from hybridrl.trainer.inputs import load_rows
-from hybridrl.trainer.loop import Loop, UpdateGuard
+from hybridrl.trainer.loop import Loop, Save, UpdateGuard
 from hybridrl.trainer.policy import Policy, WithoutLogprobs
 from hybridrl.trainer.record import RunRecord
+from hybridrl.trainer.restarts import with_restarts
+from hybridrl.trainer.resume import (
+    build_checkpointer,
+    check_resumable,
+    newest_step,
+    origin_of,
+    take_up,
+)
 from hybridrl.trainer.reward import TextReward
 from hybridrl.trainer.samples import take_samples
 from hybridrl.trainer.step import Advantages, PolicyOptimization
@@ -32,49 +43,82 @@ from hybridrl.workers.train.microbatch import balance_over_ranks
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Ingredients:
-    """What training and evaluation share."""
+    """What outlives the workers, which may be lost and started again."""
 
-    policy: Policy
-    reward: TextReward
+    config: ExperimentConfig
+    folder: Path
+    record: RunRecord
     tokenizer: PreTrainedTokenizerBase
-    stop_token_ids: tuple[int, ...]
+    source: PromptSource
+    reward: TextReward
+    origin: Origin
 
 
 def train(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
-    """Train the model in ``folder`` with reinforcement learning.
+    """Train the model in ``folder`` with reinforcement learning, or go on where the run ended.
 
-    Everything that can be wrong with data, tokenizer and reward function shows before a worker
-    starts.
+    Everything that can be wrong with data, tokenizer, reward function and the checkpoint to go on
+    from shows before a worker starts. Lost workers are started again.
+
+    Raises:
+        CheckpointError: there is a checkpoint, and it is of another run.
     """
     record.phase("load data")
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
     source = _build_source(config, tokenizer)
+    origin = origin_of(config, folder)
+    check_resumable(config, origin, rows=source.state())
     with RewardScorer(config.reward) as scorer:
-        record.phase("start workers")
-        with start_group(config.cluster, ActorRolloutWorker, _build_spec(config, folder)) as group:
-            shared = _Ingredients(
-                policy=cast(Policy, group),
-                reward=TextReward(scorer, tokenizer),
-                tokenizer=tokenizer,
-                stop_token_ids=load_stop_token_ids(folder, tokenizer),
-            )
-            _build_loop(config, shared, source=source, record=record).run()
-            if config.trainer.export_hf:
-                record.phase("export")
-                shared.policy.export_hf(record.folder / "hf")
+        ingredients = _Ingredients(
+            config=config,
+            folder=folder,
+            record=record,
+            tokenizer=tokenizer,
+            source=source,
+            reward=TextReward(scorer, tokenizer),
+            origin=origin,
+        )
+        with_restarts(
+            lambda: _train_once(ingredients),
+            newest_step=lambda: newest_step(config),
+            max_in_a_row=config.checkpoint.max_restarts,
+        )
 
 
-def _build_loop(
-    config: ExperimentConfig, shared: _Ingredients, *, source: PromptSource, record: RunRecord
-) -> Loop:
-    algorithm = _build_algorithm(config, shared, record)
-    evaluator = _build_evaluator(config, shared) if config.eval.every_num_steps else None
+def _train_once(run: _Ingredients) -> None:
+    """Start workers, go on from the newest checkpoint to the end, and export."""
+    config, record = run.config, run.record
+    record.phase("start workers")
+    spec = _build_spec(config, run.folder)
+    with start_group(config.cluster, ActorRolloutWorker, spec) as group:
+        policy = cast(Policy, group)
+        guard = UpdateGuard(max_skipped=config.trainer.max_skipped_updates)
+        checkpointer = build_checkpointer(
+            config,
+            {"actor": cast(Saver, group)},
+            origin=run.origin,
+            stream=run.source,
+            guard=guard,
+            record=record,
+        )
+        num_done = take_up(checkpointer, stream=run.source, guard=guard, record=record)
+        loop = _build_loop(run, policy, guard=guard, save=checkpointer.after_step)
+        num_steps = replace(loop, first_step=num_done + 1).run()
+        if config.trainer.export_hf:
+            record.phase("export")
+            export(policy, record.folder / "hf", is_new=num_steps > num_done)
+
+
+def _build_loop(run: _Ingredients, policy: Policy, *, guard: UpdateGuard, save: Save) -> Loop:
+    config, record = run.config, run.record
+    algorithm = _build_algorithm(run, policy)
+    evaluator = _build_evaluator(run, policy) if config.eval.every_num_steps else None
     num_samples = config.tracking.num_samples_per_step
 
     def take_step(step: int) -> Metrics:
-        report = algorithm.step(source.next())
-        record.samples(step, take_samples(report, shared.tokenizer, num_samples=num_samples))
-        return report.metrics() | {"data/epoch": Mean(source.epoch)}
+        report = algorithm.step(run.source.next())
+        record.samples(step, take_samples(report, run.tokenizer, num_samples=num_samples))
+        return report.metrics() | {"data/epoch": Mean(run.source.epoch)}
 
     def evaluate() -> Metrics:
         record.phase("evaluate")
@@ -86,13 +130,13 @@ def _build_loop(
         recorder=record,
         num_steps=config.trainer.num_steps,
         eval_every=config.eval.every_num_steps,
-        guard=UpdateGuard(max_skipped=config.trainer.max_skipped_updates),
+        guard=guard,
+        save=save,
     )
 
 
-def _build_algorithm(
-    config: ExperimentConfig, shared: _Ingredients, record: RunRecord
-) -> PolicyOptimization:
+def _build_algorithm(run: _Ingredients, policy: Policy) -> PolicyOptimization:
+    config = run.config
     algorithm, rollout = config.algorithm, config.rollout
     needs_logprobs = algorithm.old_logprobs == "recompute" or algorithm.kl.placement != "none"
     dp_size = config.cluster.num_ranks
@@ -105,20 +149,20 @@ def _build_algorithm(
         return batch[order]
 
     return PolicyOptimization(
-        policy=shared.policy,
+        policy=policy,
         sampling=SamplingParams(
             num_responses_per_prompt=rollout.num_responses_per_prompt,
             max_response_tokens=rollout.max_response_tokens,
             temperature=rollout.temperature,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
-            stop_token_ids=shared.stop_token_ids,
+            stop_token_ids=load_stop_token_ids(run.folder, run.tokenizer),
         ),
-        reward=shared.reward,
-        logprobs=shared.policy.compute_logprobs if needs_logprobs else WithoutLogprobs(),
+        reward=run.reward,
+        logprobs=policy.compute_logprobs if needs_logprobs else WithoutLogprobs(),
         advantages=_build_advantages(config),
         arrange=arrange,
-        on_phase=record.phase,
+        on_phase=run.record.phase,
     )
 
 
@@ -132,24 +176,25 @@ def _build_advantages(config: ExperimentConfig) -> Advantages:
     return group
 
 
-def _build_evaluator(config: ExperimentConfig, shared: _Ingredients) -> Evaluator:
+def _build_evaluator(run: _Ingredients, policy: Policy) -> Evaluator:
+    config = run.config
     rows = load_rows(
         config.data,
-        shared.tokenizer,
+        run.tokenizer,
         split="eval",
         num_rows=config.eval.num_prompts,
         seed=config.seed,
     )
     return Evaluator(
-        policy=shared.policy,
+        policy=policy,
         task=build_prompt_step(rows, first_index=0, seed=config.seed, stream="eval"),
         sampling=SamplingParams(
             num_responses_per_prompt=config.eval.num_responses_per_prompt,
             max_response_tokens=config.rollout.max_response_tokens,
             temperature=config.eval.temperature,
-            stop_token_ids=shared.stop_token_ids,
+            stop_token_ids=load_stop_token_ids(run.folder, run.tokenizer),
         ),
-        reward=shared.reward,
+        reward=run.reward,
     )
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.checkpoint.manifest import Origin
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.sft import SftConfig
 from hybridrl.data.prompts import TokenizedRow
@@ -14,50 +17,68 @@ from hybridrl.data.sampler import RowSampler
 from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.errors import ConfigError
 from hybridrl.metrics import Metrics
+from hybridrl.trainer.checkpoints import Saver
 from hybridrl.trainer.cluster import start_group
+from hybridrl.trainer.export import export
 from hybridrl.trainer.inputs import load_rows
 from hybridrl.trainer.loop import Loop, Recorder, UpdateGuard
 from hybridrl.trainer.policy import Learner
 from hybridrl.trainer.record import ProgressRecord, RunRecord
+from hybridrl.trainer.restarts import with_restarts
+from hybridrl.trainer.resume import (
+    build_checkpointer,
+    check_resumable,
+    newest_step,
+    origin_of,
+    take_up,
+)
 from hybridrl.trainer.supervised import SupervisedFineTuning
 from hybridrl.workers.build import TrainSpec
 from hybridrl.workers.supervised import SupervisedWorker
 
 
-def tune(config: ExperimentConfig, folder: Path, *, record: Recorder, target: Path) -> None:
-    """Fine-tune the model in ``folder`` on prompts and answers, and write it to ``target``."""
-    record.phase("load data")
-    tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
-    rows = load_rows(
-        config.data,
-        tokenizer,
-        split="train",
-        num_rows=config.data.num_task_rows,
-        seed=config.seed,
+def tune(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
+    """Fine-tune the model in ``folder`` on prompts and answers, or go on where the run ended.
+
+    Raises:
+        CheckpointError: there is a checkpoint, and it is of another run.
+    """
+    examples = _load_examples(config, folder, record=record)
+    origin = origin_of(config, folder)
+    check_resumable(config, origin, rows=examples.sampler.state())
+    with_restarts(
+        lambda: _tune_once(config, folder, examples=examples, origin=origin, record=record),
+        newest_step=lambda: newest_step(config),
+        max_in_a_row=config.checkpoint.max_restarts,
     )
-    held_out: list[TokenizedRow] = []
-    if config.sft.eval_every_num_steps:
-        held_out = load_rows(
-            config.data,
-            tokenizer,
-            split="eval",
-            num_rows=config.eval.num_prompts,
-            seed=config.seed,
-        )
+
+
+def _tune_once(
+    config: ExperimentConfig,
+    folder: Path,
+    *,
+    examples: _Examples,
+    origin: Origin,
+    record: RunRecord,
+) -> None:
     record.phase("start workers")
     with start_group(config.cluster, SupervisedWorker, _build_spec(config, folder)) as group:
         learner = cast(Learner, group)
-        tuning = SupervisedFineTuning(
-            learner=learner,
-            tokenizer=tokenizer,
-            rows=rows,
-            sampler=_build_sampler(config, rows),
-            batch_size=config.sft.batch_size,
-            dp_size=config.cluster.num_ranks,
+        guard = UpdateGuard(max_skipped=config.trainer.max_skipped_updates)
+        checkpointer = build_checkpointer(
+            config,
+            {"actor": cast(Saver, group)},
+            origin=origin,
+            stream=examples.sampler,
+            guard=guard,
+            record=record,
         )
-        _build_loop(config, tuning, held_out=held_out, record=record).run()
+        num_done = take_up(checkpointer, stream=examples.sampler, guard=guard, record=record)
+        loop = _build_loop(config, learner, examples=examples, record=record, guard=guard)
+        loop = replace(loop, save=checkpointer.after_step, first_step=num_done + 1)
+        is_new = loop.run() > num_done
         record.phase("export")
-        learner.export_hf(target)
+        export(learner, record.folder / "hf", is_new=is_new)
 
 
 def warm_up(config: ExperimentConfig, folder: Path, *, record: RunRecord, target: Path) -> None:
@@ -90,19 +111,75 @@ def warm_up(config: ExperimentConfig, folder: Path, *, record: RunRecord, target
     progress = ProgressRecord(
         record, label="making the starter model, once", num_steps=starter.num_warmup_steps
     )
-    tune(warmup_config, folder, record=progress, target=target)
+    examples = _load_examples(warmup_config, folder, record=progress)
+    progress.phase("start workers")
+    spec = _build_spec(warmup_config, folder)
+    with start_group(config.cluster, SupervisedWorker, spec) as group:
+        learner = cast(Learner, group)
+        guard = UpdateGuard(max_skipped=config.trainer.max_skipped_updates)
+        _build_loop(warmup_config, learner, examples=examples, record=progress, guard=guard).run()
+        progress.phase("export")
+        learner.export_hf(target)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Examples:
+    """What is learnt from, and in which order."""
+
+    tokenizer: PreTrainedTokenizerBase
+    rows: list[TokenizedRow]
+    held_out: list[TokenizedRow]
+    sampler: RowSampler
+
+
+def _load_examples(config: ExperimentConfig, folder: Path, *, record: Recorder) -> _Examples:
+    record.phase("load data")
+    tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
+    rows = load_rows(
+        config.data,
+        tokenizer,
+        split="train",
+        num_rows=config.data.num_task_rows,
+        seed=config.seed,
+    )
+    held_out: list[TokenizedRow] = []
+    if config.sft.eval_every_num_steps:
+        held_out = load_rows(
+            config.data,
+            tokenizer,
+            split="eval",
+            num_rows=config.eval.num_prompts,
+            seed=config.seed,
+        )
+    sampler = RowSampler(
+        len(rows),
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        fingerprint=fingerprint(row.row for row in rows),
+    )
+    return _Examples(tokenizer=tokenizer, rows=rows, held_out=held_out, sampler=sampler)
 
 
 def _build_loop(
     config: ExperimentConfig,
-    tuning: SupervisedFineTuning,
+    learner: Learner,
     *,
-    held_out: list[TokenizedRow],
+    examples: _Examples,
     record: Recorder,
+    guard: UpdateGuard,
 ) -> Loop:
+    tuning = SupervisedFineTuning(
+        learner=learner,
+        tokenizer=examples.tokenizer,
+        rows=examples.rows,
+        sampler=examples.sampler,
+        batch_size=config.sft.batch_size,
+        dp_size=config.cluster.num_ranks,
+    )
+
     def evaluate() -> Metrics:
         record.phase("evaluate")
-        return tuning.evaluate(held_out)
+        return tuning.evaluate(examples.held_out)
 
     return Loop(
         take_step=lambda _: tuning.step(),
@@ -110,16 +187,7 @@ def _build_loop(
         recorder=record,
         num_steps=config.sft.num_steps,
         eval_every=config.sft.eval_every_num_steps,
-        guard=UpdateGuard(max_skipped=config.trainer.max_skipped_updates),
-    )
-
-
-def _build_sampler(config: ExperimentConfig, rows: list[TokenizedRow]) -> RowSampler:
-    return RowSampler(
-        len(rows),
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-        fingerprint=fingerprint(row.row for row in rows),
+        guard=guard,
     )
 
 

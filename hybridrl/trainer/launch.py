@@ -14,6 +14,7 @@ from importlib import import_module
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.trainer.cluster import ray_cluster
 from hybridrl.trainer.record import open_record
+from hybridrl.trainer.resume import goes_on
 
 _COMPOSITION_ROOT = "hybridrl.trainer.build"
 
@@ -26,10 +27,12 @@ def run(config: ExperimentConfig, *, resolved_yaml: str) -> None:
         resolved_yaml: what the run folder keeps as config.yaml.
 
     Raises:
-        RunFolderError: the folder exists already, or cannot be written.
+        RunFolderError: the folder exists already and cannot go on, or cannot be written.
+        CheckpointError: the folder's run was begun with other settings.
         ResourceError: there is no Ray cluster, or it lacks what the run asks for.
     """
-    with open_record(config, resolved_yaml=resolved_yaml) as record:
+    resumes = goes_on(config)
+    with open_record(config, resolved_yaml=resolved_yaml, resumes=resumes) as record:
         record.phase("start Ray")
         with ThreadPoolExecutor(1, thread_name_prefix="import") as thread:
             imported = thread.submit(import_module, _COMPOSITION_ROOT)

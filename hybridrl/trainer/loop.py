@@ -26,6 +26,19 @@ class Recorder(Protocol):
         ...
 
 
+class Save(Protocol):
+    """Keeps what a run needs to go on; see ``Checkpointer.after_step``."""
+
+    def __call__(self, step: int, metrics: Metrics, *, is_last: bool) -> Metrics:
+        """Save if it is time; return what it cost."""
+        ...
+
+
+def never_save(step: int, metrics: Metrics, *, is_last: bool) -> Metrics:
+    """Keep nothing: for work that is repeated rather than resumed."""
+    return {}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loop:
     """Steps, with evaluation before the first, after every ``eval_every`` and after the last."""
@@ -40,6 +53,10 @@ class Loop:
     """Steps between evaluations; 0 is never."""
 
     guard: UpdateGuard
+    save: Save = never_save
+    first_step: int = 1
+    """Above 1 where a run goes on from a checkpoint."""
+
     interrupt: Interrupt = field(default_factory=Interrupt)
 
     def run(self) -> int:
@@ -47,16 +64,20 @@ class Loop:
 
         Raises:
             TrainingError: too many updates in a row had no finite gradient.
+            CheckpointError: checkpoints can no longer be written.
         """
         with self.interrupt.listening():
-            if self.eval_every:
+            if self.eval_every and self.first_step == 1:
                 self.recorder.record(0, self.evaluate())
-            for step in range(1, self.num_steps + 1):
-                metrics = self.take_step(step)
+            cost_of_saving: Metrics = {}
+            for step in range(self.first_step, self.num_steps + 1):
+                metrics = self.take_step(step) | cost_of_saving
                 if self._evaluates_after(step):
                     metrics = metrics | self.evaluate()
                 self.recorder.record(step, metrics)
                 self.guard.check(metrics)
+                is_last = step == self.num_steps or self.interrupt.is_set
+                cost_of_saving = self.save(step, metrics, is_last=is_last)
                 if self.interrupt.is_set:
                     log.warning("stopped on request: step=%d of=%d", step, self.num_steps)
                     return step
@@ -69,10 +90,13 @@ class Loop:
 class UpdateGuard:
     """Counts updates that were skipped for a non-finite loss or gradient."""
 
-    def __init__(self, *, max_skipped: int) -> None:
+    num_skipped: int
+    """Steps in a row up to now."""
+
+    def __init__(self, *, max_skipped: int, num_skipped: int = 0) -> None:
         """Allow ``max_skipped`` steps in a row in which no update was taken."""
         self._max_skipped = max_skipped
-        self._num_skipped = 0
+        self.num_skipped = num_skipped
 
     def check(self, metrics: Metrics) -> None:
         """Look at the metrics of a step.
@@ -82,15 +106,13 @@ class UpdateGuard:
         """
         skipped = metrics.get("policy/skipped_updates")
         if skipped is None or not skipped.value:
-            self._num_skipped = 0
+            self.num_skipped = 0
             return
-        self._num_skipped += 1
-        log.warning(
-            "skipped an update: loss or gradient not finite, in_a_row=%d", self._num_skipped
-        )
-        if self._num_skipped > self._max_skipped:
+        self.num_skipped += 1
+        log.warning("skipped an update: loss or gradient not finite, in_a_row=%d", self.num_skipped)
+        if self.num_skipped > self._max_skipped:
             raise TrainingError(
-                f"{self._num_skipped} steps in a row had an update without a finite loss or "
+                f"{self.num_skipped} steps in a row had an update without a finite loss or "
                 f"gradient (trainer.max_skipped_updates={self._max_skipped}); lower "
                 "actor.optimizer.lr, or set actor.compute_dtype=float32"
             )

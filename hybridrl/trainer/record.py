@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hybridrl import log
+from hybridrl.checkpoint.manifest import RunState
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.metrics import Metrics
 from hybridrl.trainer.live import LiveView, open_live
@@ -40,21 +41,40 @@ class RunRecord:
         """Keep and show the metrics of one step."""
         self.live.step(step, self.run_log.log_step(step, metrics))
 
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of each file that grows by lines."""
+        return self.run_log.sizes()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds that the run has taken, over all its processes."""
+        return self.run_log.elapsed_s
+
+    def rewind(self, run: RunState | None) -> None:
+        """Go back to where a checkpoint was taken; None is before the first step."""
+        if run is None:
+            self.run_log.rewind(0, sizes={}, elapsed_s=0.0)
+        else:
+            self.run_log.rewind(run.step, sizes=run.log_sizes, elapsed_s=run.elapsed_s)
+
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Keep some responses of a step."""
         self.run_log.log_samples(step, samples)
 
 
 @contextmanager
-def open_record(config: ExperimentConfig, *, resolved_yaml: str) -> Iterator[RunRecord]:
-    """Make the run folder, begin the log and the live view, and end them all.
+def open_record(
+    config: ExperimentConfig, *, resolved_yaml: str, resumes: bool = False
+) -> Iterator[RunRecord]:
+    """Make or open the run folder, begin the log and the live view, and end them all.
 
     Raises:
-        RunFolderError: the folder exists or cannot be written.
+        RunFolderError: the folder exists and is not to be resumed, or cannot be written.
     """
     run_log = RunLog(
         Path(config.trainer.run_dir),
         overwrite=config.trainer.overwrite,
+        resumes=resumes,
         resolved_yaml=resolved_yaml,
         settings=asdict(config),
         config=config.tracking,

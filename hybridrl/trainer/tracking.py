@@ -5,6 +5,7 @@
 ``metrics.jsonl``  one line a step
 ``samples.jsonl``  some responses of each step, with text and reward
 ``tensorboard/``   the same metrics as events, if that tracker is on
+``checkpoints/``   see ``hybridrl/checkpoint``
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
+from filelock import FileLock, Timeout
+
 from hybridrl.config.tracking import TrackingConfig
+from hybridrl.disk import write_whole
 from hybridrl.errors import RunFolderError
 from hybridrl.metrics import Metrics, check_declared
 
 _CONFIG, _METRICS, _SAMPLES, _LOG = "config.yaml", "metrics.jsonl", "samples.jsonl", "log.txt"
+_LOCK = ".lock"
 
 
 class Tracker(Protocol):
@@ -34,6 +39,10 @@ class Tracker(Protocol):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take the finite metrics of one step."""
+        ...
+
+    def rewind(self, step: int) -> None:
+        """Forget, where that is possible, what came after ``step``: it will come again."""
         ...
 
     def close(self) -> None:
@@ -60,22 +69,24 @@ class RunLog:
         folder: Path,
         *,
         overwrite: bool,
+        resumes: bool = False,
         resolved_yaml: str,
         settings: Mapping[str, object],
         config: TrackingConfig,
     ) -> None:
-        """Create the folder and start the trackers.
+        """Create the folder, or open the one of a run that goes on, and start the trackers.
 
         Args:
             folder: new, empty, or with ``overwrite`` a former run folder, which is deleted.
             overwrite: ``trainer.overwrite``.
+            resumes: the folder's run goes on; call `rewind` before the first step.
             resolved_yaml: text of ``config.yaml``.
             settings: the same configuration as a mapping, for trackers that show it.
             config: the tracking section.
 
         Raises:
-            RunFolderError: it exists, it is no run folder though ``overwrite`` is given, or it
-                cannot be written.
+            RunFolderError: it exists, it is no run folder though ``overwrite`` is given, another
+                process writes it, or it cannot be written.
             ImportError: a tracker is not installed; says how to.
         """
         self.folder = folder
@@ -87,8 +98,10 @@ class RunLog:
             importlib.import_module(f"hybridrl.trainer.trackers.{name}") for name in config.trackers
         ]
         with ExitStack() as opened, _naming(folder):
-            _make_folder(folder, overwrite=overwrite)
-            (folder / _CONFIG).write_text(resolved_yaml, encoding="utf-8")
+            opened.enter_context(_lock(folder))
+            if not resumes:
+                _empty_folder(folder, overwrite=overwrite)
+            write_whole(folder / _CONFIG, resolved_yaml)
             # Unbuffered: a line is on its way to the disk before the next step begins.
             self._metrics = opened.enter_context((folder / _METRICS).open("ab", buffering=0))
             self._samples = opened.enter_context((folder / _SAMPLES).open("ab", buffering=0))
@@ -110,6 +123,34 @@ class RunLog:
         self.close()
 
     @property
+    def elapsed_s(self) -> float:
+        """Seconds that the run has taken, over all its processes."""
+        return time.monotonic() - self._began
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of each file that grows by lines; `rewind` goes back there."""
+        files = {_METRICS: self._metrics, _SAMPLES: self._samples}
+        return {name: file.seek(0, SEEK_END) for name, file in files.items()}
+
+    def rewind(self, step: int, *, sizes: Mapping[str, int], elapsed_s: float) -> None:
+        """Go back to where a checkpoint was taken: what was written since will be written again.
+
+        Args:
+            step: of the checkpoint; 0 is before the first.
+            sizes: as `sizes` returned them then; a file that is not named is emptied.
+            elapsed_s: as it was then.
+
+        Raises:
+            RunFolderError: the disk is gone.
+        """
+        self._began = time.monotonic() - elapsed_s
+        with _naming(self.folder):
+            for name, file in ((_METRICS, self._metrics), (_SAMPLES, self._samples)):
+                file.truncate(min(sizes.get(name, 0), file.seek(0, SEEK_END)))
+            for tracker in self._trackers:
+                tracker.rewind(step)
+
+    @property
     def log_file(self) -> Path:
         """Where ``log.configure(file=...)`` is to write."""
         return self.folder / _LOG
@@ -129,7 +170,7 @@ class RunLog:
         check_declared(metrics)
         values = {name: metric.value for name, metric in metrics.items()}
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        line = {"step": step, "elapsed_s": round(time.monotonic() - self._began, 3)}
+        line = {"step": step, "elapsed_s": round(self.elapsed_s, 3)}
         with _naming(self.folder):
             _append(self._metrics, line | {name: finite.get(name) for name in values})
             for tracker in self._trackers:
@@ -174,20 +215,40 @@ def _naming(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _make_folder(folder: Path, *, overwrite: bool) -> None:
-    if folder.is_dir() and any(folder.iterdir()):
-        if not overwrite:
-            raise RunFolderError(
-                f"run folder {folder} exists; set trainer.run_dir={_free_name(folder)}, or "
-                "trainer.overwrite=true to replace it"
-            )
-        if not all((folder / name).exists() for name in (_CONFIG, _METRICS)):
-            raise RunFolderError(
-                f"{folder} holds files, but no {_CONFIG} and {_METRICS}: it is no run folder "
-                f"and will not be replaced; set trainer.run_dir={_free_name(folder)}"
-            )
-        shutil.rmtree(folder)
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Keep other processes out of the folder; the lock ends with this process, however it ends."""
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        held = FileLock(folder / _LOCK).acquire(timeout=0)
+    except Timeout as err:
+        raise RunFolderError(
+            f"another process is writing run folder {folder}; wait for it, end it, or set "
+            f"trainer.run_dir={_free_name(folder)}"
+        ) from err
+    with held:
+        yield
+
+
+def _empty_folder(folder: Path, *, overwrite: bool) -> None:
+    former = [path for path in folder.iterdir() if path.name != _LOCK]
+    if not former:
+        return
+    if not overwrite:
+        raise RunFolderError(
+            f"run folder {folder} exists; set trainer.run_dir={_free_name(folder)}, or "
+            "trainer.overwrite=true to replace it"
+        )
+    if not all((folder / name).exists() for name in (_CONFIG, _METRICS)):
+        raise RunFolderError(
+            f"{folder} holds files, but no {_CONFIG} and {_METRICS}: it is no run folder "
+            f"and will not be replaced; set trainer.run_dir={_free_name(folder)}"
+        )
+    for path in former:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _free_name(folder: Path) -> Path:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace as replace_dispatch
 from pathlib import Path
+from typing import Any
 
 from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, TrainBatch
-from hybridrl.metrics import Metrics, merge
-from hybridrl.single_controller import Dispatch, Parts, Worker, dispatch_by_mesh, register
+from hybridrl.metrics import Metrics, from_json, merge, to_json
+from hybridrl.single_controller import Dispatch, Parts, dispatch_by_mesh, register
 from hybridrl.workers.build import (
     ActorRolloutSpec,
     build_policy_loss,
@@ -15,11 +17,14 @@ from hybridrl.workers.build import (
     build_rollout_engine,
     build_train_engine,
 )
+from hybridrl.workers.checkpointed import CheckpointedWorker
 from hybridrl.workers.process_group import end_process_group, start_process_group
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.protocol import SamplingParams
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.manager import ShardingManager
+from hybridrl.workers.train.checkpoint import Notes
+from hybridrl.workers.train.protocol import TrainEngine
 
 TRAIN = dispatch_by_mesh("train")
 ROLLOUT = dispatch_by_mesh("rollout")
@@ -28,7 +33,7 @@ TRAIN_METRICS = replace_dispatch(
 )
 
 
-class ActorRolloutWorker(Worker):
+class ActorRolloutWorker(CheckpointedWorker):
     """One rank of the policy. The driver calls generate, compute_logprobs and update, in turn."""
 
     def __init__(self, spec: ActorRolloutSpec) -> None:
@@ -41,6 +46,7 @@ class ActorRolloutWorker(Worker):
         )
         self._spec = spec
         self._policy_version = 0
+        self._carried: Metrics = {}
         tensor_parallel_size = spec.rollout.tensor_parallel_size
         leads = self.rank % tensor_parallel_size == 0
         self.sharding = ShardingManager(
@@ -55,6 +61,7 @@ class ActorRolloutWorker(Worker):
         if self._reference is not None:
             self.sharding.register("reference", self._reference)
         self._loss = build_policy_loss(spec)
+        self.start_checkpoints()
         self.register_mesh("train", dp_rank=self._actor.dp_rank, dp_size=self._actor.dp_size)
         self.register_mesh(
             "rollout",
@@ -125,7 +132,8 @@ class ActorRolloutWorker(Worker):
         ]
         self._policy_version += len(steps)
         self.sharding.weights_changed(version=self._policy_version)
-        return merge([*steps, self.sharding.take_metrics()])
+        carried, self._carried = self._carried, {}
+        return merge([*steps, carried, self.sharding.take_metrics()])
 
     @register(Dispatch.ONE_TO_ALL)
     def export_hf(self, folder: Path) -> None:
@@ -133,7 +141,24 @@ class ActorRolloutWorker(Worker):
         self.sharding.require_training()
         self._actor.export_hf(folder)
 
+    def checkpointed_engine(self) -> TrainEngine:
+        """Return the policy's training engine."""
+        self.sharding.require_training()
+        return self._actor
+
+    def notes(self) -> Notes:
+        """Return the version, and the metrics of an evaluation since the last update."""
+        self._carried = merge([self._carried, self.sharding.take_metrics()])
+        return {"policy_version": self._policy_version, "metrics": to_json(self._carried)}
+
+    def take_up(self, notes: Mapping[str, Any]) -> None:
+        """Go on; the next rollout phase sends the weights."""
+        self._policy_version = notes["policy_version"]
+        self._carried = from_json(notes["metrics"])
+        self.sharding.weights_changed(version=self._policy_version)
+
     def close(self) -> None:
         """End the rollout engine and leave the process group."""
+        super().close()
         self.sharding.shutdown()
         end_process_group()

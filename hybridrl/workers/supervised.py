@@ -6,13 +6,15 @@ from pathlib import Path
 
 from hybridrl.batch import SupervisedBatch
 from hybridrl.metrics import Mean, Metrics
-from hybridrl.single_controller import Dispatch, Worker, register
+from hybridrl.single_controller import Dispatch, register
 from hybridrl.workers.actor_rollout import TRAIN_METRICS
 from hybridrl.workers.build import TrainSpec, build_train_engine
+from hybridrl.workers.checkpointed import CheckpointedWorker
 from hybridrl.workers.process_group import end_process_group, start_process_group
+from hybridrl.workers.train.protocol import TrainEngine
 
 
-class SupervisedWorker(Worker):
+class SupervisedWorker(CheckpointedWorker):
     """One rank of a model that learns from examples."""
 
     def __init__(self, spec: TrainSpec) -> None:
@@ -21,6 +23,7 @@ class SupervisedWorker(Worker):
             device=spec.device, local_rank=self.local_rank, timeout_s=spec.collective_timeout_s
         )
         self._engine = build_train_engine(spec, device)
+        self.start_checkpoints()
         self.register_mesh("train", dp_rank=self._engine.dp_rank, dp_size=self._engine.dp_size)
 
     @register(TRAIN_METRICS)
@@ -41,6 +44,11 @@ class SupervisedWorker(Worker):
         """Write the model as a Hugging Face folder, atomically."""
         self._engine.export_hf(folder)
 
+    def checkpointed_engine(self) -> TrainEngine:
+        """Return the engine."""
+        return self._engine
+
     def close(self) -> None:
         """Leave the process group."""
+        super().close()
         end_process_group()

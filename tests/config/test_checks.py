@@ -83,7 +83,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("reward.function=nowhere.py:score",), "reward.function", "does not exist"),
     (("reward.function=reward.py:scoer",), "reward.function", "no function 'scoer'"),
     (("reward.function=broken.py:score",), "reward.function", "not a Python file"),
-    (("trainer.run_dir=old",), "trainer.run_dir", "another run"),
+    (("trainer.run_dir=old", "checkpoint.resume=never"), "trainer.run_dir", "another run"),
     (("trainer.run_dir=model", "trainer.overwrite=true"), "trainer.run_dir", "no run folder"),
     (("trainer.run_dir=.",), "trainer.run_dir", "no run folder"),
     (("trainer.run_dir=train.jsonl/run",), "trainer.run_dir", "no folder"),

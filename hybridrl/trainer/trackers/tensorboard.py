@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -27,7 +27,7 @@ class TensorBoardTracker:
         """
         folder = folder / "tensorboard"
         folder.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
         # Unbuffered: an error belongs to the step that met it, and nothing is lost by a crash.
         self._file = (folder / name).open("wb", buffering=0)
         self._records = RecordWriter(self._file)
@@ -43,6 +43,15 @@ class TensorBoardTracker:
             value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         )
         self._write(Event(wall_time=time.time(), step=step, summary=summary))
+
+    def rewind(self, step: int) -> None:
+        """Tell the reader to drop events after ``step``, those of former files too.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        start = SessionLog(status=SessionLog.START)
+        self._write(Event(wall_time=time.time(), step=step + 1, session_log=start))
 
     def close(self) -> None:
         """Close the file."""

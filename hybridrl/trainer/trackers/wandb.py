@@ -18,18 +18,34 @@ class WandbTracker:
     """One run of a project, named like the run folder. ``WANDB_MODE=offline`` keeps it local."""
 
     def __init__(self, folder: Path, *, project: str, settings: Mapping[str, object]) -> None:
-        """Start the run."""
+        """Start the run, or go on with the one that the folder had before."""
         self._run = wandb.init(
-            project=project, name=folder.name, dir=str(folder), config=dict(settings)
+            project=project,
+            name=folder.name,
+            id=_run_id(folder),
+            resume="allow",
+            dir=str(folder),
+            config=dict(settings),
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send one step."""
         self._run.log(dict(values), step=step)
 
+    def rewind(self, step: int) -> None:
+        """Do nothing: the server keeps the first value that it got for a step."""
+
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
+
+
+def _run_id(folder: Path) -> str:
+    """Return the id that this run folder's process before used, or a new one."""
+    path = folder / "wandb_id.txt"
+    if not path.is_file():
+        path.write_text(wandb.util.generate_id(), encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()
 
 
 open_tracker = WandbTracker

@@ -14,13 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hybridrl.checkpoint.origin import TOKENIZER_FILES
+from hybridrl.disk import publish
 from hybridrl.errors import RunFolderError
 from hybridrl.workers.train.protocol import WeightSpec
-
-_TOKENIZER_FILES = (
-    *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template*", "*.model"),
-)
 
 
 def write_hf_folder(
@@ -56,13 +53,10 @@ def write_hf_folder(
         model.config.save_pretrained(unfinished)
         if model.generation_config is not None:
             model.generation_config.save_pretrained(unfinished)
-        for pattern in _TOKENIZER_FILES:
+        for pattern in TOKENIZER_FILES:
             for path in source.glob(pattern):
                 shutil.copyfile(path, unfinished / path.name)
-        for path in [*unfinished.iterdir(), unfinished]:
-            _flush_to_disk(path)
-        unfinished.rename(folder)
-        _flush_to_disk(folder.parent)
+        publish(unfinished, folder)
     except (OSError, SafetensorError) as err:
         raise RunFolderError(f"{folder} cannot be written: {err}; free or choose a disk") from err
     finally:
@@ -98,11 +92,3 @@ def _stretches(specs: Sequence[WeightSpec], max_file_bytes: int) -> list[list[We
         stretches[-1].append(spec)
         num_bytes += spec.num_bytes
     return stretches
-
-
-def _flush_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

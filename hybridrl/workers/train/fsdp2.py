@@ -129,6 +129,26 @@ class FSDP2Engine(FSDP2Scorer):
             max_response_tokens=1,
         )
 
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps taken, skipped ones not counted."""
+        return self.optimizer.num_steps
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Name parameters that learn, and their moments; see ``TrainEngine.checkpoint_tensors``."""
+        self._require("checkpoint_tensors()", *TrainState)
+        learning = {n: p for n, p in self._policy.named_parameters() if p.requires_grad}
+        moments = {
+            f"optimizer.{key}.{name}": value
+            for name, parameter in learning.items()
+            for key, value in self.optimizer.moments(parameter).items()
+        }
+        return {f"model.{name}": parameter for name, parameter in learning.items()} | moments
+
+    def begin_restore(self, *, num_updates: int) -> None:
+        """Go to ``num_updates``, with moments that are still to be filled."""
+        self.optimizer.begin_restore(num_steps=num_updates)
+
     def weight_specs(self) -> tuple[WeightSpec, ...]:
         """Name what ``full_weights`` will yield, in its order."""
         return tuple(

@@ -131,6 +131,22 @@ class GuardedAdamW:
             if isinstance(value, Tensor)
         ]
 
+    def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return the moments of a parameter by name; empty before the first step."""
+        return dict(self.adamw.state[parameter]) if parameter in self.adamw.state else {}
+
+    def begin_restore(self, *, num_steps: int) -> None:
+        """Be where ``num_steps`` steps lead to, with moments of 0 for the caller to fill."""
+        self.num_steps = num_steps
+        self.adamw.state.clear()
+        if num_steps:
+            for parameter in self._parameters:
+                self.adamw.state[parameter] = {
+                    "step": torch.zeros((), device=local_shard(parameter).device),
+                    "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                    "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+                }
+
     def _sum_over_ranks(self, loss: Tensor, grads: list[Tensor]) -> tuple[float, float]:
         """Return the global loss and gradient norm: one collective, the same bits everywhere.
 

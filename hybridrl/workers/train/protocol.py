@@ -5,7 +5,7 @@ Legend: B rows, L tokens of a row, T packed tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -117,6 +117,23 @@ class TrainEngine(ScoringEngine, Protocol):
 
     def fit(self, batch: SupervisedBatch) -> Metrics:
         """Take one optimizer step on the mean negative log-likelihood of the masked tokens."""
+        ...
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps taken, skipped ones not counted: all that the schedule remembers."""
+        ...
+
+    def checkpoint_tensors(self) -> Mapping[str, Tensor]:
+        """Name this rank's live tensors (shards, if sharded) that a resumed run needs.
+
+        They are the parameters that learn and, once a step was taken, the optimizer's moments.
+        Whoever fills them with others puts the engine where these were taken.
+        """
+        ...
+
+    def begin_restore(self, *, num_updates: int) -> None:
+        """Go to ``num_updates``; ``checkpoint_tensors`` then names all that is to be filled."""
         ...
 
     def weight_specs(self) -> tuple[WeightSpec, ...]:

@@ -1,0 +1,128 @@
+"""What a checkpoint says of itself. It is written last: a folder without it is no checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from hybridrl.data.sampler import SamplerState
+from hybridrl.disk import write_whole
+from hybridrl.errors import CheckpointError
+
+_NAME = "manifest.json"
+_FORMAT = 1
+
+Recipe = Mapping[str, object]
+"""Dotted keys of the configuration and their values, as JSON has them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileEntry:
+    """One file of a checkpoint."""
+
+    name: str
+    """Relative to the checkpoint's folder."""
+
+    num_bytes: int
+
+    crc32: int
+    """Of all its bytes, unsigned."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunState:
+    """The driver's part of a run: small, and all that it needs to go on."""
+
+    step: int
+    """Steps done."""
+
+    sampler: SamplerState
+    """Place in the stream of rows, and the fingerprint of these rows."""
+
+    num_skipped: int
+    """Steps in a row up to now in which an update was skipped."""
+
+    elapsed_s: float
+    """Seconds that the run has taken, over all its processes."""
+
+    log_sizes: Mapping[str, int]
+    """Bytes of each file in the run folder that grows by lines; what follows is rolled back."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """What the numbers of a run depend on besides its state."""
+
+    recipe: Recipe
+    """Must be the same to go on."""
+
+    fingerprints: Mapping[str, str]
+    """Of the model folder's configuration and tokenizer; must be the same to go on."""
+
+    environment: Mapping[str, str]
+    """Must be the same to go on bit by bit: ranks, threads, processor, versions."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """A whole checkpoint."""
+
+    run: RunState
+    origin: Origin
+    files: tuple[FileEntry, ...]
+    score: float | None
+    """The last evaluation's result, higher is better; None without one at this step."""
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest into ``folder``.
+
+        Raises:
+            OSError: the disk is full or gone.
+        """
+        text = json.dumps({"format": _FORMAT} | asdict(self), indent=1)
+        write_whole(folder / _NAME, text + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read the manifest of ``folder``, and compare the files' sizes with it.
+
+        Raises:
+            CheckpointError: the checkpoint is torn, or of another format.
+        """
+        try:
+            values = json.loads((folder / _NAME).read_text(encoding="utf-8"))
+            found = values["format"]
+            manifest = cls._of(values) if found == _FORMAT else None
+        except (OSError, ValueError, KeyError, TypeError) as err:
+            raise CheckpointError(f"{folder} is torn: {_NAME} cannot be read ({err})") from err
+        if manifest is None:
+            raise CheckpointError(
+                f"{folder} has checkpoint format {found}, and this version reads {_FORMAT}; "
+                "resume with the version of hybridrl that wrote it"
+            )
+        manifest._check_sizes(folder)
+        return manifest
+
+    @classmethod
+    def _of(cls, values: Mapping[str, Any]) -> Self:
+        run = {**values["run"], "sampler": SamplerState(**values["run"]["sampler"])}
+        return cls(
+            run=RunState(**run),
+            origin=Origin(**values["origin"]),
+            files=tuple(FileEntry(**entry) for entry in values["files"]),
+            score=values["score"],
+        )
+
+    def _check_sizes(self, folder: Path) -> None:
+        for entry in self.files:
+            path = folder / entry.name
+            size = path.stat().st_size if path.is_file() else None
+            if size != entry.num_bytes:
+                found = "is missing" if size is None else f"has {size} bytes"
+                raise CheckpointError(
+                    f"{folder} is torn: {entry.name} {found}, and was written with "
+                    f"{entry.num_bytes}"
+                )

@@ -1,0 +1,145 @@
+"""Whether a run may go on from a checkpoint, and whether it will do so bit by bit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+from hybridrl import __version__
+from hybridrl.checkpoint.manifest import Origin, Recipe
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.errors import CheckpointError
+
+_FREE_SECTIONS = ("tracking.", "checkpoint.", "cluster.", "certify.")
+_FREE_KEYS = (
+    *("trainer.run_dir", "trainer.overwrite", "trainer.export_hf"),
+    *("rollout.num_threads", "reward.timeout_s", "reward.on_error"),
+    *("rollout.skew_timeout_s", "rollout.drain_timeout_s", "rollout.stage_timeout_s"),
+)
+"""What may change freely: it does not say what is learnt."""
+
+_NUMERIC = ("cluster.device", "cluster.num_nodes", "cluster.num_ranks_per_node")
+_THREADS = ("cluster.num_threads_per_rank", "rollout.num_threads")
+_PACKAGES = ("torch", "transformers", "tensordict")
+_NUM_NAMED = 8
+
+TOKENIZER_FILES = (
+    *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template*", "*.model"),
+)
+"""Patterns of the files that a tokenizer is loaded from."""
+
+
+def recipe_of(config: ExperimentConfig) -> Recipe:
+    """Return every key that says what is learnt, with its value as JSON has it."""
+    flat = dict(_flatten(asdict(config)))
+    if config.actor.optimizer.schedule == "constant":
+        # A longer run begins as a shorter one does.
+        del flat["trainer.num_steps"], flat["sft.num_steps"]
+    kept = {
+        key: value
+        for key, value in flat.items()
+        if key not in _FREE_KEYS and not key.startswith(_FREE_SECTIONS)
+    }
+    return {key: json.loads(json.dumps(value)) for key, value in kept.items()}
+
+
+def environment_of(config: ExperimentConfig) -> Mapping[str, str]:
+    """Return what rounding depends on: ranks, threads, processor, and versions."""
+    flat = dict(_flatten(asdict(config)))
+    return {
+        **{key: str(flat[key]) for key in (*_NUMERIC, *_THREADS)},
+        "processor": _processor(),
+        "python": platform.python_version(),
+        "hybridrl": __version__,
+        **{package: version(package) for package in _PACKAGES},
+    }
+
+
+def folder_fingerprints(model_folder: Path) -> Mapping[str, str]:
+    """Digest what a model folder says of its shape, and its tokenizer."""
+    return {
+        "model configuration": _digest(model_folder, ("config.json",)),
+        "tokenizer": _digest(model_folder, TOKENIZER_FILES),
+    }
+
+
+def _digest(folder: Path, patterns: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    paths = {path.name: path for pattern in patterns for path in folder.glob(pattern)}
+    for name in sorted(paths):
+        data = paths[name].read_bytes()
+        digest.update(f"{name} {len(data)}\n".encode() + data)
+    return digest.hexdigest()
+
+
+def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> list[str]:
+    """Compare recipes.
+
+    Args:
+        saved: of the run that was begun.
+        now: of the run that would go on.
+        where: the folder they meet in, for the message.
+        accept: ``checkpoint.accept_changes``.
+
+    Returns:
+        Each change in words.
+
+    Raises:
+        CheckpointError: they differ and that was not accepted; names the keys.
+    """
+    changes = list(differences(saved, now))
+    if changes and not accept:
+        rest = len(changes) - _NUM_NAMED
+        more = f"\n  and {rest} more" if rest > 0 else ""
+        raise CheckpointError(
+            f"{where} holds a run with other settings:\n  "
+            + "\n  ".join(changes[:_NUM_NAMED])
+            + f"{more}\nSet trainer.run_dir to a new folder, trainer.overwrite=true to replace it, "
+            "or checkpoint.accept_changes=true to go on with the new settings"
+        )
+    return changes
+
+
+def check_fingerprints(saved: Origin, now: Origin, *, where: Path, accept: bool) -> list[str]:
+    """Compare model configuration and tokenizer; as `check_recipe`."""
+    changes = list(differences(saved.fingerprints, now.fingerprints))
+    if changes and not accept:
+        raise CheckpointError(
+            f"{where} was made with another model.path: {'; '.join(changes)}. Bring the old "
+            "folder back, set trainer.run_dir to a new folder, or set "
+            "checkpoint.accept_changes=true"
+        )
+    return changes
+
+
+def differences(saved: Mapping[str, object], now: Mapping[str, object]) -> Iterable[str]:
+    """Yield each key whose values differ, in words."""
+    for key in sorted(saved.keys() | now.keys()):
+        if saved.get(key) != now.get(key):
+            yield f"{key}: {saved.get(key)!r} there, {now.get(key)!r} here"
+
+
+def _flatten(values: Mapping[str, object], prefix: str = "") -> Iterable[tuple[str, object]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _processor() -> str:
+    """Name the processor as Linux does, with what its vector units can: kernels choose by that."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    fields = (line.partition(":") for line in lines)
+    first = {name.strip(): value.strip() for name, _, value in fields}
+    vectors = [flag for flag in first.get("flags", "").split() if "avx" in flag or "amx" in flag]
+    return f"{first.get('model name', platform.machine())} {' '.join(sorted(vectors))}".strip()

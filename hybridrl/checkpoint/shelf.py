@@ -1,0 +1,103 @@
+"""The folder of a run's checkpoints: which there are, which is the newest whole one, which go."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridrl.checkpoint.manifest import Manifest
+from hybridrl.disk import publish
+from hybridrl.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+_STEP = re.compile(r"step-(\d{9})")
+_UNFINISHED = ".unfinished"
+_TORN = ".torn"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that is whole as far as its manifest and its files' sizes tell."""
+
+    folder: Path
+    manifest: Manifest
+
+
+class Shelf:
+    """``<run_dir>/checkpoints``: one folder ``step-000000040`` a checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        """Look at ``folder``, which need not exist yet."""
+        self._folder = folder
+
+    def newest(self) -> Checkpoint | None:
+        """Return the newest whole checkpoint. Torn ones are skipped, with a word in the log."""
+        for folder in reversed(self._folders()):
+            try:
+                return Checkpoint(folder, Manifest.read(folder))
+            except CheckpointError as error:
+                log.warning("%s; the checkpoint before it is used", error)
+        return None
+
+    def begin(self, step: int) -> Path:
+        """Make an empty folder for what ranks write; `commit` makes a checkpoint of it.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        folder = self._folder / f"step-{step:09}{_UNFINISHED}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        return folder
+
+    def commit(self, unfinished: Path, manifest: Manifest) -> Checkpoint:
+        """Write the manifest and give the folder its name: the checkpoint appears whole.
+
+        Raises:
+            OSError: the disk is full or gone.
+        """
+        manifest.write(unfinished)
+        folder = unfinished.with_suffix("")
+        shutil.rmtree(folder, ignore_errors=True)  # of the same step, before a run was rolled back
+        publish(unfinished, folder)
+        return Checkpoint(folder, manifest)
+
+    def set_aside(self, torn: Path) -> None:
+        """Rename a checkpoint whose bytes have changed, so that nobody tries it again."""
+        aside = torn.with_name(torn.name + _TORN)
+        shutil.rmtree(aside, ignore_errors=True)
+        torn.rename(aside)
+
+    def discard_unfinished(self) -> None:
+        """Delete what a run that died was writing."""
+        for folder in self._folder.glob(f"*{_UNFINISHED}"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def prune(self, *, keep_last: int, keep_best: int) -> None:
+        """Delete all but the newest ``keep_last`` and, of the others, the best ``keep_best``."""
+        kept = set(self._folders()[-keep_last:])
+        scored: list[tuple[float, Path]] = []
+        for folder in self._folders():
+            try:
+                score = Manifest.read(folder).score
+            except CheckpointError:
+                continue
+            if score is not None:
+                scored.append((score, folder))
+        kept |= {folder for _, folder in sorted(scored, reverse=True)[:keep_best]}
+        for folder in self._folders():
+            if folder not in kept:
+                # Renamed first: killed in the middle, it may not look like a whole checkpoint.
+                doomed = folder.with_name(folder.name + _UNFINISHED)
+                folder.rename(doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
+
+    def _folders(self) -> list[Path]:
+        if not self._folder.is_dir():
+            return []
+        found = [path for path in self._folder.iterdir() if _STEP.fullmatch(path.name)]
+        return sorted(found)

@@ -1,0 +1,47 @@
+"""Files that are whole or not there: write, flush to the disk, rename."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def flush(path: Path) -> None:
+    """Return when a file's bytes, or a folder's names, are on the disk.
+
+    Raises:
+        OSError: the disk is full or gone.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file that a reader sees whole, whatever happens meanwhile; replaces another.
+
+    Raises:
+        OSError: the disk is full or gone; a former file is as it was.
+    """
+    unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        flush(unfinished)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    flush(path.parent)
+
+
+def publish(unfinished: Path, folder: Path) -> None:
+    """Give a folder, written under another name beside it, its name: it appears whole.
+
+    Raises:
+        OSError: the disk is full or gone, or ``folder`` exists and is not empty.
+    """
+    for path in [*unfinished.rglob("*"), unfinished]:
+        flush(path)
+    unfinished.rename(folder)
+    flush(folder.parent)

@@ -1,0 +1,192 @@
+"""Whether a run folder's run goes on: decided before Ray starts, and before workers do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import yaml
+
+from hybridrl.checkpoint.manifest import Origin, RunState
+from hybridrl.checkpoint.origin import (
+    check_fingerprints,
+    check_recipe,
+    differences,
+    environment_of,
+    folder_fingerprints,
+    recipe_of,
+)
+from hybridrl.checkpoint.shelf import Shelf
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.load import read_config
+from hybridrl.data.sampler import SamplerState
+from hybridrl.errors import DataError, RunFolderError
+from hybridrl.trainer.checkpoints import Checkpointer, Saver
+from hybridrl.trainer.loop import UpdateGuard
+
+log = logging.getLogger(__name__)
+
+
+class Stream(Protocol):
+    """The run's stream of rows."""
+
+    def state(self) -> SamplerState:
+        """Return where it stands."""
+        ...
+
+    def restore(self, state: SamplerState) -> None:
+        """Go on where ``state`` was taken."""
+        ...
+
+
+class Record(Protocol):
+    """The run's files."""
+
+    def phase(self, name: str) -> None:
+        """Say what begins."""
+        ...
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds that the run has taken."""
+        ...
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of each file that grows by lines."""
+        ...
+
+    def rewind(self, run: RunState | None) -> None:
+        """Go back to where a checkpoint was taken."""
+        ...
+
+
+def shelf_of(config: ExperimentConfig) -> Shelf:
+    """Return the checkpoints of the run folder."""
+    return Shelf(Path(config.trainer.run_dir) / "checkpoints")
+
+
+def newest_step(config: ExperimentConfig) -> int:
+    """Return the step of the newest whole checkpoint; 0 if there is none."""
+    found = shelf_of(config).newest()
+    return 0 if found is None else found.manifest.run.step
+
+
+def goes_on(config: ExperimentConfig) -> bool:
+    """Say whether the run in the run folder is to be continued, from a checkpoint or from step 0.
+
+    Raises:
+        CheckpointError: it was begun with another recipe, and that was not accepted.
+        RunFolderError: it made no checkpoints, so it cannot be told whether it is of use.
+    """
+    folder = Path(config.trainer.run_dir)
+    former = folder / "config.yaml"
+    if config.trainer.overwrite or config.checkpoint.resume == "never" or not former.is_file():
+        return False
+    found = shelf_of(config).newest()
+    accept = config.checkpoint.accept_changes
+    if found is not None:
+        saved = found.manifest.origin.recipe
+        check_recipe(saved, recipe_of(config), where=folder, accept=accept)
+        return True
+    begun, _ = read_config(yaml.safe_load(former.read_text(encoding="utf-8")) or {})
+    if begun is None or not begun.checkpoint.every_num_steps:
+        raise RunFolderError(
+            f"run folder {folder} holds a run without checkpoints, which cannot go on; set "
+            "trainer.run_dir to a new folder, or trainer.overwrite=true to replace it"
+        )
+    check_recipe(recipe_of(begun), recipe_of(config), where=folder, accept=accept)
+    return True
+
+
+def origin_of(config: ExperimentConfig, model_folder: Path) -> Origin:
+    """Return what the numbers of this run depend on."""
+    return Origin(
+        recipe=recipe_of(config),
+        fingerprints=folder_fingerprints(model_folder),
+        environment=environment_of(config),
+    )
+
+
+def check_resumable(config: ExperimentConfig, origin: Origin, *, rows: SamplerState) -> None:
+    """Compare the newest checkpoint, if there is one, with the run that would go on from it.
+
+    What is different and was accepted, or costs no more than the last bit, is logged.
+
+    Args:
+        config: of the run.
+        origin: of the run.
+        rows: the state of its sampler, which holds the fingerprint of its rows.
+
+    Raises:
+        CheckpointError: recipe, tokenizer or model have changed, and that was not accepted.
+        DataError: the rows have.
+    """
+    found = shelf_of(config).newest()
+    if found is None:
+        return
+    saved, where, accept = found.manifest.origin, found.folder, config.checkpoint.accept_changes
+    changes = check_recipe(saved.recipe, origin.recipe, where=where, accept=accept)
+    changes += check_fingerprints(saved, origin, where=where, accept=accept)
+    former = found.manifest.run.sampler.fingerprint
+    if former != rows.fingerprint:
+        changes.append(f"rows: {former[:12]} there, {rows.fingerprint[:12]} here")
+        if not accept:
+            raise DataError(
+                f"{where}: the data has changed ({changes[-1]}); bring the old data.train_files "
+                "back, set trainer.run_dir to a new folder, or set checkpoint.accept_changes=true "
+                "to go on at the same place of the new rows"
+            )
+    for change in changes:
+        log.warning("resuming with a change that was accepted: %s", change)
+    for change in differences(saved.environment, origin.environment):
+        log.warning("resuming, but not bit by bit: %s", change)
+
+
+def build_checkpointer(
+    config: ExperimentConfig,
+    savers: Mapping[str, Saver],
+    *,
+    origin: Origin,
+    stream: Stream,
+    guard: UpdateGuard,
+    record: Record,
+) -> Checkpointer:
+    """Put together what saves the workers ``savers`` and the driver's part of the run."""
+
+    def capture(step: int) -> RunState:
+        return RunState(
+            step=step,
+            sampler=stream.state(),
+            num_skipped=guard.num_skipped,
+            elapsed_s=record.elapsed_s,
+            log_sizes=record.sizes(),
+        )
+
+    return Checkpointer(
+        shelf_of(config), savers, config=config.checkpoint, origin=origin, capture=capture
+    )
+
+
+def take_up(
+    checkpointer: Checkpointer, *, stream: Stream, guard: UpdateGuard, record: Record
+) -> int:
+    """Put workers and driver where the newest whole checkpoint was taken, or at the beginning.
+
+    Returns:
+        The steps that are done.
+    """
+    record.phase("resume")
+    run = checkpointer.restore()
+    fingerprint = stream.state().fingerprint
+    if run is None:
+        stream.restore(SamplerState(0, fingerprint))
+        guard.num_skipped = 0
+    else:
+        stream.restore(replace(run.sampler, fingerprint=fingerprint))  # a change was accepted
+        guard.num_skipped = run.num_skipped
+        log.info("going on from the checkpoint of step %d", run.step)
+    record.rewind(run)
+    return 0 if run is None else run.step

@@ -1,0 +1,67 @@
+"""What all workers with a training engine share: saving it, and loading it again."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hybridrl.checkpoint.manifest import FileEntry
+from hybridrl.single_controller import Dispatch, Worker, register
+from hybridrl.workers.train import checkpoint
+from hybridrl.workers.train.checkpoint import CheckpointWriter, Notes
+from hybridrl.workers.train.protocol import TrainEngine
+from hybridrl.workers.train.shard_files import is_unchanged
+
+
+class CheckpointedWorker(Worker):
+    """A worker whose training engine is saved and loaded. Call `start_checkpoints` when built."""
+
+    _writer: CheckpointWriter
+
+    @abstractmethod
+    def checkpointed_engine(self) -> TrainEngine:
+        """Return the engine, resident on its device.
+
+        Raises:
+            PhaseError: the rollout engine has the device.
+        """
+
+    def notes(self) -> Notes:
+        """Return small state that a resumed worker needs besides the engine's."""
+        return {}
+
+    def take_up(self, notes: Mapping[str, object]) -> None:
+        """Go on with what `notes` returned."""
+
+    def start_checkpoints(self) -> None:
+        """Start the thread that writes."""
+        self._writer = CheckpointWriter()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save(self, folder: Path) -> None:
+        """Copy this rank's part to the host and begin to write it; training may go on at once."""
+        name = checkpoint.file_name(rank=self.rank, world_size=self.world_size)
+        self._writer.begin(self.checkpointed_engine(), folder / name, notes=self.notes())
+
+    @register(Dispatch.ONE_TO_ALL)
+    def collect_saved(self, waits: bool) -> FileEntry | None:  # noqa: FBT001 - a remote call
+        """Return what was written, or None while it is still being written."""
+        return self._writer.collect(waits=waits)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def find_torn(self, folder: Path, files: Sequence[FileEntry]) -> list[str]:
+        """Read this rank's share of ``files`` and name those whose bytes have changed."""
+        mine = files[self.rank :: self.world_size]
+        return [entry.name for entry in mine if not is_unchanged(folder / entry.name, entry)]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load(self, folder: Path) -> None:
+        """Go to where the ranks were that wrote ``folder``."""
+        engine = self.checkpointed_engine()
+        notes = checkpoint.load(engine, folder, rank=self.rank, world_size=self.world_size)
+        self.take_up(notes)
+
+    def close(self) -> None:
+        """Finish what is being written."""
+        self._writer.close()

@@ -1,0 +1,128 @@
+"""One rank's part of a checkpoint: copied to the host while training waits, written behind it.
+
+No collective is needed: each rank writes a file of its own, and the driver asks for their sizes.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.checkpoint.manifest import FileEntry
+from hybridrl.errors import CheckpointError
+from hybridrl.workers.train.protocol import TrainEngine
+from hybridrl.workers.train.shard_files import Part, Place, ShardReader, write_parts
+from hybridrl.workers.train.shards import local_shard
+
+Notes = Mapping[str, object]
+"""Small state besides tensors, as JSON has it."""
+
+
+class CheckpointWriter:
+    """Writes one snapshot at a time in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[FileEntry] | None = None
+
+    def begin(self, engine: TrainEngine, path: Path, *, notes: Notes) -> None:
+        """Copy what the engine needs to go on to the host, and begin to write it.
+
+        Waits for the snapshot before, if that is still being written.
+
+        Args:
+            engine: nothing of it may be offloaded.
+            path: the file to write; its folder is made.
+            notes: of the worker, kept beside the tensors.
+        """
+        if self._writing is not None:
+            wait([self._writing])
+        parts = {name: _copy(tensor) for name, tensor in engine.checkpoint_tensors().items()}
+        everything = {"num_updates": engine.num_updates, "random": _random_state(), **notes}
+        self._writing = self._thread.submit(_write, path, parts, everything)
+
+    def collect(self, *, waits: bool) -> FileEntry | None:
+        """Return what was written; None while it is still being written, unless ``waits``.
+
+        Raises:
+            CheckpointError: it could not be written, says why; or nothing was begun.
+        """
+        if self._writing is None:
+            raise CheckpointError("no checkpoint was begun; call save() first")
+        return self._writing.result() if waits or self._writing.done() else None
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        self._thread.shutdown()
+
+
+def load(engine: TrainEngine, folder: Path, *, rank: int, world_size: int) -> Notes:
+    """Put an engine where the ranks that wrote ``folder`` were; returns what a worker noted.
+
+    With as many ranks as wrote it, random number generators go on as well.
+
+    Raises:
+        CheckpointError: the files are not of this model, or torn.
+    """
+    with ShardReader(folder) as reader:
+        notes = reader.notes[0]
+        engine.begin_restore(num_updates=notes["num_updates"])
+        reader.fill(engine.checkpoint_tensors())
+        if len(reader.notes) == world_size:
+            notes = reader.notes[rank]
+            _restore_random_state(notes["random"])
+    return notes
+
+
+def file_name(*, rank: int, world_size: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank-{rank:05}-of-{world_size:05}.safetensors"
+
+
+def _copy(tensor: Tensor) -> Part:
+    values = local_shard(tensor.detach())
+    # A GPU's bytes land in pinned memory, so that the copy runs at the bus's speed.
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+    return Part(host.copy_(values), Place.of(tensor))
+
+
+def _write(path: Path, parts: Mapping[str, Part], notes: Notes) -> FileEntry:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return write_parts(path, parts, notes=notes)
+    except OSError as err:
+        raise CheckpointError(f"{path} cannot be written: {err}; free space on its disk") from err
+
+
+def _random_state() -> dict[str, Any]:
+    """Return the state of this process's generators, as JSON has it."""
+    version, internal, gauss = random.getstate()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {
+        "python": [version, list(internal), gauss],
+        "torch": _to_text(torch.get_rng_state()),
+        "cuda": [_to_text(state) for state in cuda],
+    }
+
+
+def _restore_random_state(state: dict[str, Any]) -> None:
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    torch.set_rng_state(_from_text(state["torch"]))
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([_from_text(text) for text in state["cuda"]])
+
+
+def _to_text(state: Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _from_text(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybridrl.checkpoint.manifest import FileEntry, Manifest, Origin, RunState
+from hybridrl.checkpoint.shelf import Checkpoint, Shelf
+from hybridrl.data.sampler import SamplerState
+from hybridrl.errors import CheckpointError
+
+
+def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    manifest = _manifest(3, score=0.5)
+    (tmp_path / "actor").mkdir()
+    (tmp_path / "actor" / "rank").write_bytes(b"abc")
+    manifest.write(tmp_path)
+    assert Manifest.read(tmp_path) == manifest
+
+
+def test_the_newest_whole_checkpoint_is_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf = Shelf(tmp_path / "checkpoints")
+    assert shelf.newest() is None
+    for step in (9, 10, 100):
+        _commit(shelf, step)
+    assert _step(shelf.newest()) == 100
+    (tmp_path / "checkpoints" / "step-000000100" / "actor" / "rank").write_bytes(b"ab")
+    assert _step(shelf.newest()) == 10
+
+
+def test_what_was_not_committed_is_no_checkpoint(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    _commit(shelf, 1)
+    unfinished = shelf.begin(2)
+    (unfinished / "actor").mkdir()
+    assert _step(shelf.newest()) == 1
+    shelf.discard_unfinished()
+    assert not unfinished.exists()
+
+
+def test_the_same_step_again_replaces_its_checkpoint(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    _commit(shelf, 1, score=0.1)
+    _commit(shelf, 1, score=0.2)
+    newest = shelf.newest()
+    assert newest is not None and newest.manifest.score == 0.2
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_best", "kept"),
+    [(1, 0, {5}), (2, 1, {4, 5, 2}), (1, 2, {5, 2, 3}), (9, 9, {1, 2, 3, 4, 5})],
+)
+def test_the_last_and_the_best_are_kept(
+    tmp_path: Path, keep_last: int, keep_best: int, kept: set[int]
+) -> None:
+    shelf = Shelf(tmp_path)
+    for step, score in enumerate((0.1, 0.9, 0.5, 0.3, None), 1):
+        _commit(shelf, step, score=score)
+    shelf.prune(keep_last=keep_last, keep_best=keep_best)
+    assert {int(path.name[5:]) for path in tmp_path.iterdir()} == kept
+
+
+def test_another_format_is_named_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"format": 99}')
+    with pytest.raises(CheckpointError, match=r"format 99.*version of hybridrl that wrote it"):
+        Manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "run": 3}'])
+def test_a_manifest_that_is_not_whole_is_torn(tmp_path: Path, text: str) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match="torn"):
+        Manifest.read(tmp_path)
+
+
+def _manifest(step: int, *, score: float | None = None) -> Manifest:
+    return Manifest(
+        run=RunState(
+            step=step,
+            sampler=SamplerState(7, "f"),
+            num_skipped=1,
+            elapsed_s=0.1,
+            log_sizes={"metrics.jsonl": 9},
+        ),
+        origin=Origin(recipe={"a.b": [1, None]}, fingerprints={"t": "x"}, environment={"e": "1"}),
+        files=(FileEntry(name="actor/rank", num_bytes=3, crc32=1),),
+        score=score,
+    )
+
+
+def _commit(shelf: Shelf, step: int, *, score: float | None = None) -> Checkpoint:
+    unfinished = shelf.begin(step)
+    (unfinished / "actor").mkdir()
+    (unfinished / "actor" / "rank").write_bytes(b"abc")
+    return shelf.commit(unfinished, _manifest(step, score=score))
+
+
+def _step(found: Checkpoint | None) -> int | None:
+    return None if found is None else found.manifest.run.step
