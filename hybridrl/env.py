@@ -21,6 +21,11 @@ def set_value(name: str, value: str) -> None:
     os.environ[name] = value
 
 
+def everything() -> dict[str, str]:
+    """Return all variables, for a child process."""
+    return dict(os.environ)
+
+
 def cache_dir() -> Path:
     """Return where made models are kept: ``$HYBRIDRL_CACHE`` or ``~/.cache/hybridrl``."""
     return Path(get("HYBRIDRL_CACHE") or Path.home() / ".cache" / "hybridrl")

@@ -141,6 +141,10 @@ class CheckpointError(HybridRLError, RuntimeError):
     """A checkpoint is torn, of another run or model, or could not be written."""
 
 
+class CertificateError(HybridRLError, RuntimeError):
+    """A run that was broken off and resumed did not end as one without a break."""
+
+
 class RunFolderError(HybridRLError, OSError):
     """The run folder cannot be written, or would be overwritten."""
 

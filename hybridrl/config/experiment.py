@@ -7,6 +7,7 @@ from typing import Literal
 
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.algorithm import AlgorithmConfig
+from hybridrl.config.certify import CertifyConfig
 from hybridrl.config.checkpoint import CheckpointConfig
 from hybridrl.config.cluster import ClusterConfig
 from hybridrl.config.data import DataConfig
@@ -24,9 +25,9 @@ from hybridrl.config.trainer import TrainerConfig
 class ExperimentConfig:
     """Mirrors hydra_configs/config.yaml: one field per section."""
 
-    mode: Literal["train", "check", "sft"]
+    mode: Literal["train", "check", "sft", "certify"]
     """``train`` runs reinforcement learning, ``sft`` supervised fine-tuning, ``check`` validates
-    and starts nothing."""
+    and starts nothing, ``certify`` proves that this training resumes bit by bit."""
 
     seed: CountOrZero
     """All randomness of the run derives from it: model init, data order, sampling."""
@@ -57,6 +58,9 @@ class ExperimentConfig:
 
     checkpoint: CheckpointConfig
     """What a run keeps to be resumed from."""
+
+    certify: CertifyConfig
+    """The proof that a run resumes bit by bit."""
 
     eval: EvalConfig
     """Evaluation on held-out prompts."""

@@ -221,6 +221,7 @@ def _build_spec(config: ExperimentConfig, folder: Path) -> ActorRolloutSpec:
         actor=config.actor,
         rollout=config.rollout,
         algorithm=config.algorithm,
+        seed=config.seed,
         device=config.cluster.device,
         num_total_updates=config.trainer.num_steps * config.algorithm.num_updates_per_step,
         max_response_tokens=config.rollout.max_response_tokens,

@@ -196,6 +196,7 @@ def _build_spec(config: ExperimentConfig, folder: Path) -> TrainSpec:
         model_folder=folder.absolute(),
         model=config.model,
         actor=config.actor,
+        seed=config.seed,
         device=config.cluster.device,
         num_total_updates=config.sft.num_steps,
         max_response_tokens=config.rollout.max_response_tokens,

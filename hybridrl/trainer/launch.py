@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.trainer.certify import certify
 from hybridrl.trainer.cluster import ray_cluster
 from hybridrl.trainer.record import open_record
 from hybridrl.trainer.resume import goes_on
@@ -28,9 +29,14 @@ def run(config: ExperimentConfig, *, resolved_yaml: str) -> None:
 
     Raises:
         RunFolderError: the folder exists already and cannot go on, or cannot be written.
+        CertificateError: with ``mode=certify``, resuming was not bit by bit.
         CheckpointError: the folder's run was begun with other settings.
         ResourceError: there is no Ray cluster, or it lacks what the run asks for.
     """
+    if config.mode == "certify":
+        with open_record(config, resolved_yaml=resolved_yaml) as record:
+            certify(config, record=record)
+        return
     resumes = goes_on(config)
     with open_record(config, resolved_yaml=resolved_yaml, resumes=resumes) as record:
         record.phase("start Ray")

@@ -79,7 +79,9 @@ def open_record(
         settings=asdict(config),
         config=config.tracking,
     )
-    num_steps = config.sft.num_steps if config.mode == "sft" else config.trainer.num_steps
+    num_steps = {"sft": config.sft.num_steps, "certify": 3}.get(
+        config.mode, config.trainer.num_steps
+    )
     with run_log:
         log.configure(file=run_log.log_file)
         try:

@@ -61,7 +61,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         if self._reference is not None:
             self.sharding.register("reference", self._reference)
         self._loss = build_policy_loss(spec)
-        self.start_checkpoints()
+        self.start_checkpoints(seed=spec.seed)
         self.register_mesh("train", dp_rank=self._actor.dp_rank, dp_size=self._actor.dp_size)
         self.register_mesh(
             "rollout",

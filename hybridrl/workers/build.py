@@ -30,6 +30,9 @@ class TrainSpec:
     model: ModelConfig
     actor: ActorConfig
 
+    seed: int
+    """Of the run: all that a rank draws derives from it."""
+
     device: str
     """cpu or cuda."""
 

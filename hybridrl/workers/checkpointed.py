@@ -34,8 +34,9 @@ class CheckpointedWorker(Worker):
     def take_up(self, notes: Mapping[str, object]) -> None:
         """Go on with what `notes` returned."""
 
-    def start_checkpoints(self) -> None:
-        """Start the thread that writes."""
+    def start_checkpoints(self, *, seed: int) -> None:
+        """Start the thread that writes, and this process's generators."""
+        checkpoint.seed_generators(seed, rank=self.rank)
         self._writer = CheckpointWriter()
 
     @register(Dispatch.ONE_TO_ALL)

@@ -23,7 +23,7 @@ class SupervisedWorker(CheckpointedWorker):
             device=spec.device, local_rank=self.local_rank, timeout_s=spec.collective_timeout_s
         )
         self._engine = build_train_engine(spec, device)
-        self.start_checkpoints()
+        self.start_checkpoints(seed=spec.seed)
         self.register_mesh("train", dp_rank=self._engine.dp_rank, dp_size=self._engine.dp_size)
 
     @register(TRAIN_METRICS)

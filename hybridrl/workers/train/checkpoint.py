@@ -6,12 +6,14 @@ No collective is needed: each rank writes a file of its own, and the driver asks
 from __future__ import annotations
 
 import base64
+import hashlib
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -86,6 +88,14 @@ def file_name(*, rank: int, world_size: int) -> str:
     return f"rank-{rank:05}-of-{world_size:05}.safetensors"
 
 
+def seed_generators(seed: int, *, rank: int) -> None:
+    """Give this process's generators a state that follows from the run's seed and the rank."""
+    own_seed = int.from_bytes(hashlib.blake2b(f"{seed} {rank}".encode(), digest_size=4).digest())
+    random.seed(own_seed)
+    numpy.random.seed(own_seed)
+    torch.manual_seed(own_seed)
+
+
 def _copy(tensor: Tensor) -> Part:
     values = local_shard(tensor.detach())
     # A GPU's bytes land in pinned memory, so that the copy runs at the bus's speed.
@@ -107,6 +117,7 @@ def _random_state() -> dict[str, Any]:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {
         "python": [version, list(internal), gauss],
+        "numpy": _with_keys(dict(numpy.random.get_state(legacy=False)), numpy.ndarray.tolist),
         "torch": _to_text(torch.get_rng_state()),
         "cuda": [_to_text(state) for state in cuda],
     }
@@ -115,9 +126,15 @@ def _random_state() -> dict[str, Any]:
 def _restore_random_state(state: dict[str, Any]) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
+    numpy.random.set_state(_with_keys(state["numpy"], numpy.asarray))
     torch.set_rng_state(_from_text(state["torch"]))
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all([_from_text(text) for text in state["cuda"]])
+
+
+def _with_keys(state: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    """Convert the words of numpy's generator, which JSON has as a list."""
+    return state | {"state": state["state"] | {"key": convert(state["state"]["key"])}}
 
 
 def _to_text(state: Tensor) -> str:

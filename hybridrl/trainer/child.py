@@ -1,0 +1,123 @@
+"""``python -m hybridrl.trainer.child config.yaml``: a run in a process of its own, without Hydra.
+
+The file is a run folder's ``config.yaml``. Used where a run must be killed: ``mode=certify`` and
+the benchmarks. Exit status: 0 done, 1 the run failed, 2 configuration refused.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+
+import yaml
+
+from hybridrl import env
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.load import load_config
+from hybridrl.disk import write_whole
+from hybridrl.errors import ConfigErrors, HybridRLError
+
+_KILL_WAIT_S = 10.0
+_POLL_S = 0.02
+_LAUNCH = "hybridrl.trainer.launch"
+_CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+class Child:
+    """A run in a process group of its own, so that all of it can be killed at once."""
+
+    def __init__(self, config: ExperimentConfig, *, folder: Path) -> None:
+        """Start it.
+
+        Args:
+            config: of the run; ``trainer.run_dir`` says where.
+            folder: keeps its configuration and what it says, ``child.yaml`` and ``child.txt``.
+        """
+        self._log = folder / "child.txt"
+        file = folder / "child.yaml"
+        write_whole(file, to_yaml(config))
+        paths = filter(None, [str(_CHECKOUT), env.get("PYTHONPATH")])
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(file)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=env.everything() | {"PYTHONPATH": os.pathsep.join(paths)},
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the driver, which leads its process group."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Return the exit status; None while it runs."""
+        return self._process.poll()
+
+    def kill(self) -> None:
+        """Kill driver, Ray and ranks at once, as a loss of power does. Twice is a no-op."""
+        deadline = time.monotonic() + _KILL_WAIT_S
+        while (members := members_of(self.pid)) and time.monotonic() < deadline:
+            for pid in members:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._process.poll()  # what is dead and not asked for stays in the list
+            time.sleep(_POLL_S)
+
+    def tail(self, num_lines: int = 12) -> str:
+        """Return the last lines that it said."""
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(lines[-num_lines:])
+
+
+def members_of(session: int) -> list[int]:
+    """Return the processes of a session, its leader first: a run's driver, Ray and ranks."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it ended meanwhile
+            # The name, in brackets, may hold anything; state, parent, group, session follow.
+            state, _, _, its_session = path.read_text().rpartition(")")[2].split()[:4]
+            if int(its_session) == session and state != "Z":
+                found.append(int(path.parent.name))
+    return sorted(found)
+
+
+def to_yaml(config: ExperimentConfig) -> str:
+    """Write a configuration as a run folder's ``config.yaml`` holds it."""
+    text: str = yaml.safe_dump(_plain(asdict(config)), sort_keys=False)
+    return text
+
+
+def main(file: Path) -> int:
+    """Run the configuration in ``file``; returns the exit status."""
+    text = file.read_text(encoding="utf-8")
+    try:
+        config = load_config(yaml.safe_load(text))
+        for name, value in env.process_environment(config.cluster.num_threads_per_rank).items():
+            env.set_default(name, value)  # before torch and Ray are imported, on the next line
+        import_module(_LAUNCH).run(config, resolved_yaml=text)
+    except HybridRLError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 2 if isinstance(error, ConfigErrors) else 1
+    return 0
+
+
+def _plain(value: object) -> object:
+    """Return lists for tuples: YAML has no others."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
