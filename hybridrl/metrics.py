@@ -163,6 +163,7 @@ memory/peak_allocated_bytes/max | bytes | torch's peak in the step, fullest devi
 memory/released_bytes | bytes | what the engines gave back
 memory/synced_bytes | bytes | weights sent from trainer to engines
 memory/weight_backup_bytes | bytes | weights copied to host memory because no sync rewrites them
+memory/weight_backup_saved_bytes | bytes | what a copy of all weights would have taken beyond that
 throughput/tokens_per_s | tokens/s | prompt and response tokens of the step over its whole time
 throughput/response_tokens_per_s | tokens/s | response tokens over the time of generate
 throughput/train_tokens_per_s | tokens/s | trained tokens over the time of update
