@@ -69,6 +69,8 @@ class Journal:
     faults: list[Fault] = field(default_factory=list)
     dead: set[int] = field(default_factory=set)
     """Engines of which every call fails until they are restarted."""
+    forgotten: set[str] = field(default_factory=set)
+    """Tensors that the next stream of weights leaves out, though it promised them."""
 
     @contextmanager
     def entry(self, engine: int, call: str, part: str = "") -> Iterator[None]:
@@ -271,11 +273,6 @@ class RecordingTrainEngine(RecordingTenant):
     dp_rank = 0
     dp_size = 1
 
-    def __init__(self, journal: Journal) -> None:
-        super().__init__(journal)
-        self.forgotten: set[str] = set()
-        """What the next stream leaves out, though ``weight_specs`` promises it."""
-
     def step(self) -> None:
         """What an optimizer does, in miniature."""
         if not self.is_home():
@@ -290,7 +287,7 @@ class RecordingTrainEngine(RecordingTenant):
         if not self.resident_bytes(TrainState.PARAMETERS):
             raise EngineError("training parameters are not on the device")
         with self.journal.entry(TENANT, "full_weights"):
-            forgotten, self.forgotten = self.forgotten, set()
+            forgotten, self.journal.forgotten = self.journal.forgotten, set()
             for name, tensor in self.state[TrainState.PARAMETERS].items():
                 if name not in forgotten:
                     yield name, tensor.clone()

@@ -87,7 +87,7 @@ class RandomFire(RuleBasedStateMachine):
     @rule(name=st.sampled_from(list(WEIGHTS)))
     def forget(self, name: str) -> None:
         """The next sync leaves out a tensor that it promised."""
-        self.rig.trainer.forgotten.add(name)
+        self.rig.journal.forgotten.add(name)
 
     # -- operations: each ends well or in a named error, anything else fails the test ------------
 
@@ -143,7 +143,7 @@ class RandomFire(RuleBasedStateMachine):
     def cease_fire(self) -> None:
         """Without faults the next try serves; each dead engine may cost one, to be found out."""
         self.rig.journal.faults.clear()
-        self.rig.trainer.forgotten.clear()
+        self.rig.journal.forgotten.clear()
         for num_spare in range(len(self.rig.journal.dead), -1, -1):
             try:
                 self.rig.life.sleep()
