@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -27,7 +30,12 @@ from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.tenants import Tenants
 from hybridrl.workers.train.fsdp2 import FSDP2Engine
 from tests.models import make_tiny_model
-from tests.workers.rollout.engines import make_prompts, rollout_config, sampling_params
+from tests.workers.rollout.engines import (
+    make_prompts,
+    ready_engine,
+    rollout_config,
+    sampling_params,
+)
 from tests.workers.train.engines import ACTOR, CPU, MODEL, make_rows, update
 
 PROMPTS = make_prompts((4, 9, 5))
@@ -70,10 +78,18 @@ class BlindLedger(WeightLedger):
 class Device:
     """Real engines around one life cycle, with or without a ledger that looks."""
 
-    def __init__(self, engine: HFRolloutEngine, folder: Path, *, keeps_books: bool) -> None:
+    def __init__(
+        self,
+        engine: HFRolloutEngine,
+        folder: Path,
+        *,
+        keeps_books: bool,
+        backup_weights: Literal["ledger", "always"] = "ledger",
+    ) -> None:
         self.engine = engine
+        config = replace(rollout_config(), backup_weights=backup_weights)
         control = ControlGroup(timeout_s=10.0)
-        self.managed = ManagedEngine.of(engine, config=rollout_config(), device=CPU)
+        self.managed = ManagedEngine.of(engine, config=config, device=CPU)
         if not keeps_books:
             self.managed.ledger = BlindLedger(engine.weight_memory())
         self.set = FusedEngines(
@@ -163,3 +179,48 @@ def test_with_the_ledger_the_same_is_refused_and_the_lost_tensors_are_named(
         assert device.life.may_train
     device.trainer.is_forgetful = False
     assert device.mismatch_nats() < 1e-4
+
+
+# -- what the ledger costs and saves ------------------------------------------------------------
+
+
+def _host_bytes(engine: HFRolloutEngine) -> int:
+    """Measured: the copies that the sleeping engine really holds."""
+    return sum(copy.nbytes for copy in engine._memory[MemoryPart.WEIGHTS]._backups.values())
+
+
+def _bytes_of(engine: HFRolloutEngine, *, buffers: bool) -> int:
+    return sum(tensor.num_bytes for tensor in engine.weight_memory() if tensor.is_buffer is buffers)
+
+
+@pytest.mark.parametrize("backup_weights", ["ledger", "always"])
+def test_full_fine_tuning_keeps_a_host_copy_of_buffers_alone_unless_told_to_keep_all(
+    folder: Path, backup_weights: Literal["ledger", "always"]
+) -> None:
+    engine = _fresh_memory(folder)
+    device = Device(engine, folder, keeps_books=True, backup_weights=backup_weights)
+    buffers, weights = (_bytes_of(engine, buffers=is_buffer) for is_buffer in (True, False))
+    assert buffers > 0
+    expected = buffers + (weights if backup_weights == "always" else 0)
+    device.managed.take_metrics()
+    for _ in range(3):
+        assert device.mismatch_nats() < 1e-4
+        assert _host_bytes(engine) == expected
+        metrics = device.managed.take_metrics()
+        assert metrics["memory/weight_backup_bytes"].value == expected
+        assert metrics["memory/weight_backup_saved_bytes"].value == buffers + weights - expected
+        update(device.trainer, make_rows(4))
+        device.set.trained_version += 1
+
+
+def test_buffers_survive_each_of_three_sleeps_bit_by_bit(folder: Path) -> None:
+    engine = _recycled_memory(folder)
+    device = Device(engine, folder, keeps_books=True)
+    buffers = {name: engine._tensors[name] for name in engine._buffer_names}
+    assert buffers
+    assert not any(tensor.untyped_storage().nbytes() for tensor in buffers.values())
+    truth = {name: tensor.clone() for name, tensor in ready_engine(folder)._model.named_buffers()}
+    for _ in range(3):
+        device.life.wake()
+        assert all(torch.equal(buffers[name], truth[name]) for name in buffers)
+        device.life.sleep()
