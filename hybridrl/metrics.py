@@ -177,6 +177,7 @@ memory/released_bytes | bytes | what the engines gave back
 memory/synced_bytes | bytes | weights sent from trainer to engines
 memory/weight_backup_bytes | bytes | weights copied to host memory because no sync rewrites them
 memory/checkpoint_bytes | bytes | size of the checkpoint that was finished in this step
+memory/weight_backup_saved_bytes | bytes | what a copy of all weights would have taken beyond that
 throughput/tokens_per_s | tokens/s | prompt and response tokens of the step over its whole time
 throughput/response_tokens_per_s | tokens/s | response tokens over the time of generate
 throughput/train_tokens_per_s | tokens/s | trained tokens over the time of update

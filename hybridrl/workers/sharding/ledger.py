@@ -39,6 +39,11 @@ class WeightLedger:
         """Return the bytes of these tensors, for example the host memory that their copy takes."""
         return sum(self._tensors[name].num_bytes for name in names)
 
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors: what a blanket host copy would take."""
+        return self.bytes_of(self._tensors.keys())
+
     def release(self, backup: Collection[str]) -> None:
         """Weights memory was freed; only ``backup`` survives, in the state it was in."""
         for name in self._tensors.keys() - set(backup):

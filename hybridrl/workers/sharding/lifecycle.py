@@ -7,14 +7,14 @@ rank runs this same code and the set exchanges statuses, so all ranks see the sa
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
-from typing import Protocol
 
 from hybridrl.errors import PhaseError
-from hybridrl.workers.sharding.control import Failures, StageError
+from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.sharding.protocol import Action, EngineSet, Host
 from hybridrl.workers.sharding.states import (
     CONTINUE,
     DRAIN,
@@ -36,8 +36,6 @@ from hybridrl.workers.sharding.states import (
 
 log = logging.getLogger(__name__)
 
-Action = Callable[[ManagedEngine], None]
-
 
 class Depth(Enum):
     """How deep engines sleep while the trainer works."""
@@ -50,36 +48,6 @@ class Depth(Enum):
 
     EVERYTHING = "everything"
     """Weights go too."""
-
-
-class EngineSet(Protocol):
-    """Engines that change state together: local ones under a control group, or remote servers."""
-
-    num_engines: int
-
-    def run(self, stage: str, action: Action, *, members: Collection[int]) -> Failures:
-        """Do ``action`` on the engines ``members``, wait for all; return the failed ones."""
-        ...
-
-    def sync(self) -> Failures:
-        """Send the training weights to every engine, and return the failed ones with reasons."""
-        ...
-
-
-class Host(Protocol):
-    """The training side of the device. Each method runs on all ranks and fails on all alike."""
-
-    def make_room(self) -> None:
-        """Take optimizer state and gradients off the device. Twice is a no-op."""
-        ...
-
-    def leave(self) -> None:
-        """Take the parameters off the device; nothing of any tenant may be left on it."""
-        ...
-
-    def come_back(self) -> None:
-        """Bring everything back that left."""
-        ...
 
 
 class LifeCycle:
@@ -107,6 +75,7 @@ class LifeCycle:
         self._observe = observe
         self._states = [State.BOOT] * engines.num_engines
         self._is_host_home = True
+        self._open_stage: str | None = None
 
     @property
     def states(self) -> tuple[State, ...]:
@@ -116,12 +85,15 @@ class LifeCycle:
     @property
     def may_train(self) -> bool:
         """True if all engines rest and the training state is back: training may use the device."""
-        return self._is_host_home and set(self._states) <= RESTING
+        is_whole = self._open_stage is None
+        return is_whole and self._is_host_home and set(self._states) <= RESTING
 
     def describe(self) -> str:
         """Say which engine is where, and whether the training state is."""
         engines = ", ".join(f"{index}: {state.name}" for index, state in enumerate(self._states))
-        return f"engines are {engines}; training state is {'in' if self._is_host_home else 'out'}"
+        broken_off = "" if self._open_stage is None else f"; {self._open_stage} did not end"
+        home = "in" if self._is_host_home else "out"
+        return f"engines are {engines}; training state is {home}{broken_off}"
 
     def start(self) -> None:
         """BOOT -> ASLEEP, before the trainer fills the device."""
@@ -131,10 +103,12 @@ class LifeCycle:
         """Stop serving and give the device back. Idempotent.
 
         Raises:
+            PhaseError: a stage is open, or has ended in another error than a StageError.
             StageError: an engine did not pause or drain: nothing was released, and all serve again
                 that can. Or a broken engine did not restart: the training state is back all the
                 same. Or the training state did not come back. Calling again tries again.
         """
+        self._require_whole()
         if self.may_train:
             return
         awake = self._where(*set(State) - RESTING)
@@ -165,10 +139,12 @@ class LifeCycle:
         6. engines serve
 
         Raises:
-            PhaseError: an engine still serves or is half-way, after a sleep that failed.
+            PhaseError: an engine still serves or is half-way, after a sleep that failed; or a stage
+                is open, or has ended in another error than a StageError.
             StageError: a stage failed. Completed stages were unwound: the training state is back,
                 and engines are asleep or, if they did not restart, BROKEN.
         """
+        self._require_whole()
         if set(self._states) == {State.READY}:
             return
         if not set(self._states) <= RESTING:
@@ -189,6 +165,31 @@ class LifeCycle:
             self._unwind()
             raise
 
+    # -- one stage -------------------------------------------------------------------------------
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        """Run a stage that ends well, or in a StageError, which all ranks raise and can handle.
+
+        After any other error (a deadline, ranks on different ways) ranks know nothing of each
+        other: the stage stays open for good, so nobody serves and nobody trains.
+        """
+        self._open_stage = name
+        try:
+            with self._observe(name):
+                yield
+        except StageError:
+            self._open_stage = None
+            raise
+        self._open_stage = None
+
+    def _require_whole(self) -> None:
+        if self._open_stage is not None:
+            raise PhaseError(
+                f"stage {self._open_stage} did not end, so no rank knows where the engines of the "
+                f"others are ({self.describe()}); end the worker group and start it anew"
+            )
+
     # -- engines: one edge each ------------------------------------------------------------------
 
     def _take(self, edge: Edge, action: Action, *, members: Collection[int]) -> None:
@@ -196,7 +197,7 @@ class LifeCycle:
         if not members:
             return
         self._require(edge, members)
-        with self._observe(edge.name):
+        with self._stage(edge.name):
             failures = self._engines.run(edge.name, action, members=members)
         for index in members:
             self._states[index] = edge.if_failed if index in failures else edge.target
@@ -214,7 +215,7 @@ class LifeCycle:
 
     def _sync(self) -> None:
         self._require(SYNC, self._everyone)
-        with self._observe(SYNC.name):
+        with self._stage(SYNC.name):
             failures = self._engines.sync()
         if failures:  # the others may be half-sent, so they stay where they are: nobody is SYNCED
             self._break(failures)
@@ -258,17 +259,17 @@ class LifeCycle:
     def _make_room(self) -> None:
         if self._depth is not Depth.NOTHING:
             self._is_host_home = False
-            with self._observe("make_room"):
+            with self._stage("make_room"):
                 self._host.make_room()
 
     def _leave(self) -> None:
         if self._depth is not Depth.NOTHING:
-            with self._observe("leave"):
+            with self._stage("leave"):
                 self._host.leave()
 
     def _come_back(self) -> None:
-        if not self._is_host_home:
-            with self._observe("come_back"):
+        if not self._is_host_home and self._open_stage is None:
+            with self._stage("come_back"):
                 self._host.come_back()
             self._is_host_home = True
 

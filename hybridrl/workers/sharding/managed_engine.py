@@ -104,9 +104,12 @@ class ManagedEngine:
         backup = self.ledger.backup_for(
             frozenset() if self._backs_up_everything else self.sent_names
         )
-        self._release(MemoryPart.WEIGHTS, backup)
+        # Before the fact: a release that fails half-way must not leave lost weights in good books.
         self.ledger.release(backup)
-        self._add("memory/weight_backup_bytes", self.ledger.bytes_of(backup))
+        self._release(MemoryPart.WEIGHTS, backup)
+        kept = self.ledger.bytes_of(backup)
+        self._add("memory/weight_backup_bytes", kept)
+        self._add("memory/weight_backup_saved_bytes", self.ledger.total_bytes - kept)
 
     def release_cache(self) -> None:
         """Free KV cache and graphs."""
@@ -139,8 +142,8 @@ class ManagedEngine:
 
     def restart(self) -> None:
         """Boot the engine anew."""
+        self.ledger.boot()  # before the fact, as on release
         self.engine.restart()
-        self.ledger.boot()
         self._released.clear()
 
     def _release(self, part: MemoryPart, backup: frozenset[str]) -> None:

@@ -51,13 +51,14 @@ class InjectedFault(RuntimeError):
 
 @dataclass
 class Fault:
-    """Fail the next ``times`` calls, before or after they did their work."""
+    """Spare ``skip`` calls, then fail ``times`` of them, before or after they did their work."""
 
     engine: int
     call: str
     part: str
     when: str
     times: int
+    skip: int
 
 
 @dataclass
@@ -66,18 +67,33 @@ class Journal:
 
     events: list[Event] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
+    dead: set[int] = field(default_factory=set)
+    """Engines of which every call fails until they are restarted."""
+    forgotten: set[str] = field(default_factory=set)
+    """Tensors that the next stream of weights leaves out, though it promised them."""
 
     @contextmanager
     def entry(self, engine: int, call: str, part: str = "") -> Iterator[None]:
         self.events.append(Event(engine, call, part))
+        if engine in self.dead and call != "restart":
+            raise InjectedFault(f"engine {engine} is dead")
         self._strike(engine, call, part, "before")
         yield
+        if call == "restart":
+            self.dead.discard(engine)
         self._strike(engine, call, part, "after")
 
     def fail(
-        self, engine: int, call: str, part: str = "", *, when: str = "before", times: int = 1
+        self,
+        engine: int,
+        call: str,
+        part: str = "",
+        *,
+        when: str = "before",
+        times: int = 1,
+        skip: int = 0,
     ) -> None:
-        self.faults.append(Fault(engine, call, part, when, times))
+        self.faults.append(Fault(engine, call, part, when, times, skip))
 
     def calls(self, engine: int | None = None) -> list[str]:
         return [
@@ -89,7 +105,11 @@ class Journal:
     def _strike(self, engine: int, call: str, part: str, when: str) -> None:
         for fault in self.faults:
             aimed_at = (fault.engine, fault.call, fault.part, fault.when)
-            if aimed_at == (engine, call, part, when) and fault.times:
+            if aimed_at != (engine, call, part, when) or not fault.times:
+                continue
+            if fault.skip:
+                fault.skip -= 1
+            else:
                 fault.times -= 1
                 what = f"{call} {part}".strip()
                 raise InjectedFault(f"{what} of {engine} failed {when} its work")
@@ -188,6 +208,13 @@ class RecordingEngine:
     def resident_bytes(self, part: MemoryPart) -> int:
         return stored_bytes(self.memory[part].values())
 
+    def copy(self, name: str) -> Tensor:
+        """The host copy of a weight."""
+        return self._copies[name]
+
+    def copied_bytes(self) -> int:
+        return stored_bytes(self._copies.values())
+
     def restart(self) -> None:
         with self.journal.entry(self.index, "restart"):
             self._boot()
@@ -232,6 +259,13 @@ class RecordingTenant:
     def resident_bytes(self, part: TrainState) -> int:
         return stored_bytes(self.state[part].values())
 
+    def copy(self, part: TrainState, name: str) -> Tensor:
+        """The host copy of what left."""
+        return self._copies[part][name]
+
+    def copied_bytes(self) -> int:
+        return sum(stored_bytes(part.values()) for part in self._copies.values())
+
 
 class RecordingTrainEngine(RecordingTenant):
     """A TrainEngine that can step and export; it neither scores nor learns."""
@@ -253,7 +287,10 @@ class RecordingTrainEngine(RecordingTenant):
         if not self.resident_bytes(TrainState.PARAMETERS):
             raise EngineError("training parameters are not on the device")
         with self.journal.entry(TENANT, "full_weights"):
-            yield from ((name, t.clone()) for name, t in self.state[TrainState.PARAMETERS].items())
+            forgotten, self.journal.forgotten = self.journal.forgotten, set()
+            for name, tensor in self.state[TrainState.PARAMETERS].items():
+                if name not in forgotten:
+                    yield name, tensor.clone()
 
     def compute_logprobs(
         self, rows: RolloutBatch | SupervisedBatch, *, temperature: float

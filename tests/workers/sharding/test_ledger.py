@@ -228,3 +228,26 @@ def test_a_bucket_that_the_engine_refused_is_not_entered() -> None:
     managed.receive([(name, torch.ones(n)) for name, n in WEIGHTS.items() if name[0] != "e"])
     with pytest.raises(LedgerError, match=r"^1 of 5 .*embed.weight"):
         managed.finish_update(version=1)
+
+
+@pytest.mark.parametrize(("call", "part"), [("release", "weights"), ("restart", "")])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_release_or_restart_that_fails_leaves_no_lost_weight_in_good_books(
+    call: str, part: str, when: str
+) -> None:
+    journal = Journal()
+    managed = ManagedEngine(
+        RecordingEngine(0, journal),
+        device=CPU,
+        sleeps=True,
+        backs_up_everything=False,
+        drain_timeout_s=1.0,
+        release_timeout_s=1.0,
+    )
+    managed.sent_names = frozenset(WEIGHTS)
+    managed.receive([(name, torch.ones(size)) for name, size in WEIGHTS.items()])
+    assert managed.ledger.is_covered
+    journal.fail(0, call, part, when=when)
+    with pytest.raises(InjectedFault):
+        managed.release_all() if call == "release" else managed.restart()
+    assert managed.ledger.backup_for(()) == {BUFFER}

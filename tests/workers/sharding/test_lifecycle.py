@@ -11,23 +11,7 @@ from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.states import EDGES, Edge, State
 from hybridrl.workers.train.protocol import TrainState
 from tests.workers.sharding.recording import Rig
-
-DRAWN = {
-    "start": "BOOT -> ASLEEP",
-    "pause": "READY -> PAUSED",
-    "drain": "PAUSED -> DRAINED",
-    "roll_back": "PAUSED DRAINED -> READY",
-    "release": "DRAINED -> ASLEEP",
-    "release_cache": "DRAINED SYNCED -> KV_ASLEEP",
-    "resume_weights": "ASLEEP -> WEIGHTS_UP",
-    "sync": "WEIGHTS_UP DRAINED KV_ASLEEP -> SYNCED",
-    "resume_cache": "SYNCED -> CACHE_UP",
-    "continue": "CACHE_UP -> READY",
-    "unwind": "WEIGHTS_UP SYNCED CACHE_UP -> ASLEEP",
-    "break": " ".join(state.name for state in State) + " -> BROKEN",
-    "restart": "BROKEN -> BOOT",
-}
-"""The picture of docs/architecture.md, once more by hand."""
+from tests.workers.sharding.watched import DRAWN
 
 
 def _sources(edge: Edge) -> list[State]:

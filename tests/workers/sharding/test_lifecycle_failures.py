@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.protocol import MemoryPart
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.lifecycle import Depth
@@ -246,85 +242,3 @@ def test_all_engines_at_fault_are_named() -> None:
         rig.life.wake()
     rig.check_training()
     rig.cycle()
-
-
-ANY_CALL = FALLING_ASLEEP + RELEASE + WAKING + [("restart", "")]
-ANY_TENANT_CALL = MAKE_ROOM + LEAVE + COME_BACK
-
-
-class RandomFaults(RuleBasedStateMachine):
-    """Any faults at any time: the device has one owner, and what serves serves the truth."""
-
-    rig: Rig
-
-    @initialize(num_engines=st.integers(1, 8), depth=st.sampled_from(Depth))
-    def boot(self, num_engines: int, depth: Depth) -> None:
-        self.rig = Rig(num_engines, depth=depth)
-
-    @rule(data=st.data(), when=st.sampled_from(["before", "after"]), times=st.integers(1, 3))
-    def plan_fault(self, data: st.DataObject, when: str, times: int) -> None:
-        engine = data.draw(st.integers(TENANT, len(self.rig.engines) - 1))
-        call = data.draw(st.sampled_from(ANY_TENANT_CALL if engine == TENANT else ANY_CALL))
-        self.rig.journal.fail(engine, *call, when=when, times=times)
-
-    @rule()
-    def rollout_phase(self) -> None:
-        try:
-            self.rig.life.sleep()
-            self.rig.life.wake()
-            self.rig.check_serving()
-        except StageError:
-            return
-        self.sleep()
-
-    @rule()
-    def sleep(self) -> None:
-        try:
-            self.rig.life.sleep()
-        except StageError:
-            return
-        self.rig.check_training()
-
-    @rule()
-    def train(self) -> None:
-        if self.rig.life.may_train:
-            self.rig.train()
-
-    @rule()
-    def recover(self) -> None:
-        self.rig.journal.faults.clear()
-        for _ in range(2):
-            self.rig.cycle()
-
-    @invariant()
-    def the_device_has_one_owner(self) -> None:
-        self.rig.check_device()
-
-    @invariant()
-    def no_engine_is_left_half_way(self) -> None:
-        states = set(self.rig.life.states)
-        assert not states & {State.BOOT, State.PAUSED, State.WEIGHTS_UP, State.SYNCED}
-        assert State.CACHE_UP not in states
-        assert State.DRAINED not in states or self.rig.depth is Depth.NOTHING
-
-    @invariant()
-    def only_ready_engines_answer(self) -> None:
-        for engine, state in zip(self.rig.engines, self.rig.life.states, strict=True):
-            if state is State.READY:
-                assert not any(t.isnan().any() for t in engine.serve().values())
-            elif state is not State.BROKEN:
-                with pytest.raises(EngineError):
-                    engine.serve()
-
-    def teardown(self) -> None:
-        self.recover()
-
-
-RandomFaults.TestCase.settings = settings(
-    max_examples=200,
-    stateful_step_count=15,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-)
-test_random_faults_never_leave_the_device_to_two_owners = RandomFaults.TestCase

@@ -1,0 +1,213 @@
+"""The life cycle under random fire.
+
+Any call of any engine or tenant fails, before or after its work, once or several times, also while
+another failure is being handled; engines die. What must hold is checked between all stages
+(``watched.py``) and, in words, by the rules below.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from hybridrl.errors import PhaseError
+from hybridrl.workers.sharding.control import StageError
+from hybridrl.workers.sharding.lifecycle import Depth
+from hybridrl.workers.sharding.states import RESTING, State
+from tests.workers.sharding.recording import TENANT, WEIGHTS
+from tests.workers.sharding.test_lifecycle_failures import (
+    COME_BACK,
+    FALLING_ASLEEP,
+    LEAVE,
+    MAKE_ROOM,
+    RELEASE,
+    WAKING,
+)
+from tests.workers.sharding.watched import WatchedRig
+
+ENGINE_CALLS = FALLING_ASLEEP + RELEASE + WAKING + [("restart", "")]
+TENANT_CALLS = MAKE_ROOM + LEAVE + COME_BACK
+
+
+@dataclass(frozen=True)
+class Shot:
+    """A fault that is yet to find its engine, or the tenants."""
+
+    call: tuple[str, str]
+    victim: int
+    when: str
+    times: int
+    skip: int
+
+    def fire(self, rig: WatchedRig) -> None:
+        victim = TENANT if self.call in TENANT_CALLS else self.victim % len(rig.engines)
+        rig.journal.fail(victim, *self.call, when=self.when, times=self.times, skip=self.skip)
+
+
+SHOTS = st.lists(
+    st.builds(
+        Shot,
+        call=st.sampled_from(ENGINE_CALLS + TENANT_CALLS),
+        victim=st.integers(0, 7),
+        when=st.sampled_from(["before", "after"]),
+        times=st.sampled_from([1, 1, 2, 3]),
+        skip=st.sampled_from([0, 0, 0, 1, 2]),
+    ),
+    max_size=4,
+)
+
+HALF_WAY = {State.BOOT, State.PAUSED, State.WEIGHTS_UP, State.SYNCED, State.CACHE_UP}
+
+
+class RandomFire(RuleBasedStateMachine):
+    """Whatever fails, nobody serves garbage, and one more try without faults mends all."""
+
+    rig: WatchedRig
+
+    @initialize(num_engines=st.integers(1, 8), depth=st.sampled_from(Depth))
+    def boot(self, num_engines: int, depth: Depth) -> None:
+        self.rig = WatchedRig(num_engines, depth=depth)
+
+    @rule(victim=st.integers(0, 7))
+    def kill(self, victim: int) -> None:
+        self.rig.journal.dead.add(victim % len(self.rig.engines))
+
+    @rule(name=st.sampled_from(list(WEIGHTS)))
+    def forget(self, name: str) -> None:
+        """The next sync leaves out a tensor that it promised."""
+        self.rig.journal.forgotten.add(name)
+
+    # -- operations: each ends well or in a named error, anything else fails the test ------------
+
+    @rule(shots=SHOTS)
+    def sleep(self, shots: Sequence[Shot] = ()) -> None:
+        self._fire(shots)
+        try:
+            self.rig.life.sleep()
+        except StageError:
+            return
+        self.rig.check_training()
+        if State.BROKEN not in self.rig.life.states:
+            self.rig.check_asleep_bytes()
+
+    @rule(shots=SHOTS)
+    def wake(self, shots: Sequence[Shot] = ()) -> None:
+        self._fire(shots)
+        states = set(self.rig.life.states)
+        try:
+            self.rig.life.wake()
+        except StageError:
+            return
+        except PhaseError:  # some serve and some are broken, after a sleep that failed
+            assert states == {State.READY, State.BROKEN}
+            return
+        assert states <= RESTING or states == {State.READY}
+        self.rig.check_serving()
+        self.rig.check_awake_bytes()
+
+    @rule()
+    def generate(self) -> None:
+        for engine, state in zip(self.rig.engines, self.rig.life.states, strict=True):
+            if state is State.READY:
+                self.rig.check_answer(engine)
+
+    @rule()
+    def train(self) -> None:
+        if self.rig.life.may_train:
+            self.rig.check_training()
+            self.rig.train()
+
+    @rule(waking=SHOTS, sleeping=SHOTS, is_step=st.booleans())
+    def phase(self, waking: Sequence[Shot], sleeping: Sequence[Shot], is_step: bool) -> None:
+        """A whole phase, of a training step or of an evaluation, after which nobody trains."""
+        self.sleep()
+        self.wake(waking)
+        self.generate()
+        self.sleep(sleeping)
+        if is_step:
+            self.train()
+
+    @rule()
+    def cease_fire(self) -> None:
+        """Without faults the next try serves; each dead engine may cost one, to be found out."""
+        self.rig.journal.faults.clear()
+        self.rig.journal.forgotten.clear()
+        for num_spare in range(len(self.rig.journal.dead), -1, -1):
+            try:
+                self.rig.life.sleep()
+                self.rig.life.wake()
+                break
+            except StageError:
+                assert num_spare
+        self.rig.check_serving()
+        self.rig.check_awake_bytes()
+        self.rig.life.sleep()
+        self.rig.check_training()
+        self.rig.check_asleep_bytes()
+        self.rig.train()
+
+    # -- what holds after every step -------------------------------------------------------------
+
+    @invariant()
+    def everything_is_as_it_must_be(self) -> None:
+        self.rig.look()
+
+    @invariant()
+    def no_engine_is_left_half_way(self) -> None:
+        states = set(self.rig.life.states)
+        assert not states & HALF_WAY
+        assert State.DRAINED not in states or self.rig.depth is Depth.NOTHING
+        assert State.KV_ASLEEP not in states or self.rig.depth is Depth.CACHE
+
+    def teardown(self) -> None:
+        self.cease_fire()
+
+    def _fire(self, shots: Sequence[Shot]) -> None:
+        for shot in shots:
+            shot.fire(self.rig)
+
+
+@pytest.fixture(autouse=True)
+def _silence() -> Iterator[None]:
+    """Thousands of faults would be logged, each with its traceback."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def _run(num_sequences: int, *, is_repeatable: bool) -> None:
+    run_state_machine_as_test(
+        RandomFire,
+        settings=settings(
+            max_examples=num_sequences,
+            stateful_step_count=30,
+            deadline=None,
+            derandomize=is_repeatable,
+            database=None,
+            print_blob=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_500_sequences_of_random_faults_leave_nobody_half_awake() -> None:
+    _run(500, is_repeatable=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("tenth", range(10))
+def test_10000_new_sequences_of_random_faults_leave_nobody_half_awake(tenth: int) -> None:
+    _run(1000, is_repeatable=False)

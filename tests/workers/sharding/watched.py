@@ -1,0 +1,187 @@
+"""A rig that looks at everything, before and after every stage of every operation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from hybridrl.workers.rollout.protocol import MemoryPart
+from hybridrl.workers.sharding.lifecycle import Depth
+from hybridrl.workers.sharding.states import State
+from hybridrl.workers.train.protocol import TrainState
+from tests.workers.sharding.recording import BUFFER, WEIGHTS, RecordingEngine, RecordingTenant, Rig
+
+DRAWN = {
+    "start": "BOOT -> ASLEEP",
+    "pause": "READY -> PAUSED",
+    "drain": "PAUSED -> DRAINED",
+    "roll_back": "PAUSED DRAINED -> READY",
+    "release": "DRAINED -> ASLEEP",
+    "release_cache": "DRAINED SYNCED -> KV_ASLEEP",
+    "resume_weights": "ASLEEP -> WEIGHTS_UP",
+    "sync": "WEIGHTS_UP DRAINED KV_ASLEEP -> SYNCED",
+    "resume_cache": "SYNCED -> CACHE_UP",
+    "continue": "CACHE_UP -> READY",
+    "unwind": "WEIGHTS_UP SYNCED CACHE_UP -> ASLEEP",
+    "break": " ".join(state.name for state in State) + " -> BROKEN",
+    "restart": "BROKEN -> BOOT",
+}
+"""The picture of docs/architecture.md, once more by hand."""
+
+RELEASES = {"release weights", "release kv_cache", "release cuda_graph"}
+CALLS = {
+    "start": {"pause"} | RELEASES,
+    "pause": {"pause"},
+    "drain": {"drain"},
+    "roll_back": {"continue_generation"},
+    "release": RELEASES,
+    "release_cache": RELEASES - {"release weights"},
+    "resume_weights": {"resume weights"},
+    "sync": {"full_weights", "update_weights", "finish_update"},
+    "resume_cache": {"resume kv_cache", "resume cuda_graph"},
+    "continue": {"continue_generation"},
+    "unwind": RELEASES,
+    "restart": {"restart"},
+    "make_room": {"offload gradients", "offload optimizer"},
+    "leave": {"offload parameters"},
+    "come_back": {"restore parameters", "restore gradients", "restore optimizer"},
+}
+"""What engines and tenants are asked in each stage, and in no other."""
+
+WEIGHT_BYTES = 4 * (sum(WEIGHTS.values()) + 3)
+CACHE_BYTES = 4 * (64 + 8)
+HOST_BYTES = 4 * (sum(WEIGHTS.values()) + 17 + 34)
+SYNCED = (State.SYNCED, State.CACHE_UP, State.READY)
+UNTRUSTED = (State.BOOT, State.BROKEN)
+"""Nobody asks an engine in these states for an answer, whatever it holds."""
+
+
+class WatchedRig(Rig):
+    """Engines of which every move, answer, book and byte is checked."""
+
+    def __init__(self, num_engines: int, *, depth: Depth) -> None:
+        self._last_states = (State.BOOT,) * num_engines
+        self._last_stage = ""
+        self._num_events = 0
+        self._last_seen: object = None
+        super().__init__(num_engines, depth=depth)
+        self.look()
+
+    @contextmanager
+    def _watch(self, stage: str) -> Iterator[None]:
+        self.look()
+        self._last_stage = stage
+        try:
+            yield
+        finally:
+            self._check_calls(stage)
+            self.check_device()
+            self._check_answers()
+
+    def look(self) -> None:
+        """Check what must hold between any two stages."""
+        assert len(self.journal.events) == self._num_events, "called outside of every stage"
+        seen = (self.life.states, self._num_events, self.set.trained_version)
+        if seen == self._last_seen:
+            return
+        self._last_seen = seen
+        self._check_moves()
+        self.check_device()
+        self._check_answers()
+        self._check_ledgers()
+        self._check_host()
+
+    def _check_calls(self, stage: str) -> None:
+        events = self.journal.events[self._num_events :]
+        asked = {f"{event.call} {event.part}".strip() for event in events}
+        assert asked <= CALLS[stage], f"{asked - CALLS[stage]} asked in {stage}"
+        self._num_events = len(self.journal.events)
+
+    def _check_moves(self) -> None:
+        """Each engine stands still, breaks, or has taken the edge of the last stage."""
+        states = self.life.states
+        for was, now in zip(self._last_states, states, strict=True):
+            if now in (was, State.BROKEN):
+                continue
+            sources, _, target = DRAWN[self._last_stage].partition(" -> ")
+            move = f"{was} -> {now} in {self._last_stage}"
+            assert was.name in sources.split(), move
+            assert now.name == target, move
+        self._last_states = states
+
+    def _check_answers(self) -> None:
+        """Whoever would answer a request now answers with the newest weights."""
+        for engine, state in zip(self.engines, self.life.states, strict=True):
+            if engine.is_admitting and state not in UNTRUSTED:
+                self.check_answer(engine)
+
+    def check_answer(self, engine: RecordingEngine) -> None:
+        """The answer is the trainer's weights of the version stamped on it."""
+        assert engine.version == self.set.trained_version
+        for name, tensor in engine.serve().items():
+            assert tensor.tolist() == _truth(name, engine.version), f"{name} of {engine.index}"
+
+    def _check_ledgers(self) -> None:
+        """A tensor in good books holds, or has a copy of, what a trainer sent; none is garbage."""
+        for engine, managed in zip(self.engines, self.set.engines, strict=True):
+            versions = set()
+            for name in managed.ledger.backup_for(()):
+                tensor = _find(engine, name)
+                if name == BUFFER:
+                    assert tensor.tolist() == _truth(name, 0)
+                else:
+                    version = int(tensor[0]) - WEIGHTS[name]  # fails on NaN
+                    assert tensor.tolist() == _truth(name, version)
+                    versions.add(version)
+            assert len(versions) <= 1, f"engine {engine.index} holds versions {versions}"
+            if self.life.states[engine.index] in SYNCED:
+                assert managed.ledger.is_covered
+                assert versions == {engine.version} == {self.set.trained_version}
+
+    def _check_host(self) -> None:
+        """Training state is where it was, or in the host's memory: never in neither."""
+        for tenant, version in ((self.trainer, self.set.trained_version), (self.reference, 0)):
+            for part, tensors in tenant.state.items():
+                for name, tensor in tensors.items():
+                    held = tensor if tensor.untyped_storage().nbytes() else tenant.copy(part, name)
+                    value = WEIGHTS[name] + version if part is TrainState.PARAMETERS else 1
+                    assert held.tolist() == [value] * tensor.numel(), f"{part} {name}"
+
+    def check_awake_bytes(self) -> None:
+        """All of each engine, nothing of the training side unless nobody sleeps, no copy left."""
+        for engine in self.engines:
+            assert _engine_bytes(engine) == WEIGHT_BYTES + CACHE_BYTES
+            assert engine.copied_bytes() == 0
+        is_shared = self.depth is Depth.NOTHING
+        for tenant in (self.trainer, self.reference):
+            assert _tenant_bytes(tenant) == (HOST_BYTES if is_shared else 0)
+
+    def check_asleep_bytes(self) -> None:
+        """What each state leaves on the device, and of the weights a copy of the buffer alone."""
+        for tenant in (self.trainer, self.reference):
+            assert _tenant_bytes(tenant) == HOST_BYTES
+            assert tenant.copied_bytes() == 0
+        for engine, state in zip(self.engines, self.life.states, strict=True):
+            weights = 0 if state is State.ASLEEP else WEIGHT_BYTES
+            held = WEIGHT_BYTES + CACHE_BYTES if self.depth is Depth.NOTHING else weights
+            assert _engine_bytes(engine) == held
+            assert engine.copied_bytes() == (0 if held else 12)
+
+
+def _truth(name: str, version: int) -> list[float]:
+    return [0.0, 1.0, 2.0] if name == BUFFER else [float(WEIGHTS[name] + version)] * WEIGHTS[name]
+
+
+def _find(engine: RecordingEngine, name: str) -> Tensor:
+    tensor = engine.memory[MemoryPart.WEIGHTS][name]
+    return tensor if tensor.untyped_storage().nbytes() else engine.copy(name)
+
+
+def _engine_bytes(engine: RecordingEngine) -> int:
+    return sum(engine.resident_bytes(part) for part in MemoryPart)
+
+
+def _tenant_bytes(tenant: RecordingTenant) -> int:
+    return sum(tenant.resident_bytes(part) for part in TrainState)
