@@ -120,20 +120,24 @@ class ActorRolloutWorker(CheckpointedWorker):
         self.sharding.require_training()
         algorithm = self._spec.algorithm
         steps = [
-            self._actor.update(
-                minibatch,
-                loss=self._loss,
-                aggregation=algorithm.loss_aggregation,
-                temperature=self._spec.rollout.temperature,
-                max_response_tokens=self._spec.max_response_tokens,
-            )
+            self._step(minibatch)
             for _ in range(algorithm.num_epochs)
             for minibatch in batch.chunk(algorithm.num_minibatches)
         ]
-        self._policy_version += len(steps)
-        self.sharding.weights_changed(version=self._policy_version)
         carried, self._carried = self._carried, {}
         return merge([*steps, carried, self.sharding.take_metrics()])
+
+    def _step(self, minibatch: TrainBatch) -> Metrics:
+        metrics = self._actor.update(
+            minibatch,
+            loss=self._loss,
+            aggregation=self._spec.algorithm.loss_aggregation,
+            temperature=self._spec.rollout.temperature,
+            max_response_tokens=self._spec.max_response_tokens,
+        )
+        self._policy_version += 1  # at once: should the next one fail, these weights have moved
+        self.sharding.weights_changed(version=self._policy_version)
+        return metrics
 
     @register(Dispatch.ONE_TO_ALL)
     def export_hf(self, folder: Path) -> None:

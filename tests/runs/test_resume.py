@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from hybridrl.errors import CheckpointError, DataError, RunFolderError
+from hybridrl.trainer.child import to_yaml
 from hybridrl.trainer.launch import run
 from tests.runs.small import read_metrics, small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 TIMED = ("time/", "throughput/", "memory/")
+TWO_RANKS = (
+    *("cluster.num_ranks_per_node=2", "rollout.sleep=true"),
+    *("algorithm.num_minibatches=2", "algorithm.old_logprobs=recompute"),
+)
 SAVING = ("checkpoint.every_num_steps=2", "actor.optimizer.lr=1e-2")
 
 
@@ -31,18 +39,6 @@ def test_a_run_in_two_parts_is_bit_by_bit_the_run_in_one(tmp_path: Path) -> None
     assert _weights(parts).keys() == _weights(whole).keys()
     for name, weight in _weights(whole).items():
         assert torch.equal(_weights(parts)[name], weight), name
-
-
-def test_two_ranks_that_sleep_resume_bit_by_bit_as_well(tmp_path: Path) -> None:
-    ranks = ("cluster.num_ranks_per_node=2", "rollout.sleep=true", "algorithm.num_minibatches=2")
-    ranks += ("algorithm.old_logprobs=recompute",)
-    whole = _run(tmp_path / "whole", "trainer.num_steps=5", *ranks)
-    parts = tmp_path / "parts"
-    for num_steps in (2, 4, 5):
-        _run(parts, f"trainer.num_steps={num_steps}", *ranks)
-    # Step 5 was preceded by an evaluation in the parts: a run ends with one.
-    assert _metrics(parts)[:2] == _metrics(whole)[:2]
-    _assert_same_state(parts, whole)
 
 
 def test_onto_another_number_of_ranks_a_run_goes_on_and_says_that_bits_may_differ(
@@ -60,6 +56,21 @@ def test_onto_another_number_of_ranks_a_run_goes_on_and_says_that_bits_may_diffe
         for ours, theirs in zip(read_metrics(folder)[1:], read_metrics(one)[1:], strict=True)
     ]
     assert max(drift) < 0.2
+
+
+def test_a_rank_that_is_killed_is_started_again_and_no_bit_is_different(tmp_path: Path) -> None:
+    whole = _run(tmp_path / "whole", "trainer.num_steps=6", *TWO_RANKS)
+    folder = tmp_path / "killed"
+    killer = threading.Thread(target=_kill_a_rank, args=(folder / "metrics.jsonl",))
+    killer.start()
+    _run(folder, "trainer.num_steps=6", *TWO_RANKS)
+    killer.join()
+    told = (folder / "log.txt").read_text()
+    assert "workers are started again and go on from step" in told
+    assert "WorkerDiedError" in told
+    assert _metrics(folder) == _metrics(whole)
+    assert _samples(folder) == _samples(whole)
+    _assert_same_state(folder, whole)
 
 
 def test_a_finished_run_has_nothing_to_do(tmp_path: Path) -> None:
@@ -172,17 +183,17 @@ def test_supervised_fine_tuning_resumes_bit_by_bit(tmp_path: Path) -> None:
 
 def _run(folder: Path, *overrides: str) -> Path:
     config = small_config(folder, *SAVING, *overrides)
-    text = folder.with_suffix(".yaml")
-    run(config, resolved_yaml=_yaml(folder, *SAVING, *overrides))
-    del text
+    run(config, resolved_yaml=to_yaml(config))
     return folder
 
 
-def _yaml(folder: Path, *overrides: str) -> str:
-    from hybridrl.main import compose
-    from tests.runs.small import small_overrides
-
-    return json.dumps(compose(small_overrides(folder, *overrides)))
+def _kill_a_rank(metrics: Path) -> None:
+    """Wait for the third step's line, and kill the last of this process's ranks."""
+    while not metrics.is_file() or metrics.read_bytes().count(b"\n") < 4:
+        time.sleep(0.01)
+    below = psutil.Process().children(recursive=True)
+    ranks = [process for process in below if process.name().startswith("ray::ActorRollout")]
+    ranks[-1].kill()
 
 
 def _metrics(folder: Path) -> list[dict[str, float]]:
