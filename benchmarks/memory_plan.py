@@ -73,7 +73,10 @@ CASES = {
     "large, sleep, reference": (*_shape(LARGE), *LONG, *_tokens(2048), *SLEEP, *REFERENCE),
     "large, two ranks, sleep": (*_shape(LARGE), *LONG, *_tokens(2048), *TWO_RANKS, *SLEEP),
     "wide, vocabulary of 32768": (
-        *_shape(WIDE, 32768), *LONG, *_tokens(2048), "actor.logprob_chunk_tokens=512",
+        *_shape(WIDE, 32768),
+        *LONG,
+        *_tokens(2048),
+        "actor.logprob_chunk_tokens=512",
     ),
     "large, bfloat16 engine": (*_shape(LARGE), *LONG, *_tokens(2048), "rollout.dtype=bfloat16"),
 }
@@ -102,8 +105,13 @@ def compare(overrides: tuple[str, ...], measured: dict[str, float]) -> None:
         found = measured.get(f"memory/{phase.name}_peak_bytes/max")
         if found is not None:
             predicted = plan.measured_bytes(phase)
-            detail = {part.name: round(part.num_bytes / 2**20) for part in phase.parts if part.is_measured}
-            print(f"  {phase.name:10} {predicted / 2**20:8.0f} ({longest.measured_bytes(upper) / 2**20:.0f}) {found / 2**20:8.0f} {found / predicted - 1:+.0%}  {detail if VERBOSE else ''}", flush=True)
+            detail = {
+                part.name: round(part.num_bytes / 2**20) for part in phase.parts if part.is_measured
+            }
+            print(
+                f"  {phase.name:10} {predicted / 2**20:8.0f} ({longest.measured_bytes(upper) / 2**20:.0f}) {found / 2**20:8.0f} {found / predicted - 1:+.0%}  {detail if VERBOSE else ''}",
+                flush=True,
+            )
 
 
 def run_case(overrides: tuple[str, ...], folder: Path) -> dict[str, float]:
@@ -114,8 +122,15 @@ def run_case(overrides: tuple[str, ...], folder: Path) -> dict[str, float]:
         port = probe.getsockname()[1]
     ranks = []
     for rank in range(num_ranks):
-        place = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank,
-                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": 2 // num_ranks}
+        place = {
+            "RANK": rank,
+            "WORLD_SIZE": num_ranks,
+            "LOCAL_RANK": rank,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "OMP_NUM_THREADS": 2 // num_ranks,
+        }
         environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
         command = [sys.executable, "-m", "benchmarks.sides.memory_rank", str(folder), *overrides]
         ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))

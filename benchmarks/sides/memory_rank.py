@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,14 +13,11 @@ from hybridrl.batch import PromptBatch, TrainBatch, jagged, jagged_from, row_len
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import read_config
 from hybridrl.main import compose
-from hybridrl.metrics import merge
-from hybridrl.trainer.build_training import _build_spec
+from hybridrl.metrics import Metrics
+from hybridrl.trainer.build_training import build_spec
 from hybridrl.trainer.starter import write_random_model
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.rollout.protocol import SamplingParams
-from hybridrl.workers.train.microbatch import balance_over_ranks
-
-NUM_STEPS = 3
 
 
 def main() -> None:
@@ -31,20 +27,25 @@ def main() -> None:
     config, _ = read_config(compose([*overrides, f"trainer.run_dir={folder / 'run'}"]))
     model = folder / f"model{rank}"
     write_random_model(config.model.starter, model, seed=0)
-    worker = ActorRolloutWorker(_build_spec(config, model))
+    worker = ActorRolloutWorker(build_spec(config, model))
     worker.rank, worker.world_size = rank, num_ranks
     first = step(worker, config, 0)
-    metrics = {**{name: first[name] for name in first if "build" in name}, **step(worker, config, 1)}
+    metrics = {
+        **{name: first[name] for name in first if "build" in name},
+        **step(worker, config, 1),
+    }
     print(json.dumps({name: metric.value for name, metric in metrics.items()}), flush=True)
     worker.close()
 
 
-def step(worker: ActorRolloutWorker, config: ExperimentConfig, number: int):
+def step(worker: ActorRolloutWorker, config: ExperimentConfig, number: int) -> Metrics:
     num_prompts = config.trainer.num_prompts_per_step // worker.world_size
     generator = torch.Generator().manual_seed(100 * number + worker.rank)
     length = config.data.max_prompt_tokens
     prompts = PromptBatch(
-        token_ids_PL=jagged([torch.randint(3, 250, (length,), generator=generator) for _ in range(num_prompts)]),
+        token_ids_PL=jagged(
+            [torch.randint(3, 250, (length,), generator=generator) for _ in range(num_prompts)]
+        ),
         prompt_index_P=torch.arange(num_prompts),
         seed_P=torch.arange(num_prompts) + 1000 * number,
         batch_size=[num_prompts],
@@ -62,7 +63,9 @@ def step(worker: ActorRolloutWorker, config: ExperimentConfig, number: int):
     batch = TrainBatch(
         token_ids_BL=rollouts.token_ids_BL,
         response_mask_BL=rollouts.response_mask_BL,
-        advantages_BL=jagged_from(torch.randn(int(lengths_B.sum()), generator=generator), lengths_B),
+        advantages_BL=jagged_from(
+            torch.randn(int(lengths_B.sum()), generator=generator), lengths_B
+        ),
         sampler_logprobs_BL=rollouts.sampler_logprobs_BL,
         old_logprobs_BL=logprobs and logprobs.old_logprobs_BL,
         reference_logprobs_BL=logprobs and logprobs.reference_logprobs_BL,

@@ -23,9 +23,9 @@ from hybridrl.config.trainer import TrainerConfig
 class ExperimentConfig:
     """Mirrors hydra_configs/config.yaml: one field per section."""
 
-    mode: Literal["train", "check", "sft"]
-    """``train`` runs reinforcement learning, ``sft`` supervised fine-tuning, ``check`` validates
-    and starts nothing."""
+    mode: Literal["train", "check", "plan", "sft"]
+    """``train`` runs reinforcement learning, ``sft`` supervised fine-tuning. ``check`` validates
+    and ``plan`` foretells the memory of ``train``; both start nothing."""
 
     seed: CountOrZero
     """All randomness of the run derives from it: model init, data order, sampling."""

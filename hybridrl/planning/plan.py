@@ -1,4 +1,4 @@
-"""What a memory plan is: phases of a run, each a list of what lies in memory at its worst moment."""
+"""What a memory plan is: phases of a run, each a list of what is in memory at its worst moment."""
 
 from __future__ import annotations
 

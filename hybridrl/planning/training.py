@@ -136,7 +136,11 @@ class TrainingMemory:
 
     def _saved_by_attention(self, microbatch: Microbatch) -> int:
         """Queries, keys, values and output as the kernel saw them, and its row sums."""
-        shape, size, num_tokens = self.role.shape, self.numerics.compute_bytes, microbatch.num_tokens
+        shape, size, num_tokens = (
+            self.role.shape,
+            self.numerics.compute_bytes,
+            microbatch.num_tokens,
+        )
         row_sums = num_tokens * shape.num_heads * _FLOAT32
         if self.numerics.has_varlen_attention:  # heads of keys and values are repeated
             return 4 * size * num_tokens * shape.query_size + row_sums

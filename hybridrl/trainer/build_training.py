@@ -19,6 +19,7 @@ from hybridrl.trainer.cluster import start_group
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.inputs import load_rows
 from hybridrl.trainer.loop import Loop, UpdateGuard
+from hybridrl.trainer.plan_watch import PlanWatch
 from hybridrl.trainer.policy import Policy, WithoutLogprobs
 from hybridrl.trainer.record import RunRecord
 from hybridrl.trainer.reward import TextReward
@@ -51,21 +52,28 @@ def train(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
     source = _build_source(config, tokenizer)
     with RewardScorer(config.reward) as scorer:
         record.phase("start workers")
-        with start_group(config.cluster, ActorRolloutWorker, _build_spec(config, folder)) as group:
+        with start_group(config.cluster, ActorRolloutWorker, build_spec(config, folder)) as group:
             shared = _Ingredients(
                 policy=cast(Policy, group),
                 reward=TextReward(scorer, tokenizer),
                 tokenizer=tokenizer,
                 stop_token_ids=load_stop_token_ids(folder, tokenizer),
             )
-            _build_loop(config, shared, source=source, record=record).run()
+            watch = PlanWatch(config)
+            _build_loop(config, shared, source=source, record=record, watch=watch).run()
+            watch.report()
             if config.trainer.export_hf:
                 record.phase("export")
                 shared.policy.export_hf(record.folder / "hf")
 
 
 def _build_loop(
-    config: ExperimentConfig, shared: _Ingredients, *, source: PromptSource, record: RunRecord
+    config: ExperimentConfig,
+    shared: _Ingredients,
+    *,
+    source: PromptSource,
+    record: RunRecord,
+    watch: PlanWatch,
 ) -> Loop:
     algorithm = _build_algorithm(config, shared, record)
     evaluator = _build_evaluator(config, shared) if config.eval.every_num_steps else None
@@ -74,7 +82,8 @@ def _build_loop(
     def take_step(step: int) -> Metrics:
         report = algorithm.step(source.next())
         record.samples(step, take_samples(report, shared.tokenizer, num_samples=num_samples))
-        return report.metrics() | {"data/epoch": Mean(source.epoch)}
+        metrics = report.metrics() | {"data/epoch": Mean(source.epoch)}
+        return metrics | watch.compare(metrics)
 
     def evaluate() -> Metrics:
         record.phase("evaluate")
@@ -169,7 +178,8 @@ def _build_source(config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase) 
     )
 
 
-def _build_spec(config: ExperimentConfig, folder: Path) -> ActorRolloutSpec:
+def build_spec(config: ExperimentConfig, folder: Path) -> ActorRolloutSpec:
+    """Cut out of the configuration what a rank needs."""
     return ActorRolloutSpec(
         model_folder=folder.absolute(),
         model=config.model,

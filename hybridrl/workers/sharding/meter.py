@@ -34,7 +34,7 @@ class PeakMeter:
         """Take what the process holds now as the zero of a CPU's figures."""
         is_cuda = device.type == "cuda"
         self._take_peak = _cuda_peak(device) if is_cuda else _resident_peak()
-        self._trim = (lambda: None) if is_cuda else _malloc_trim()
+        self._trim: Callable[[], None] = _keep if is_cuda else _malloc_trim()
         self._is_settled = False
         self._trimmed: set[str] = set()
         self._open: list[tuple[str, int]] = []
@@ -134,5 +134,13 @@ def _malloc_trim() -> Callable[[], None]:
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError):
-        return lambda: None
-    return lambda: trim(0) and None
+        return _keep
+
+    def give_back() -> None:
+        trim(0)
+
+    return give_back
+
+
+def _keep() -> None:
+    """Give nothing back."""
