@@ -3,6 +3,8 @@
 ``python -m benchmarks.memory_plan`` runs every case, ``... memory_plan CASE ...`` those named. Each
 runs in processes of its own, one a rank: two steps of the real worker on a random model, which
 hardly ever draws the stop token, so that all rows have their full length, as the plan assumes.
+``VERBOSE=1`` shows the parts. Only the second step is looked at: moments exist, and memory that
+malloc kept was given back.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from hybridrl.config.load import read_config
@@ -20,13 +23,11 @@ from hybridrl.main import compose
 from hybridrl.planning.memory import plan_memory
 from hybridrl.planning.workload import Workload
 
-VERBOSE = "VERBOSE" in os.environ
+MIB = 2**20
 SMALL = (192, 4, 6, 2, 512)
 MIDDLE = (256, 8, 8, 4, 1024)
 LARGE = (512, 8, 8, 4, 1536)
 WIDE = (512, 2, 8, 8, 2048)
-ROWS = ("data.max_prompt_tokens=64", "data.task=null", "data.train_files=[unread]")
-CASES: dict[str, tuple[str, ...]] = {}
 
 
 def _shape(sizes: tuple[int, ...], vocab_size: int = 512) -> tuple[str, ...]:
@@ -84,34 +85,37 @@ CASES = {
 
 def main() -> None:
     """Run the cases named on the command line, or all of them."""
+    print("case, phase: predicted MiB, measured MiB, error")
     for name in sys.argv[1:] or CASES:
-        print(f"{name}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             measured = run_case(CASES[name], Path(folder))
-        compare(CASES[name], measured)
+        for line in compare(CASES[name], measured):
+            print(f"{name}, {line}", flush=True)
 
 
-def compare(overrides: tuple[str, ...], measured: dict[str, float]) -> None:
-    """Print a line per phase: predicted, measured, error."""
+def compare(overrides: tuple[str, ...], measured: dict[str, float]) -> Iterator[str]:
+    """Yield a line per phase: predicted for the tokens of the step, measured, error."""
     config, _ = read_config(compose(overrides))
+    if config is None:
+        raise ValueError(f"a case cannot be read: {overrides}")
     workload = Workload.longest(config).measured(
         prompt_tokens=config.data.max_prompt_tokens,
         response_tokens=config.rollout.max_response_tokens,
         microbatch_tokens=measured["data/train_tokens"] / measured["data/microbatches"],
     )
     plan = plan_memory(config, workload=workload)
-    longest = plan_memory(config)
-    for phase, upper in zip(plan.phases, longest.phases):
+    for phase in plan.phases:
         found = measured.get(f"memory/{phase.name}_peak_bytes/max")
-        if found is not None:
-            predicted = plan.measured_bytes(phase)
-            detail = {
-                part.name: round(part.num_bytes / 2**20) for part in phase.parts if part.is_measured
-            }
-            print(
-                f"  {phase.name:10} {predicted / 2**20:8.0f} ({longest.measured_bytes(upper) / 2**20:.0f}) {found / 2**20:8.0f} {found / predicted - 1:+.0%}  {detail if VERBOSE else ''}",
-                flush=True,
-            )
+        if found is None:
+            continue
+        predicted = plan.measured_bytes(phase)
+        line = (
+            f"{phase.name}: {predicted / MIB:.0f}, {found / MIB:.0f}, {found / predicted - 1:+.0%}"
+        )
+        if "VERBOSE" in os.environ:
+            parts = (f"{part.name} {part.num_bytes / MIB:.0f}" for part in phase.parts)
+            line += f" ({', '.join(parts)})"
+        yield line
 
 
 def run_case(overrides: tuple[str, ...], folder: Path) -> dict[str, float]:

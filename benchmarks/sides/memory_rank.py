@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from hybridrl.batch import PromptBatch, TrainBatch, jagged, jagged_from, row_lengths
+from hybridrl.batch import LogprobBatch, PromptBatch, TrainBatch, jagged, jagged_from, row_lengths
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import read_config
 from hybridrl.main import compose
@@ -23,12 +23,13 @@ from hybridrl.workers.rollout.protocol import SamplingParams
 def main() -> None:
     """Run the rank that the environment names, and print its metrics as JSON."""
     folder, overrides = Path(sys.argv[1]), sys.argv[2:]
-    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    config, _ = read_config(compose([*overrides, f"trainer.run_dir={folder / 'run'}"]))
+    rank = int(os.environ["RANK"])
+    config, _ = read_config(compose(overrides))
+    if config is None or config.model.starter is None:
+        raise ValueError(f"a case cannot be read: {overrides}")
     model = folder / f"model{rank}"
     write_random_model(config.model.starter, model, seed=0)
     worker = ActorRolloutWorker(build_spec(config, model))
-    worker.rank, worker.world_size = rank, num_ranks
     first = step(worker, config, 0)
     metrics = {
         **{name: first[name] for name in first if "build" in name},
@@ -39,6 +40,7 @@ def main() -> None:
 
 
 def step(worker: ActorRolloutWorker, config: ExperimentConfig, number: int) -> Metrics:
+    """Sample, score if asked for, and update on made-up advantages."""
     num_prompts = config.trainer.num_prompts_per_step // worker.world_size
     generator = torch.Generator().manual_seed(100 * number + worker.rank)
     length = config.data.max_prompt_tokens
@@ -56,7 +58,7 @@ def step(worker: ActorRolloutWorker, config: ExperimentConfig, number: int) -> M
         temperature=config.rollout.temperature,
     )
     rollouts = worker.generate(prompts, sampling)
-    logprobs = None
+    logprobs = LogprobBatch(batch_size=[len(rollouts)])
     if config.algorithm.old_logprobs == "recompute" or config.algorithm.kl.placement != "none":
         logprobs = worker.compute_logprobs(rollouts)
     lengths_B = row_lengths(rollouts.token_ids_BL)
@@ -67,8 +69,8 @@ def step(worker: ActorRolloutWorker, config: ExperimentConfig, number: int) -> M
             torch.randn(int(lengths_B.sum()), generator=generator), lengths_B
         ),
         sampler_logprobs_BL=rollouts.sampler_logprobs_BL,
-        old_logprobs_BL=logprobs and logprobs.old_logprobs_BL,
-        reference_logprobs_BL=logprobs and logprobs.reference_logprobs_BL,
+        old_logprobs_BL=logprobs.old_logprobs_BL,
+        reference_logprobs_BL=logprobs.reference_logprobs_BL,
         batch_size=[len(rollouts)],
     )
     return worker.update(batch)
