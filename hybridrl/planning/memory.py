@@ -34,10 +34,11 @@ _LIBRARIES = {
 }
 """MiB of code and workspace of torch that a CPU process touches for the first time, by phase."""
 
-_FRAGMENTS_ALONE, _FRAGMENTS_AFTER_ANOTHER = 0.10, 0.55
-"""Memory that malloc cannot use again, by activations: measured on a CPU with glibc 2.36, for the
-only micro-batch of an update, and for one that comes after others, whose gradients lie scattered
-over the memory that they freed. Without malloc's heap (MALLOC_MMAP_THRESHOLD_=131072) it is 0."""
+_FRAGMENTS_ALONE, _FRAGMENTS_AFTER_ANOTHER, _FRAGMENTS_RECOMPUTED = 0.10, 0.55, 1.20
+"""Memory that malloc cannot use again, by activations, measured on a CPU with glibc 2.36: for the
+only micro-batch of an update; for one after others, whose gradients lie scattered over the memory
+that they freed; and for blocks that are recomputed among such gradients. Without malloc's heap
+(MALLOC_MMAP_THRESHOLD_=131072) there is none of it, and the update is slower."""
 
 _CUDA_RESERVE = 2048 * _MIB
 """CUDA context, NCCL's buffers and what the allocator cannot use. An allowance, not measured."""
@@ -182,7 +183,12 @@ class _Planner:
 
     def _fragments(self, activations: int) -> Part:
         is_alone = self._microbatch.is_only_one and self.config.algorithm.num_updates_per_step == 1
-        share = _FRAGMENTS_ALONE if is_alone else _FRAGMENTS_AFTER_ANOTHER
+        later = (
+            _FRAGMENTS_RECOMPUTED
+            if self.config.actor.gradient_checkpointing
+            else _FRAGMENTS_AFTER_ANOTHER
+        )
+        share = _FRAGMENTS_ALONE if is_alone else later
         is_cpu = self.config.cluster.device == "cpu"
         return Part("malloc fragments", int(is_cpu * share * activations))
 
