@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.planning.plan import MemoryPlan, Part, Phase, Place
@@ -34,10 +35,11 @@ _LIBRARIES = {
 }
 """MiB of code and workspace of torch that a CPU process touches for the first time, by phase."""
 
-_FRAGMENTS_ALONE, _FRAGMENTS_AFTER_ANOTHER, _FRAGMENTS_RECOMPUTED = 0.10, 0.55, 1.20
+_FRAGMENTS_ALONE, _FRAGMENTS_AFTER_ANOTHER, _FRAGMENTS_RECOMPUTED = 0.10, 0.55, 1.10
 """Memory that malloc cannot use again, by activations, measured on a CPU with glibc 2.36: for the
 only micro-batch of an update; for one after others, whose gradients lie scattered over the memory
-that they freed; and for blocks that are recomputed among such gradients. Without malloc's heap
+that they freed; and for blocks that are recomputed
+while gradients appear. Without malloc's heap
 (MALLOC_MMAP_THRESHOLD_=131072) there is none of it, and the update is slower."""
 
 _CUDA_RESERVE = 2048 * _MIB
@@ -71,7 +73,7 @@ def roles_of(config: ExperimentConfig, shape: ModelShape) -> tuple[Role, ...]:
     return (actor,) if config.algorithm.kl.placement == "none" else (actor, reference)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: sizes are computed once
 class _Planner:
     config: ExperimentConfig
     shape: ModelShape
@@ -183,12 +185,9 @@ class _Planner:
 
     def _fragments(self, activations: int) -> Part:
         is_alone = self._microbatch.is_only_one and self.config.algorithm.num_updates_per_step == 1
-        later = (
-            _FRAGMENTS_RECOMPUTED
-            if self.config.actor.gradient_checkpointing
-            else _FRAGMENTS_AFTER_ANOTHER
-        )
-        share = _FRAGMENTS_ALONE if is_alone else later
+        share = _FRAGMENTS_ALONE if is_alone else _FRAGMENTS_AFTER_ANOTHER
+        if self.config.actor.gradient_checkpointing:
+            share = _FRAGMENTS_RECOMPUTED
         is_cpu = self.config.cluster.device == "cpu"
         return Part("malloc fragments", int(is_cpu * share * activations))
 
@@ -209,22 +208,22 @@ class _Planner:
 
     # -- sizes -----------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def _numerics(self) -> Numerics:
         return Numerics.of(self.config)
 
-    @property
+    @cached_property
     def _roles(self) -> list[TrainingMemory]:
         numerics = self._numerics
         return [TrainingMemory(role, numerics) for role in roles_of(self.config, self.shape)]
 
-    @property
+    @cached_property
     def _rollout(self) -> RolloutMemory:
         return RolloutMemory(
             self.shape, self.config.rollout, self.workload, self.max_context_tokens
         )
 
-    @property
+    @cached_property
     def _microbatch(self) -> Microbatch:
         return self.workload.microbatch(shares_prompts=not self._numerics.has_varlen_attention)
 
