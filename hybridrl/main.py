@@ -28,6 +28,7 @@ from hybridrl import env
 from hybridrl.config.load import known_keys, load_config
 from hybridrl.config.summary import summarize
 from hybridrl.errors import ConfigError, ConfigErrors, HybridRLError, nearest
+from hybridrl.planning.page import peak_line, plan_page
 
 _PACKAGE = Path(__file__).resolve().parent
 # In a wheel both folders lie inside the package, in a checkout beside it.
@@ -99,7 +100,10 @@ def _run_under_hydra(composed: DictConfig) -> None:
 def _run_composed(composed: DictConfig) -> None:
     config = load_config(_as_mapping(composed))
     if config.mode == "check":
-        sys.stdout.write(summarize(config) + "\n")
+        sys.stdout.write(f"{summarize(config)}\n{peak_line(config)}\n")
+        return
+    if config.mode == "plan":
+        sys.stdout.write(plan_page(config))
         return
     for name, value in env.process_environment(config.cluster.num_threads_per_rank).items():
         env.set_default(name, value)  # before torch and Ray are imported, on the next line

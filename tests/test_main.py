@@ -54,13 +54,35 @@ def test_check_validates_says_what_follows_and_starts_nothing(tmp_path: Path) ->
     assert "batch sizes  ok" in done.stdout
     assert "128 (16 prompts x 8 responses)" in done.stdout
     assert "7 (1 a step x 7 steps)" in done.stdout
+    assert "memory       peak of a rank " in done.stdout
     assert done.stderr == ""
     assert list(tmp_path.iterdir()) == []
 
 
-def test_neither_torch_nor_ray_is_imported_before_the_checks_passed(tmp_path: Path) -> None:
+def test_plan_foretells_memory_says_whether_it_fits_and_starts_nothing(tmp_path: Path) -> None:
+    done = hybridrl_main("mode=plan", "cluster.device_memory_gib=0.9", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "update *" in done.stdout
+    assert "Does not fit" in done.stdout
+    assert ". Set actor." in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plan_refuses_a_folder_whose_model_it_does_not_know_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    folder = ("model=hf_folder", f"model.path={tmp_path}")
+    done = hybridrl_main("mode=plan", *folder, folder=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("ModelError: ")
+    assert "'mamba'" in done.stderr
+
+
+@pytest.mark.parametrize("mode", ["check", "plan"])
+def test_neither_torch_nor_ray_is_imported_before_the_checks_passed(
+    mode: str, tmp_path: Path
+) -> None:
     program = (
-        "import sys, hybridrl.main as m; sys.argv = ['main', 'mode=check']; m.main(); "
+        f"import sys, hybridrl.main as m; sys.argv = ['main', 'mode={mode}']; m.main(); "
         "assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
     )
     subprocess.run(

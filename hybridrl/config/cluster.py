@@ -21,6 +21,10 @@ class ClusterConfig:
     num_ranks_per_node: Count
     """Worker processes a machine; with cuda one GPU each."""
 
+    device_memory_gib: Annotated[float, Within(above=0.0, usual=80.0)] | None
+    """Memory in GiB that one rank may take, for ``mode=plan`` to say whether a run fits. Null on a
+    CPU is this machine's memory divided by its ranks; on CUDA nothing is judged."""
+
     num_cpus_per_rank: Annotated[float, Within(above=0.0, usual=1.0)]
     """CPUs that Ray reserves for a rank."""
 

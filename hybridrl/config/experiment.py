@@ -25,9 +25,10 @@ from hybridrl.config.trainer import TrainerConfig
 class ExperimentConfig:
     """Mirrors hydra_configs/config.yaml: one field per section."""
 
-    mode: Literal["train", "check", "sft", "certify"]
-    """``train`` runs reinforcement learning, ``sft`` supervised fine-tuning, ``check`` validates
-    and starts nothing, ``certify`` proves that this training resumes bit by bit."""
+    mode: Literal["train", "check", "plan", "sft", "certify"]
+    """``train`` runs reinforcement learning, ``sft`` supervised fine-tuning. ``check`` validates
+    and ``plan`` foretells the memory of ``train``; both start nothing. ``certify`` proves that
+    this training resumes bit by bit."""
 
     seed: CountOrZero
     """All randomness of the run derives from it: model init, data order, sampling."""

@@ -21,7 +21,8 @@ from hybridrl.trainer.cluster import start_group
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.export import export
 from hybridrl.trainer.inputs import load_rows
-from hybridrl.trainer.loop import Loop, Save, UpdateGuard
+from hybridrl.trainer.loop import Loop, UpdateGuard
+from hybridrl.trainer.plan_watch import PlanWatch
 from hybridrl.trainer.policy import Policy, WithoutLogprobs
 from hybridrl.trainer.record import RunRecord
 from hybridrl.trainer.restarts import with_restarts
@@ -89,7 +90,7 @@ def _train_once(run: _Ingredients) -> None:
     """Start workers, go on from the newest checkpoint to the end, and export."""
     config, record = run.config, run.record
     record.phase("start workers")
-    spec = _build_spec(config, run.folder)
+    spec = build_spec(config, run.folder)
     with start_group(config.cluster, ActorRolloutWorker, spec) as group:
         policy = cast(Policy, group)
         guard = UpdateGuard(max_skipped=config.trainer.max_skipped_updates)
@@ -102,14 +103,17 @@ def _train_once(run: _Ingredients) -> None:
             record=record,
         )
         num_done = take_up(checkpointer, stream=run.source, guard=guard, record=record)
-        loop = _build_loop(run, policy, guard=guard, save=checkpointer.after_step)
-        num_steps = replace(loop, first_step=num_done + 1).run()
+        watch = PlanWatch(config)
+        loop = _build_loop(run, policy, guard=guard, watch=watch)
+        loop = replace(loop, save=checkpointer.after_step, first_step=num_done + 1)
+        num_steps = loop.run()
+        watch.report()
         if config.trainer.export_hf:
             record.phase("export")
             export(policy, record.folder / "hf", is_new=num_steps > num_done)
 
 
-def _build_loop(run: _Ingredients, policy: Policy, *, guard: UpdateGuard, save: Save) -> Loop:
+def _build_loop(run: _Ingredients, policy: Policy, *, guard: UpdateGuard, watch: PlanWatch) -> Loop:
     config, record = run.config, run.record
     algorithm = _build_algorithm(run, policy)
     evaluator = _build_evaluator(run, policy) if config.eval.every_num_steps else None
@@ -118,7 +122,8 @@ def _build_loop(run: _Ingredients, policy: Policy, *, guard: UpdateGuard, save: 
     def take_step(step: int) -> Metrics:
         report = algorithm.step(run.source.next())
         record.samples(step, take_samples(report, run.tokenizer, num_samples=num_samples))
-        return report.metrics() | {"data/epoch": Mean(run.source.epoch)}
+        metrics = report.metrics() | {"data/epoch": Mean(run.source.epoch)}
+        return metrics | watch.compare(metrics)
 
     def evaluate() -> Metrics:
         record.phase("evaluate")
@@ -131,7 +136,6 @@ def _build_loop(run: _Ingredients, policy: Policy, *, guard: UpdateGuard, save: 
         num_steps=config.trainer.num_steps,
         eval_every=config.eval.every_num_steps,
         guard=guard,
-        save=save,
     )
 
 
@@ -214,7 +218,8 @@ def _build_source(config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase) 
     )
 
 
-def _build_spec(config: ExperimentConfig, folder: Path) -> ActorRolloutSpec:
+def build_spec(config: ExperimentConfig, folder: Path) -> ActorRolloutSpec:
+    """Cut out of the configuration what a rank needs."""
     return ActorRolloutSpec(
         model_folder=folder.absolute(),
         model=config.model,

@@ -23,6 +23,7 @@ from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.protocol import SamplingParams
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.manager import ShardingManager
+from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.train.checkpoint import Notes
 from hybridrl.workers.train.protocol import TrainEngine
 
@@ -44,6 +45,8 @@ class ActorRolloutWorker(CheckpointedWorker):
         device = start_process_group(
             device=spec.device, local_rank=self.local_rank, timeout_s=spec.collective_timeout_s
         )
+        meter = PeakMeter(device)
+        meter.begin("build")
         self._spec = spec
         self._policy_version = 0
         self._carried: Metrics = {}
@@ -54,6 +57,7 @@ class ActorRolloutWorker(CheckpointedWorker):
             config=spec.rollout,
             device=device,
             control=ControlGroup(timeout_s=spec.rollout.stage_timeout_s),
+            meter=meter,
         )
         self._actor = build_train_engine(spec, device)
         self.sharding.attach_policy(self._actor)
@@ -69,6 +73,7 @@ class ActorRolloutWorker(CheckpointedWorker):
             dp_size=self.world_size // tensor_parallel_size,
             is_collect=leads,
         )
+        meter.end()
 
     @register(ROLLOUT, pad=True)
     def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch | None:
@@ -85,7 +90,8 @@ class ActorRolloutWorker(CheckpointedWorker):
         with self.sharding.rollout_phase() as engine:
             if engine is None:
                 return None
-            responses = engine.generate(prompts, sampling)
+            with self.sharding.meter("generate"):
+                responses = engine.generate(prompts, sampling)
         return assemble_rollouts(prompts, responses, policy_version=self._policy_version)
 
     @register(TRAIN)
@@ -99,12 +105,13 @@ class ActorRolloutWorker(CheckpointedWorker):
         self.sharding.require_training()
         temperature = self._spec.rollout.temperature
         logprobs = LogprobBatch(batch_size=[len(rollouts)])
-        if self._spec.algorithm.old_logprobs == "recompute":
-            old = self._actor.compute_logprobs(rollouts, temperature=temperature)
-            logprobs.old_logprobs_BL = old.logprobs_BL
-        if self._reference is not None:
-            reference = self._reference.compute_logprobs(rollouts, temperature=temperature)
-            logprobs.reference_logprobs_BL = reference.logprobs_BL
+        with self.sharding.meter("logprobs"):
+            if self._spec.algorithm.old_logprobs == "recompute":
+                old = self._actor.compute_logprobs(rollouts, temperature=temperature)
+                logprobs.old_logprobs_BL = old.logprobs_BL
+            if self._reference is not None:
+                reference = self._reference.compute_logprobs(rollouts, temperature=temperature)
+                logprobs.reference_logprobs_BL = reference.logprobs_BL
         return logprobs
 
     @register(TRAIN_METRICS)
@@ -119,11 +126,12 @@ class ActorRolloutWorker(CheckpointedWorker):
         """
         self.sharding.require_training()
         algorithm = self._spec.algorithm
-        steps = [
-            self._step(minibatch)
-            for _ in range(algorithm.num_epochs)
-            for minibatch in batch.chunk(algorithm.num_minibatches)
-        ]
+        with self.sharding.meter("update"):
+            steps = [
+                self._step(minibatch)
+                for _ in range(algorithm.num_epochs)
+                for minibatch in batch.chunk(algorithm.num_minibatches)
+            ]
         carried, self._carried = self._carried, {}
         return merge([*steps, carried, self.sharding.take_metrics()])
 

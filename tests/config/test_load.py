@@ -68,7 +68,7 @@ def test_a_whole_number_is_a_number_but_not_the_other_way_round() -> None:
         ("data.train_files=a.jsonl", "a list"),
         ("actor.optimizer=[]", "a section"),
         ("actor.optimizer=null", "a section"),
-        ("mode=trian", "one of train, check, sft"),
+        ("mode=trian", "one of train, check, plan, sft"),
         ("model.dtype=16", "one of float32, bfloat16"),
         ("data.task=sort", "one of sort_digits"),
         ("tracking.trackers=[tensorbord]", "one of tensorboard"),

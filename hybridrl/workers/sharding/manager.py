@@ -10,13 +10,13 @@ import torch
 
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import PhaseError
-from hybridrl.metrics import Max, Metrics, merge
+from hybridrl.metrics import Max, Metrics
 from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.fused_engines import FusedEngines
 from hybridrl.workers.sharding.lifecycle import Depth, LifeCycle
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
-from hybridrl.workers.sharding.memory import peak_bytes
+from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.sharding.states import State
 from hybridrl.workers.sharding.tenants import Tenant, Tenants
 from hybridrl.workers.train.protocol import TrainEngine
@@ -32,6 +32,7 @@ class ShardingManager:
         config: RolloutConfig,
         device: torch.device,
         control: ControlGroup,
+        meter: PeakMeter | None = None,
     ) -> None:
         """Take over a rollout engine that has just started and put it to sleep. A collective call.
 
@@ -43,8 +44,9 @@ class ShardingManager:
             config: the rollout section.
             device: the device that all share.
             control: the control group of all ranks.
+            meter: measures each stage; one made before the engine knows what the engine takes.
         """
-        self._device = device
+        self.meter = meter or PeakMeter(device)
         self._control = control
         self._skew_timeout_s = config.skew_timeout_s
         self._stages: Metrics = {}
@@ -121,6 +123,7 @@ class ShardingManager:
     def weights_changed(self, *, version: int) -> None:
         """The optimizer stepped: the next rollout phase sends the weights again, as ``version``."""
         self._engines.trained_version = version
+        self.meter.settle()
 
     @property
     def states(self) -> tuple[State, ...]:
@@ -130,7 +133,7 @@ class ShardingManager:
     def take_metrics(self) -> Metrics:
         """Return what the stages since the last call cost, and start anew."""
         stages, self._stages = self._stages, {}
-        return stages | self._engines.take_metrics()
+        return stages | self._engines.take_metrics() | self.meter.take_metrics()
 
     def shutdown(self) -> None:
         """End this rank's rollout engine."""
@@ -147,9 +150,9 @@ class ShardingManager:
     @contextmanager
     def _observe(self, stage: str) -> Iterator[None]:
         begin = time.perf_counter()
-        peak_bytes(self._device)
         try:
-            yield
+            with self.meter(stage):
+                yield
         finally:
             self._count(stage, seconds=time.perf_counter() - begin)
 
@@ -157,6 +160,3 @@ class ShardingManager:
         name = f"time/{stage}_s"
         before = self._stages[name].value if name in self._stages else 0.0  # this rank's two phases
         self._stages[name] = Max(before + seconds)  # of the ranks the slowest: all wait for it
-        if self._device.type == "cuda":
-            peak: Metrics = {f"memory/{stage}_peak_bytes/max": Max(peak_bytes(self._device))}
-            self._stages = merge([self._stages, peak])

@@ -28,15 +28,6 @@ def free_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
-def peak_bytes(device: torch.device) -> int:
-    """Return the peak of torch's allocations since the last call; 0 on a CPU."""
-    if device.type != "cuda":
-        return 0
-    peak = torch.cuda.max_memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return peak
-
-
 def wait_until_freed(
     resident_bytes: Callable[[], int],
     *,

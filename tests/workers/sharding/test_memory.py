@@ -5,7 +5,7 @@ import torch
 
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.workers.sharding.control import ControlGroup
-from hybridrl.workers.sharding.memory import empty_cache, free_bytes, peak_bytes, wait_until_freed
+from hybridrl.workers.sharding.memory import empty_cache, free_bytes, wait_until_freed
 from hybridrl.workers.sharding.tenants import Tenants
 from hybridrl.workers.train.protocol import TrainState
 from tests.workers.sharding.recording import CPU, Journal, RecordingTenant
@@ -28,7 +28,6 @@ def test_memory_that_does_not_come_back_is_an_error_with_the_amount_and_the_key(
 
 def test_a_cpu_counts_storage_and_not_free_memory() -> None:
     assert free_bytes(CPU) is None
-    assert peak_bytes(CPU) == 0
     empty_cache(CPU)
 
 
@@ -43,7 +42,6 @@ def test_a_release_counts_only_when_the_device_is_free_again() -> None:
     del block
     empty_cache(device)
     wait_until_freed(lambda: 0, expected_free=wanted, timeout_s=5.0)
-    assert peak_bytes(device) >= 256 * 2**20
 
 
 def test_all_tenants_leave_and_come_back_in_every_cycle() -> None:

@@ -1,0 +1,121 @@
+"""The one key to change when a plan does not fit, found by trying changes through the formula."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from hybridrl.config.checks import find_violations
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.planning.memory import plan_memory
+
+_FEWEST_TOKENS = 128  # of a chunk of logits: smaller ones save nothing that counts
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """One override and what it does to the peak."""
+
+    override: str
+    """As typed on the command line."""
+
+    price: int
+    """How much it costs in time or precision, to compare knobs: 1 is hardly noticed."""
+
+    config: ExperimentConfig
+    """The configuration with it."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the fullest rank with the override."""
+        plan = plan_memory(self.config)
+        return plan.peak_bytes(plan.fullest)
+
+
+def find_knob(config: ExperimentConfig, *, capacity_bytes: int) -> Knob | None:
+    """Return the cheapest single override with which a rank fits; of equal ones the smallest.
+
+    Overrides that break a rule of the configuration are passed over.
+
+    Args:
+        config: a configuration that does not fit.
+        capacity_bytes: memory of one rank's device.
+    """
+    before = len(find_violations(config))
+    fitting = (
+        knob
+        for knob in sorted(knobs(config), key=lambda knob: knob.price)
+        if knob.peak_bytes <= capacity_bytes and len(find_violations(knob.config)) <= before
+    )
+    return next(fitting, None)
+
+
+def largest_saving(config: ExperimentConfig) -> Knob | None:
+    """Return the override that lowers the peak most; None if none lowers it."""
+    plan = plan_memory(config)
+    lowest = min(knobs(config), key=lambda knob: knob.peak_bytes, default=None)
+    return lowest if lowest and lowest.peak_bytes < plan.peak_bytes(plan.fullest) else None
+
+
+def knobs(config: ExperimentConfig) -> Iterator[Knob]:
+    """Yield single overrides that save memory, with their prices.
+
+    Each halving of a size costs 1, checkpointing 3 (a third more time), a change of precision 4,
+    and each doubling of ranks 6, because nobody can conjure GPUs.
+    """
+    yield from _rollout_knobs(config)
+    yield from _actor_knobs(config)
+    if config.cluster.device == "cuda":
+        yield from _rank_knobs(config)
+
+
+def _rollout_knobs(config: ExperimentConfig) -> Iterator[Knob]:
+    rollout = config.rollout
+    if not rollout.sleep:
+        yield Knob("rollout.sleep=true", 1, replace(config, rollout=replace(rollout, sleep=True)))
+    for price, number in _halvings(rollout.num_slots, at_least=1):
+        changed = replace(rollout, num_slots=number)
+        yield Knob(f"rollout.num_slots={number}", price, replace(config, rollout=changed))
+    if rollout.dtype == "float32" and config.cluster.device == "cuda":
+        changed = replace(rollout, dtype="bfloat16")
+        yield Knob("rollout.dtype=bfloat16", 4, replace(config, rollout=changed))
+
+
+def _actor_knobs(config: ExperimentConfig) -> Iterator[Knob]:
+    actor = config.actor
+    if not actor.gradient_checkpointing:
+        changed = replace(actor, gradient_checkpointing=True)
+        yield Knob("actor.gradient_checkpointing=true", 3, replace(config, actor=changed))
+    for price, number in _halvings(actor.max_tokens_per_microbatch, at_least=config.max_row_tokens):
+        changed = replace(actor, max_tokens_per_microbatch=number)
+        override = f"actor.max_tokens_per_microbatch={number}"
+        yield Knob(override, price, replace(config, actor=changed))
+    for price, number in _halvings(actor.logprob_chunk_tokens, at_least=_FEWEST_TOKENS):
+        changed = replace(actor, logprob_chunk_tokens=number)
+        yield Knob(f"actor.logprob_chunk_tokens={number}", price, replace(config, actor=changed))
+    if actor.compute_dtype == "float32" and config.cluster.device == "cuda":
+        changed = replace(actor, compute_dtype="bfloat16")
+        yield Knob("actor.compute_dtype=bfloat16", 4, replace(config, actor=changed))
+
+
+def _rank_knobs(config: ExperimentConfig) -> Iterator[Knob]:
+    cluster = config.cluster
+    for doublings in range(1, 8):
+        number = cluster.num_ranks_per_node * 2**doublings
+        changed = replace(cluster, num_ranks_per_node=number)
+        override = f"cluster.num_ranks_per_node={number}"
+        if number <= 8:  # GPUs of a usual machine
+            yield Knob(override, 6 * doublings, replace(config, cluster=changed))
+        number = cluster.num_nodes * 2**doublings
+        changed = replace(cluster, num_nodes=number)
+        if cluster.ray_address is not None:
+            override = f"cluster.num_nodes={number}"
+            yield Knob(override, 7 * doublings, replace(config, cluster=changed))
+
+
+def _halvings(number: int, *, at_least: int) -> Iterator[tuple[int, int]]:
+    """Yield (how often halved, result) down to a least result."""
+    for times in range(1, number.bit_length()):
+        if number >> times < at_least:
+            return
+        yield times, number >> times

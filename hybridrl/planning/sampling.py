@@ -1,0 +1,83 @@
+"""Memory of the embedded rollout engine on one rank; see ``workers/rollout``.
+
+Legend: N rows that decode together, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybridrl.config.rollout import RolloutConfig
+from hybridrl.planning.shapes import ModelShape
+from hybridrl.planning.training import BYTES
+from hybridrl.planning.workload import Workload
+
+_FLOAT32 = 4
+_FLOAT64 = 8
+_INT64 = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutMemory:
+    """Bytes of one engine on one of the ranks that share it."""
+
+    shape: ModelShape
+    config: RolloutConfig
+    workload: Workload
+
+    max_context_tokens: int
+    """Length of a row of the cache; the longest that the configuration allows."""
+
+    @property
+    def weights(self) -> int:
+        """All weights, divided over the ranks of an engine."""
+        num_parameters = -(-self.shape.num_parameters // self.config.tensor_parallel_size)
+        return num_parameters * self._size
+
+    @property
+    def kv_cache(self) -> int:
+        """Keys and values of every slot at full length, allocated once."""
+        return self._keys_and_values(self.config.num_slots * self.max_context_tokens)
+
+    @property
+    def sampling(self) -> int:
+        """The most that a call holds besides weights and cache."""
+        prefilled = self._keys_and_values(self.workload.prefill_tokens) + self._prefill_logits
+        return prefilled + max(self._prefill, self._seating, self._drawing)
+
+    @property
+    def _prefill(self) -> int:
+        """One block's passing tensors over the prompts of a pass."""
+        per_token = 3 * self.shape.intermediate_size + 3 * self.shape.hidden_size
+        per_token += 2 * self.shape.query_size
+        return self.workload.prefill_tokens * per_token * self._size
+
+    @property
+    def _prefill_logits(self) -> int:
+        num_prompts = max(1, self.workload.prefill_tokens // self.workload.num_prompt_tokens)
+        return num_prompts * self.shape.vocab_size * self._size
+
+    @property
+    def _seating(self) -> int:
+        """The copy of prompts' keys and values on their way to the slots."""
+        return self._keys_and_values(self._num_rows * self.workload.num_prompt_tokens)
+
+    @property
+    def _drawing(self) -> int:
+        """Logits, probabilities and their float64 sums, for all rows that decode."""
+        is_cut = self.config.top_k > 0 or self.config.top_p < 1
+        copies = self._size + 2 * _FLOAT32 + 2 * _FLOAT64  # cumsum makes a float64 copy first
+        copies += (_FLOAT32 + _INT64) if is_cut else 0
+        return self._num_rows * self.shape.vocab_size * copies
+
+    @property
+    def _num_rows(self) -> int:
+        return min(self.config.num_slots, self.workload.num_rows)
+
+    @property
+    def _size(self) -> int:
+        return BYTES[self.config.dtype]
+
+    def _keys_and_values(self, num_tokens: int) -> int:
+        share = -(-self.shape.key_size // self.config.tensor_parallel_size)
+        return 2 * self.shape.num_layers * num_tokens * share * self._size

@@ -1,0 +1,192 @@
+"""The sizes of a model, read from its config.json or from the section that describes a made one.
+
+Legend: H hidden, Y layers, N query heads, J key-value heads, D size of a head, I inside the MLP, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridrl.config.model import ModelConfig, StarterConfig
+from hybridrl.errors import ModelError, nearest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """A decoder of the llama family: grouped queries, a gated MLP, RMS norms."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_key_value_heads: int
+    head_size: int
+    intermediate_size: int
+    vocab_size: int
+
+    is_tied: bool
+    """The output embedding is the input embedding."""
+
+    has_qkv_bias: bool
+    has_output_bias: bool
+    """Of the attention's last projection."""
+
+    has_mlp_bias: bool
+
+    has_head_norms: bool
+    """Queries and keys are normalised head by head (Qwen3)."""
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads, N D."""
+        return self.num_heads * self.head_size
+
+    @property
+    def key_size(self) -> int:
+        """Width of all key heads, J D; the values have it too."""
+        return self.num_key_value_heads * self.head_size
+
+    @property
+    def num_block_parameters(self) -> int:
+        """Parameters of one transformer block."""
+        hidden, query, key, inner = (
+            self.hidden_size,
+            self.query_size,
+            self.key_size,
+            self.intermediate_size,
+        )
+        attention = hidden * (query + 2 * key) + query * hidden
+        attention += self.has_qkv_bias * (query + 2 * key) + self.has_output_bias * hidden
+        attention += self.has_head_norms * 2 * self.head_size
+        mlp = 3 * hidden * inner + self.has_mlp_bias * (2 * inner + hidden)
+        return attention + mlp + 2 * hidden
+
+    @property
+    def num_embedding_parameters(self) -> int:
+        """Parameters of one embedding, V H."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_root_parameters(self) -> int:
+        """Parameters outside the blocks: one embedding or two, and the last norm."""
+        return (1 if self.is_tied else 2) * self.num_embedding_parameters + self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters, tied ones once: what transformers counts."""
+        return self.num_layers * self.num_block_parameters + self.num_root_parameters
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What a config.json leaves out is what transformers' class of that family says."""
+
+    sizes: Mapping[str, int]
+    has_head_norms: bool = False
+    always_has_qkv_bias: bool = False
+    has_output_bias: bool = True
+
+
+_QWEN = {
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 151936,
+}
+_LLAMA = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+}
+_FAMILIES = {
+    "llama": _Family(_LLAMA),
+    "qwen2": _Family(_QWEN, always_has_qkv_bias=True, has_output_bias=False),
+    "qwen3": _Family({**_QWEN, "head_dim": 128}, has_head_norms=True),
+}
+
+
+def shape_of(model: ModelConfig) -> ModelShape:
+    """Return the sizes of the model that a run starts from.
+
+    Raises:
+        ModelError: there is none, or its config.json cannot be read or is of an unknown family.
+    """
+    if model.path is not None:
+        return read_shape(Path(model.path))
+    if model.starter is None:
+        raise ModelError("there is no model to plan for; set model.path=FOLDER, or model=starter")
+    return _starter_shape(model.starter)
+
+
+def read_shape(folder: Path) -> ModelShape:
+    """Read the sizes from a Hugging Face folder.
+
+    Raises:
+        ModelError: config.json cannot be read, holds an odd size, or is of an unknown family.
+    """
+    file = folder / "config.json"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        model_type = str(values["model_type"])
+    except (OSError, ValueError, KeyError, TypeError) as err:
+        raise ModelError(
+            f"{file} holds no readable model_type ({err}); set model.path to a Hugging Face folder"
+        ) from err
+    if model_type not in _FAMILIES:
+        raise ModelError(
+            f"{file}: there is no plan for model_type={model_type!r}: "
+            f"{nearest(model_type, list(_FAMILIES))} Set model.path to such a model"
+        )
+    try:
+        return _from_values(values, _FAMILIES[model_type])
+    except (ValueError, ZeroDivisionError) as err:
+        raise ModelError(
+            f"{file}: a size is no whole number above 0 ({err}); download the folder again"
+        ) from err
+
+
+def _from_values(values: Mapping[str, object], family: _Family) -> ModelShape:
+    def size(name: str, otherwise: int = 0) -> int:
+        value = values.get(name, family.sizes.get(name))
+        return otherwise if value is None else int(str(value))
+
+    num_heads, hidden_size = size("num_attention_heads"), size("hidden_size")
+    has_bias = bool(values.get("attention_bias"))
+    return ModelShape(
+        hidden_size=hidden_size,
+        num_layers=size("num_hidden_layers"),
+        num_heads=num_heads,
+        num_key_value_heads=size("num_key_value_heads", num_heads),
+        head_size=size("head_dim", hidden_size // num_heads),
+        intermediate_size=size("intermediate_size"),
+        vocab_size=size("vocab_size"),
+        is_tied=bool(values.get("tie_word_embeddings")),
+        has_qkv_bias=has_bias or family.always_has_qkv_bias,
+        has_output_bias=has_bias and family.has_output_bias,
+        has_mlp_bias=bool(values.get("mlp_bias")),
+        has_head_norms=family.has_head_norms,
+    )
+
+
+def _starter_shape(starter: StarterConfig) -> ModelShape:
+    return ModelShape(
+        hidden_size=starter.hidden_size,
+        num_layers=starter.num_layers,
+        num_heads=starter.num_attention_heads,
+        num_key_value_heads=starter.num_key_value_heads,
+        head_size=starter.hidden_size // starter.num_attention_heads,
+        intermediate_size=starter.intermediate_size,
+        vocab_size=starter.vocab_size,
+        is_tied=True,
+        has_qkv_bias=False,
+        has_output_bias=False,
+        has_mlp_bias=False,
+        has_head_norms=True,
+    )

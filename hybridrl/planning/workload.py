@@ -1,0 +1,123 @@
+"""How many tokens go through the models at a time: at the longest rows, or as a step had them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hybridrl.config.experiment import ExperimentConfig
+
+_PREFILL_TOKENS = 4096
+"""Of one prefill pass of the embedded engine, padding included (workers/rollout/prefill.py)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """One rank's share of a step. Rows are taken as equally long."""
+
+    num_rows: int
+    """Responses that the rank samples in a step, and scores and trains on."""
+
+    num_rows_per_update: int
+    """Of them, those of one optimizer step."""
+
+    num_siblings: int
+    """Responses to one prompt among the rows of an update: they may share its computation."""
+
+    num_prompt_tokens: int
+    num_response_tokens: int
+
+    max_tokens_per_microbatch: int
+
+    microbatch_tokens: int | None = None
+    """Packed tokens of a micro-batch as measured; None: as many as the budget and the rows give."""
+
+    @classmethod
+    def longest(cls, config: ExperimentConfig) -> Workload:
+        """Assume that every prompt and every response is as long as it may be."""
+        num_ranks = config.cluster.num_ranks
+        num_rows = max(1, config.num_rows_per_step // num_ranks)
+        # Each rank gets rows of nearly every prompt (balance_over_ranks), so that siblings part.
+        num_siblings = max(1, config.rollout.num_responses_per_prompt // num_ranks)
+        return cls(
+            num_rows=num_rows,
+            num_rows_per_update=max(1, num_rows // config.algorithm.num_minibatches),
+            num_siblings=num_siblings,
+            num_prompt_tokens=config.data.max_prompt_tokens,
+            num_response_tokens=config.rollout.max_response_tokens,
+            max_tokens_per_microbatch=config.actor.max_tokens_per_microbatch,
+        )
+
+    def measured(
+        self, *, prompt_tokens: float, response_tokens: float, microbatch_tokens: float
+    ) -> Workload:
+        """Return the same rows with the lengths that a step had, all in tokens."""
+        return replace(
+            self,
+            num_prompt_tokens=max(1, round(prompt_tokens)),
+            num_response_tokens=max(1, round(response_tokens)),
+            microbatch_tokens=max(1, round(microbatch_tokens)),
+        )
+
+    @property
+    def num_row_tokens(self) -> int:
+        """Tokens of a row."""
+        return self.num_prompt_tokens + self.num_response_tokens
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens of one pass of the embedded engine."""
+        return max(self.num_prompt_tokens, min(_PREFILL_TOKENS, self.all_prompt_tokens))
+
+    @property
+    def all_prompt_tokens(self) -> int:
+        """Tokens of the rank's distinct prompts."""
+        return -(-self.num_rows // self.num_siblings) * self.num_prompt_tokens
+
+    def microbatch(self, *, shares_prompts: bool) -> Microbatch:
+        """Return the largest micro-batch of an update.
+
+        Args:
+            shares_prompts: siblings compute their prompt once (the padded kernel; see
+                workers/train/packing.py).
+        """
+        siblings = self.num_siblings if shares_prompts else 1
+        # The last token of a row is not computed: it predicts nothing.
+        tail = self.num_response_tokens - 1
+        if siblings == 1:
+            prompt, tail = 0, tail + self.num_prompt_tokens
+        else:
+            prompt = self.num_prompt_tokens
+        per_family = prompt + siblings * tail
+        num_families = self.num_rows_per_update / siblings
+        num_microbatches = max(1, -(-per_family * num_families // self.max_tokens_per_microbatch))
+        num_tokens = self.microbatch_tokens or per_family * num_families / num_microbatches
+        num_tokens = max(num_tokens, prompt + tail)  # a single longer row runs alone
+        num_families = num_tokens / per_family
+        num_rows = num_families * siblings
+        return Microbatch(
+            num_tokens=round(num_tokens),
+            num_scored=round(num_rows * self.num_response_tokens),
+            num_key_slots=round(num_families * prompt + num_rows * (prompt + tail)),
+            num_mask_elements=round(num_rows * tail * (prompt + tail)) if prompt else 0,
+            is_only_one=num_microbatches == 1,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Microbatch:
+    """Rows laid end to end that one forward and one backward pass compute."""
+
+    num_tokens: int
+    """Packed tokens T."""
+
+    num_scored: int
+    """Response tokens S whose log-probs are wanted."""
+
+    num_key_slots: int
+    """Keys that the padded kernel lays out; a shared prompt's keys once for each sibling."""
+
+    num_mask_elements: int
+    """Of the visibility masks of rows that share a prompt."""
+
+    is_only_one: bool
+    """The update has no other micro-batch."""

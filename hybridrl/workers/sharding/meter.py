@@ -1,0 +1,146 @@
+"""Peak memory of nested stretches of work: torch's count on CUDA, the process's own on a CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hybridrl.metrics import Max, Metrics, merge
+
+_STATUS = "/proc/self/status"
+_CLEAR_REFS = "/proc/self/clear_refs"
+_RESET_PEAK = b"5"  # proc(5): sets VmHWM to the present size; costs 12 us and touches no page
+_KIB = 1024
+
+
+class PeakMeter:
+    """Measures the largest memory in use within each of several nested scopes.
+
+    On CUDA that is what torch's allocator handed out; on a CPU the resident memory of the process
+    above what it was when the meter was made, so make it right before the engines. Where the
+    kernel cannot reset its own peak (no /proc, or a sandbox), memory is looked at when a scope
+    begins and ends: peaks in between go unseen, and figures are too low.
+
+    On a CPU malloc keeps what is freed, so a scope looks as large as the largest one before it.
+    After ``settle`` the next opening of each outermost scope gives that memory back first; only
+    that one, because to give back and take again costs up to half a second per GB.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Take what the process holds now as the zero of a CPU's figures."""
+        is_cuda = device.type == "cuda"
+        self._take_peak = _cuda_peak(device) if is_cuda else _resident_peak()
+        self._trim: Callable[[], None] = _keep if is_cuda else _malloc_trim()
+        self._is_settled = False
+        self._trimmed: set[str] = set()
+        self._open: list[tuple[str, int]] = []
+        self._metrics: Metrics = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Measure what is done inside as ``memory/<name>_peak_bytes/max``. May be nested."""
+        self.begin(name)
+        try:
+            yield
+        finally:
+            self.end()
+
+    def begin(self, name: str) -> None:
+        """Open a scope inside those that are open."""
+        if self._is_settled and not self._open and name not in self._trimmed:
+            self._trimmed.add(name)
+            self._trim()
+        self._look()
+        self._open.append((name, 0))
+
+    def end(self) -> None:
+        """Close the innermost scope and keep its peak."""
+        self._look()
+        name, peak = self._open.pop()
+        found: Metrics = {f"memory/{name}_peak_bytes/max": Max(peak)}
+        self._metrics = merge([self._metrics, found])
+
+    def settle(self) -> None:
+        """Everything that lasts is allocated now: measure each scope once on its own."""
+        self._is_settled = True
+
+    def take_metrics(self) -> Metrics:
+        """Return the peaks of the scopes that closed since the last call, and start anew."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def _look(self) -> None:
+        """What was reached since the last look was reached within every open scope."""
+        peak = self._take_peak()
+        self._open = [(name, max(before, peak)) for name, before in self._open]
+
+
+def _cuda_peak(device: torch.device) -> Callable[[], int]:
+    def take() -> int:
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+
+    return take
+
+
+def _resident_peak() -> Callable[[], int]:
+    """Return what tells the process's peak since it was last asked, in bytes above now."""
+    field = b"VmHWM:" if _reset_peak() else b"VmRSS:"
+    start = _read_status(field)
+
+    def take() -> int:
+        peak = _read_status(field)
+        _reset_peak()
+        return max(0, peak - start)
+
+    return take
+
+
+def _reset_peak() -> bool:
+    """Set the kernel's peak of this process to its present size, if there is such a thing."""
+    try:
+        file = os.open(_CLEAR_REFS, os.O_WRONLY)
+    except OSError:
+        return False
+    try:
+        return os.write(file, _RESET_PEAK) == len(_RESET_PEAK)
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+
+
+def _read_status(field: bytes) -> int:
+    """Read a field of /proc/self/status in bytes; 0 where there is none."""
+    try:
+        file = os.open(_STATUS, os.O_RDONLY)
+    except OSError:
+        return 0
+    try:
+        text = os.read(file, 4096)
+    finally:
+        os.close(file)
+    _, _, rest = text.partition(field)
+    return int(rest.split(maxsplit=1)[0]) * _KIB if rest else 0
+
+
+def _malloc_trim() -> Callable[[], None]:
+    """Return what makes malloc give free memory back; nothing where libc is not glibc."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError):
+        return _keep
+
+    def give_back() -> None:
+        trim(0)
+
+    return give_back
+
+
+def _keep() -> None:
+    """Give nothing back."""

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybridrl.config.checks import find_violations
+from hybridrl.planning.advice import find_knob, knobs, largest_saving
+from hybridrl.planning.capacity import capacity_bytes
+from hybridrl.planning.memory import plan_memory
+from hybridrl.planning.page import peak_line, plan_page, verdict
+from tests.config.values import config_of
+
+GIB = 2**30
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture
+def big(tmp_path: Path) -> tuple[str, ...]:
+    """Qwen3-8B on GPUs, from its config.json alone."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    return (
+        "model=hf_folder",
+        f"model.path={tmp_path}",
+        "model.starter=null",
+        "cluster=one_gpu",
+        "cluster.num_ranks_per_node=8",
+        "cluster.device_memory_gib=78",
+        "actor.compute_dtype=bfloat16",
+        "rollout.dtype=bfloat16",
+        "rollout.sleep=true",
+        "trainer.num_prompts_per_step=64",
+        "data.max_prompt_tokens=1024",
+        "rollout.max_response_tokens=4096",
+        "rollout.num_slots=64",
+        "actor.max_tokens_per_microbatch=16384",
+    )
+
+
+def test_the_knob_makes_the_run_fit_and_breaks_no_rule(big: tuple[str, ...]) -> None:
+    config = config_of(*big)
+    capacity = capacity_bytes(config.cluster)
+    assert capacity == 78 * GIB
+    plan = plan_memory(config)
+    assert plan.peak_bytes(plan.fullest) > capacity
+    knob = find_knob(config, capacity_bytes=capacity)
+    assert knob is not None
+    assert find_violations(knob.config) == []
+    turned = plan_memory(config_of(*big, knob.override))
+    assert turned == plan_memory(knob.config)
+    assert turned.peak_bytes(turned.fullest) == knob.peak_bytes <= capacity
+    assert "Does not fit: " in verdict(config, plan)
+    assert f"Set {knob.override}" in verdict(config, plan)
+    for other in knobs(config):  # nothing cheaper would have done
+        if other.price < knob.price:
+            assert other.peak_bytes > capacity or find_violations(other.config)
+
+
+def test_without_a_knob_that_suffices_the_page_names_the_largest_saving() -> None:
+    config = config_of("cluster.device_memory_gib=0.1")
+    assert find_knob(config, capacity_bytes=int(0.1 * GIB)) is None
+    best = largest_saving(config)
+    assert best is not None
+    assert all(best.peak_bytes <= knob.peak_bytes for knob in knobs(config))
+    assert f"No single key makes it fit; most saves {best.override}" in plan_page(config)
+
+
+def test_a_run_that_fits_says_how_much_is_left() -> None:
+    config = config_of("cluster.device_memory_gib=100")
+    assert "Fits: " in plan_page(config)
+    assert "of 100.00 GiB are left" in plan_page(config)
+
+
+def test_a_gpu_of_unknown_size_is_not_judged() -> None:
+    config = config_of("cluster=one_gpu")
+    assert capacity_bytes(config.cluster) is None
+    assert "Set cluster.device_memory_gib" in plan_page(config)
+    assert "(host)" in plan_page(config)
+
+
+def test_ranks_of_a_cpu_share_its_memory() -> None:
+    one = capacity_bytes(config_of().cluster)
+    two = capacity_bytes(config_of("cluster.num_ranks_per_node=2").cluster)
+    assert one is not None
+    assert two == one // 2
+
+
+def test_the_page_shows_every_part_and_marks_the_peak(big: tuple[str, ...]) -> None:
+    page, plan = plan_page(config_of(*big)), plan_memory(config_of(*big))
+    for name in plan.part_names:
+        assert name in page
+    assert f"{plan.fullest.name} *" in page
+    assert "8,190.7 M parameters" in page
+
+
+def test_check_says_so_when_a_model_cannot_be_planned_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    config = config_of("model=hf_folder", f"model.path={tmp_path}", "model.starter=null")
+    assert "unknown" in peak_line(config)
+    assert "mamba" in peak_line(config)

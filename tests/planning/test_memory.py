@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrl.batch import jagged, jagged_from
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.models.policy import PackedTokens
+from hybridrl.planning.memory import plan_memory
+from hybridrl.planning.plan import MemoryPlan, Phase, Place
+from hybridrl.planning.shapes import read_shape
+from hybridrl.planning.training import Numerics, Role, TrainingMemory
+from hybridrl.planning.workload import Workload
+from hybridrl.workers.train.packing import RowPacker
+from hybridrl.workers.train.shards import build_policy
+from tests.config.values import config_of
+from tests.models import Family, make_tiny_model
+from tests.workers.train.engines import ACTOR, CPU
+
+GPU = ("cluster=one_gpu", "actor.compute_dtype=bfloat16", "rollout.dtype=bfloat16")
+
+
+def plan_of(*overrides: str) -> MemoryPlan:
+    return plan_memory(config_of(*overrides))
+
+
+def phase(plan: MemoryPlan, name: str) -> Phase:
+    return next(phase for phase in plan.phases if phase.name == name)
+
+
+def part(plan: MemoryPlan, phase_name: str, name: str) -> int:
+    return sum(p.num_bytes for p in phase(plan, phase_name).parts if p.name == name)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("siblings", [1, 4])
+def test_activations_are_what_autograd_keeps(
+    family: Family, siblings: int, checkpointing: bool, tmp_path: Path
+) -> None:
+    """Exact up to positions, rotary angles and other columns of one number a token."""
+    folder = make_tiny_model(tmp_path, family, hidden_size=128, num_layers=3)
+    policy = build_policy(
+        folder, config=ACTOR, dtype=torch.float32, device=CPU, num_ranks=1, is_trainable=True
+    )
+    if checkpointing:
+        policy.train()
+        policy.hf.gradient_checkpointing_enable({"use_reentrant": False})
+    tokens = _pack(num_prompts=8 // siblings, siblings=siblings, prompt=6, response=10)
+    weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        scored = policy(tokens, 1.0)
+    num_bytes = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in weights)
+    del scored
+    config = config_of(*([] if not checkpointing else ["actor.gradient_checkpointing=true"]))
+    shape = read_shape(folder)
+    role = Role(
+        name="actor", shape=shape, num_trainable=shape.num_parameters, num_outputs=shape.vocab_size
+    )
+    memory = TrainingMemory(role, Numerics.of(config))
+    workload = Workload(
+        num_rows=8,
+        num_rows_per_update=8,
+        num_siblings=siblings,
+        num_prompt_tokens=6,
+        num_response_tokens=10,
+        max_tokens_per_microbatch=10_000,
+    )
+    microbatch = workload.microbatch(shares_prompts=True)
+    assert microbatch.num_tokens == len(tokens.token_ids_T)
+    assert microbatch.num_scored == len(tokens.scored_S)
+    predicted = memory.activations(microbatch)
+    if checkpointing:  # the recomputed block is kept by the backward pass alone
+        predicted -= memory.saved_by_block(microbatch)
+    assert num_bytes == pytest.approx(predicted, rel=0.03, abs=4096)
+
+
+def _pack(*, num_prompts: int, siblings: int, prompt: int, response: int) -> PackedTokens:
+    rows = [
+        torch.cat([torch.full((prompt,), 1 + p), torch.arange(response)])
+        for p in range(num_prompts)
+        for _ in range(siblings)
+    ]
+    lengths = torch.tensor([len(row) for row in rows])
+    mask = (torch.arange(prompt + response) >= prompt).repeat(len(rows))
+    packer = RowPacker(jagged(rows), jagged_from(mask, lengths), kernel="padded", device=CPU)
+    return packer.pack(range(len(rows))).tokens
+
+
+def test_a_plan_lists_the_phases_of_a_run_and_parts_add_up_to_each_peak() -> None:
+    plan = plan_of("rollout.sleep=true", "algorithm.old_logprobs=recompute")
+    names = [p.name for p in plan.phases]
+    assert names == ["build", "make_room", "sync", "generate", "logprobs", "update", "export"]
+    for one in plan.phases:
+        assert plan.peak_bytes(one) == sum(p.num_bytes for p in one.parts)
+        assert all(p.num_bytes > 0 for p in one.parts)
+    assert plan.fullest.name == "update"
+
+
+def test_on_a_gpu_a_sleeping_engine_and_the_training_state_are_never_there_together() -> None:
+    awake, asleep = plan_of(*GPU), plan_of(*GPU, "rollout.sleep=true")
+    assert part(awake, "update", "KV cache") > 0
+    assert part(asleep, "update", "KV cache") == part(asleep, "update", "rollout weights") == 0
+    assert part(asleep, "generate", "optimizer") == 0
+    away = phase(asleep, "generate").bytes_on(Place.HOST)
+    assert away - phase(awake, "generate").bytes_on(Place.HOST) == part(
+        asleep, "generate", "offloaded training state"
+    )
+    both = {"actor weights", "rollout weights"}
+    assert both <= {p.name for p in phase(asleep, "sync").parts}
+
+
+def test_a_cpu_keeps_on_one_memory_what_a_gpu_would_send_to_the_host() -> None:
+    plan = plan_of("rollout.sleep=true")
+    generate = phase(plan, "generate")
+    assert generate.bytes_on(Place.HOST) > 0
+    assert plan.peak_bytes(generate) == generate.bytes_on(Place.HOST) + generate.bytes_on(
+        Place.DEVICE
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "phase_name"),
+    [
+        ("actor.gradient_checkpointing=true", "update"),
+        ("actor.max_tokens_per_microbatch=1024", "update"),
+        ("rollout.sleep=true", "update"),
+        ("rollout.num_slots=16", "generate"),
+        ("rollout.num_slots=16", "update"),
+    ],
+)
+def test_what_saves_memory_saves_it_in_its_phase(override: str, phase_name: str) -> None:
+    before, after = plan_of(), plan_of(override)
+    assert after.peak_bytes(phase(after, phase_name)) < before.peak_bytes(phase(before, phase_name))
+
+
+def test_state_is_divided_over_ranks_and_a_reference_is_one_more_model() -> None:
+    one = plan_of(*GPU)
+    two = plan_of(*GPU, "cluster.num_ranks_per_node=2")
+    assert part(two, "sync", "optimizer") * 2 == pytest.approx(part(one, "sync", "optimizer"), 1e-3)
+    kl = ("algorithm.kl.placement=loss", "algorithm.kl.coefficient=0.01")
+    with_reference = plan_of(*GPU, *kl)
+    weights = part(with_reference, "update", "reference weights")
+    assert weights == part(with_reference, "update", "actor weights")
+    assert part(with_reference, "update", "optimizer") == part(one, "update", "optimizer")
+
+
+def test_backups_of_all_weights_stay_on_the_host_while_training() -> None:
+    plan = plan_of("rollout.sleep=true", "rollout.backup_weights=always")
+    assert part(plan, "update", "backup of rollout weights") == part(
+        plan, "sync", "rollout weights"
+    )
+
+
+def test_shorter_rows_than_planned_take_less() -> None:
+    config: ExperimentConfig = config_of()
+    short = Workload.longest(config).measured(
+        prompt_tokens=8, response_tokens=8, microbatch_tokens=900
+    )
+    longest, shorter = plan_memory(config), plan_memory(config, workload=short)
+    assert part(shorter, "update", "activations") < 0.4 * part(longest, "update", "activations")
+    assert part(shorter, "update", "KV cache") == part(longest, "update", "KV cache")

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from hybridrl.errors import ModelError
+from hybridrl.planning.shapes import read_shape, shape_of
+from hybridrl.trainer.starter import write_random_model
+from tests.config.values import config_of
+
+SIZES = {
+    "hidden_size": 96,
+    "intermediate_size": 200,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+}
+
+
+def num_real_parameters(config: PretrainedConfig) -> int:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config).num_parameters()
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**SIZES),
+        LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+        LlamaConfig(**SIZES, head_dim=24),
+        LlamaConfig(**{**SIZES, "num_key_value_heads": None}),
+        Qwen2Config(**SIZES),
+        Qwen3Config(**SIZES, head_dim=32),
+        Qwen3Config(**SIZES, attention_bias=True),
+    ],
+    ids=["llama", "llama-bias", "llama-heads", "llama-mha", "qwen2", "qwen3", "qwen3-bias"],
+)
+def test_parameters_are_counted_as_transformers_counts_them(
+    config: PretrainedConfig, is_tied: bool, tmp_path: Path
+) -> None:
+    config.tie_word_embeddings = is_tied
+    config.save_pretrained(tmp_path)
+    assert read_shape(tmp_path).num_parameters == num_real_parameters(config)
+
+
+def test_published_models_have_their_published_sizes(tmp_path: Path) -> None:
+    qwen = Qwen2Config(
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        vocab_size=151936,
+        tie_word_embeddings=True,
+    )
+    qwen.save_pretrained(tmp_path)
+    assert read_shape(tmp_path).num_parameters == 494_032_768  # Qwen2.5-0.5B's model card
+
+
+def test_a_made_model_is_counted_before_it_is_made(tmp_path: Path) -> None:
+    model = config_of().model
+    assert model.starter is not None
+    write_random_model(model.starter, tmp_path / "made", seed=0)
+    assert shape_of(model) == read_shape(tmp_path / "made")
+    assert shape_of(replace(model, path=str(tmp_path / "made"))) == shape_of(model)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_what_a_folder_leaves_out_is_what_transformers_would_take(
+    model_type: str, tmp_path: Path
+) -> None:
+    config = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[model_type]()
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    assert read_shape(tmp_path).num_parameters == num_real_parameters(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no readable model_type"),
+        ("[]", "no readable model_type"),
+        ("{}", "no readable model_type"),
+        ('{"model_type": "mamba"}', "'mamba'"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "no whole number"),
+        ('{"model_type": "llama", "num_attention_heads": 0}', "no whole number above 0"),
+    ],
+)
+def test_an_odd_config_is_refused_by_name(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=words):
+        read_shape(tmp_path)

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from hybridrl.metrics import Max, Mean, Metrics, Sum
+from hybridrl.planning.memory import plan_memory
+from hybridrl.planning.workload import Workload
+from hybridrl.trainer.plan_watch import PlanWatch
+from tests.config.values import config_of
+
+
+def step(*, off_by: float) -> tuple[Metrics, dict[str, float]]:
+    """Metrics of a step in which every phase took ``off_by`` more than predicted."""
+    workload = Workload.longest(config_of()).measured(
+        prompt_tokens=10, response_tokens=12, microbatch_tokens=1500
+    )
+    plan = plan_memory(config_of(), workload=workload)
+    peaks = {phase.name: plan.measured_bytes(phase) * (1 + off_by) for phase in plan.phases}
+    del peaks["export"]  # ends after the last step
+    return {
+        "length/prompt_tokens/mean": Mean(10),
+        "length/response_tokens/mean": Mean(12),
+        "data/train_tokens": Sum(3000),
+        "data/microbatches": Sum(2),
+        **{f"memory/{name}_peak_bytes/max": Max(peak) for name, peak in peaks.items()},
+    }, peaks
+
+
+def test_each_phase_that_was_measured_gets_its_error() -> None:
+    metrics, peaks = step(off_by=0.1)
+    errors = PlanWatch(config_of()).compare(metrics)
+    assert {name: m.value for name, m in errors.items()} == pytest.approx(
+        {f"memory/{name}_plan_error_fraction": 0.1 for name in peaks}, abs=1e-6
+    )
+
+
+def test_on_a_cpu_only_the_fullest_phase_is_compared_once_malloc_keeps_memory() -> None:
+    watch = PlanWatch(config_of())
+    found = [watch.compare(step(off_by=0.0)[0]) for _ in range(4)]
+    assert [len(errors) for errors in found] == [4, 4, 1, 1]
+    assert list(found[-1]) == ["memory/update_plan_error_fraction"]
+
+
+def test_the_log_has_a_line_after_the_first_step_and_one_at_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watch = PlanWatch(config_of())
+    with caplog.at_level(logging.INFO):
+        for off_by in (0.1, 0.3, 0.2):
+            watch.compare(step(off_by=off_by)[0])
+        watch.report()
+    first, last = caplog.messages
+    assert first.startswith("memory of step 1: predicted ")
+    assert "error +10%, in update" in first
+    assert last.startswith("memory over the run: predicted ")
+    assert last.endswith("error +30%, in update")
+
+
+def test_a_step_without_the_numbers_that_a_plan_needs_is_let_pass() -> None:
+    watch = PlanWatch(config_of())
+    assert watch.compare({"reward/mean": Mean(1.0)}) == {}
+    watch.report()

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybridrl.metrics import Metrics
+from hybridrl.workers.sharding.meter import PeakMeter
+
+CPU = torch.device("cpu")
+MIB = 2**20
+BLOCK = 100 * MIB
+NOISE = 20 * MIB
+
+
+def hold(num_bytes: int, *, device: torch.device = CPU) -> torch.Tensor:
+    return torch.ones(num_bytes, dtype=torch.uint8, device=device)
+
+
+def peaks(metrics: Metrics) -> dict[str, float]:
+    return {name.split("/")[1].removesuffix("_peak_bytes"): m.value for name, m in metrics.items()}
+
+
+def test_a_peak_is_seen_by_its_scope_and_all_around_it_but_by_none_before_or_after() -> None:
+    meter = PeakMeter(CPU)
+    for _ in range(2):
+        with meter("before"):
+            pass
+        with meter("outer"):
+            with meter("inner"):
+                hold(BLOCK)
+            with meter("later"):
+                pass
+        with meter("after"):
+            pass
+        found = peaks(meter.take_metrics())
+        assert BLOCK - MIB < found["inner"] <= found["outer"] < BLOCK + NOISE
+        assert max(found["before"], found["later"], found["after"]) < NOISE
+        assert meter.take_metrics() == {}
+
+
+def test_what_stays_is_counted_in_every_later_scope() -> None:
+    meter = PeakMeter(CPU)
+    kept = hold(BLOCK)
+    with meter("later"):
+        pass
+    assert peaks(meter.take_metrics())["later"] > BLOCK - MIB
+    del kept
+
+
+def test_of_two_scopes_of_one_name_the_larger_peak_counts() -> None:
+    meter = PeakMeter(CPU)
+    for num_bytes in (2 * BLOCK, BLOCK):
+        with meter("twice"):
+            hold(num_bytes)
+    assert peaks(meter.take_metrics())["twice"] > 2 * BLOCK - MIB
+
+
+def test_a_scope_that_raises_is_closed_and_measured() -> None:
+    meter = PeakMeter(CPU)
+    with pytest.raises(ValueError, match="on purpose"), meter("outer"), meter("inner"):
+        hold(BLOCK)
+        raise ValueError("on purpose")
+    with meter("next"):
+        pass
+    assert list(peaks(meter.take_metrics())) == ["inner", "outer", "next"]
+
+
+def test_once_settled_a_scope_is_measured_without_what_malloc_kept() -> None:
+    meter = PeakMeter(CPU)
+    # Small blocks come from malloc's heap; the last one keeps the heap from shrinking by itself.
+    blocks = [hold(64 * 1024) for _ in range(BLOCK // (64 * 1024))]
+    last = hold(64 * 1024)
+    del blocks
+    with meter("unsettled"):
+        pass
+    meter.settle()
+    with meter("settled"):
+        pass
+    found = peaks(meter.take_metrics())
+    assert found["settled"] < NOISE < BLOCK - NOISE < found["unsettled"]
+    del last
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_torchs_own_peak_counts() -> None:
+    device = torch.device("cuda:0")
+    meter = PeakMeter(device)
+    with meter("outer"), meter("inner"):
+        hold(BLOCK, device=device)
+    found = peaks(meter.take_metrics())
+    assert found["outer"] == found["inner"] >= BLOCK
