@@ -101,8 +101,6 @@ def _run_composed(composed: DictConfig) -> None:
     if config.mode == "check":
         sys.stdout.write(summarize(config) + "\n")
         return
-    for name, value in env.process_environment(config.cluster.num_threads_per_rank).items():
-        env.set_default(name, value)  # before torch and Ray are imported, on the next line
     launch = import_module(_BY_NAME_TO_KEEP_RAY_OUT)
     launch.run(config, resolved_yaml=OmegaConf.to_yaml(composed))
 

@@ -61,7 +61,7 @@ def train(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
             _build_loop(config, shared, source=source, record=record).run()
             if config.trainer.export_hf:
                 record.phase("export")
-                shared.policy.export_hf(record.folder / "hf")
+                shared.policy.export_hf((record.folder / "hf").absolute())
 
 
 def _build_loop(

@@ -57,7 +57,7 @@ def tune(config: ExperimentConfig, folder: Path, *, record: Recorder, target: Pa
         )
         _build_loop(config, tuning, held_out=held_out, record=record).run()
         record.phase("export")
-        learner.export_hf(target)
+        learner.export_hf(target.absolute())  # ranks have a working folder of their own
 
 
 def warm_up(config: ExperimentConfig, folder: Path, *, record: RunRecord, target: Path) -> None:

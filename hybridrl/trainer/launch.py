@@ -1,9 +1,8 @@
 """Start of a run: what is slow to start starts at the same time.
 
 Importing torch takes seconds, and so does starting Ray; neither needs the other, so a thread
-imports
-while Ray starts. (Not the other way round: Ray's processes end with the thread that started them.)
-This module therefore imports neither torch nor what does.
+imports while Ray starts. (Not the other way round: Ray's processes end with the thread that
+started them.) This module therefore imports neither torch nor what does.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 
+from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.trainer.cluster import ray_cluster
 from hybridrl.trainer.record import open_record
@@ -29,6 +29,7 @@ def run(config: ExperimentConfig, *, resolved_yaml: str) -> None:
         RunFolderError: the folder exists already, or cannot be written.
         ResourceError: there is no Ray cluster, or it lacks what the run asks for.
     """
+    env.prepare_process(config.cluster.num_threads_per_rank)  # the thread below imports torch
     with open_record(config, resolved_yaml=resolved_yaml) as record:
         record.phase("start Ray")
         with ThreadPoolExecutor(1, thread_name_prefix="import") as thread:

@@ -78,6 +78,12 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("rollout.max_response_tokens=1",), "data.max_digits", "max_response_tokens=1"),
     (("cluster.num_nodes=2",), "cluster.num_nodes", "this machine alone"),
     (("cluster.ray_address=somewhere",), "cluster.ray_address", "HOST:PORT"),
+    (("cluster.object_store_mib=40",), "cluster.object_store_mib", "at least 80 MiB"),
+    (
+        ("cluster.object_store_mib=500", "cluster.ray_address=auto"),
+        "cluster.object_store_mib",
+        "would be ignored",
+    ),
     (("reward.function=exact_mach",), "reward.function", "neither"),
     (("reward.function=math",), "reward.function", "math-verify"),
     (("reward.function=nowhere.py:score",), "reward.function", "does not exist"),
