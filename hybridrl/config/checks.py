@@ -28,6 +28,7 @@ from hybridrl.config.model_checks import (
     check_starter_context,
     check_starter_reads_plain_text,
     check_starter_shape,
+    check_starter_warmup_batch,
 )
 from hybridrl.errors import ConfigError
 
@@ -239,6 +240,7 @@ _COMMON_RULES: Mapping[str, tuple[Rule, ...]] = {
         check_model_source,
         check_starter_shape,
         check_starter_context,
+        check_starter_warmup_batch,
         check_starter_reads_plain_text,
         check_attention_runs_on_device,
         check_model_folder,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -118,13 +119,13 @@ def _request(wish: Wish, count: int, *, avoid: Sequence[str]) -> Any:  # noqa: A
 
 
 def _wait(group: Any, wish: Wish, *, deadline_s: float, wait_s: float) -> None:  # noqa: ANN401
-    began_s = time.monotonic()
-    if group.wait(max(0.001, min(1.0, deadline_s - began_s))):  # an idle cluster needs 10 ms
-        return
+    pause_s = 1.0  # an idle cluster needs 10 ms
     while (left_s := deadline_s - time.monotonic()) > 0:
-        log.warning("%s", _progress(wish, waited_s=wait_s - left_s, wait_s=wait_s))
-        if group.wait(max(0.001, min(_PROGRESS_S, left_s))):
+        if group.wait(math.ceil(min(pause_s, left_s))):  # Ray cuts the fraction off
             return
+        pause_s = _PROGRESS_S
+        if (waited_s := wait_s - deadline_s + time.monotonic()) < wait_s:
+            log.warning("no room yet, %.0f of %g s: %s", waited_s, wait_s, _why_not_yet(wish))
     missing = wish.missing()
     why = f"{missing}; " if missing else "others hold it; "
     raise ResourceError(
@@ -134,10 +135,10 @@ def _wait(group: Any, wish: Wish, *, deadline_s: float, wait_s: float) -> None: 
     )
 
 
-def _progress(wish: Wish, *, waited_s: float, wait_s: float) -> str:
+def _why_not_yet(wish: Wish) -> str:
     missing = wish.missing()
     cause = f"{missing}, waiting for nodes to join" if missing else "waiting for others to end"
-    return f"no room yet, {waited_s:.0f} of {wait_s:g} s: {cause}; asked for {wish.describe()}"
+    return f"{cause}; asked for {wish.describe()}"
 
 
 def _alive_nodes() -> list[dict[str, float]]:

@@ -27,6 +27,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "model.starter.max_position_embeddings",
         "longest row has 4120 tokens",
     ),
+    (
+        ("cluster.num_ranks_per_node=3", "trainer.num_prompts_per_step=15"),
+        "model.starter.warmup_batch_size",
+        "multiple of 3 ranks",
+    ),
     (("data.use_chat_template=true",), "data.use_chat_template", "no chat template"),
     (("model.attention=varlen",), "model.attention", "runs on CUDA in bfloat16"),
     (
@@ -94,7 +99,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("trainer.run_dir=.",), "trainer.run_dir", "no run folder"),
     (("trainer.run_dir=train.jsonl/run",), "trainer.run_dir", "no folder"),
     (("tracking.trackers=[tensorboard,wandb]",), "tracking.trackers", "not installed: wandb"),
-    (("mode=sft", "cluster.num_ranks_per_node=3"), "sft.batch_size", "multiple of 3"),
+    (
+        ("mode=sft", "cluster.num_ranks_per_node=3", "model.starter.warmup_batch_size=63"),
+        "sft.batch_size",
+        "multiple of 3",
+    ),
 ]
 FILES = ["data.task=null", "eval.every_num_steps=0"]
 BROKEN_FILES = [

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from dataclasses import replace
@@ -33,7 +34,6 @@ def main(folder: Path) -> None:
         seen = {
             "3 x 1": _places(folder, num_ranks_per_node=1),
             "3 x 2": _places(folder, num_ranks_per_node=2),
-            "packed": _nodes_without_spreading(),
             "sums": _rendezvous(folder),
             "too many nodes": _refusal(folder, num_nodes=4, num_ranks_per_node=1),
             "too many ranks": _refusal(folder, num_nodes=1, num_ranks_per_node=4),
@@ -66,12 +66,6 @@ def _places(folder: Path, *, num_ranks_per_node: int) -> dict[str, Any]:
         "described": described.replace(ray.util.get_node_ip_address(), "HOST"),
         "node_ids": [node[:8] for node in nodes],
     }
-
-
-def _nodes_without_spreading() -> int:
-    pool = RayResourcePool([1, 1, 1])
-    with RayWorkerGroup(pool, RayClassWithInitArgs(Scaler)) as group:
-        return len({place["node_id"] for place in group.describe()})
 
 
 def _rendezvous(folder: Path) -> list[float]:
@@ -109,14 +103,27 @@ def _train(folder: Path, *overrides: str) -> dict[str, Any]:
         "cluster.start_timeout_s=120",
         "trainer.num_prompts_per_step=3",
         "trainer.num_steps=2",
+        "model.starter.warmup_batch_size=9",
+        f"reward.function={_write_reward(folder.parent)}",
         *overrides,
     )
     run(config, resolved_yaml="")
-    names = ("reward/mean", "policy/grad_norm", "loss/policy", "eval/reward/mean")
+    names = ("reward/mean", "policy/grad_norm", "policy/entropy_nats/mean", "eval/reward/mean")
+    weights = (folder / "hf" / "model.safetensors").read_bytes()
     return {
         "metrics": [{n: line.get(n) for n in names} for line in read_metrics(folder)],
+        "weights": hashlib.sha256(weights).hexdigest(),
         "log": (folder / "log.txt").read_text(),
     }
+
+
+def _write_reward(folder: Path) -> str:
+    """An untrained model gets nothing right; this tells its responses apart all the same."""
+    file = folder / "varied.py"
+    file.write_text(
+        "def varied(responses, **_):\n    return [len(set(t)) % 3 for t in responses]\n"
+    )
+    return f"{file}:varied"
 
 
 if __name__ == "__main__":
