@@ -8,14 +8,21 @@ started them.) This module therefore imports neither torch nor what does.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from importlib import import_module
 
 from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.trainer.cluster import ray_cluster
+from hybridrl.trainer.last_words import last_words
 from hybridrl.trainer.record import open_record
 
 _COMPOSITION_ROOT = "hybridrl.trainer.build"
+_DIED = (
+    "ClusterLostError: the driver was ended without an exception. Ray does that when the head or "
+    "the raylet beside the driver is gone (cluster.ray_address={address}); else it was killed. "
+    "Look at `ray status --address={address}`, start the cluster again if need be, then the run"
+)
 
 
 def run(config: ExperimentConfig, *, resolved_yaml: str) -> None:
@@ -30,9 +37,13 @@ def run(config: ExperimentConfig, *, resolved_yaml: str) -> None:
         ResourceError: there is no Ray cluster, or it lacks what the run asks for.
     """
     env.prepare_process(config.cluster.num_threads_per_rank)  # the thread below imports torch
-    with open_record(config, resolved_yaml=resolved_yaml) as record:
+    with ExitStack() as opened:
+        record = opened.enter_context(open_record(config, resolved_yaml=resolved_yaml))
+        if (address := config.cluster.address) is not None:
+            words = _DIED.format(address=address)
+            opened.enter_context(last_words(words, log_file=record.run_log.log_file))
         record.phase("start Ray")
-        with ThreadPoolExecutor(1, thread_name_prefix="import") as thread:
-            imported = thread.submit(import_module, _COMPOSITION_ROOT)
-            with ray_cluster(config.cluster):
-                imported.result().run(config, record=record)
+        thread = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="import"))
+        imported = thread.submit(import_module, _COMPOSITION_ROOT)
+        with ray_cluster(config.cluster):
+            imported.result().run(config, record=record)

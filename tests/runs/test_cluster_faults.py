@@ -70,7 +70,8 @@ def test_a_killed_head_ends_the_run_with_one_named_error(tmp_path: Path) -> None
             process.kill()
             process.wait(timeout=10)
     assert process.returncode == 1, errors
-    assert "ClusterLostError: the head of the Ray cluster at" in errors
+    # Whether the driver still lives to say it itself depends on what it did at that moment.
+    assert errors.count("ClusterLostError: ") == 1
     assert "ClusterLostError" in (folder / "log.txt").read_text()
 
 
