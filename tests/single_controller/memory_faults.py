@@ -1,4 +1,4 @@
-"""A Ray of its own that is short of memory, or of a place for objects; prints what a driver sees."""
+"""A Ray of its own, short of memory or of a place for objects; prints what a driver sees."""
 
 # ruff: noqa: T201
 
