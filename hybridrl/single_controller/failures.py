@@ -8,10 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import OutOfDiskError, OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    OutOfDiskError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RaySystemError,
+    RayTaskError,
+)
 
 from hybridrl.errors import RemoteCallError, WorkerDiedError
 
+_MISSING_MODULE = re.compile(r"No module named '([\w.]+)'")
 _GONE = (RayActorError, OutOfMemoryError)
 """What Ray raises when the process of a rank is gone."""
 STORE_IS_FULL = (
@@ -87,6 +95,13 @@ def _translate(error: Exception, *, rank: int, host: str, method: str) -> Remote
 
 
 def _one_line(error: Exception) -> str:
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    missing = _MISSING_MODULE.search(str(error))
+    if missing is not None and isinstance(cause, (*_GONE, RaySystemError)):
+        return (
+            f"its node has no Python module {missing[1]!r}; install it on every node, or send it "
+            "along with `ray job submit --working-dir FOLDER` (docs/multi-node.md). Ray says:"
+        )
     if isinstance(error, OutOfMemoryError):
         return (
             "Ray's memory monitor killed its process, because the node ran out of memory; lower "
@@ -99,7 +114,6 @@ def _one_line(error: Exception) -> str:
             "its process is gone: it was killed, ran out of memory, or its node was lost; look at "
             "the memory of the node first. Ray says:"
         )
-    cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, OutOfDiskError):
         return STORE_IS_FULL
     text = str(cause).strip().splitlines()

@@ -15,32 +15,30 @@ import pytest
 from hybridrl.trainer.sweep import SweepJob, build_jobs, describe, run_sweep
 from tests.runs.small import SMALL, read_metrics
 
-_SWEPT = "actor.optimizer.lr=1e-3,1e30"  # the second one ends with an error
-_OF_A_BAD_RATE = ("trainer.max_skipped_updates=0", "trainer.num_steps=4")
+_NOBODY = "127.0.0.1:9"
 
 
 def test_a_sweep_runs_every_job_compares_them_and_names_the_one_that_failed(
     tmp_path: Path,
 ) -> None:
-    reward = tmp_path / "reward.py"
-    reward.write_text(
-        "def varied(responses, **_):\n    return [len(set(t)) % 3 for t in responses]\n"
-    )
-    done = _multirun(tmp_path, _SWEPT, *_OF_A_BAD_RATE, f"reward.function={reward}:varied")
+    done = _multirun(tmp_path, f"cluster.ray_address={_NOBODY},null", "trainer.num_steps=2")
     assert done.returncode == 1, done.stdout + done.stderr
     (sweep,) = (tmp_path / "sweeps").iterdir()
-    assert {path.name for path in sweep.iterdir()} >= {"0_lr=0.001", "1_lr=1e+30"}
+    good, bad = sweep / "1_ray_address=null", sweep / "0_ray_address=127.0.0.1-9"
+    assert bad.is_dir()
     entries = json.loads((sweep / "sweep.json").read_text())["runs"]
-    assert [entry["status"] for entry in entries] == ["done", "failed"]
-    metrics = read_metrics(sweep / "0_lr=0.001")
-    assert entries[0]["last"] == metrics[-1]["eval/reward/mean"]
-    assert entries[0]["num_steps"] == 4
-    assert "finite" in entries[1]["error"]
+    assert [entry["status"] for entry in entries] == ["failed", "done"]
+    assert entries[1]["last"] == read_metrics(good)[-1]["eval/reward/mean"]
+    assert entries[1]["num_steps"] == 2
+    assert (
+        f"ResourceError: no Ray cluster answers at cluster.ray_address={_NOBODY}"
+        in (entries[0]["error"])
+    )
     table = (sweep / "sweep.md").read_text()
-    assert "actor.optimizer.lr=0.001" in table
+    assert "| 1 | cluster.ray_address=null |" in table
     assert "1 of 2 runs failed" in table
     assert table.rstrip() in done.stdout
-    assert (sweep / "0_lr=0.001" / "config.yaml").is_file()
+    assert (good / "config.yaml").is_file()
 
 
 def test_a_mistake_in_any_job_is_told_before_the_first_begins(tmp_path: Path) -> None:

@@ -13,13 +13,12 @@ from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
+from ray.util import placement_group, remove_placement_group
 
 from hybridrl.errors import ResourceError
-from hybridrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from hybridrl.trainer.cluster import start_group
 from hybridrl.trainer.launch import run
 from tests.runs.small import read_metrics, small_config
-from tests.single_controller.gloo_workers import GlooWorker
 from tests.single_controller.workers import Scaler
 
 _NUM_NODES, _NUM_CPUS = 3, 3  # so that all three entries of a pool of 3 x 1 would fit on one node
@@ -34,7 +33,6 @@ def main(folder: Path) -> None:
         seen = {
             "3 x 1": _places(folder, num_ranks_per_node=1),
             "3 x 2": _places(folder, num_ranks_per_node=2),
-            "sums": _rendezvous(folder),
             "too many nodes": _refusal(folder, num_nodes=4, num_ranks_per_node=1),
             "too many ranks": _refusal(folder, num_nodes=1, num_ranks_per_node=4),
             "busy": _refusal_while_busy(folder),
@@ -68,14 +66,6 @@ def _places(folder: Path, *, num_ranks_per_node: int) -> dict[str, Any]:
     }
 
 
-def _rendezvous(folder: Path) -> list[float]:
-    config = replace(small_config(folder).cluster, ray_address="auto", num_nodes=_NUM_NODES)
-    with start_group(config, GlooWorker) as group:
-        group.join()
-        sums: list[float] = group.sum_of_ranks()
-        return sums
-
-
 def _refusal(folder: Path, *, num_nodes: int, num_ranks_per_node: int) -> str:
     config = replace(
         small_config(folder).cluster,
@@ -92,8 +82,12 @@ def _refusal(folder: Path, *, num_nodes: int, num_ranks_per_node: int) -> str:
 
 
 def _refusal_while_busy(folder: Path) -> str:
-    with RayWorkerGroup(RayResourcePool([2, 2, 2]), RayClassWithInitArgs(Scaler)):
+    others = placement_group([{"CPU": 2}] * _NUM_NODES, strategy="STRICT_SPREAD")
+    others.wait(30)
+    try:
         return _refusal(folder, num_nodes=2, num_ranks_per_node=2)
+    finally:
+        remove_placement_group(others)
 
 
 def _train(folder: Path, *overrides: str) -> dict[str, Any]:
