@@ -38,12 +38,12 @@ def check_ray_address(config: ExperimentConfig) -> Iterator[ConfigError]:
 def check_object_store(config: ExperimentConfig) -> Iterator[ConfigError]:
     """The store's size is said to whoever starts Ray, and Ray has a smallest one."""
     key, size_mib = "cluster.object_store_mib", config.cluster.object_store_mib
-    if size_mib and config.cluster.ray_address is not None:
+    if size_mib and config.cluster.address is not None:
         yield ConfigError(
             key,
             size_mib,
             "would be ignored: Ray runs already; `ray start --object-store-memory=BYTES` sets it",
-            remedies=[(f"{key}=0",), ("cluster.ray_address=null",)],
+            remedies=[(f"{key}=0",)],
         )
     if 0 < size_mib < _SMALLEST_STORE_MIB:
         yield ConfigError(

@@ -69,7 +69,10 @@ def _start_ray(cluster: ClusterConfig) -> None:
     # A GPU is visible to a rank only if Ray gives it; ranks on CPUs see none, and that is no news.
     env.set_default("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Ranks import what this process does, whether hybridrl is installed or run from a checkout.
-    env.set_value("PYTHONPATH", os.pathsep.join(filter(None, [str(_ROOT), env.get("PYTHONPATH")])))
+    paths = [
+        path for path in env.get("PYTHONPATH").split(os.pathsep) if path not in ("", str(_ROOT))
+    ]
+    env.set_value("PYTHONPATH", os.pathsep.join([str(_ROOT), *paths]))
     # Ray's idle processes import what ranks need while this one still imports: 3 s less to step 1.
     env.set_default("RAY_preload_python_modules", "hybridrl.workers.actor_rollout")
     arguments: dict[str, Any] = {

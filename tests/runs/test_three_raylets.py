@@ -28,6 +28,10 @@ def test_nodes_of_a_run_are_different_nodes_and_ranks_count_node_by_node(seen: A
     assert seen["3 x 2"]["local_world_sizes"] == [2] * 6
 
 
+def test_the_environment_of_a_run_reaches_ranks_on_every_node(seen: Any) -> None:
+    assert seen["3 x 1"]["threads"] == ["3"]
+
+
 def test_it_is_said_which_rank_is_where(seen: Any) -> None:
     first, _, second, _, third, _ = seen["3 x 2"]["node_ids"]
     assert seen["3 x 2"]["described"] == (

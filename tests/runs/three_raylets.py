@@ -51,6 +51,7 @@ def _places(folder: Path, *, num_ranks_per_node: int) -> dict[str, Any]:
         ray_address="auto",
         num_nodes=_NUM_NODES,
         num_ranks_per_node=num_ranks_per_node,
+        num_threads_per_rank=3,  # raylets, which ranks inherit from, have 1
     )
     with start_group(config, Scaler) as group:
         places = group.describe()
