@@ -16,7 +16,7 @@ from tests.runs.ray_head import ray_head
 from tests.runs.small import read_metrics, small_overrides
 
 
-@pytest.mark.parametrize("prefix", ["", "ray://"])
+@pytest.mark.parametrize("prefix", ["", pytest.param("ray://", marks=pytest.mark.nightly)])
 def test_an_address_where_nobody_listens_is_named_at_once(tmp_path: Path, prefix: str) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # bound, and not listening
@@ -28,6 +28,7 @@ def test_an_address_where_nobody_listens_is_named_at_once(tmp_path: Path, prefix
     assert "cluster.ray_address=null" in done.stderr
 
 
+@pytest.mark.nightly
 def test_ray_address_of_the_environment_is_what_null_means(tmp_path: Path) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
