@@ -24,7 +24,7 @@ setup(
     package_data={
         "hybridrl": ["py.typed"],
         "hybridrl.hydra_configs": ["*.yaml", "*/*.yaml"],
-        "hybridrl.recipes": ["*.yaml"],
+        "hybridrl.recipes": ["*.yaml", "cluster/*"],
     },
     include_package_data=False,
     # The ranges that were tested.
@@ -51,6 +51,7 @@ setup(
         "wandb": ["wandb"],
         "mlflow": ["mlflow"],
         "math": ["math-verify[antlr4-9-3]"],  # the parser runtime that omegaconf 2.3 pins
+        "cluster": ["ray[default]"],  # the dashboard, which takes `ray job submit`
         "dev": [
             "codespell",
             "hypothesis",
@@ -59,6 +60,7 @@ setup(
             "psutil",
             "pytest",
             "pytest-timeout",
+            "ray[default]",  # a test submits a job
             "ruff",
             "setuptools>=77",  # a test builds the wheel
         ],

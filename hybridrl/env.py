@@ -31,6 +31,15 @@ def cache_dir() -> Path:
     return Path(get("HYBRIDRL_CACHE") or Path.home() / ".cache" / "hybridrl")
 
 
+def prepare_process(num_threads: int) -> None:
+    """Set what `process_environment` says in this process, but for what the user has set.
+
+    Call it before torch is imported. Processes that this one starts inherit it.
+    """
+    for name, value in process_environment(num_threads).items():
+        set_default(name, value)
+
+
 def process_environment(num_threads: int) -> dict[str, str]:
     """Return what every process needs set *before* torch is imported.
 

@@ -77,6 +77,10 @@ class ResourceError(HybridRLError, RuntimeError):
     """The cluster cannot give what a resource pool asks for."""
 
 
+class ClusterLostError(ResourceError):
+    """The head of the Ray cluster is gone while a run uses it."""
+
+
 class RemoteCallError(HybridRLError, RuntimeError):
     """A method failed on a rank: names rank, host, method, and holds the remote traceback."""
 

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn, cast
 
 import hydra
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.conf import HydraConf
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -29,12 +32,14 @@ from hybridrl.config.load import known_keys, load_config
 from hybridrl.config.summary import summarize
 from hybridrl.errors import ConfigError, ConfigErrors, HybridRLError, nearest
 from hybridrl.planning.page import peak_line, plan_page
+from hybridrl.trainer.sweep import SweepJob, build_jobs, run_sweep
 
 _PACKAGE = Path(__file__).resolve().parent
 # In a wheel both folders lie inside the package, in a checkout beside it.
 _ROOT = _PACKAGE if (_PACKAGE / "hydra_configs").is_dir() else _PACKAGE.parent
 _CONFIG_DIR = str(_ROOT / "hydra_configs")
 _BY_NAME_TO_KEEP_RAY_OUT = "hybridrl.trainer.launch"
+_SEARCH_PATH = "hydra.searchpath="
 _EXIT_CONFIG = 2
 _EXIT_INTERRUPTED = 130
 _REFUSALS = (HydraException, OmegaConfBaseException, YAMLError)
@@ -53,8 +58,8 @@ class RecipesSource(FileConfigSource):
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """Return the names of groups and recipes under ``config_path``."""
-        if config_path.startswith("recipes"):
-            return super().list(config_path, results_filter)
+        if config_path == "recipes":  # recipes/cluster holds files for clusters, no recipes
+            return [n for n in super().list(config_path, results_filter) if n != "cluster"]
         return ["recipes"] if config_path == "" else []
 
 
@@ -73,10 +78,15 @@ def main() -> None:
     """
     env.set_value("HYDRA_FULL_ERROR", "1")  # Hydra then raises, and we word the message
     _register_recipes()
+    sweep = _Sweep()
     try:
-        _run_under_hydra()
+        _under_hydra(sweep.take)()
+        if sweep.overrides_of_jobs:
+            sys.exit(sweep.run())
     except _REFUSALS as refusal:
         _stop(ConfigErrors(_explain_all(refusal, sys.argv[1:])), _EXIT_CONFIG)
+    except ConfigErrors as errors:
+        _stop(errors, _EXIT_CONFIG)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         sys.exit(_EXIT_INTERRUPTED)
@@ -87,8 +97,76 @@ def _register_recipes() -> None:
         Plugins.instance().register(plugin)
 
 
-@hydra.main(version_base="1.3", config_path=_CONFIG_DIR, config_name="config")
-def _run_under_hydra(composed: DictConfig) -> None:
+def _under_hydra(task: Callable[[DictConfig], None]) -> Callable[[], None]:
+    decorate = hydra.main(version_base="1.3", config_path=_CONFIG_DIR, config_name="config")
+    return cast("Callable[[], None]", decorate(task))
+
+
+class _Sweep:
+    """Takes what Hydra composes. A single run starts at once; runs of ``--multirun`` are checked
+    first, all of them, and start afterwards: a mistake in the last one costs no time.
+    """
+
+    def __init__(self) -> None:
+        self.overrides_of_jobs: list[list[str]] = []
+        self._refused: list[ConfigError] = []
+        self._folder = Path()
+        self._flags: list[str] = []
+
+    def take(self, composed: DictConfig) -> None:
+        """Run a composed configuration, or keep it for `run`."""
+        settings = HydraConfig.get()
+        if settings.mode != RunMode.MULTIRUN or composed.mode in ("check", "plan"):
+            _run_or_stop(composed)
+            return
+        overrides = list(settings.overrides.task)
+        refused = {str(error): error for error in _refusals_of_job(composed, overrides)}
+        known = {str(error) for error in self._refused}
+        self._refused += [error for text, error in refused.items() if text not in known]
+        self.overrides_of_jobs.append(overrides)
+        self._folder = Path(settings.sweep.dir)
+        self._flags = _flags_to_hand_on(settings)
+
+    def run(self) -> int:
+        """Run the jobs and return the exit status.
+
+        Raises:
+            ConfigErrors: one of them is refused.
+        """
+        if self._refused:
+            raise ConfigErrors(self._refused)
+        jobs = build_jobs(self.overrides_of_jobs, folder=self._folder)
+        return run_sweep(jobs, folder=self._folder, command=self._command)
+
+    def _command(self, job: SweepJob) -> list[str]:
+        quoted = str(job.folder).replace("'", r"\'")
+        run_dir = f"trainer.run_dir='{quoted}'"
+        return [sys.executable, "-m", "hybridrl.main", *self._flags, *job.overrides, run_dir]
+
+
+def _refusals_of_job(composed: DictConfig, overrides: Sequence[str]) -> list[ConfigError]:
+    if any(override.lstrip("+").startswith("trainer.run_dir=") for override in overrides):
+        rule = "runs of a sweep would write into one folder; each gets its own below the sweep's"
+        fix = "leave it out, or set hydra.sweep.dir=FOLDER"
+        return [ConfigError("trainer.run_dir", composed.trainer.run_dir, rule, fix)]
+    try:
+        load_config(_as_mapping(composed))
+    except ConfigErrors as errors:
+        return list(errors.violations)
+    return []
+
+
+def _flags_to_hand_on(settings: HydraConf) -> list[str]:
+    """Return what a run of the sweep needs besides its overrides to compose the same."""
+    sources = settings.runtime.config_sources
+    folders = [source.path for source in sources if source.provider == "command-line"]
+    flags = [f"--config-name={settings.job.config_name}"]
+    flags += [f"--config-dir={folder}" for folder in folders]
+    return flags + [o for o in settings.overrides.hydra if o.lstrip("+").startswith(_SEARCH_PATH)]
+
+
+def _run_or_stop(composed: DictConfig) -> None:
+    # Not left to Hydra, which would put a line of its own before the message.
     try:
         _run_composed(composed)
     except (ConfigError, ConfigErrors) as error:
@@ -105,8 +183,6 @@ def _run_composed(composed: DictConfig) -> None:
     if config.mode == "plan":
         sys.stdout.write(plan_page(config))
         return
-    for name, value in env.process_environment(config.cluster.num_threads_per_rank).items():
-        env.set_default(name, value)  # before torch and Ray are imported, on the next line
     launch = import_module(_BY_NAME_TO_KEEP_RAY_OUT)
     launch.run(config, resolved_yaml=OmegaConf.to_yaml(composed))
 

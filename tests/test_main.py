@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import hybridrl
+from tests.runs.small import read_metrics, small_overrides
 
 ROOT = Path(hybridrl.__file__).parents[1]
 
@@ -168,6 +169,8 @@ def test_multirun_runs_the_configuration_of_each_value(tmp_path: Path) -> None:
 def test_help_lists_the_recipes(tmp_path: Path) -> None:
     done = hybridrl_main("--help", folder=tmp_path)
     assert "recipes: cpu_sleep, dapo_cpu" in done.stdout
+    assert "recipes/cluster" not in done.stdout  # files for clusters, and no recipes
+    assert "kuberay" not in done.stdout
     assert ".venv" not in done.stdout
 
 
@@ -201,3 +204,29 @@ def test_the_wheel_brings_recipes_and_configuration_inside_the_package(
     shown = hybridrl_main("--info", "searchpath", folder=tmp_path, root=installed)
     assert str(installed / "hybridrl") in shown.stdout
     assert str(ROOT / "hydra_configs") not in shown.stdout
+    assert {path.name for path in (installed / "hybridrl/recipes/cluster").iterdir()} == {
+        path.name for path in (ROOT / "recipes/cluster").iterdir()
+    }
+
+
+def test_the_wheel_checks_a_recipe_from_another_folder(installed: Path, tmp_path: Path) -> None:
+    done = hybridrl_main("mode=check", "recipes=dapo_cpu", folder=tmp_path, root=installed)
+    assert done.returncode == 0, done.stderr
+    assert "checked, nothing started" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.nightly
+def test_the_wheel_trains_from_another_folder(installed: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hybridrl.main", *small_overrides(tmp_path / "run")],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(installed), "HYBRIDRL_CACHE": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [0, 1, 2, 3]
+    assert (tmp_path / "run/hf/config.json").is_file()

@@ -6,10 +6,14 @@ breaks no other rule; tests/config/test_checks.py applies every one of them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 
 from hybridrl.config.batch_sizes import check_batch_sizes
+from hybridrl.config.cluster_checks import (
+    check_nodes_have_a_cluster,
+    check_object_store,
+    check_ray_address,
+)
 from hybridrl.config.disk_checks import (
     check_data_files,
     check_reward_function,
@@ -24,6 +28,7 @@ from hybridrl.config.model_checks import (
     check_starter_context,
     check_starter_reads_plain_text,
     check_starter_shape,
+    check_starter_warmup_batch,
 )
 from hybridrl.errors import ConfigError
 
@@ -217,30 +222,6 @@ def _room_for_digits(config: ExperimentConfig, room: int) -> list[tuple[str, ...
     return [shorter, longer] if room >= 1 else [longer]
 
 
-def check_nodes_have_a_cluster(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Ray, started on this machine alone, has one node."""
-    cluster = config.cluster
-    if cluster.num_nodes > 1 and cluster.ray_address is None:
-        yield ConfigError(
-            "cluster.num_nodes",
-            cluster.num_nodes,
-            "cluster.ray_address=null starts Ray on this machine alone",
-            remedies=[("cluster.ray_address=auto",), ("cluster.num_nodes=1",)],
-        )
-
-
-def check_ray_address(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The address is one that Ray understands."""
-    address = config.cluster.ray_address
-    if address is not None and not re.fullmatch(r"auto|(ray://)?[^/:\s]+:\d+", address):
-        yield ConfigError(
-            "cluster.ray_address",
-            address,
-            "must be auto, HOST:PORT or ray://HOST:PORT",
-            remedies=[("cluster.ray_address=auto",)],
-        )
-
-
 def check_sft_batch(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Rows of a supervised step divide evenly over the ranks."""
     size, num_ranks = config.sft.batch_size, config.cluster.num_ranks
@@ -259,12 +240,13 @@ _COMMON_RULES: Mapping[str, tuple[Rule, ...]] = {
         check_model_source,
         check_starter_shape,
         check_starter_context,
+        check_starter_warmup_batch,
         check_starter_reads_plain_text,
         check_attention_runs_on_device,
         check_model_folder,
     ),
     "data": (check_data_source, check_data_files, check_sort_digits),
-    "cluster": (check_nodes_have_a_cluster, check_ray_address),
+    "cluster": (check_nodes_have_a_cluster, check_ray_address, check_object_store),
     "run folder": (check_run_folder, check_trackers),
 }
 _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {

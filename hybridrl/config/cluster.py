@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from hybridrl import env
 from hybridrl.config.limits import Count, CountOrZero, Seconds, Within
 
 
@@ -16,7 +17,7 @@ class ClusterConfig:
     """What a rank computes on."""
 
     num_nodes: Count
-    """Machines."""
+    """Machines: as many different nodes of the Ray cluster."""
 
     num_ranks_per_node: Count
     """Worker processes a machine; with cuda one GPU each."""
@@ -32,7 +33,12 @@ class ClusterConfig:
     """OpenMP threads of a rank. 0 leaves torch's choice."""
 
     ray_address: str | None
-    """An existing Ray cluster (``auto`` or ``ray://...``). Null starts one on this machine."""
+    """An existing Ray cluster (``auto``, ``HOST:PORT`` or ``ray://HOST:PORT``). Null takes
+    ``$RAY_ADDRESS``, which `ray job submit` sets, and without it starts Ray on this machine."""
+
+    object_store_mib: CountOrZero
+    """Memory of Ray's object store on this machine, MiB, at least 80. What does not fit goes to
+    disk, slowly. 0 leaves Ray's choice, 30 % of the memory."""
 
     start_timeout_s: Seconds
     """Seconds to wait for resources and worker start."""
@@ -42,6 +48,11 @@ class ClusterConfig:
 
     collective_timeout_s: Seconds
     """Seconds one collective between ranks may take."""
+
+    @property
+    def address(self) -> str | None:
+        """The existing Ray cluster to connect to; None if there is none."""
+        return self.ray_address or env.get("RAY_ADDRESS") or None
 
     @property
     def num_ranks(self) -> int:

@@ -13,9 +13,16 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from hybridrl.errors import DeadlineError, DispatchError, RemoteCallError, WorkerGroupError
+from hybridrl.errors import (
+    ClusterLostError,
+    DeadlineError,
+    DispatchError,
+    RemoteCallError,
+    WorkerGroupError,
+)
 from hybridrl.single_controller.dispatch import RankLayout
 from hybridrl.single_controller.failures import remote_call_error, settle
+from hybridrl.single_controller.head import LOOK_EVERY_S, HeadWatch
 from hybridrl.single_controller.payload import install_reducers
 from hybridrl.single_controller.resource_pool import RayResourcePool
 from hybridrl.single_controller.worker import Location, MeshPlace, Role, build_host_class
@@ -71,6 +78,7 @@ class RankActors:
         self._pool = pool
         self._layouts: dict[tuple[str, str | None], RankLayout] = {}
         self._why_unusable = ""
+        self._head = HeadWatch()
         host_class = build_host_class({prefix: role.cls for prefix, role in roles.items()})
         install_reducers()
         slots = pool.lease()
@@ -119,6 +127,17 @@ class RankActors:
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.actors)
+
+    def describe_places(self) -> str:
+        """Say which ranks are on which node, with the first digits of Ray's id of it."""
+        ranks_of: dict[tuple[str, str], list[int]] = {}
+        for rank, location in enumerate(self._locations):
+            ranks_of.setdefault((location.host, location.node_id[:8]), []).append(rank)
+        return "; ".join(
+            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} on {host} "
+            f"(node {node_id})"
+            for (host, node_id), ranks in ranks_of.items()
+        )
 
     def raise_if_unusable(self) -> None:
         """Raise `WorkerGroupError` if the group was stopped, on purpose or after a failure."""
@@ -198,23 +217,45 @@ class RankActors:
         )
 
     def _get(self, refs: Sequence[Any], method: str, timeout_s: float | None) -> list[Any]:
-        try:
-            # Of all ways to wait in Ray this is the fastest, and it returns at the first error of
-            # any of the refs, not of the first ref.
-            results: list[Any] = ray.get(list(refs), timeout=timeout_s)
-        except GetTimeoutError:
-            raise
-        except RayError:
-            error = self._failed(refs, method)
-            raise error from error.__cause__
-        return results
+        deadline_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            try:
+                # Of all ways to wait in Ray this is the fastest, and it returns at the first error
+                # of any of the refs, not of the first ref.
+                results: list[Any] = ray.get(list(refs), timeout=min(left_s, LOOK_EVERY_S))
+            except GetTimeoutError:
+                if left_s <= LOOK_EVERY_S:
+                    raise
+                self._look_at_head(method)
+            except RayError:
+                error = self._failed(refs, method)
+                raise error from error.__cause__
+            else:
+                return results
 
-    def _failed(self, refs: Sequence[Any], method: str) -> RemoteCallError:
+    def _look_at_head(self, method: str) -> None:
+        try:
+            self._head.look()
+        except ClusterLostError:
+            self._abandon(f"the head of the cluster was lost during {method}()")
+            raise
+
+    def _failed(self, refs: Sequence[Any], method: str) -> RemoteCallError | ClusterLostError:
         settled = settle(dict(enumerate(refs)), self.limits.grace_s)
         error = remote_call_error(settled, self.hosts, method)
+        if settled.dead and self._head.is_silent:
+            self._abandon(f"the head of the cluster was lost during {method}()")
+            lost = self._head.lost()
+            lost.__cause__ = error
+            return lost
         if settled.late or settled.dead:
             self.stop(f"{method}() failed on rank {error.rank}")
         return error
+
+    def _abandon(self, why: str) -> None:
+        """Leave the ranks to their nodes: without the head, giving resources back waits forever."""
+        self._why_unusable = why
 
     def stop(self, why: str) -> None:
         """Kill every rank and give the resources back. Doing it twice changes nothing."""

@@ -8,9 +8,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    OutOfDiskError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RaySystemError,
+    RayTaskError,
+)
 
 from hybridrl.errors import RemoteCallError, WorkerDiedError
+
+_MISSING_MODULE = re.compile(r"No module named '([\w.]+)'")
+_GONE = (RayActorError, OutOfMemoryError)
+"""What Ray raises when the process of a rank is gone."""
+STORE_IS_FULL = (
+    "the object store and the disk under it are full, so a batch or a result has no place; free "
+    "space in Ray's folder (/tmp/ray), or give the store more memory: cluster.object_store_mib=N, "
+    "with cluster.ray_address `ray start --object-store-memory=BYTES` on each node"
+)
 
 _NOISE = re.compile(r"\x1b\[[0-9;]*m|^[ ^~]*\^[ ^~]*\n", re.MULTILINE)
 """Colours, and the carets that Ray leaves of the frames it drops."""
@@ -28,7 +44,7 @@ class Settled:
     @property
     def dead(self) -> list[int]:
         """Ranks whose process is gone."""
-        return [rank for rank, error in self.failures.items() if isinstance(error, RayActorError)]
+        return [rank for rank, error in self.failures.items() if isinstance(error, _GONE)]
 
 
 def settle(refs_by_rank: Mapping[int, Any], grace_s: float) -> Settled:
@@ -65,7 +81,7 @@ def remote_call_error(settled: Settled, hosts: Sequence[str], method: str) -> Re
 
 
 def _translate(error: Exception, *, rank: int, host: str, method: str) -> RemoteCallError:
-    cls = WorkerDiedError if isinstance(error, RayActorError) else RemoteCallError
+    cls = WorkerDiedError if isinstance(error, _GONE) else RemoteCallError
     translated = cls(
         rank=rank,
         host=host,
@@ -79,13 +95,27 @@ def _translate(error: Exception, *, rank: int, host: str, method: str) -> Remote
 
 
 def _one_line(error: Exception) -> str:
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    missing = _MISSING_MODULE.search(str(error))
+    if missing is not None and isinstance(cause, (*_GONE, RaySystemError)):
+        return (
+            f"its node has no Python module {missing[1]!r}; install it on every node, or send it "
+            "along with `ray job submit --working-dir FOLDER` (docs/multi-node.md). Ray says:"
+        )
+    if isinstance(error, OutOfMemoryError):
+        return (
+            "Ray's memory monitor killed its process, because the node ran out of memory; lower "
+            "actor.max_tokens_per_microbatch or rollout.num_slots, or run fewer ranks a node. "
+            "Ray says:"
+        )
     if isinstance(error, RayActorError):
         # Ray's own words, which follow as the traceback, tell neither what it means nor what helps.
         return (
             "its process is gone: it was killed, ran out of memory, or its node was lost; look at "
             "the memory of the node first. Ray says:"
         )
-    cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, OutOfDiskError):
+        return STORE_IS_FULL
     text = str(cause).strip().splitlines()
     return f"{type(cause).__name__}: {text[0] if text else ''}"
 

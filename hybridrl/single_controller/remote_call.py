@@ -9,8 +9,9 @@ from pickle import PicklingError
 from typing import Any
 
 import ray
+from ray.exceptions import OutOfDiskError
 
-from hybridrl.errors import DispatchError
+from hybridrl.errors import DispatchError, ResourceError
 from hybridrl.single_controller.actors import Deadline, RankActors
 from hybridrl.single_controller.dispatch import (
     Execute,
@@ -19,6 +20,7 @@ from hybridrl.single_controller.dispatch import (
     RankLayout,
     pad_arguments,
 )
+from hybridrl.single_controller.failures import STORE_IS_FULL
 from hybridrl.single_controller.register import Registration
 
 _INLINE_TYPES = (bool, int, float, str, type(None), ray.ObjectRef)
@@ -111,6 +113,10 @@ class RemoteMethod:
             raise DispatchError(
                 f"an argument of {self.name}() of type {type(value).__name__} cannot be pickled: "
                 f"{error.__cause__ or error}; pass plain data and build the object in the worker"
+            ) from error
+        except OutOfDiskError as error:
+            raise ResourceError(
+                f"an argument of {self.name}() cannot be sent: {STORE_IS_FULL}"
             ) from error
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-import ray
-from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridrl.errors import ResourceError
+from hybridrl.single_controller.room import Wish, remove, reserve
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +36,11 @@ class Slot:
 class _Reservation:
     """Placement groups, one per node entry, held while any group runs on any of their bundles."""
 
-    def __init__(
-        self, process_on_nodes: Sequence[int], bundle: dict[str, float], max_colocated: int
-    ) -> None:
-        self.process_on_nodes = tuple(process_on_nodes)
+    def __init__(self, wish: Wish, max_colocated: int) -> None:
         self.max_colocated = max_colocated
-        self._bundle = bundle
+        self._wish = wish
         self._placement_groups: list[Any] = []
-        self._num_leases = [0] * sum(process_on_nodes)
+        self._num_leases = [0] * sum(wish.process_on_nodes)
 
     def lease(self, bundles: range, wait_s: float) -> list[Slot]:
         if any(self._num_leases[index] >= self.max_colocated for index in bundles):
@@ -54,18 +49,20 @@ class _Reservation:
                 f"make the pool with RayResourcePool(max_colocate_count={self.max_colocated + 1})"
             )
         if not self._placement_groups:
-            self._reserve(wait_s)
+            self._placement_groups = reserve(self._wish, wait_s=wait_s)
         for index in bundles:
             self._num_leases[index] += 1
         places = [
             (group, index)
-            for group, count in zip(self._placement_groups, self.process_on_nodes, strict=True)
+            for group, count in zip(
+                self._placement_groups, self._wish.process_on_nodes, strict=True
+            )
             for index in range(count)
         ]
         # Ray counts resources in ten-thousandths: rounded down, all shares fit in the bundle.
         share = {
             name: int(amount / self.max_colocated * 10_000) / 10_000
-            for name, amount in self._bundle.items()
+            for name, amount in self._wish.bundle.items()
         }
         return [Slot(*places[index], share["CPU"], share.get("GPU", 0.0)) for index in bundles]
 
@@ -75,38 +72,9 @@ class _Reservation:
         if not any(self._num_leases):
             self._remove()
 
-    def _reserve(self, wait_s: float) -> None:
-        deadline = time.monotonic() + wait_s
-        for count in self.process_on_nodes:
-            group = placement_group([self._bundle] * count, strategy="STRICT_PACK")
-            self._placement_groups.append(group)
-        try:
-            for group in self._placement_groups:
-                if not group.wait(max(0.001, deadline - time.monotonic())):
-                    raise ResourceError(self._shortage(wait_s))
-        except BaseException:
-            self._remove()
-            raise
-
     def _remove(self) -> None:
-        for group in self._placement_groups:
-            remove_placement_group(group)
+        remove(self._placement_groups)
         self._placement_groups = []
-
-    def _shortage(self, wait_s: float) -> str:
-        names = ", ".join(f"{amount:g} {name}" for name, amount in self._bundle.items())
-        free = ray.available_resources()
-        nodes = "; ".join(
-            ", ".join(f"{node['Resources'].get(name, 0):g} {name}" for name in self._bundle)
-            for node in ray.nodes()
-            if node["Alive"]
-        )
-        return (
-            f"no room after {wait_s:g} s for {list(self.process_on_nodes)} processes per node of "
-            f"{names} each: nodes have {nodes}; free in the cluster are "
-            + ", ".join(f"{free.get(name, 0.0):g} {name}" for name in self._bundle)
-            + "; lower RayResourcePool(process_on_nodes=), free resources, or raise wait_s"
-        )
 
 
 class RayResourcePool:
@@ -116,11 +84,13 @@ class RayResourcePool:
 
     Args:
         process_on_nodes: ranks on each node: ``[8, 8]`` is two nodes with eight each. The ranks
-            of one entry lie on one node; two entries may land on one node that has room for both.
+            of one entry lie on one node.
         use_gpu: one GPU per rank, else CPUs alone.
         num_cpus_per_rank: CPUs per rank.
         max_colocate_count: how many groups may share the pool; each takes that fraction.
         wait_s: seconds to wait for room before `ResourceError`.
+        is_spread: each entry gets a node of its own. Otherwise, as in verl, two entries may land
+            on one node that has room for both.
     """
 
     def __init__(
@@ -131,6 +101,7 @@ class RayResourcePool:
         num_cpus_per_rank: float = 1.0,
         max_colocate_count: int = 10,
         wait_s: float = 30.0,
+        is_spread: bool = False,
     ) -> None:
         if not process_on_nodes or min(process_on_nodes) < 1 or max_colocate_count < 1:
             raise ResourceError(
@@ -139,7 +110,8 @@ class RayResourcePool:
                 "use RayResourcePool(process_on_nodes=[1])"
             )
         bundle = {"CPU": num_cpus_per_rank} | ({"GPU": 1.0} if use_gpu else {})
-        reservation = _Reservation(process_on_nodes, bundle, max_colocate_count)
+        wish = Wish(tuple(process_on_nodes), bundle, is_spread)
+        reservation = _Reservation(wish, max_colocate_count)
         self._parts = [(reservation, range(sum(process_on_nodes)))]
         self._wait_s = wait_s
 

@@ -44,6 +44,10 @@ class WorkerGroup:
         """IP address of the node of each rank."""
         return list(self._actors.hosts)
 
+    def describe_places(self) -> str:
+        """Say which ranks are on which node: ``ranks 0, 1 on 10.0.0.1 (node 3fa2b1c9); ...``."""
+        return self._actors.describe_places()
+
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
         """Return a group for each prefix of a fused class, on the same processes.
 

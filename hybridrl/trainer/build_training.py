@@ -110,7 +110,7 @@ def _train_once(run: _Ingredients) -> None:
         watch.report()
         if config.trainer.export_hf:
             record.phase("export")
-            export(policy, record.folder / "hf", is_new=num_steps > num_done)
+            export(policy, (record.folder / "hf").absolute(), is_new=num_steps > num_done)
 
 
 def _build_loop(run: _Ingredients, policy: Policy, *, guard: UpdateGuard, watch: PlanWatch) -> Loop:

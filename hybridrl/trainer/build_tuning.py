@@ -78,7 +78,7 @@ def _tune_once(
         loop = replace(loop, save=checkpointer.after_step, first_step=num_done + 1)
         is_new = loop.run() > num_done
         record.phase("export")
-        export(learner, record.folder / "hf", is_new=is_new)
+        export(learner, (record.folder / "hf").absolute(), is_new=is_new)
 
 
 def warm_up(config: ExperimentConfig, folder: Path, *, record: RunRecord, target: Path) -> None:

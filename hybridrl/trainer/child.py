@@ -101,8 +101,6 @@ def main(file: Path) -> int:
     text = file.read_text(encoding="utf-8")
     try:
         config = load_config(yaml.safe_load(text))
-        for name, value in env.process_environment(config.cluster.num_threads_per_rank).items():
-            env.set_default(name, value)  # before torch and Ray are imported, on the next line
         import_module(_LAUNCH).run(config, resolved_yaml=text)
     except HybridRLError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")

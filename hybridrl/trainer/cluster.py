@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import services
 
 from hybridrl import env
 from hybridrl.config.cluster import ClusterConfig
@@ -20,22 +21,31 @@ from hybridrl.single_controller import (
     RayWorkerGroup,
     Worker,
 )
+from hybridrl.single_controller.head import require_head
+
+log = logging.getLogger(__name__)
 
 _NVIDIA = Path("/dev/nvidiactl")
+_ROOT = Path(__file__).resolve().parents[2]
+_MIB = 1024 * 1024
+_INSTALLED = ("site-packages", "dist-packages")
 
 
 @contextmanager
 def ray_cluster(cluster: ClusterConfig) -> Iterator[None]:
-    """Connect to ``cluster.ray_address``, or start Ray on this machine and end it afterwards.
+    """Connect to ``cluster.address``, or start Ray on this machine and end it afterwards.
 
     Raises:
-        ResourceError: no cluster answers at the address.
+        ResourceError: no cluster answers at the address, or this machine lacks what is asked for.
     """
-    if ray.is_initialized():  # the caller's own: a test, a notebook, a job
+    if ray.is_initialized():  # the caller's own: a test, a notebook
         yield
         return
-    require_device(cluster)
-    _start_ray(cluster)
+    if cluster.address is None:
+        require_device(cluster)
+        _start_ray(cluster)
+    else:
+        _connect(cluster.address)
     try:
         yield
     finally:
@@ -48,7 +58,7 @@ def require_device(cluster: ClusterConfig) -> None:
     Raises:
         ResourceError: GPUs are asked for, of this machine alone, and it has none.
     """
-    if cluster.ray_address is None and cluster.device == "cuda" and not _NVIDIA.exists():
+    if cluster.address is None and cluster.device == "cuda" and not _NVIDIA.exists():
         raise ResourceError(
             "cluster.device=cuda, but this machine has no NVIDIA device; set cluster=cpu, or "
             "cluster.ray_address to a Ray cluster that has GPUs"
@@ -56,52 +66,92 @@ def require_device(cluster: ClusterConfig) -> None:
 
 
 def _start_ray(cluster: ClusterConfig) -> None:
-    for name, value in env.process_environment(cluster.num_threads_per_rank).items():
-        env.set_default(name, value)
     # A GPU is visible to a rank only if Ray gives it; ranks on CPUs see none, and that is no news.
     env.set_default("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Ranks import what this process does, whether hybridrl is installed or run from a checkout.
-    paths = [str(Path(__file__).resolve().parents[2]), env.get("PYTHONPATH")]
-    env.set_value("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    paths = [
+        path for path in env.get("PYTHONPATH").split(os.pathsep) if path not in ("", str(_ROOT))
+    ]
+    env.set_value("PYTHONPATH", os.pathsep.join([str(_ROOT), *paths]))
     # Ray's idle processes import what ranks need while this one still imports: 3 s less to step 1.
     env.set_default("RAY_preload_python_modules", "hybridrl.workers.actor_rollout")
-    try:
-        ray.init(**_init_arguments(cluster))
-    except (ConnectionError, ValueError) as err:
-        raise ResourceError(
-            f"no Ray cluster answers at cluster.ray_address={cluster.ray_address}: {err}; "
-            "start one with `ray start --head`, or set cluster.ray_address=null to start one here"
-        ) from err
-
-
-def _init_arguments(cluster: ClusterConfig) -> dict[str, Any]:
-    if cluster.ray_address is not None:
-        return {"address": cluster.ray_address, "logging_level": logging.WARNING}
-    num_cpus = max(1, round(cluster.num_ranks_per_node * cluster.num_cpus_per_rank))
-    return {
+    arguments: dict[str, Any] = {
         "address": "local",
         # As many as the ranks ask for: more ranks than cores is a choice, not an error.
-        "num_cpus": num_cpus,
+        "num_cpus": max(1, round(cluster.num_ranks_per_node * cluster.num_cpus_per_rank)),
         "include_dashboard": False,
         "logging_level": logging.WARNING,
     }
+    if cluster.object_store_mib:
+        arguments["object_store_memory"] = cluster.object_store_mib * _MIB
+    ray.init(**arguments)
+    _require_gpus(cluster)
+
+
+def _require_gpus(cluster: ClusterConfig) -> None:
+    # No node will ever join this Ray, so there is nothing to wait for.
+    num_gpus = int(ray.cluster_resources().get("GPU", 0))
+    if cluster.device == "cuda" and num_gpus < cluster.num_ranks_per_node:
+        ray.shutdown()
+        raise ResourceError(
+            f"cluster.num_ranks_per_node={cluster.num_ranks_per_node} needs as many GPUs, and Ray "
+            f"sees {num_gpus} on this machine; set cluster.num_ranks_per_node={num_gpus}, or "
+            "cluster.ray_address to a Ray cluster that has more"
+        )
+
+
+def _connect(address: str) -> None:
+    key = f"cluster.ray_address={address}"
+    remedy = (
+        "start a cluster with `ray start --head`, correct the address, or set "
+        "cluster.ray_address=null to start Ray on this machine"
+    )
+    # Ray tries to reach a head that is there and refuses, for example for lack of a token, 20
+    # times, of up to 41 s each.
+    env.set_default("RAY_gcs_server_port_wait_time_s", "2")
+    try:
+        require_head(_resolve(address))
+        ray.init(address=address, logging_level=logging.WARNING)
+    except ResourceError as error:
+        raise ResourceError(f"no Ray cluster answers at {key}: {error}; {remedy}") from error
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ResourceError(
+            f"no Ray cluster takes this driver at {key}: {error}; if it asks for a token, set "
+            f"RAY_AUTH_MODE=token and give the token that its nodes have; else {remedy}"
+        ) from error
+
+
+def _resolve(address: str) -> str:
+    """Return HOST:PORT of ``auto``, which is the cluster last started on this machine."""
+    if address != "auto":
+        return address
+    # Ray has no public name for this question; its answer on another machine's cluster is None.
+    found = services.canonicalize_bootstrap_address(address)
+    if found is None:
+        raise ResourceError("no Ray runs on this machine")
+    return str(found)
 
 
 def _rank_environment(cluster: ClusterConfig) -> dict[str, str]:
     """Return what ranks need set and do not inherit.
 
     On this machine they inherit all of this process's environment; then there is nothing to set,
-    and
-    Ray can give them its idle processes, which one with an environment of its own cannot be.
+    and Ray can give them its idle processes, which one with an environment of its own cannot be.
+    On other machines they inherit what `ray start` was given there.
     """
     needed = env.process_environment(cluster.num_threads_per_rank)
-    if cluster.ray_address is not None:
-        return needed
-    return {name: value for name, value in needed.items() if env.get(name) != value}
+    if cluster.address is None and len(ray.nodes()) == 1:
+        return {name: value for name, value in needed.items() if env.get(name) != value}
+    if not any(name in _ROOT.parts for name in _INSTALLED):
+        # A checkout on a folder that all machines share; elsewhere the entry does nothing.
+        needed["PYTHONPATH"] = str(_ROOT)
+    return needed
 
 
 def start_group(cluster: ClusterConfig, worker: type[Worker], *args: object) -> RayWorkerGroup:
     """Start one process per rank and construct ``worker(*args)`` in each.
+
+    ``cluster.num_nodes`` are that many machines: no two of them are the same Ray node.
 
     Raises:
         ResourceError: the cluster lacks the resources; names what is asked for and what there is.
@@ -112,11 +162,15 @@ def start_group(cluster: ClusterConfig, worker: type[Worker], *args: object) -> 
         use_gpu=cluster.device == "cuda",
         num_cpus_per_rank=cluster.num_cpus_per_rank,
         wait_s=cluster.start_timeout_s,
+        is_spread=True,
     )
-    return RayWorkerGroup(
+    group = RayWorkerGroup(
         resource_pool=pool,
         ray_cls_with_init=RayClassWithInitArgs(worker, *args),
         env_vars=_rank_environment(cluster),
         timeout_s=cluster.call_timeout_s,
         start_timeout_s=cluster.start_timeout_s,
     )
+    if len(ray.nodes()) > 1:
+        log.info("%s", group.describe_places())
+    return group

@@ -1,23 +1,30 @@
 """Start of a run: what is slow to start starts at the same time.
 
 Importing torch takes seconds, and so does starting Ray; neither needs the other, so a thread
-imports
-while Ray starts. (Not the other way round: Ray's processes end with the thread that started them.)
-This module therefore imports neither torch nor what does.
+imports while Ray starts. (Not the other way round: Ray's processes end with the thread that
+started them.) This module therefore imports neither torch nor what does.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from importlib import import_module
 
+from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.trainer.certify import certify
 from hybridrl.trainer.cluster import ray_cluster
+from hybridrl.trainer.last_words import last_words
 from hybridrl.trainer.record import open_record
 from hybridrl.trainer.resume import goes_on
 
 _COMPOSITION_ROOT = "hybridrl.trainer.build"
+_DIED = (
+    "ClusterLostError: the driver was ended without an exception. Ray does that when the head or "
+    "the raylet beside the driver is gone (cluster.ray_address={address}); else it was killed. "
+    "Look at `ray status --address={address}`, start the cluster again if need be, then the run"
+)
 
 
 def run(config: ExperimentConfig, *, resolved_yaml: str) -> None:
@@ -33,14 +40,21 @@ def run(config: ExperimentConfig, *, resolved_yaml: str) -> None:
         CheckpointError: the folder's run was begun with other settings.
         ResourceError: there is no Ray cluster, or it lacks what the run asks for.
     """
+    env.prepare_process(config.cluster.num_threads_per_rank)  # the thread below imports torch
     if config.mode == "certify":
         with open_record(config, resolved_yaml=resolved_yaml) as record:
             certify(config, record=record)
         return
     resumes = goes_on(config)
-    with open_record(config, resolved_yaml=resolved_yaml, resumes=resumes) as record:
+    with ExitStack() as opened:
+        record = opened.enter_context(
+            open_record(config, resolved_yaml=resolved_yaml, resumes=resumes)
+        )
+        if (address := config.cluster.address) is not None:
+            words = _DIED.format(address=address)
+            opened.enter_context(last_words(words, log_file=record.run_log.log_file))
         record.phase("start Ray")
-        with ThreadPoolExecutor(1, thread_name_prefix="import") as thread:
-            imported = thread.submit(import_module, _COMPOSITION_ROOT)
-            with ray_cluster(config.cluster):
-                imported.result().run(config, record=record)
+        thread = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="import"))
+        imported = thread.submit(import_module, _COMPOSITION_ROOT)
+        with ray_cluster(config.cluster):
+            imported.result().run(config, record=record)

@@ -65,7 +65,8 @@ class Record(Protocol):
 
 def shelf_of(config: ExperimentConfig) -> Shelf:
     """Return the checkpoints of the run folder."""
-    return Shelf(Path(config.trainer.run_dir) / "checkpoints")
+    # Ranks have a working folder of their own.
+    return Shelf(Path(config.trainer.run_dir).absolute() / "checkpoints")
 
 
 def newest_step(config: ExperimentConfig) -> int:

@@ -27,6 +27,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "model.starter.max_position_embeddings",
         "longest row has 4120 tokens",
     ),
+    (
+        ("cluster.num_ranks_per_node=3", "trainer.num_prompts_per_step=15"),
+        "model.starter.warmup_batch_size",
+        "multiple of 3 ranks",
+    ),
     (("data.use_chat_template=true",), "data.use_chat_template", "no chat template"),
     (("model.attention=varlen",), "model.attention", "runs on CUDA in bfloat16"),
     (
@@ -78,6 +83,12 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("rollout.max_response_tokens=1",), "data.max_digits", "max_response_tokens=1"),
     (("cluster.num_nodes=2",), "cluster.num_nodes", "this machine alone"),
     (("cluster.ray_address=somewhere",), "cluster.ray_address", "HOST:PORT"),
+    (("cluster.object_store_mib=40",), "cluster.object_store_mib", "at least 80 MiB"),
+    (
+        ("cluster.object_store_mib=500", "cluster.ray_address=auto"),
+        "cluster.object_store_mib",
+        "would be ignored",
+    ),
     (("reward.function=exact_mach",), "reward.function", "neither"),
     (("reward.function=math",), "reward.function", "math-verify"),
     (("reward.function=nowhere.py:score",), "reward.function", "does not exist"),
@@ -88,7 +99,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("trainer.run_dir=.",), "trainer.run_dir", "no run folder"),
     (("trainer.run_dir=train.jsonl/run",), "trainer.run_dir", "no folder"),
     (("tracking.trackers=[tensorboard,wandb]",), "tracking.trackers", "not installed: wandb"),
-    (("mode=sft", "cluster.num_ranks_per_node=3"), "sft.batch_size", "multiple of 3"),
+    (
+        ("mode=sft", "cluster.num_ranks_per_node=3", "model.starter.warmup_batch_size=63"),
+        "sft.batch_size",
+        "multiple of 3",
+    ),
 ]
 FILES = ["data.task=null", "eval.every_num_steps=0"]
 BROKEN_FILES = [

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -111,6 +113,18 @@ def test_a_death_is_the_root_and_the_others_are_noted() -> None:
         "rank 0 on host-a failed too: ConnectionError: reset by peer",
         "ranks [2] did not return and were stopped",
     ]
+
+
+def test_a_module_that_a_node_lacks_is_named(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here_alone.py").write_text(
+        "from hybridrl.single_controller import Worker\nclass Lonely(Worker): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    lonely = importlib.import_module("here_alone").Lonely
+    with pytest.raises(RemoteCallError, match=r"no Python module 'here_alone'.*--working-dir"):
+        RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(lonely))
 
 
 def test_an_argument_that_cannot_be_pickled_calls_no_rank(four_ranks: RayWorkerGroup) -> None:

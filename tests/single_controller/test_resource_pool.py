@@ -1,9 +1,5 @@
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import ray
@@ -86,15 +82,3 @@ def test_a_pool_refuses_more_groups_than_it_was_made_for(ray_cluster: None) -> N
 def test_a_pool_without_processes_is_refused(process_on_nodes: list[int]) -> None:
     with pytest.raises(ResourceError, match="at least one process per node"):
         RayResourcePool(process_on_nodes)
-
-
-def test_ranks_of_two_nodes_are_numbered_node_by_node() -> None:
-    script = [sys.executable, "-m", "tests.single_controller.two_nodes"]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == {
-        "local_ranks": ["0", "1", "0", "1"],
-        "local_world_sizes": ["2", "2", "2", "2"],
-        "num_nodes_of_first_two": 1,
-        "num_nodes": 2,
-    }

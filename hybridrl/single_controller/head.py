@@ -1,0 +1,86 @@
+"""The head of a Ray cluster: does it answer? Asked where Ray itself would wait in silence.
+
+Measured with Ray 2.60: `ray.init` on an address where nobody listens retries for minutes. When the
+head of a running cluster is killed, calls on ranks of other nodes go on, and after 60 s
+(``RAY_gcs_rpc_server_reconnect_timeout_s``) Ray ends the driver's process from C++: no exception,
+no exit handler. So the driver looks itself, more often than that.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import ray
+
+from hybridrl.errors import ClusterLostError, ResourceError
+
+PATIENCE_S = 20.0
+"""Silence after which a head counts as lost, in seconds: the rest of Ray's 60 s is for the end."""
+
+LOOK_EVERY_S = 5.0
+_CONNECT_S = 2.0
+
+
+def require_head(address: str) -> None:
+    """Refuse an address at which nobody listens.
+
+    Args:
+        address: ``HOST:PORT`` or ``ray://HOST:PORT``.
+
+    Raises:
+        ResourceError: nothing accepts a connection.
+    """
+    host_port = address.removeprefix("ray://")
+    if not answers(host_port, timeout_s=3 * _CONNECT_S):
+        raise ResourceError(f"nothing listens at {host_port}")
+
+
+def answers(address: str, *, timeout_s: float = _CONNECT_S) -> bool:
+    """Say whether something accepts connections at ``HOST:PORT`` within ``timeout_s`` seconds."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s):
+            return True
+    except OSError:
+        return False
+
+
+class HeadWatch:
+    """Looks at the head of the connected cluster while the driver waits for ranks."""
+
+    def __init__(self) -> None:
+        """Take the address from the present connection. Over ``ray://`` Ray's client has its own
+        deadlines, and there is nothing to look at.
+        """
+        is_client = ray.util.client.ray.is_connected()
+        self.address = "" if is_client else ray.get_runtime_context().gcs_address
+        self._silent_since_s: float | None = None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the head does not answer at this moment."""
+        return bool(self.address) and not answers(self.address)
+
+    def look(self) -> None:
+        """Look once.
+
+        Raises:
+            ClusterLostError: the head has been silent for ``PATIENCE_S`` seconds.
+        """
+        if not self.is_silent:
+            self._silent_since_s = None
+            return
+        now_s = time.monotonic()
+        if self._silent_since_s is None:
+            self._silent_since_s = now_s
+        if now_s - self._silent_since_s >= PATIENCE_S:
+            raise self.lost()
+
+    def lost(self) -> ClusterLostError:
+        """Return the error that says so."""
+        return ClusterLostError(
+            f"the head of the Ray cluster at {self.address} does not answer any more: it was "
+            "killed, or its machine is lost; start the cluster again (`ray start --head`), then "
+            "the run"
+        )

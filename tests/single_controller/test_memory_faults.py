@@ -1,0 +1,55 @@
+"""Nodes without memory, stores without room: what they are called."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from ray.exceptions import OutOfDiskError, OutOfMemoryError, RayTaskError
+
+from hybridrl.errors import WorkerDiedError
+from hybridrl.single_controller.failures import Settled, remote_call_error
+
+
+def test_a_rank_that_the_memory_monitor_killed_is_dead_and_named_so() -> None:
+    reset = RayTaskError("reduce", "traceback text", ConnectionError("reset by peer"))
+    settled = Settled(failures={0: reset, 1: OutOfMemoryError("8.1GB used / 8GB")}, late=[])
+    assert settled.dead == [1]
+    error = remote_call_error(settled, ["host-a", "host-b"], "update")
+    assert isinstance(error, WorkerDiedError)
+    assert str(error).startswith("rank 1 on host-b: update() failed: Ray's memory monitor killed")
+    assert "8.1GB used / 8GB" in str(error)
+
+
+def test_a_result_without_a_place_names_the_key_of_the_store() -> None:
+    full = RayTaskError("make", "traceback text", OutOfDiskError("Local disk is full"))
+    error = remote_call_error(Settled(failures={0: full}, late=[]), ["host-a"], "make")
+    assert "cluster.object_store_mib=N" in str(error)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("case", "environment", "words"),
+    [
+        ("memory", {"RAY_memory_usage_threshold": "0.01"}, "WorkerDiedError: rank 0 on"),
+        ("argument", {"RAY_local_fs_capacity_threshold": "0.0001"}, "ResourceError: an argument"),
+        ("result", {"RAY_local_fs_capacity_threshold": "0.0001"}, "RemoteCallError: rank 0 on"),
+        ("spilled", {}, "[209715200]"),
+    ],
+)
+def test_what_a_real_ray_says_is_understood(
+    case: str, environment: dict[str, str], words: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.single_controller.memory_faults", case],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert words in done.stdout, done.stdout + done.stderr
+    remedies = {"memory": "rollout.num_slots", "spilled": ""}
+    assert remedies.get(case, "cluster.object_store_mib") in done.stdout
