@@ -51,7 +51,12 @@ def train(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
     source = _build_source(config, tokenizer)
     with RewardScorer(config.reward) as scorer:
         record.phase("start workers")
-        with start_group(config.cluster, ActorRolloutWorker, _build_spec(config, folder)) as group:
+        with start_group(
+            config.cluster,
+            ActorRolloutWorker,
+            _build_spec(config, folder),
+            on_failure=record.keep_reports,
+        ) as group:
             shared = _Ingredients(
                 policy=cast(Policy, group),
                 reward=TextReward(scorer, tokenizer),

@@ -24,7 +24,9 @@ from hybridrl.workers.build import TrainSpec
 from hybridrl.workers.supervised import SupervisedWorker
 
 
-def tune(config: ExperimentConfig, folder: Path, *, record: Recorder, target: Path) -> None:
+def tune(
+    config: ExperimentConfig, folder: Path, *, record: RunRecord | ProgressRecord, target: Path
+) -> None:
     """Fine-tune the model in ``folder`` on prompts and answers, and write it to ``target``."""
     record.phase("load data")
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
@@ -45,7 +47,12 @@ def tune(config: ExperimentConfig, folder: Path, *, record: Recorder, target: Pa
             seed=config.seed,
         )
     record.phase("start workers")
-    with start_group(config.cluster, SupervisedWorker, _build_spec(config, folder)) as group:
+    with start_group(
+        config.cluster,
+        SupervisedWorker,
+        _build_spec(config, folder),
+        on_failure=record.keep_reports,
+    ) as group:
         learner = cast(Learner, group)
         tuning = SupervisedFineTuning(
             learner=learner,
@@ -54,6 +61,8 @@ def tune(config: ExperimentConfig, folder: Path, *, record: Recorder, target: Pa
             sampler=_build_sampler(config, rows),
             batch_size=config.sft.batch_size,
             dp_size=config.cluster.num_ranks,
+            # A warm-up is one phase of a run, and shows its steps instead.
+            on_phase=record.phase if isinstance(record, RunRecord) else None,
         )
         _build_loop(config, tuning, held_out=held_out, record=record).run()
         record.phase("export")

@@ -15,6 +15,7 @@ from hybridrl import env
 from hybridrl.config.cluster import ClusterConfig
 from hybridrl.errors import ResourceError
 from hybridrl.single_controller import (
+    OnFailure,
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
@@ -100,8 +101,19 @@ def _rank_environment(cluster: ClusterConfig) -> dict[str, str]:
     return {name: value for name, value in needed.items() if env.get(name) != value}
 
 
-def start_group(cluster: ClusterConfig, worker: type[Worker], *args: object) -> RayWorkerGroup:
+def start_group(
+    cluster: ClusterConfig,
+    worker: type[Worker],
+    *args: object,
+    on_failure: OnFailure | None = None,
+) -> RayWorkerGroup:
     """Start one process per rank and construct ``worker(*args)`` in each.
+
+    Args:
+        cluster: machines, processes and deadlines.
+        worker: the class.
+        args: of its constructor.
+        on_failure: see `RayWorkerGroup`.
 
     Raises:
         ResourceError: the cluster lacks the resources; names what is asked for and what there is.
@@ -119,4 +131,5 @@ def start_group(cluster: ClusterConfig, worker: type[Worker], *args: object) -> 
         env_vars=_rank_environment(cluster),
         timeout_s=cluster.call_timeout_s,
         start_timeout_s=cluster.start_timeout_s,
+        on_failure=on_failure,
     )

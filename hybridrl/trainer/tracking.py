@@ -4,6 +4,7 @@
 ``log.txt``        the log
 ``metrics.jsonl``  one line a step
 ``samples.jsonl``  some responses of each step, with text and reward
+``postmortem/``    what a crash leaves, see ``trainer/postmortem.py``
 ``tensorboard/``   the same metrics as events, if that tracker is on
 """
 
@@ -14,8 +15,9 @@ import json
 import math
 import shutil
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from io import SEEK_END, FileIO
 from pathlib import Path
@@ -26,7 +28,8 @@ from hybridrl.config.tracking import TrackingConfig
 from hybridrl.errors import RunFolderError
 from hybridrl.metrics import Metrics, check_declared
 
-_CONFIG, _METRICS, _SAMPLES, _LOG = "config.yaml", "metrics.jsonl", "samples.jsonl", "log.txt"
+CONFIG, METRICS, SAMPLES, LOG = "config.yaml", "metrics.jsonl", "samples.jsonl", "log.txt"
+"""Files of a run folder."""
 
 
 class Tracker(Protocol):
@@ -88,10 +91,10 @@ class RunLog:
         ]
         with ExitStack() as opened, _naming(folder):
             _make_folder(folder, overwrite=overwrite)
-            (folder / _CONFIG).write_text(resolved_yaml, encoding="utf-8")
+            (folder / CONFIG).write_text(resolved_yaml, encoding="utf-8")
             # Unbuffered: a line is on its way to the disk before the next step begins.
-            self._metrics = opened.enter_context((folder / _METRICS).open("ab", buffering=0))
-            self._samples = opened.enter_context((folder / _SAMPLES).open("ab", buffering=0))
+            self._metrics = opened.enter_context((folder / METRICS).open("ab", buffering=0))
+            self._samples = opened.enter_context((folder / SAMPLES).open("ab", buffering=0))
             for module in modules:
                 tracker = module.open_tracker(folder, project=config.project, settings=settings)
                 opened.callback(tracker.close)
@@ -112,7 +115,7 @@ class RunLog:
     @property
     def log_file(self) -> Path:
         """Where ``log.configure(file=...)`` is to write."""
-        return self.folder / _LOG
+        return self.folder / LOG
 
     def log_step(self, step: int, metrics: Metrics) -> dict[str, float]:
         """Write one step's metrics everywhere.
@@ -145,6 +148,12 @@ class RunLog:
         with _naming(self.folder):
             for sample in samples[: self._config.num_samples_per_step]:
                 _append(self._samples, {"step": step} | asdict(sample))
+
+    def log_error(self, error: BaseException) -> None:
+        """Write to the log alone how the run ended; a disk that refuses is no second error."""
+        with suppress(OSError), self.log_file.open("a", encoding="utf-8") as file:
+            text = "".join(traceback.format_exception(error))
+            file.write(f"the run ended with an error\n{text}")
 
     def close(self) -> None:
         """End the trackers and close the files. Twice is a no-op."""
@@ -181,9 +190,9 @@ def _make_folder(folder: Path, *, overwrite: bool) -> None:
                 f"run folder {folder} exists; set trainer.run_dir={_free_name(folder)}, or "
                 "trainer.overwrite=true to replace it"
             )
-        if not all((folder / name).exists() for name in (_CONFIG, _METRICS)):
+        if not all((folder / name).exists() for name in (CONFIG, METRICS)):
             raise RunFolderError(
-                f"{folder} holds files, but no {_CONFIG} and {_METRICS}: it is no run folder "
+                f"{folder} holds files, but no {CONFIG} and {METRICS}: it is no run folder "
                 f"and will not be replaced; set trainer.run_dir={_free_name(folder)}"
             )
         shutil.rmtree(folder)
