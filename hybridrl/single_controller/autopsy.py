@@ -138,11 +138,11 @@ def _ask_for_stacks(files: RecordFiles) -> None:
 
 
 def _wait_for_stacks(records: Sequence[RecordFiles], wait_s: float) -> None:
-    """Wait until every file has something and none has grown for a moment."""
+    """Wait until each living one has written something, and no more for a moment."""
     deadline = time.monotonic() + wait_s
     before: list[int] = []
     while time.monotonic() < deadline:
-        sizes = [_size(f"{files.stem}.stacks") for files in records]
+        sizes = [_size(f"{files.stem}.stacks") for files in records if _is_alive(files)]
         if all(sizes) and sizes == before:
             return
         before = sizes

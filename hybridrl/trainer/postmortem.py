@@ -46,7 +46,6 @@ from hybridrl.trainer.tracking import CONFIG, LOG, METRICS
 WHERE = "in step "
 """How the note begins that says where a run was."""
 
-_WRITE_LIMIT_S = 5.0
 _MAX_FILE_CHARACTERS = 8 * 2**20
 _TAIL_LINES = 200
 _NUM_METRIC_LINES = 20
@@ -99,9 +98,9 @@ class PostMortem:
     ranks: tuple[RankReport, ...]
     """Of all ranks, as they were before they were stopped; empty if none had started."""
 
-    def write(self) -> str:
-        """Write the folder, within 5 s; return its path, or why there is none."""
-        outcome = [f"not written, {self.run_folder} did not take it within {_WRITE_LIMIT_S:g} s"]
+    def write(self, *, limit_s: float = 5.0) -> str:
+        """Write the folder, within ``limit_s`` seconds; return its path, or why there is none."""
+        outcome = [f"not written, {self.run_folder} did not take it within {limit_s:g} s"]
 
         def attempt() -> None:
             try:
@@ -112,7 +111,7 @@ class PostMortem:
         # In a thread that may be left behind: a write to a lost disk returns never.
         thread = threading.Thread(target=attempt, daemon=True, name="post-mortem")
         thread.start()
-        thread.join(_WRITE_LIMIT_S)
+        thread.join(limit_s)
         return outcome[0]
 
     def _write(self) -> Path:
