@@ -27,7 +27,7 @@ class RunRecord:
     run_log: RunLog
     live: LiveView
     progress: Progress
-    _ranks: list[RankReport] = field(default_factory=list)
+    ranks: list[RankReport] = field(default_factory=list)
     """Of the last failure, while it is not explained."""
 
     @property
@@ -51,7 +51,7 @@ class RunRecord:
 
     def keep_reports(self, ranks: Sequence[RankReport]) -> None:
         """Keep what ranks did when one failed, for `explain`; the ``on_failure`` of groups."""
-        self._ranks[:] = ranks
+        self.ranks[:] = ranks
 
     def explain(self, error: BaseException) -> None:
         """Note on ``error`` where the run was, and write the post-mortem folder of a crash.
@@ -64,8 +64,8 @@ class RunRecord:
             return
         error.add_note(self.progress.describe())
         if is_crash(error):
-            outcome = PostMortem(self.folder, error, self.progress, tuple(self._ranks)).write()
-            self._ranks.clear()
+            outcome = PostMortem(self.folder, error, self.progress, tuple(self.ranks)).write()
+            self.ranks.clear()
             error.add_note(f"post-mortem: {outcome}")
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 
@@ -179,3 +182,16 @@ def test_an_error_of_the_driver_reports_ranks_that_are_well() -> None:
         raise ZeroDivisionError
     assert [report.where for report in group.reports] == ["idle, after pid()"] * 2
     assert all(report.stacks for report in group.reports)
+
+
+@pytest.mark.nightly
+def test_ranks_of_another_node_are_looked_at_there_and_a_lost_node_is_told() -> None:
+    script = [sys.executable, "-m", "tests.single_controller.hang_on_two_nodes"]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["nodes"] == 2
+    assert [top.partition(" ")[0] for top in told["tops"]] == ["hang_on_both"] * 2
+    assert told["message"].count("hang_on_both() for") == 2
+    assert told["death"] == told["lost"]
+    assert told["state"].startswith("unreachable: ")
