@@ -6,8 +6,18 @@ All errors survive pickling, because Ray carries them from a worker to the drive
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+
+_LOST_PEER = re.compile(
+    r"^(?:DeadlineError|DistBackendError|DistNetworkError|DistStoreError"  # ours, torch's
+    r"|ObjectLostError|OwnerDiedError|NodeDiedError):"  # Ray's
+    r"|^(?:RuntimeError|StageError|EngineError): .*(?:closed by peer|reset by peer|Broken pipe"
+    r"|Timed out waiting|timeout caused pair closure|failed to pass monitoredBarrier"
+    r"|communicator was aborted)"
+)
+"""What an error says, on one line after its type, when a process that it talked to went away."""
 
 
 class HybridRLError(Exception):
@@ -151,6 +161,27 @@ class CertificateError(HybridRLError, RuntimeError):
 
 class RunFolderError(HybridRLError, OSError):
     """The run folder cannot be written, or would be overwritten."""
+
+
+def tells_of_a_lost_peer(cause: str) -> bool:
+    """Whether an error is the consequence of another process's death or hang.
+
+    Args:
+        cause: type and first line of the message, for example ``RuntimeError: ... by peer``.
+    """
+    return _LOST_PEER.search(cause) is not None
+
+
+def is_restartable(error: BaseException) -> bool:
+    """Whether new processes can be expected to get past ``error`` from where the old ones were.
+
+    True if a process died or hung, or if a rank raised because another did. False for everything
+    that the same code would do again with the same data: an error raised by our code or by the
+    user's, on a rank or on the driver.
+    """
+    if isinstance(error, RemoteCallError) and not isinstance(error, WorkerDiedError):
+        return tells_of_a_lost_peer(error.remote_cause)
+    return isinstance(error, WorkerDiedError | DeadlineError)
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -87,8 +87,8 @@ def main() -> None:
         _stop(ConfigErrors(_explain_all(refusal, sys.argv[1:])), _EXIT_CONFIG)
     except ConfigErrors as errors:
         _stop(errors, _EXIT_CONFIG)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
+    except KeyboardInterrupt as interrupt:
+        sys.stderr.write("\n".join(["interrupted", *_notes(interrupt)]) + "\n")
         sys.exit(_EXIT_INTERRUPTED)
 
 
@@ -264,8 +264,13 @@ def _unknown_key(key: str, value: str) -> ConfigError:
 def _stop(error: HybridRLError, status: int) -> NoReturn:
     if isinstance(error, ConfigErrors) and len(error.violations) == 1:
         error = error.violations[0]
-    sys.stderr.write(f"{type(error).__name__}: {error}\n")
+    sys.stderr.write("\n".join([f"{type(error).__name__}: {error}", *_notes(error)]) + "\n")
     raise SystemExit(status)
+
+
+def _notes(error: BaseException) -> list[str]:
+    notes: list[str] = vars(error).get("__notes__", [])
+    return notes
 
 
 if __name__ == "__main__":

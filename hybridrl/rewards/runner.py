@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -118,6 +119,9 @@ class ChildRunner:
             self._start()
         try:
             self._connection.send(asdict(inputs))
+        except BlockingIOError as error:
+            self.close()
+            raise CallHung(f"did not read its input within {self._timeout_s:g} s") from error
         except OSError as error:
             raise CallFailed(self._describe_death()) from error
         kind, values = self._receive(self._timeout_s)
@@ -134,6 +138,9 @@ class ChildRunner:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
+        # A child that does not read, a stopped one for example, must not hold up who writes.
+        limit = struct.pack("ll", int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         with theirs:
             self._process = subprocess.Popen(
                 # -P: its folder must not hide modules of the standard library.

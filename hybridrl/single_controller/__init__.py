@@ -11,6 +11,8 @@ A worker class written for verl ports by importing from here and by changing its
         group.update(batch)
 """
 
+from hybridrl.single_controller.actors import OnFailure
+from hybridrl.single_controller.autopsy import RankReport
 from hybridrl.single_controller.dispatch import (
     Dispatch,
     Execute,
@@ -37,9 +39,11 @@ __all__ = [
     "Dispatch",
     "Execute",
     "Future",
+    "OnFailure",
     "Parts",
     "PayloadOps",
     "RankLayout",
+    "RankReport",
     "RayClassWithInitArgs",
     "RayResourcePool",
     "RayWorkerGroup",

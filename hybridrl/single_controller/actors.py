@@ -6,7 +6,7 @@ import ipaddress
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +20,21 @@ from hybridrl.errors import (
     RemoteCallError,
     WorkerGroupError,
 )
+from hybridrl.single_controller.autopsy import RankReport, WatchedRank
 from hybridrl.single_controller.dispatch import RankLayout
-from hybridrl.single_controller.failures import remote_call_error, settle
+from hybridrl.single_controller.failures import call_error, settle
 from hybridrl.single_controller.head import LOOK_EVERY_S, HeadWatch
 from hybridrl.single_controller.payload import install_reducers
 from hybridrl.single_controller.resource_pool import RayResourcePool
+from hybridrl.single_controller.watch import RankWatch, describe_ranks, find_culprits
 from hybridrl.single_controller.worker import Location, MeshPlace, Role, build_host_class
 
 log = logging.getLogger(__name__)
 
 _STOP_WAIT_S = 10.0
+_FETCH_S = 60.0
+
+OnFailure = Callable[[Sequence[RankReport]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +59,14 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLimits:
-    """How long a group waits, in seconds, and what its processes find in their environment."""
+    """How long a group waits, in seconds, what its processes find, and who hears of a failure."""
 
     timeout_s: float
     grace_s: float
     start_timeout_s: float
     env_vars: Mapping[str, str]
+    on_failure: OnFailure
+    """Told what every rank did, before ranks are stopped because of a failure."""
 
 
 class RankActors:
@@ -79,6 +86,8 @@ class RankActors:
         self._layouts: dict[tuple[str, str | None], RankLayout] = {}
         self._why_unusable = ""
         self._head = HeadWatch()
+        self._watch = RankWatch()
+        self._is_reported = False
         host_class = build_host_class({prefix: role.cls for prefix, role in roles.items()})
         install_reducers()
         slots = pool.lease()
@@ -103,6 +112,12 @@ class RankActors:
         self.actors = [self.actors[index] for index in order]
         self._locations = [locations[index] for index in order]
         self.hosts = [location.host for location in self._locations]
+        self._watch = RankWatch(
+            [
+                WatchedRank(rank, location.host, location.node_id, location.files)
+                for rank, location in enumerate(self._locations)
+            ]
+        )
 
     def _build(self, roles: dict[str, Role]) -> None:
         deadline = Deadline.after(self.limits.start_timeout_s, "start_timeout_s")
@@ -201,23 +216,26 @@ class RankActors:
         remaining_s = deadline.remaining_s
         is_final = wait_s is None or wait_s >= remaining_s
         try:
-            return self._get(refs, method, remaining_s if is_final else wait_s)
+            return self._get(
+                refs, method, remaining_s if wait_s is None else min(wait_s, remaining_s)
+            )
         except GetTimeoutError:
             _, pending = ray.wait(list(refs), num_returns=len(refs), timeout=0)
         late = [rank for rank, ref in enumerate(refs) if ref in set(pending)]
         if not late:  # answered at the last moment
-            return self._get(refs, method, None)
+            return self._get(refs, method, _FETCH_S)
         fact = f"ranks {late} of {len(refs)} have not answered {method}() within"
         if not is_final:
             raise DeadlineError(f"{fact} {wait_s:g} s; it goes on: call get(timeout_s=) again")
+        culprits = find_culprits(self.examine(), late)
         self.stop(f"{method}() was late on ranks {late}")
         raise DeadlineError(
             f"{fact} {deadline.limit_s:g} s, the group was stopped; "
-            f"raise {deadline.key} if that is not enough"
+            f"raise {deadline.key} if that is not enough{describe_ranks(culprits)}"
         )
 
-    def _get(self, refs: Sequence[Any], method: str, timeout_s: float | None) -> list[Any]:
-        deadline_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+    def _get(self, refs: Sequence[Any], method: str, timeout_s: float) -> list[Any]:
+        deadline_s = time.monotonic() + timeout_s
         while True:
             left_s = max(0.0, deadline_s - time.monotonic())
             try:
@@ -241,21 +259,36 @@ class RankActors:
             self._abandon(f"the head of the cluster was lost during {method}()")
             raise
 
-    def _failed(self, refs: Sequence[Any], method: str) -> RemoteCallError | ClusterLostError:
+    def _failed(
+        self, refs: Sequence[Any], method: str
+    ) -> RemoteCallError | DeadlineError | ClusterLostError:
         settled = settle(dict(enumerate(refs)), self.limits.grace_s)
-        error = remote_call_error(settled, self.hosts, method)
+        if not settled.late and not settled.dead:
+            return call_error(settled, self.hosts, method)
         if settled.dead and self._head.is_silent:
             self._abandon(f"the head of the cluster was lost during {method}()")
             lost = self._head.lost()
-            lost.__cause__ = error
+            lost.__cause__ = call_error(settled, self.hosts, method)
             return lost
-        if settled.late or settled.dead:
-            self.stop(f"{method}() failed on rank {error.rank}")
+        error = call_error(settled, self.hosts, method, reports=self.examine())
+        self.stop(f"{method}() failed on rank {settled.roots[0]}")
         return error
 
     def _abandon(self, why: str) -> None:
         """Leave the ranks to their nodes: without the head, giving resources back waits forever."""
         self._why_unusable = why
+
+    def examine(self) -> list[RankReport]:
+        """Find out what every rank does, and tell ``on_failure``; within 10 s."""
+        reports = self._watch.examine()
+        self._is_reported = True
+        self.limits.on_failure(reports)
+        return reports
+
+    def report_once(self) -> None:
+        """Tell ``on_failure`` of an error that no rank raised; ranks are well, and say where."""
+        if not self._why_unusable and not self._is_reported:
+            self.examine()
 
     def stop(self, why: str) -> None:
         """Kill every rank and give the resources back. Doing it twice changes nothing."""
@@ -269,6 +302,7 @@ class RankActors:
         pings = [actor.host_close.remote() for actor in self.actors]
         if pings:
             ray.wait(pings, num_returns=len(pings), timeout=_STOP_WAIT_S)
+        self._watch.end()
         self._pool.give_back()
 
     def close(self) -> None:
@@ -278,9 +312,11 @@ class RankActors:
         refs = [actor.host_close.remote() for actor in self.actors]
         done, pending = ray.wait(refs, num_returns=len(refs), timeout=self.limits.grace_s)
         if pending:
+            late = [rank for rank, ref in enumerate(refs) if ref in set(pending)]
             log.warning(
-                "%d of %d ranks did not close within %g s and are killed",
-                *(len(pending), len(refs), self.limits.grace_s),
+                "%d of %d ranks did not close within %g s and are killed%s",
+                *(len(late), len(refs), self.limits.grace_s),
+                describe_ranks(find_culprits(self._watch.examine(), late)),
             )
         try:
             ray.get(done)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import socket
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import ray
 
-from hybridrl import env, log
+from hybridrl import activity, env, log
 from hybridrl.errors import DispatchError
 from hybridrl.single_controller.payload import install_reducers, run_after_call
 from hybridrl.single_controller.register import Registration, registered_methods
@@ -90,6 +92,8 @@ class Location:
     """As Ray numbers the GPUs of the node; None on a CPU."""
     device_index: int | None
     """Index of the GPU among those visible to the process."""
+    files: activity.RecordFiles = activity.NO_RECORD
+    """Where the process writes what it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,7 @@ class WorkerHost:
         install_reducers()
 
     def host_locate(self) -> Location:
-        """Say where this process runs and which GPU Ray gave it."""
+        """Say where this process runs and which GPU Ray gave it, and keep a record from now on."""
         context = ray.get_runtime_context()
         gpu_id = next(iter(context.get_accelerator_ids().get("GPU", [])), None)
         return Location(
@@ -121,6 +125,7 @@ class WorkerHost:
             node_id=context.get_node_id(),
             gpu_id=gpu_id,
             device_index=None if gpu_id is None else _device_index(gpu_id),
+            files=activity.start_recording(_record_folder()),
         )
 
     def host_reserve_port(self) -> int:
@@ -149,7 +154,8 @@ class WorkerHost:
             worker = role.cls.__new__(role.cls, *role.args, **role.kwargs)
             worker.fused = self.workers
             self.workers[prefix] = worker
-            role.cls.__init__(worker, *role.args, **role.kwargs)
+            with activity.doing(f"{role.cls.__name__}.__init__()"):
+                role.cls.__init__(worker, *role.args, **role.kwargs)
 
     def host_mesh(self, prefix: str, mesh: str) -> MeshPlace | None:
         """Return the place that a worker registered in a mesh, if it did."""
@@ -157,7 +163,8 @@ class WorkerHost:
 
     def host_execute(self, prefix: str, name: str, *args: object, **kwargs: object) -> object:
         """Call any public method of a worker, registered or not."""
-        result = getattr(self.workers[prefix], name)(*args, **kwargs)
+        with activity.doing(f"{join_prefix(prefix, name)}()"):
+            result = getattr(self.workers[prefix], name)(*args, **kwargs)
         run_after_call()
         return result
 
@@ -165,8 +172,9 @@ class WorkerHost:
         """Let the workers release what would outlive the process, the last built first."""
         if self._port is not None:
             self._port.close()
-        for worker in reversed(self.workers.values()):
-            worker.close()
+        with activity.doing("close()"):
+            for worker in reversed(self.workers.values()):
+                worker.close()
 
 
 class AsyncWorkerHost(WorkerHost):
@@ -174,9 +182,10 @@ class AsyncWorkerHost(WorkerHost):
 
     async def host_execute(self, prefix: str, name: str, *args: object, **kwargs: object) -> object:
         """Call any public method of a worker, registered or not."""
-        result = getattr(self.workers[prefix], name)(*args, **kwargs)
-        if inspect.isawaitable(result):
-            result = await result
+        with activity.doing(f"{join_prefix(prefix, name)}()"):
+            result = getattr(self.workers[prefix], name)(*args, **kwargs)
+            if inspect.isawaitable(result):
+                result = await result
         run_after_call()
         return result
 
@@ -211,6 +220,7 @@ def _forward(
     cls: type[Worker], prefix: str, name: str, registration: Registration
 ) -> Callable[..., Any]:
     mesh = registration.dispatch.mesh
+    shown = f"{join_prefix(prefix, name)}()"
 
     def finish(worker: Worker, result: object) -> object:
         run_after_call()
@@ -223,12 +233,14 @@ def _forward(
 
     def call(host: WorkerHost, *args: object, **kwargs: object) -> object:
         worker = host.workers[prefix]
-        return finish(worker, function(worker, *args, **kwargs))
+        with activity.doing(shown):
+            return finish(worker, function(worker, *args, **kwargs))
 
     async def call_async(host: WorkerHost, *args: object, **kwargs: object) -> object:
         worker = host.workers[prefix]
         coroutine: Awaitable[object] = function(worker, *args, **kwargs)
-        return finish(worker, await coroutine)
+        with activity.doing(shown):
+            return finish(worker, await coroutine)
 
     return call_async if inspect.iscoroutinefunction(function) else call
 
@@ -238,3 +250,9 @@ def _device_index(gpu_id: str) -> int:
     if gpu_id in visible:
         return visible.index(gpu_id)
     return int(gpu_id) if not visible and gpu_id.isdigit() else 0
+
+
+def _record_folder() -> Path:
+    """Return the folder of Ray's logs on this node: the record belongs with them."""
+    logs = activity.log_files()
+    return Path(logs[0]).parent if logs else Path(tempfile.gettempdir())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from hybridrl.errors import DispatchError, nearest
-from hybridrl.single_controller.actors import GroupLimits, RankActors
+from hybridrl.single_controller.actors import GroupLimits, OnFailure, RankActors
+from hybridrl.single_controller.autopsy import RankReport
 from hybridrl.single_controller.dispatch import Dispatch, Execute
 from hybridrl.single_controller.fused import RayClassWithInitArgs
 from hybridrl.single_controller.register import Registration, registered_methods
@@ -136,6 +137,8 @@ class RayWorkerGroup(WorkerGroup):
         timeout_s: seconds that a call may take, unless ``@register(timeout_s=)`` says otherwise.
         grace_s: seconds that the other ranks get to return after one failed.
         start_timeout_s: seconds for starting the processes, and again for the constructors.
+        on_failure: told what every rank did when one died or hung, before all are stopped, or when
+            an error leaves the group's ``with`` block; see `RankReport`.
 
     Raises:
         ResourceError: the pool does not get its resources.
@@ -151,6 +154,7 @@ class RayWorkerGroup(WorkerGroup):
         timeout_s: float = 3600.0,
         grace_s: float = 5.0,
         start_timeout_s: float = 300.0,
+        on_failure: OnFailure | None = None,
     ) -> None:
         roles = ray_cls_with_init.roles
         limits = GroupLimits(
@@ -158,6 +162,7 @@ class RayWorkerGroup(WorkerGroup):
             grace_s=grace_s,
             start_timeout_s=start_timeout_s,
             env_vars=env_vars or {},
+            on_failure=on_failure or _tell_nobody,
         )
         actors = RankActors(resource_pool, roles, limits)
         try:
@@ -179,7 +184,11 @@ class RayWorkerGroup(WorkerGroup):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.shutdown()
+        try:
+            if error is not None:
+                self._actors.report_once()
+        finally:
+            self.shutdown()
 
 
 def _bind(
@@ -193,3 +202,6 @@ def _bind(
 
 
 def _any_arguments(*args: object, **kwargs: object) -> None: ...
+
+
+def _tell_nobody(_: Sequence[RankReport]) -> None: ...

@@ -81,6 +81,7 @@ def train(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
         )
         with_restarts(
             lambda: _train_once(ingredients),
+            explain=record.explain,
             newest_step=lambda: newest_step(config),
             max_in_a_row=config.checkpoint.max_restarts,
         )
@@ -91,7 +92,8 @@ def _train_once(run: _Ingredients) -> None:
     config, record = run.config, run.record
     record.phase("start workers")
     spec = build_spec(config, run.folder)
-    with start_group(config.cluster, ActorRolloutWorker, spec) as group:
+    reports = record.keep_reports
+    with start_group(config.cluster, ActorRolloutWorker, spec, on_failure=reports) as group:
         policy = cast(Policy, group)
         guard = UpdateGuard(max_skipped=config.trainer.max_skipped_updates)
         checkpointer = build_checkpointer(

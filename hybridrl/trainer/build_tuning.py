@@ -48,6 +48,7 @@ def tune(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
     check_resumable(config, origin, rows=examples.sampler.state())
     with_restarts(
         lambda: _tune_once(config, folder, examples=examples, origin=origin, record=record),
+        explain=record.explain,
         newest_step=lambda: newest_step(config),
         max_in_a_row=config.checkpoint.max_restarts,
     )
@@ -62,7 +63,12 @@ def _tune_once(
     record: RunRecord,
 ) -> None:
     record.phase("start workers")
-    with start_group(config.cluster, SupervisedWorker, _build_spec(config, folder)) as group:
+    with start_group(
+        config.cluster,
+        SupervisedWorker,
+        _build_spec(config, folder),
+        on_failure=record.keep_reports,
+    ) as group:
         learner = cast(Learner, group)
         guard = UpdateGuard(max_skipped=config.trainer.max_skipped_updates)
         checkpointer = build_checkpointer(
@@ -114,7 +120,9 @@ def warm_up(config: ExperimentConfig, folder: Path, *, record: RunRecord, target
     examples = _load_examples(warmup_config, folder, record=progress)
     progress.phase("start workers")
     spec = _build_spec(warmup_config, folder)
-    with start_group(config.cluster, SupervisedWorker, spec) as group:
+    with start_group(
+        config.cluster, SupervisedWorker, spec, on_failure=record.keep_reports
+    ) as group:
         learner = cast(Learner, group)
         guard = UpdateGuard(max_skipped=config.trainer.max_skipped_updates)
         _build_loop(warmup_config, learner, examples=examples, record=progress, guard=guard).run()
@@ -175,6 +183,8 @@ def _build_loop(
         sampler=examples.sampler,
         batch_size=config.sft.batch_size,
         dp_size=config.cluster.num_ranks,
+        # A warm-up is one phase of a run, and shows its steps instead.
+        on_phase=record.phase if isinstance(record, RunRecord) else None,
     )
 
     def evaluate() -> Metrics:

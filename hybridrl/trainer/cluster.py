@@ -16,6 +16,7 @@ from hybridrl import env
 from hybridrl.config.cluster import ClusterConfig
 from hybridrl.errors import ResourceError
 from hybridrl.single_controller import (
+    OnFailure,
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
@@ -148,10 +149,21 @@ def _rank_environment(cluster: ClusterConfig) -> dict[str, str]:
     return needed
 
 
-def start_group(cluster: ClusterConfig, worker: type[Worker], *args: object) -> RayWorkerGroup:
+def start_group(
+    cluster: ClusterConfig,
+    worker: type[Worker],
+    *args: object,
+    on_failure: OnFailure | None = None,
+) -> RayWorkerGroup:
     """Start one process per rank and construct ``worker(*args)`` in each.
 
     ``cluster.num_nodes`` are that many machines: no two of them are the same Ray node.
+
+    Args:
+        cluster: machines, processes and deadlines.
+        worker: the class.
+        args: of its constructor.
+        on_failure: see `RayWorkerGroup`.
 
     Raises:
         ResourceError: the cluster lacks the resources; names what is asked for and what there is.
@@ -170,6 +182,7 @@ def start_group(cluster: ClusterConfig, worker: type[Worker], *args: object) -> 
         env_vars=_rank_environment(cluster),
         timeout_s=cluster.call_timeout_s,
         start_timeout_s=cluster.start_timeout_s,
+        on_failure=on_failure,
     )
     if len(ray.nodes()) > 1:
         log.info("%s", group.describe_places())

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hybridrl import log
 from hybridrl.checkpoint.manifest import RunState
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.metrics import Metrics
+from hybridrl.single_controller import RankReport
 from hybridrl.trainer.live import LiveView, open_live
-from hybridrl.trainer.loop import Recorder
+from hybridrl.trainer.postmortem import WHERE, PostMortem, Progress, is_crash
 from hybridrl.trainer.tracking import RunLog, Sample
 
 _logger = logging.getLogger(__name__)
@@ -27,6 +27,9 @@ class RunRecord:
 
     run_log: RunLog
     live: LiveView
+    progress: Progress
+    ranks: list[RankReport] = field(default_factory=list)
+    """Of the last failure, while it is not explained."""
 
     @property
     def folder(self) -> Path:
@@ -35,11 +38,13 @@ class RunRecord:
 
     def phase(self, name: str) -> None:
         """Say what begins."""
+        self.progress.begin(name)
         self.live.phase(name)
 
     def record(self, step: int, metrics: Metrics) -> None:
         """Keep and show the metrics of one step."""
         self.live.step(step, self.run_log.log_step(step, metrics))
+        self.progress.num_done = step
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each file that grows by lines."""
@@ -60,6 +65,25 @@ class RunRecord:
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Keep some responses of a step."""
         self.run_log.log_samples(step, samples)
+
+    def keep_reports(self, ranks: Sequence[RankReport]) -> None:
+        """Keep what ranks did when one failed, for `explain`; the ``on_failure`` of groups."""
+        self.ranks[:] = ranks
+
+    def explain(self, error: BaseException) -> None:
+        """Note on ``error`` where the run was, and write the post-mortem folder of a crash.
+
+        Takes at most 5 s and raises nothing, whatever the state of the disk. Twice for one error is
+        a no-op. Whoever goes on after an error calls it too.
+        """
+        notes: list[str] = vars(error).get("__notes__", [])
+        if any(note.startswith(WHERE) for note in notes):
+            return
+        error.add_note(self.progress.describe())
+        if is_crash(error):
+            outcome = PostMortem(self.folder, error, self.progress, tuple(self.ranks)).write()
+            self.ranks.clear()
+            error.add_note(f"post-mortem: {outcome}")
 
 
 @contextmanager
@@ -85,22 +109,31 @@ def open_record(
     with run_log:
         log.configure(file=run_log.log_file)
         try:
-            with open_live(config.tracking.live, num_steps=num_steps, stream=sys.stdout) as live:
-                yield RunRecord(run_log, live)
-        except BaseException:
-            # To the file alone: whoever catches the error shows it.
-            with run_log.log_file.open("a", encoding="utf-8") as file:
-                file.write(f"the run ended with an error\n{traceback.format_exc()}")
-            raise
+            with (
+                open_live(config.tracking.live, num_steps=num_steps, stream=sys.stdout) as live,
+                _explaining(RunRecord(run_log, live, Progress(num_steps))) as record,
+            ):
+                yield record
         finally:
             _logger.info("run folder: %s", run_log.folder)
+
+
+@contextmanager
+def _explaining(record: RunRecord) -> Iterator[RunRecord]:
+    try:
+        yield record
+    except BaseException as error:
+        record.explain(error)
+        # To the file alone: whoever catches the error shows it.
+        record.run_log.log_error(error)
+        raise
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressRecord:
     """A ``Recorder`` for work before the run proper: shown as one phase, kept nowhere."""
 
-    outer: Recorder
+    outer: RunRecord
     label: str
     num_steps: int
 
@@ -112,3 +145,7 @@ class ProgressRecord:
         """Show how far it is."""
         loss = metrics["loss/supervised_nats"].value
         self.outer.phase(f"{self.label}: step {step}/{self.num_steps}, loss {loss:.3f} nats")
+
+    def keep_reports(self, ranks: Sequence[RankReport]) -> None:
+        """Keep what ranks did when one failed."""
+        self.outer.keep_reports(ranks)

@@ -5,21 +5,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from hybridrl.errors import DeadlineError, HybridRLError, WorkerDiedError, WorkerGroupError
+from hybridrl.errors import HybridRLError, is_restartable
 
 log = logging.getLogger(__name__)
 
-_LOST = (WorkerDiedError, DeadlineError, WorkerGroupError)
-"""Errors after which the same work, begun again on new processes, may succeed."""
-
 
 def with_restarts(
-    attempt: Callable[[], None], *, newest_step: Callable[[], int], max_in_a_row: int
+    attempt: Callable[[], None],
+    *,
+    explain: Callable[[BaseException], None],
+    newest_step: Callable[[], int],
+    max_in_a_row: int,
 ) -> None:
     """Run ``attempt`` until it returns, again each time that it loses its workers.
 
     Args:
         attempt: starts workers, goes on from the newest checkpoint, and ends the workers.
+        explain: notes on an error where the run was, and keeps what can be known of it.
         newest_step: returns the step of the newest checkpoint; 0 if there is none.
         max_in_a_row: restarts without a new checkpoint between (``checkpoint.max_restarts``).
 
@@ -33,12 +35,15 @@ def with_restarts(
         try:
             return attempt()
         except HybridRLError as error:
+            explain(error)
             step = newest_step()
             num_in_a_row = num_in_a_row + 1 if step == step_before else 1
             step_before = step
-            if not isinstance(error, _LOST) or num_in_a_row > max_in_a_row:
+            if not is_restartable(error) or num_in_a_row > max_in_a_row:
                 raise
+            notes: list[str] = vars(error).get("__notes__", [])
             log.warning(
                 "%s: %s\nworkers are started again and go on from step %d (restart %d of %d)",
-                *(type(error).__name__, error, step, num_in_a_row, max_in_a_row),
+                *(type(error).__name__, "\n".join([str(error), *notes])),
+                *(step, num_in_a_row, max_in_a_row),
             )

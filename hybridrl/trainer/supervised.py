@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -27,10 +27,11 @@ class SupervisedFineTuning:
     sampler: RowSampler
     batch_size: int
     dp_size: int
+    on_phase: Callable[[str], None] | None = None
 
     def step(self) -> Metrics:
         """Fit the next ``batch_size`` examples."""
-        clock = Clock()
+        clock = Clock(self.on_phase)
         rows = [self.rows[index] for index in self.sampler.draw(self.batch_size)]
         batch = self._arrange(rows)
         with clock("update"):

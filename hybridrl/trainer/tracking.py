@@ -4,6 +4,7 @@
 ``log.txt``        the log
 ``metrics.jsonl``  one line a step
 ``samples.jsonl``  some responses of each step, with text and reward
+``postmortem/``    what a crash leaves, see ``trainer/postmortem.py``
 ``tensorboard/``   the same metrics as events, if that tracker is on
 ``checkpoints/``   see ``hybridrl/checkpoint``
 """
@@ -15,8 +16,9 @@ import json
 import math
 import shutil
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from io import SEEK_END, FileIO
 from pathlib import Path
@@ -30,7 +32,9 @@ from hybridrl.disk import write_whole
 from hybridrl.errors import RunFolderError
 from hybridrl.metrics import Metrics, check_declared
 
-_CONFIG, _METRICS, _SAMPLES, _LOG = "config.yaml", "metrics.jsonl", "samples.jsonl", "log.txt"
+CONFIG, METRICS, SAMPLES, LOG = "config.yaml", "metrics.jsonl", "samples.jsonl", "log.txt"
+"""Files of a run folder."""
+
 _LOCK = ".lock"
 
 
@@ -101,10 +105,10 @@ class RunLog:
             opened.enter_context(_lock(folder))
             if not resumes:
                 _empty_folder(folder, overwrite=overwrite)
-            write_whole(folder / _CONFIG, resolved_yaml)
+            write_whole(folder / CONFIG, resolved_yaml)
             # Unbuffered: a line is on its way to the disk before the next step begins.
-            self._metrics = opened.enter_context((folder / _METRICS).open("ab", buffering=0))
-            self._samples = opened.enter_context((folder / _SAMPLES).open("ab", buffering=0))
+            self._metrics = opened.enter_context((folder / METRICS).open("ab", buffering=0))
+            self._samples = opened.enter_context((folder / SAMPLES).open("ab", buffering=0))
             for module in modules:
                 tracker = module.open_tracker(folder, project=config.project, settings=settings)
                 opened.callback(tracker.close)
@@ -129,7 +133,7 @@ class RunLog:
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each file that grows by lines; `rewind` goes back there."""
-        files = {_METRICS: self._metrics, _SAMPLES: self._samples}
+        files = {METRICS: self._metrics, SAMPLES: self._samples}
         return {name: file.seek(0, SEEK_END) for name, file in files.items()}
 
     def rewind(self, step: int, *, sizes: Mapping[str, int], elapsed_s: float) -> None:
@@ -145,7 +149,7 @@ class RunLog:
         """
         self._began = time.monotonic() - elapsed_s
         with _naming(self.folder):
-            for name, file in ((_METRICS, self._metrics), (_SAMPLES, self._samples)):
+            for name, file in ((METRICS, self._metrics), (SAMPLES, self._samples)):
                 file.truncate(min(sizes.get(name, 0), file.seek(0, SEEK_END)))
             for tracker in self._trackers:
                 tracker.rewind(step)
@@ -153,7 +157,7 @@ class RunLog:
     @property
     def log_file(self) -> Path:
         """Where ``log.configure(file=...)`` is to write."""
-        return self.folder / _LOG
+        return self.folder / LOG
 
     def log_step(self, step: int, metrics: Metrics) -> dict[str, float]:
         """Write one step's metrics everywhere.
@@ -186,6 +190,12 @@ class RunLog:
         with _naming(self.folder):
             for sample in samples[: self._config.num_samples_per_step]:
                 _append(self._samples, {"step": step} | asdict(sample))
+
+    def log_error(self, error: BaseException) -> None:
+        """Write to the log alone how the run ended; a disk that refuses is no second error."""
+        with suppress(OSError), self.log_file.open("a", encoding="utf-8") as file:
+            text = "".join(traceback.format_exception(error))
+            file.write(f"the run ended with an error\n{text}")
 
     def close(self) -> None:
         """End the trackers and close the files. Twice is a no-op."""
@@ -239,9 +249,9 @@ def _empty_folder(folder: Path, *, overwrite: bool) -> None:
             f"run folder {folder} exists; set trainer.run_dir={_free_name(folder)}, or "
             "trainer.overwrite=true to replace it"
         )
-    if not all((folder / name).exists() for name in (_CONFIG, _METRICS)):
+    if not all((folder / name).exists() for name in (CONFIG, METRICS)):
         raise RunFolderError(
-            f"{folder} holds files, but no {_CONFIG} and {_METRICS}: it is no run folder "
+            f"{folder} holds files, but no {CONFIG} and {METRICS}: it is no run folder "
             f"and will not be replaced; set trainer.run_dir={_free_name(folder)}"
         )
     for path in former:

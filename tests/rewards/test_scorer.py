@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hybridrl.config.reward import RewardConfig
 from hybridrl.errors import RewardError
+from hybridrl.rewards import child as reward_child
 from hybridrl.rewards.runner import RewardInputs
 from hybridrl.rewards.scorer import BUILT_IN, RewardScorer
 
@@ -160,6 +162,16 @@ def test_a_hang_that_never_lets_go_of_the_interpreter_ends_too(open_scorer: Open
     scorer = open_scorer("import re\nre.match('(a+)+$', 'a' * 40 + 'b')", timeout_s=0.5)
     with pytest.raises(RewardError, match=r"took longer than 0\.5 s"):
         scorer.score(inputs("a"))
+
+
+def test_a_process_that_does_not_read_its_input_ends_too(open_scorer: Open) -> None:
+    scorer = open_scorer("return [1.0] * len(responses)", timeout_s=0.5)
+    children = psutil.Process().children()
+    [child] = [one for one in children if one.cmdline()[2:3] == [reward_child.__file__]]
+    child.suspend()
+    with pytest.raises(RewardError, match=r"did not read its input within 0\.5 s"):
+        scorer.score(inputs("a" * 2_000_000))
+    assert not child.is_running()
 
 
 def test_processes_that_the_function_started_die_with_it(open_scorer: Open, tmp_path: Path) -> None:

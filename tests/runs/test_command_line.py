@@ -40,6 +40,9 @@ def test_a_killed_worker_ends_the_run_by_name_and_leaves_no_process(tmp_path: Pa
         output, _ = process.communicate(timeout=_DEADLINE_S)
     assert process.returncode == 1, output
     assert "WorkerDiedError: rank" in output
+    *_, where, post_mortem = output.splitlines()
+    assert where.startswith("in step ")
+    assert Path(post_mortem.removeprefix("post-mortem: "), "what.txt").is_file()
     _, alive = psutil.wait_procs(family, timeout=10)
     assert not alive
 

@@ -121,6 +121,10 @@ class Scaler(Worker):
         if self.rank == rank:
             time.sleep(600)
 
+    @register(Dispatch.ONE_TO_ALL, timeout_s=0.5)
+    def hang_on_both(self) -> None:
+        time.sleep(600)
+
     @register(Dispatch.ONE_TO_ALL)
     def return_lock(self) -> Any:
         return threading.Lock()

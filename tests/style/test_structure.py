@@ -71,6 +71,28 @@ def test_the_environment_is_read_and_written_in_env_alone() -> None:
     assert names(users) == []
 
 
+def test_durations_and_deadlines_are_kept_on_a_clock_that_does_not_jump() -> None:
+    # A wall clock is set back and forth; it may date what is written, and nothing else.
+    dated = {"hybridrl.trainer.trackers.tensorboard"}
+    wall_clocks = (".time.time", ".time.time_ns", ".datetime.now", ".datetime.utcnow")
+    readers = {
+        module.name
+        for module in MODULES
+        for node in module.nodes
+        if isinstance(node, ast.Attribute) and f".{ast.unparse(node)}".endswith(wall_clocks)
+    }
+    from_imports = {
+        module.name
+        for module in MODULES
+        for node in module.nodes
+        if isinstance(node, ast.ImportFrom)
+        and node.module == "time"
+        and {"time", "time_ns"} & {alias.name for alias in node.names}
+    }
+    assert readers <= dated
+    assert from_imports == set()
+
+
 def test_no_import_goes_in_a_circle() -> None:
     assert import_cycles(MODULES) == []
 

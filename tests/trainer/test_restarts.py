@@ -26,31 +26,41 @@ class Attempts:
 
 def test_lost_workers_are_started_again_until_the_work_is_done() -> None:
     attempts = Attempts((_died(), 0), (_died(), 0), (None, 0))
-    with_restarts(attempts, newest_step=lambda: attempts.step, max_in_a_row=2)
+    with_restarts(
+        attempts, explain=lambda _: None, newest_step=lambda: attempts.step, max_in_a_row=2
+    )
     assert not attempts.outcomes
 
 
 def test_without_a_new_checkpoint_between_only_so_many_restarts_are_made() -> None:
     attempts = Attempts((_died(), 0), (_died(), 0), (_died(), 0), (None, 0))
     with pytest.raises(WorkerDiedError):
-        with_restarts(attempts, newest_step=lambda: attempts.step, max_in_a_row=2)
+        with_restarts(
+            attempts, explain=lambda _: None, newest_step=lambda: attempts.step, max_in_a_row=2
+        )
     assert len(attempts.outcomes) == 1
 
 
 def test_a_new_checkpoint_starts_the_count_anew() -> None:
     attempts = Attempts(*[(_died(), 1)] * 9, (None, 0))
-    with_restarts(attempts, newest_step=lambda: attempts.step, max_in_a_row=1)
+    with_restarts(
+        attempts, explain=lambda _: None, newest_step=lambda: attempts.step, max_in_a_row=1
+    )
     assert not attempts.outcomes
 
 
 def test_an_error_that_would_come_again_is_raised_at_once() -> None:
     attempts = Attempts((RewardError("a bug in the reward"), 0), (None, 0))
     with pytest.raises(RewardError):
-        with_restarts(attempts, newest_step=lambda: attempts.step, max_in_a_row=2)
+        with_restarts(
+            attempts, explain=lambda _: None, newest_step=lambda: attempts.step, max_in_a_row=2
+        )
     assert len(attempts.outcomes) == 1
 
 
 def test_restarts_can_be_switched_off() -> None:
     attempts = Attempts((_died(), 1), (None, 0))
     with pytest.raises(WorkerDiedError):
-        with_restarts(attempts, newest_step=lambda: attempts.step, max_in_a_row=0)
+        with_restarts(
+            attempts, explain=lambda _: None, newest_step=lambda: attempts.step, max_in_a_row=0
+        )

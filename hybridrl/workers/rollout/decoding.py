@@ -139,6 +139,14 @@ class Decoding:
             mean_slot_occupancy=num_slots_used / (self._step * self._slots.num_slots),
         )
 
+    def describe_queue(self) -> str:
+        """Say how many responses run and wait; for another thread, while this one samples."""
+        num_waiting = len(self._num_tokens) - self._next_response
+        return (
+            f"{len(self._seated)} responses running, {num_waiting} waiting, "
+            f"of {len(self._num_tokens)}, at decode step {self._step}"
+        )
+
     def responses(self) -> list[Response]:
         """Return what was sampled, on the CPU: views of two tensors that nobody else writes.
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from hybridrl import activity
 from hybridrl.batch import PromptBatch, row_offsets
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError, ModelError, PhaseError, nearest
@@ -118,7 +119,10 @@ class HFRolloutEngine:
             )
             begin = time.perf_counter()
             try:
-                with _threads(self._config.num_threads):
+                with (
+                    _threads(self._config.num_threads),
+                    activity.watching("rollout engine", decoding.describe_queue),
+                ):
                     self.last_stats = decoding.run()
             except BaseException:
                 # Whatever went wrong, no NaN stays behind in a slot: KVSlots says why.

@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from hybridrl import activity
 from hybridrl.errors import DeadlineError, EngineError, PhaseError
 
 log = logging.getLogger(__name__)
@@ -119,7 +120,8 @@ class ControlGroup:
         self, stage: str, *, timeout_s: float | None = None, key: str = "rollout.stage_timeout_s"
     ) -> Iterator[None]:
         try:
-            yield
+            with activity.doing(f"wait for all ranks after {stage}", waits=True):
+                yield
         except RuntimeError as err:
             limit_s = self._timeout_s if timeout_s is None else timeout_s
             raise DeadlineError(

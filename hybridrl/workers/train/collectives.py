@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridrl import activity
+
 
 class Ranks:
     """The data-parallel ranks: all of the default process group, or this process alone.
@@ -28,13 +30,15 @@ class Ranks:
         if self.size == 1:
             everyone = [mine]
         else:
-            dist.all_gather(everyone, mine)
+            with activity.doing("all_gather", waits=True):
+                dist.all_gather(everyone, mine)
         return torch.stack(everyone).cpu()
 
     def sum(self, values: Tensor) -> Tensor:
         """Add a tensor over ranks, in place; every rank gets the same bits."""
         if self.size > 1:
-            dist.all_reduce(values)
+            with activity.doing("all_reduce", waits=True):
+                dist.all_reduce(values)
         return values
 
     def share_text(self, text: str) -> str:
@@ -42,5 +46,6 @@ class Ranks:
         if self.size == 1:
             return text
         box = [text]
-        dist.broadcast_object_list(box, src=0, device=self._device)
+        with activity.doing("broadcast", waits=True):
+            dist.broadcast_object_list(box, src=0, device=self._device)
         return box[0]

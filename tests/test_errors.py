@@ -1,0 +1,68 @@
+"""Which errors new processes can get past."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from hybridrl.errors import (
+    ConfigError,
+    DataError,
+    DeadlineError,
+    EngineError,
+    HybridRLError,
+    ModelError,
+    RemoteCallError,
+    RewardError,
+    RunFolderError,
+    TrainingError,
+    WorkerDiedError,
+    WorkerGroupError,
+    is_restartable,
+)
+
+
+def _remote(cause: str, cls: type[RemoteCallError] = RemoteCallError) -> RemoteCallError:
+    return cls(rank=1, host="a", method="update", cause=cause, traceback="...")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        _remote("its process is gone", WorkerDiedError),
+        DeadlineError("ranks [1] of 2 have not answered update() within 600 s"),
+        _remote("DeadlineError: sync: not all 2 ranks answered within 6 s"),
+        _remote("DistBackendError: NCCL communicator was aborted on rank 1"),
+        _remote("RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer [::1]"),
+        _remote("RuntimeError: Read error [127.0.0.1]:3804: Connection reset by peer"),
+        _remote("RuntimeError: Timed out waiting 1000ms for recv operation to complete"),
+        _remote("StageError: sync failed on rank 1: RuntimeError: Connection closed by peer"),
+    ],
+)
+def test_a_death_a_hang_and_their_consequences_are_restartable(error: HybridRLError) -> None:
+    assert is_restartable(error)
+    assert is_restartable(pickle.loads(pickle.dumps(error)))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        _remote("ValueError: Connection closed by peer"),
+        _remote("ConnectionError: Connection reset by peer"),  # of the user's own sockets
+        _remote("RuntimeError: The size of tensor a (3) must match"),
+        _remote("EngineError: prompt 3 is empty: it needs at least 1 token"),
+        EngineError("prompt 3 is empty"),
+        ConfigError("a.b", 1, rule="must be 2", fix="set a.b=2"),
+        RewardError("it raised"),
+        DataError("rows.jsonl:2"),
+        ModelError("no such folder"),
+        TrainingError("not finite"),
+        RunFolderError("exists"),
+        WorkerGroupError("was stopped"),
+        KeyboardInterrupt(),
+        TypeError("a bug of ours"),
+    ],
+)
+def test_what_the_same_code_would_do_again_is_not(error: BaseException) -> None:
+    assert not is_restartable(error)
