@@ -22,7 +22,7 @@ from hybridrl.trainer.loop import Loop, UpdateGuard
 from hybridrl.trainer.policy import Policy, WithoutLogprobs
 from hybridrl.trainer.record import RunRecord
 from hybridrl.trainer.reward import TextReward
-from hybridrl.trainer.samples import take_samples
+from hybridrl.trainer.samples import SampleTaker
 from hybridrl.trainer.step import Advantages, PolicyOptimization
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.build import ActorRolloutSpec
@@ -51,7 +51,10 @@ def train(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
     source = _build_source(config, tokenizer)
     with RewardScorer(config.reward) as scorer:
         record.phase("start workers")
-        with start_group(config.cluster, ActorRolloutWorker, _build_spec(config, folder)) as group:
+        with (
+            start_group(config.cluster, ActorRolloutWorker, _build_spec(config, folder)) as group,
+            record.watching(group.spans),
+        ):
             shared = _Ingredients(
                 policy=cast(Policy, group),
                 reward=TextReward(scorer, tokenizer),
@@ -70,15 +73,21 @@ def _build_loop(
     algorithm = _build_algorithm(config, shared, record)
     evaluator = _build_evaluator(config, shared) if config.eval.every_num_steps else None
     num_samples = config.tracking.num_samples_per_step
+    held_out = SampleTaker(shared.tokenizer, num_samples=num_samples, split="eval")
+    sampler = SampleTaker(shared.tokenizer, num_samples=num_samples, split="train")
 
     def take_step(step: int) -> Metrics:
         report = algorithm.step(source.next())
-        record.samples(step, take_samples(report, shared.tokenizer, num_samples=num_samples))
+        record.samples(step, sampler.take(report.task, report.rollouts, report.scores))
         return report.metrics() | {"data/epoch": Mean(source.epoch)}
 
-    def evaluate() -> Metrics:
+    def evaluate(step: int) -> Metrics:
+        if evaluator is None:
+            return {}
         record.phase("evaluate")
-        return evaluator.evaluate() if evaluator else {}
+        report = evaluator.evaluate()
+        record.samples(step, held_out.take(evaluator.task, report.rollouts, report.scores))
+        return report.metrics
 
     return Loop(
         take_step=take_step,

@@ -24,7 +24,9 @@ from hybridrl.workers.build import TrainSpec
 from hybridrl.workers.supervised import SupervisedWorker
 
 
-def tune(config: ExperimentConfig, folder: Path, *, record: Recorder, target: Path) -> None:
+def tune(
+    config: ExperimentConfig, folder: Path, *, record: RunRecord | ProgressRecord, target: Path
+) -> None:
     """Fine-tune the model in ``folder`` on prompts and answers, and write it to ``target``."""
     record.phase("load data")
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
@@ -45,7 +47,10 @@ def tune(config: ExperimentConfig, folder: Path, *, record: Recorder, target: Pa
             seed=config.seed,
         )
     record.phase("start workers")
-    with start_group(config.cluster, SupervisedWorker, _build_spec(config, folder)) as group:
+    with (
+        start_group(config.cluster, SupervisedWorker, _build_spec(config, folder)) as group,
+        record.watching(group.spans),
+    ):
         learner = cast(Learner, group)
         tuning = SupervisedFineTuning(
             learner=learner,
@@ -100,7 +105,7 @@ def _build_loop(
     held_out: list[TokenizedRow],
     record: Recorder,
 ) -> Loop:
-    def evaluate() -> Metrics:
+    def evaluate(_: int) -> Metrics:
         record.phase("evaluate")
         return tuning.evaluate(held_out)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from hybridrl import env
+from hybridrl import env, trace
 from hybridrl.config.cluster import ClusterConfig
 from hybridrl.errors import ResourceError
 from hybridrl.single_controller import (
@@ -35,7 +35,8 @@ def ray_cluster(cluster: ClusterConfig) -> Iterator[None]:
         yield
         return
     require_device(cluster)
-    _start_ray(cluster)
+    with trace.span("start Ray"):
+        _start_ray(cluster)
     try:
         yield
     finally:
@@ -113,10 +114,11 @@ def start_group(cluster: ClusterConfig, worker: type[Worker], *args: object) -> 
         num_cpus_per_rank=cluster.num_cpus_per_rank,
         wait_s=cluster.start_timeout_s,
     )
-    return RayWorkerGroup(
-        resource_pool=pool,
-        ray_cls_with_init=RayClassWithInitArgs(worker, *args),
-        env_vars=_rank_environment(cluster),
-        timeout_s=cluster.call_timeout_s,
-        start_timeout_s=cluster.start_timeout_s,
-    )
+    with trace.span("start workers", worker=worker.__name__):
+        return RayWorkerGroup(
+            resource_pool=pool,
+            ray_cls_with_init=RayClassWithInitArgs(worker, *args),
+            env_vars=_rank_environment(cluster),
+            timeout_s=cluster.call_timeout_s,
+            start_timeout_s=cluster.start_timeout_s,
+        )

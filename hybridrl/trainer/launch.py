@@ -11,6 +11,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 
+from hybridrl import trace
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.trainer.cluster import ray_cluster
 from hybridrl.trainer.record import open_record
@@ -34,4 +35,6 @@ def run(config: ExperimentConfig, *, resolved_yaml: str) -> None:
         with ThreadPoolExecutor(1, thread_name_prefix="import") as thread:
             imported = thread.submit(import_module, _COMPOSITION_ROOT)
             with ray_cluster(config.cluster):
-                imported.result().run(config, record=record)
+                with trace.span("import"):
+                    root = imported.result()
+                root.run(config, record=record)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace as replace_dispatch
 from pathlib import Path
 
+from hybridrl import trace
 from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, TrainBatch
 from hybridrl.metrics import Metrics, merge
 from hybridrl.single_controller import Dispatch, Parts, Worker, dispatch_by_mesh, register
@@ -78,7 +79,8 @@ class ActorRolloutWorker(Worker):
         with self.sharding.rollout_phase() as engine:
             if engine is None:
                 return None
-            responses = engine.generate(prompts, sampling)
+            with trace.span("sample", prompts=len(prompts)):
+                responses = engine.generate(prompts, sampling)
         return assemble_rollouts(prompts, responses, policy_version=self._policy_version)
 
     @register(TRAIN)

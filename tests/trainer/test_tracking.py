@@ -29,6 +29,7 @@ def open_log(
             trackers=trackers,  # type: ignore[arg-type]
             project="test",
             num_samples_per_step=2,
+            trace=False,
             live="off",
         ),
     )

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from hybridrl import trace
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Max, Metrics, merge
@@ -149,7 +150,8 @@ class ShardingManager:
         begin = time.perf_counter()
         peak_bytes(self._device)
         try:
-            yield
+            with trace.span(stage):
+                yield
         finally:
             self._count(stage, seconds=time.perf_counter() - begin)
 
