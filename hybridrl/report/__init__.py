@@ -3,7 +3,3 @@
 ``python -m hybridrl.report RUN_FOLDER`` makes it for a running, finished or broken run; a run makes
 its own at the end. Needs the folder alone: neither torch nor Ray nor a network.
 """
-
-from hybridrl.report.page import try_report, write_report
-
-__all__ = ["try_report", "write_report"]

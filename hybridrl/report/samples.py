@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from hybridrl.report.history import parse_row
 
@@ -18,15 +18,21 @@ _MAX_CHARS = 4000
 
 
 def read_samples(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """Choose from ``samples.jsonl``; lines that are not chosen are not parsed.
+    """Choose from ``samples.jsonl``; lines that are not chosen are neither parsed nor kept.
 
     Returns:
         ``steps``: training samples of some steps, spread evenly, with the first and the last.
         ``stories``: prompts that were answered at several steps, with all their answers.
     """
-    train, held_out = _index(path)
-    chosen = [{"step": step, "samples": _parse(train[step])} for step in spread(sorted(train))]
-    return {"steps": [group for group in chosen if group["samples"]], "stories": _tell(held_out)}
+    if not path.is_file():
+        return {"steps": [], "stories": []}
+    with path.open("rb") as file:
+        train, held_out = _index(file)
+        groups = [
+            {"step": step, "samples": _read(file, train[step])} for step in spread(sorted(train))
+        ]
+        told = {step: _read(file, held_out[step]) for step in spread(sorted(held_out))}
+    return {"steps": [group for group in groups if group["samples"]], "stories": _tell(told)}
 
 
 def spread(steps: Sequence[int], *, max_steps: int = _MAX_SHOWN_STEPS) -> list[int]:
@@ -37,21 +43,26 @@ def spread(steps: Sequence[int], *, max_steps: int = _MAX_SHOWN_STEPS) -> list[i
     return [steps[round(number * gap)] for number in range(max_steps)]
 
 
-def _index(path: Path) -> tuple[dict[int, list[bytes]], dict[int, list[bytes]]]:
-    train: dict[int, list[bytes]] = defaultdict(list)
-    held_out: dict[int, list[bytes]] = defaultdict(list)
-    if path.is_file():
-        with path.open("rb") as file:
-            for line in file:
-                head = _HEAD.match(line)
-                if head and line.endswith(b"\n"):
-                    # A response may hold the mark as text, but with its quotes escaped.
-                    (held_out if _EVAL in line else train)[int(head[1])].append(line)
+def _index(file: BinaryIO) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Say where the lines of each step begin: of training, and of evaluation."""
+    train: dict[int, list[int]] = defaultdict(list)
+    held_out: dict[int, list[int]] = defaultdict(list)
+    place = 0
+    for line in file:
+        head = _HEAD.match(line)
+        if head and line.endswith(b"\n"):
+            # A response may hold the mark as text, but with its quotes escaped.
+            (held_out if _EVAL in line else train)[int(head[1])].append(place)
+        place += len(line)
     return train, held_out
 
 
-def _parse(lines: Sequence[bytes]) -> list[dict[str, Any]]:
-    return [_shorten(row) for line in lines if (row := parse_row(line)) is not None]
+def _read(file: BinaryIO, places: Sequence[int]) -> list[dict[str, Any]]:
+    rows = []
+    for place in places:
+        file.seek(place)
+        rows.append(parse_row(file.readline()))
+    return [_shorten(row) for row in rows if row is not None]
 
 
 def _shorten(sample: dict[str, Any]) -> dict[str, Any]:
@@ -64,10 +75,10 @@ def _shorten(sample: dict[str, Any]) -> dict[str, Any]:
     return sample | cut
 
 
-def _tell(held_out: dict[int, list[bytes]]) -> list[dict[str, Any]]:
+def _tell(held_out: dict[int, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     stories: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for step in spread(sorted(held_out)):
-        for sample in _parse(held_out[step]):
+    for samples in held_out.values():
+        for sample in samples:
             stories[sample["prompt"]].append(sample)
     told = [{"prompt": prompt, "samples": samples} for prompt, samples in stories.items()]
     return told[:_MAX_STORIES]

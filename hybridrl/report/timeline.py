@@ -26,8 +26,14 @@ def read_timeline(path: Path) -> dict[str, Any]:
     """
     events = _read_events(path)
     names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
-    spans = [event for event in events if event.get("ph") == "X"]
+    spans = _since_last_start([event for event in events if event.get("ph") == "X"])
     return {**_last_step(spans, names), "memory": _memory(spans, names)}
+
+
+def _since_last_start(spans: Sequence[_Event]) -> list[_Event]:
+    """Leave out groups of ranks that are gone: those that made the starter model, or that died."""
+    starts = [span["ts"] for span in spans if span["name"] == "start workers"]
+    return [span for span in spans if span["ts"] >= max(starts, default=0)]
 
 
 def _last_step(spans: Sequence[_Event], names: dict[int, str]) -> dict[str, Any]:

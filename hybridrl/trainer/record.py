@@ -13,7 +13,7 @@ from pathlib import Path
 from hybridrl import log
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.metrics import Metrics
-from hybridrl.report import try_report
+from hybridrl.report.page import try_report
 from hybridrl.single_controller.spans import SpanHarvest
 from hybridrl.trainer.live import LiveView, open_live
 from hybridrl.trainer.tracing import Tracing

@@ -109,7 +109,7 @@ class TraceFile:
         if not self._file.closed:
             now_us = time.time_ns() // 1000
             end = {"ph": "i", "s": "g", "name": "the trace ends", "pid": 1, "tid": 1, "ts": now_us}
-            self._file.write(json.dumps(end).encode() + b"\n]\n")
+            self._file.write(_encode(end) + b"\n]\n")
             self._file.close()
 
     def _append(self, events: Iterable[_Event]) -> None:
@@ -142,6 +142,10 @@ class TraceFile:
         file.truncate(start + tail.rfind(_SEPARATOR) + len(_SEPARATOR))
         file.seek(0, SEEK_END)
         return file
+
+
+def _encode(event: _Event) -> bytes:
+    return json.dumps(event, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _complete(row: int, thread: int, span: SpanRecord) -> _Event:

@@ -53,9 +53,10 @@ class Tracing:
         try:
             yield
         finally:
+            self._groups.remove(ranks)
+            self._pick_up(ranks, wait_s=_LAST_WAIT_S)  # what was asked before
             ranks.ask()
             self._pick_up(ranks, wait_s=_LAST_WAIT_S)
-            self._groups.remove(ranks)
 
     def step(self, values: Mapping[str, float]) -> None:
         """A step is over: keep its counters, write what came, ask for what is new."""

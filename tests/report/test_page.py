@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.errors import RunFolderError
-from hybridrl.report import try_report, write_report
-from hybridrl.report.page import describe
+from hybridrl.report.page import describe, try_report, write_report
 from tests.report.folders import data_of_page, panel, sample, write_folder
 
 

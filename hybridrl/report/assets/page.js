@@ -141,10 +141,10 @@ function lineOf(line, at, panel) {
   const isEval = line.name.startsWith("eval/");
   const base = { x: line.x, y: line.y, name: line.label, legendgroup: line.name, hovertemplate: "%{y:.4~g}" };
   const few = line.x.length < 40;
-  if (isEval) return [{ ...base, mode: "lines+markers", line: { color, width: 2 }, marker: { size: few ? 7 : 4 } }];
+  if (isEval && line.x.length < 100) return [{ ...base, mode: "lines+markers", line: { color, width: 2 }, marker: { size: few ? 7 : 4 } }];
   if (few || !isSmooth) return [{ ...base, mode: line.x.length < 2 ? "markers" : "lines", line: { color, width: 1.8 } }];
   return [
-    { ...base, mode: "lines", line: { color, width: 1 }, opacity: 0.28, showlegend: false },
+    { ...base, mode: "lines", line: { color, width: 1 }, opacity: document.documentElement.dataset.theme === "dark" ? 0.45 : 0.28, showlegend: false },
     { ...base, y: smoothed(line.y, panel.log), mode: "lines", line: { color, width: 2.2 }, hoverinfo: "skip", hovertemplate: null, showlegend: panel.lines.length > 1 },
   ];
 }
@@ -278,7 +278,7 @@ function drawSamples() {
   const longest = Math.max(...[...steps, ...stories].flatMap((group) => group.samples.map((sample) => sample.response.length)));
   const shown = el("div", { class: longest < 60 ? "grid" : "stack" });
   const controls = el("div", { class: "controls" });
-  const legend = el("span", { class: "key" }, "sure", el("i", {}), "unsure: a token of low probability is darker; point at it for its log-prob");
+  const legend = el("span", { class: "key" }, "sure", el("i", {}), "unsure: a token of low probability stands out; point at it for its log-prob");
   const choose = el("select", { onchange: () => show(choose.value) });
   if (stories.length) choose.append(el("option", { value: "stories" }, "the same held-out prompts over time"));
   for (const group of [...steps].reverse()) choose.append(el("option", { value: group.step }, `training, step ${group.step}`));
