@@ -94,8 +94,8 @@ def describe(folder: Path) -> dict[str, Any]:
         "timeline": read_timeline(folder / "trace.json"),
         "samples": read_samples(folder / "samples.jsonl"),
         "settings": {
-            "changes": [[key, str(old), str(new)] for key, (old, new) in changes.items()],
-            "all": [[key, str(value)] for key, value in settings.flat.items()],
+            "changes": [[key, _spell(old), _spell(new)] for key, (old, new) in changes.items()],
+            "all": [[key, _spell(value)] for key, value in settings.flat.items()],
         },
         "log": log_lines[-_NUM_LOG_LINES:],
     }
@@ -156,6 +156,12 @@ def _tiles(history: History) -> list[dict[str, Any]]:
             ends = [sum(values[:few]) / few, sum(values[-few:]) / few]
             tiles.append({"label": label, "unit": unit, "first": ends[0], "last": ends[1]})
     return tiles
+
+
+def _spell(value: object) -> str:
+    """Write a value as it is typed on the command line."""
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def _read_log(path: Path) -> list[str]:

@@ -46,7 +46,7 @@ function drawHead() {
   const words = { finished: "finished", failed: "ended with an error", unfinished: "running, or stopped early" };
   document.title = `${run.name} · hybridrl`;
   const model = run.settings.all.find(([key]) => key === "model.path");
-  const named = model && model[1] !== "None" ? model[1] : "the starter model";
+  const named = model && model[1] !== "null" ? model[1] : "the starter model";
   document.getElementById("head").append(
     el("div", { class: "title" },
       el("h1", {}, run.name),
