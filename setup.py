@@ -25,6 +25,7 @@ setup(
         "hybridrl": ["py.typed"],
         "hybridrl.hydra_configs": ["*.yaml", "*/*.yaml"],
         "hybridrl.recipes": ["*.yaml", "cluster/*"],
+        "hybridrl.report": ["assets/*"],
     },
     include_package_data=False,
     # The ranges that were tested.
@@ -39,6 +40,7 @@ setup(
         "safetensors>=0.5",
         "filelock",
         "numpy>=2",
+        "plotly>=6,<8",
         "pyarrow>=20",
         "pyyaml",
         "rich>=14",

@@ -203,22 +203,31 @@ def _parse(table: str) -> dict[str, Declaration]:
 DECLARATIONS = _parse(_TABLE)
 """Every metric by name, in the order in which people read them."""
 
-_FAMILIES = [re.compile(re.sub(r"{\w+}", r"[^/]+", name)) for name in DECLARATIONS if "{" in name]
+_FAMILIES = {
+    name: re.compile(re.sub(r"{\w+}", r"[^/]+", name)) for name in DECLARATIONS if "{" in name
+}
+
+
+def find_declaration(name: str) -> Declaration | None:
+    """Return what is declared of a metric; a word in braces in the table stands for any word."""
+    if name in DECLARATIONS:
+        return DECLARATIONS[name]
+    families = (family for family, pattern in _FAMILIES.items() if pattern.fullmatch(name))
+    return next((DECLARATIONS[family] for family in families), None)
 
 
 def check_declared(names: Iterable[str]) -> None:
-    """Refuse a name that the table does not hold; a word in braces there stands for any word.
+    """Refuse a name that the table does not hold.
 
     Raises:
         MetricError: names the first unknown metric and the nearest known ones.
     """
     for name in names:
-        if name in DECLARATIONS or any(family.fullmatch(name) for family in _FAMILIES):
-            continue
-        raise MetricError(
-            f"metric {name!r} is not declared; {nearest(name, list(DECLARATIONS))} "
-            "Declare a new one in hybridrl/metrics.py"
-        )
+        if find_declaration(name) is None:
+            raise MetricError(
+                f"metric {name!r} is not declared; {nearest(name, list(DECLARATIONS))} "
+                "Declare a new one in hybridrl/metrics.py"
+            )
 
 
 def to_markdown() -> str:

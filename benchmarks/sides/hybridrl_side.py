@@ -10,6 +10,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import cast
@@ -19,6 +20,7 @@ import yaml
 from hybridrl.config.load import load_config
 from hybridrl.main import compose
 from hybridrl.metrics import Metrics
+from hybridrl.single_controller.spans import SpanHarvest
 from hybridrl.trainer.build_training import train
 from hybridrl.trainer.cluster import ray_cluster
 from hybridrl.trainer.record import RunRecord, open_record
@@ -52,6 +54,10 @@ class GatedRecord:
     def phase(self, name: str) -> None:
         """Say what begins."""
         self._record.phase(name)
+
+    def watching(self, ranks: SpanHarvest) -> AbstractContextManager[None]:
+        """Trace these ranks."""
+        return self._record.watching(ranks)
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Keep some responses of a step."""

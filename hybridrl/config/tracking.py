@@ -21,5 +21,8 @@ class TrackingConfig:
     num_samples_per_step: CountOrZero
     """Responses written to samples.jsonl each step, with rewards and text."""
 
+    trace: bool
+    """Whether ``trace.json`` is kept: what driver and ranks did when, for Perfetto."""
+
     live: Literal["auto", "table", "lines", "off"]
     """``auto`` shows a live table in a terminal, else plain lines."""

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import ray
 
-from hybridrl import activity, env, log
+from hybridrl import activity, env, log, trace
 from hybridrl.errors import DispatchError
 from hybridrl.single_controller.payload import install_reducers, run_after_call
 from hybridrl.single_controller.register import Registration, registered_methods
@@ -154,16 +154,21 @@ class WorkerHost:
             worker = role.cls.__new__(role.cls, *role.args, **role.kwargs)
             worker.fused = self.workers
             self.workers[prefix] = worker
-            with activity.doing(f"{role.cls.__name__}.__init__()"):
+            what = role.cls.__name__
+            with activity.doing(f"{what}.__init__()"), trace.span("build", role=what):
                 role.cls.__init__(worker, *role.args, **role.kwargs)
 
     def host_mesh(self, prefix: str, mesh: str) -> MeshPlace | None:
         """Return the place that a worker registered in a mesh, if it did."""
         return self.workers[prefix].meshes.get(mesh)
 
+    def host_take_spans(self) -> trace.Harvest:
+        """Return what this process recorded since the last time."""
+        return trace.take()
+
     def host_execute(self, prefix: str, name: str, *args: object, **kwargs: object) -> object:
         """Call any public method of a worker, registered or not."""
-        with activity.doing(f"{join_prefix(prefix, name)}()"):
+        with activity.doing(f"{join_prefix(prefix, name)}()"), trace.span(name):
             result = getattr(self.workers[prefix], name)(*args, **kwargs)
         run_after_call()
         return result
@@ -233,8 +238,10 @@ def _forward(
 
     def call(host: WorkerHost, *args: object, **kwargs: object) -> object:
         worker = host.workers[prefix]
-        with activity.doing(shown):
-            return finish(worker, function(worker, *args, **kwargs))
+        with activity.doing(shown), trace.span(join_prefix(prefix, name)):
+            result = function(worker, *args, **kwargs)
+            trace.note_host_memory()
+            return finish(worker, result)
 
     async def call_async(host: WorkerHost, *args: object, **kwargs: object) -> object:
         worker = host.workers[prefix]

@@ -15,6 +15,7 @@ from hybridrl.single_controller.fused import RayClassWithInitArgs
 from hybridrl.single_controller.register import Registration, registered_methods
 from hybridrl.single_controller.remote_call import Future, RemoteMethod
 from hybridrl.single_controller.resource_pool import RayResourcePool
+from hybridrl.single_controller.spans import SpanHarvest
 from hybridrl.single_controller.worker import Worker, join_prefix
 
 
@@ -26,6 +27,7 @@ class WorkerGroup:
     ) -> None:
         self._actors = actors
         self._roles = dict(roles)
+        self.spans = SpanHarvest(actors, "+".join(cls.__name__ for cls in roles.values()))
         self._methods: dict[str, RemoteMethod] = {}
         for prefix, cls in roles.items():
             for name, registration in registered_methods(cls).items():

@@ -34,7 +34,7 @@ from hybridrl.trainer.resume import (
     take_up,
 )
 from hybridrl.trainer.reward import TextReward
-from hybridrl.trainer.samples import take_samples
+from hybridrl.trainer.samples import SampleTaker
 from hybridrl.trainer.step import Advantages, PolicyOptimization
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.build import ActorRolloutSpec
@@ -93,7 +93,10 @@ def _train_once(run: _Ingredients) -> None:
     record.phase("start workers")
     spec = build_spec(config, run.folder)
     reports = record.keep_reports
-    with start_group(config.cluster, ActorRolloutWorker, spec, on_failure=reports) as group:
+    with (
+        start_group(config.cluster, ActorRolloutWorker, spec, on_failure=reports) as group,
+        record.watching(group.spans),
+    ):
         policy = cast(Policy, group)
         guard = UpdateGuard(max_skipped=config.trainer.max_skipped_updates)
         checkpointer = build_checkpointer(
@@ -120,16 +123,22 @@ def _build_loop(run: _Ingredients, policy: Policy, *, guard: UpdateGuard, watch:
     algorithm = _build_algorithm(run, policy)
     evaluator = _build_evaluator(run, policy) if config.eval.every_num_steps else None
     num_samples = config.tracking.num_samples_per_step
+    held_out = SampleTaker(run.tokenizer, num_samples=num_samples, split="eval")
+    sampler = SampleTaker(run.tokenizer, num_samples=num_samples, split="train")
 
     def take_step(step: int) -> Metrics:
         report = algorithm.step(run.source.next())
-        record.samples(step, take_samples(report, run.tokenizer, num_samples=num_samples))
+        record.samples(step, sampler.take(report.task, report.rollouts, report.scores))
         metrics = report.metrics() | {"data/epoch": Mean(run.source.epoch)}
         return metrics | watch.compare(metrics)
 
-    def evaluate() -> Metrics:
+    def evaluate(step: int) -> Metrics:
+        if evaluator is None:
+            return {}
         record.phase("evaluate")
-        return evaluator.evaluate() if evaluator else {}
+        report = evaluator.evaluate()
+        record.samples(step, held_out.take(evaluator.task, report.rollouts, report.scores))
+        return report.metrics
 
     return Loop(
         take_step=take_step,

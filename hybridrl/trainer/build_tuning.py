@@ -63,12 +63,15 @@ def _tune_once(
     record: RunRecord,
 ) -> None:
     record.phase("start workers")
-    with start_group(
-        config.cluster,
-        SupervisedWorker,
-        _build_spec(config, folder),
-        on_failure=record.keep_reports,
-    ) as group:
+    with (
+        start_group(
+            config.cluster,
+            SupervisedWorker,
+            _build_spec(config, folder),
+            on_failure=record.keep_reports,
+        ) as group,
+        record.watching(group.spans),
+    ):
         learner = cast(Learner, group)
         guard = UpdateGuard(max_skipped=config.trainer.max_skipped_updates)
         checkpointer = build_checkpointer(
@@ -120,9 +123,12 @@ def warm_up(config: ExperimentConfig, folder: Path, *, record: RunRecord, target
     examples = _load_examples(warmup_config, folder, record=progress)
     progress.phase("start workers")
     spec = _build_spec(warmup_config, folder)
-    with start_group(
-        config.cluster, SupervisedWorker, spec, on_failure=record.keep_reports
-    ) as group:
+    with (
+        start_group(
+            config.cluster, SupervisedWorker, spec, on_failure=record.keep_reports
+        ) as group,
+        record.watching(group.spans),
+    ):
         learner = cast(Learner, group)
         guard = UpdateGuard(max_skipped=config.trainer.max_skipped_updates)
         _build_loop(warmup_config, learner, examples=examples, record=progress, guard=guard).run()
@@ -187,7 +193,7 @@ def _build_loop(
         on_phase=record.phase if isinstance(record, RunRecord) else None,
     )
 
-    def evaluate() -> Metrics:
+    def evaluate(_: int) -> Metrics:
         record.phase("evaluate")
         return tuning.evaluate(examples.held_out)
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from hybridrl import trace
 from hybridrl.metrics import Mean, Metrics
 
 
@@ -24,7 +25,8 @@ class Clock:
             self._on_phase(phase)
         begin = time.perf_counter()
         try:
-            yield
+            with trace.span(phase):
+                yield
         finally:
             self._seconds[phase] = time.perf_counter() - begin
 

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray._private import services
 
-from hybridrl import env
+from hybridrl import env, trace
 from hybridrl.config.cluster import ClusterConfig
 from hybridrl.errors import ResourceError
 from hybridrl.single_controller import (
@@ -42,11 +42,12 @@ def ray_cluster(cluster: ClusterConfig) -> Iterator[None]:
     if ray.is_initialized():  # the caller's own: a test, a notebook
         yield
         return
-    if cluster.address is None:
-        require_device(cluster)
-        _start_ray(cluster)
-    else:
-        _connect(cluster.address)
+    with trace.span("start Ray"):
+        if cluster.address is None:
+            require_device(cluster)
+            _start_ray(cluster)
+        else:
+            _connect(cluster.address)
     try:
         yield
     finally:
@@ -176,14 +177,15 @@ def start_group(
         wait_s=cluster.start_timeout_s,
         is_spread=True,
     )
-    group = RayWorkerGroup(
-        resource_pool=pool,
-        ray_cls_with_init=RayClassWithInitArgs(worker, *args),
-        env_vars=_rank_environment(cluster),
-        timeout_s=cluster.call_timeout_s,
-        start_timeout_s=cluster.start_timeout_s,
-        on_failure=on_failure,
-    )
+    with trace.span("start workers", worker=worker.__name__):
+        group = RayWorkerGroup(
+            resource_pool=pool,
+            ray_cls_with_init=RayClassWithInitArgs(worker, *args),
+            env_vars=_rank_environment(cluster),
+            timeout_s=cluster.call_timeout_s,
+            start_timeout_s=cluster.start_timeout_s,
+            on_failure=on_failure,
+        )
     if len(ray.nodes()) > 1:
         log.info("%s", group.describe_places())
     return group

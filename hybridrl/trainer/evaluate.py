@@ -15,6 +15,15 @@ from hybridrl.trainer.step import Reward
 from hybridrl.workers.rollout.protocol import SamplingParams
 
 
+@dataclass(frozen=True, slots=True)
+class EvalReport:
+    """What one evaluation saw."""
+
+    rollouts: RolloutBatch
+    scores: Scores
+    metrics: Metrics
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluator:
     """Samples the same held-out prompts with the same seeds each time."""
@@ -24,16 +33,18 @@ class Evaluator:
     sampling: SamplingParams
     reward: Reward
 
-    def evaluate(self) -> Metrics:
-        """Return mean reward, overall and by source, lengths and seconds."""
+    def evaluate(self) -> EvalReport:
+        """Sample and score; the metrics are mean reward, overall and by source, lengths, seconds.
+
+        Same prompts in the same order each time, so samples of two evaluations can be compared.
+        """
         clock = Clock()
         with clock("eval"):
             rollouts = self.policy.generate(self.task.prompts, self.sampling)
             scores = self.reward(rollouts, self.task)
-        return {
-            **self._describe(rollouts, scores),
-            "time/eval_s": clock.metrics()["time/eval_s"],
-        }
+        metrics = self._describe(rollouts, scores)
+        metrics["time/eval_s"] = clock.metrics()["time/eval_s"]
+        return EvalReport(rollouts, scores, metrics)
 
     def _describe(self, rollouts: RolloutBatch, scores: Scores) -> Metrics:
         rewards = scores.rewards_B.tolist()

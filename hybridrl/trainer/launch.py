@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from importlib import import_module
 
-from hybridrl import env
+from hybridrl import env, trace
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.trainer.certify import certify
 from hybridrl.trainer.cluster import ray_cluster
@@ -57,4 +57,6 @@ def run(config: ExperimentConfig, *, resolved_yaml: str) -> None:
         thread = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="import"))
         imported = thread.submit(import_module, _COMPOSITION_ROOT)
         with ray_cluster(config.cluster):
-            imported.result().run(config, record=record)
+            with trace.span("import"):
+                root = imported.result()
+            root.run(config, record=record)

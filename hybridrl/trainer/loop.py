@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from hybridrl import trace
 from hybridrl.errors import TrainingError
 from hybridrl.metrics import Metrics
 from hybridrl.trainer.interrupt import Interrupt
@@ -46,7 +47,9 @@ class Loop:
     take_step: Callable[[int], Metrics]
     """Does step n, from 1."""
 
-    evaluate: Callable[[], Metrics]
+    evaluate: Callable[[int], Metrics]
+    """Evaluates after step n; 0 is before the first."""
+
     recorder: Recorder
     num_steps: int
     eval_every: int
@@ -68,12 +71,12 @@ class Loop:
         """
         with self.interrupt.listening():
             if self.eval_every and self.first_step == 1:
-                self.recorder.record(0, self.evaluate())
+                self.recorder.record(0, self.evaluate(0))
             cost_of_saving: Metrics = {}
-            for step in range(self.first_step, self.num_steps + 1):
+            for step in trace.each("step", range(self.first_step, self.num_steps + 1)):
                 metrics = self.take_step(step) | cost_of_saving
                 if self._evaluates_after(step):
-                    metrics = metrics | self.evaluate()
+                    metrics = metrics | self.evaluate(step)
                 self.recorder.record(step, metrics)
                 self.guard.check(metrics)
                 is_last = step == self.num_steps or self.interrupt.is_set

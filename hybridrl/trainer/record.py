@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -13,9 +13,12 @@ from hybridrl import log
 from hybridrl.checkpoint.manifest import RunState
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.metrics import Metrics
+from hybridrl.report.page import try_report
 from hybridrl.single_controller import RankReport
+from hybridrl.single_controller.spans import SpanHarvest
 from hybridrl.trainer.live import LiveView, open_live
 from hybridrl.trainer.postmortem import WHERE, PostMortem, Progress, is_crash
+from hybridrl.trainer.tracing import Tracing
 from hybridrl.trainer.tracking import RunLog, Sample
 
 _logger = logging.getLogger(__name__)
@@ -27,6 +30,7 @@ class RunRecord:
 
     run_log: RunLog
     live: LiveView
+    tracing: Tracing | None
     progress: Progress
     ranks: list[RankReport] = field(default_factory=list)
     """Of the last failure, while it is not explained."""
@@ -43,8 +47,11 @@ class RunRecord:
 
     def record(self, step: int, metrics: Metrics) -> None:
         """Keep and show the metrics of one step."""
-        self.live.step(step, self.run_log.log_step(step, metrics))
+        values = self.run_log.log_step(step, metrics)
+        self.live.step(step, values)
         self.progress.num_done = step
+        if self.tracing is not None:
+            self.tracing.step(values)
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each file that grows by lines."""
@@ -57,10 +64,12 @@ class RunRecord:
 
     def rewind(self, run: RunState | None) -> None:
         """Go back to where a checkpoint was taken; None is before the first step."""
+        step = 0 if run is None else run.step
         if run is None:
             self.run_log.rewind(0, sizes={}, elapsed_s=0.0)
         else:
-            self.run_log.rewind(run.step, sizes=run.log_sizes, elapsed_s=run.elapsed_s)
+            self.run_log.rewind(step, sizes=run.log_sizes, elapsed_s=run.elapsed_s)
+        self.progress.num_done = step
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Keep some responses of a step."""
@@ -84,6 +93,10 @@ class RunRecord:
             outcome = PostMortem(self.folder, error, self.progress, tuple(self.ranks)).write()
             self.ranks.clear()
             error.add_note(f"post-mortem: {outcome}")
+
+    def watching(self, ranks: SpanHarvest) -> AbstractContextManager[None]:
+        """Trace these ranks until the end of the ``with``: ``record.watching(group.spans)``."""
+        return nullcontext() if self.tracing is None else self.tracing.watching(ranks)
 
 
 @contextmanager
@@ -110,11 +123,13 @@ def open_record(
         log.configure(file=run_log.log_file)
         try:
             with (
+                _open_tracing(run_log.folder, is_on=config.tracking.trace) as tracing,
                 open_live(config.tracking.live, num_steps=num_steps, stream=sys.stdout) as live,
-                _explaining(RunRecord(run_log, live, Progress(num_steps))) as record,
+                _explaining(RunRecord(run_log, live, tracing, Progress(num_steps))) as record,
             ):
                 yield record
         finally:
+            try_report(run_log.folder)
             _logger.info("run folder: %s", run_log.folder)
 
 
@@ -127,6 +142,15 @@ def _explaining(record: RunRecord) -> Iterator[RunRecord]:
         # To the file alone: whoever catches the error shows it.
         record.run_log.log_error(error)
         raise
+
+
+@contextmanager
+def _open_tracing(folder: Path, *, is_on: bool) -> Iterator[Tracing | None]:
+    tracing = Tracing.begin(folder) if is_on else None
+    with ExitStack() as ending:
+        if tracing is not None:
+            ending.callback(tracing.close)
+        yield tracing
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,3 +173,7 @@ class ProgressRecord:
     def keep_reports(self, ranks: Sequence[RankReport]) -> None:
         """Keep what ranks did when one failed."""
         self.outer.keep_reports(ranks)
+
+    def watching(self, ranks: SpanHarvest) -> AbstractContextManager[None]:
+        """Trace these ranks until the end of the ``with``."""
+        return self.outer.watching(ranks)

@@ -3,7 +3,9 @@
 ``config.yaml``    the resolved configuration
 ``log.txt``        the log
 ``metrics.jsonl``  one line a step
-``samples.jsonl``  some responses of each step, with text and reward
+``samples.jsonl``  some responses of each step and evaluation: text, reward, log-probs of tokens
+``trace.json``     what driver and ranks did when, for ui.perfetto.dev
+``report.html``    all of it to look at, made at the end or by ``python -m hybridrl.report FOLDER``
 ``postmortem/``    what a crash leaves, see ``trainer/postmortem.py``
 ``tensorboard/``   the same metrics as events, if that tracker is on
 ``checkpoints/``   see ``hybridrl/checkpoint``
@@ -23,7 +25,7 @@ from dataclasses import asdict, dataclass
 from io import SEEK_END, FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Literal, Protocol
 
 from filelock import FileLock, Timeout
 
@@ -63,6 +65,14 @@ class Sample:
     answer: str
     reward: float
     is_truncated: bool
+    split: Literal["train", "eval"] = "train"
+    """Whether it was sampled to learn from, or on a held-out prompt."""
+
+    tokens: tuple[str, ...] = ()
+    """Text of each sampled token, special ones too; at most the first 512."""
+
+    logprobs: tuple[float, ...] = ()
+    """Of those tokens, nats, by the sampler, to 3 decimals."""
 
 
 class RunLog:
@@ -182,7 +192,7 @@ class RunLog:
         return values
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Write the first ``tracking.num_samples_per_step`` of ``samples``.
+        """Write the first ``tracking.num_samples_per_step`` of ``samples``, compactly.
 
         Raises:
             RunFolderError: the disk is full or gone.

@@ -7,6 +7,7 @@ from dataclasses import replace as replace_dispatch
 from pathlib import Path
 from typing import Any
 
+from hybridrl import trace
 from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, TrainBatch
 from hybridrl.metrics import Metrics, from_json, merge, to_json
 from hybridrl.single_controller import Dispatch, Parts, dispatch_by_mesh, register
@@ -90,7 +91,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         with self.sharding.rollout_phase() as engine:
             if engine is None:
                 return None
-            with self.sharding.meter("generate"):
+            with self.sharding.meter("generate"), trace.span("sample", prompts=len(prompts)):
                 responses = engine.generate(prompts, sampling)
         return assemble_rollouts(prompts, responses, policy_version=self._policy_version)
 

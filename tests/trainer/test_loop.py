@@ -30,7 +30,7 @@ def _loop(recorded: Recorded, *, num_steps: int, eval_every: int, num_skipped: i
             "reward/mean": Mean(1.0),
             "policy/skipped_updates": Sum(num_skipped),
         },
-        evaluate=lambda: {"eval/reward/mean": Mean(1.0)},
+        evaluate=lambda step: {"eval/reward/mean": Mean(float(step))},
         recorder=recorded,
         num_steps=num_steps,
         eval_every=eval_every,

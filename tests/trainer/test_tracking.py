@@ -29,6 +29,7 @@ def open_log(
             trackers=trackers,  # type: ignore[arg-type]
             project="test",
             num_samples_per_step=2,
+            trace=False,
             live="off",
         ),
     )
@@ -64,6 +65,9 @@ def test_a_run_folder_holds_configuration_metrics_and_samples(tmp_path: Path) ->
         "answer": "13",
         "reward": 0.5,
         "is_truncated": False,
+        "split": "train",
+        "tokens": [],
+        "logprobs": [],
     }
 
 

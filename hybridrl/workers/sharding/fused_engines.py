@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 
 import torch
 
+from hybridrl import trace
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Metrics, Sum, merge
 from hybridrl.workers.sharding.control import ControlGroup, Failures, attempt
@@ -99,6 +100,7 @@ class FusedEngines:
             self._synced_version = self.trained_version
             num_bytes = 0 if self.managed is None else report.num_bytes
             self._metrics = merge([self._metrics, {"memory/synced_bytes": Sum(num_bytes)}])
+            trace.note(synced_bytes=num_bytes)
         return failures
 
     def take_metrics(self) -> Metrics:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from hybridrl import trace
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.metrics import Metrics, Sum, merge
 from hybridrl.workers.rollout.protocol import MemoryPart, RolloutEngine
@@ -169,6 +170,7 @@ class ManagedEngine:
 
     def _add(self, name: str, amount: int) -> None:
         self._metrics = merge([self._metrics, {name: Sum(amount)}])
+        trace.note(**{name.rpartition("/")[2]: amount})
 
     def _resident(self, part: MemoryPart) -> Callable[[], int]:
         return lambda: self.engine.resident_bytes(part)

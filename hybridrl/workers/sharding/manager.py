@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hybridrl import activity
+from hybridrl import activity, trace
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Max, Metrics
@@ -152,7 +152,7 @@ class ShardingManager:
     def _observe(self, stage: str) -> Iterator[None]:
         begin = time.perf_counter()
         try:
-            with self.meter(stage), activity.doing(stage):
+            with self.meter(stage), activity.doing(stage), trace.span(stage):
                 yield
         finally:
             self._count(stage, seconds=time.perf_counter() - begin)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hybridrl import trace
 from hybridrl.algorithms.aggregate import token_weights
 from hybridrl.batch import SupervisedBatch, TrainBatch, jagged_from, row_lengths
 from hybridrl.config.actor import ActorConfig
@@ -94,7 +95,7 @@ class FSDP2Engine(FSDP2Scorer):
         total_loss = torch.zeros((), device=self._device)
         parts: list[Metrics] = []
         plan = self._in_step(packer.plan(self._config.max_tokens_per_microbatch))
-        for number, rows in enumerate(plan, 1):
+        for number, rows in enumerate(trace.each("microbatch", plan), 1):
             pack = packer.pack(rows)
             self._reduce_gradients(now=number == len(plan))
             scored = self._policy(

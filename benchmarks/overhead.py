@@ -1,0 +1,155 @@
+"""What trace and metrics cost a step of the default run: at most 1 % of it.
+
+One run on real workers, in which steps with and without the trace take turns, so that both meet the
+same noise. On a busy machine their difference drowns in it; what counts is the time spent in
+recording, taken by itself within the step.
+
+    python -m benchmarks.overhead [--steps 60] [KEY=VALUE ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import cast
+
+import yaml
+
+from hybridrl import env
+from hybridrl.config.load import load_config
+from hybridrl.main import compose
+from hybridrl.metrics import Metrics
+from hybridrl.single_controller.spans import SpanHarvest
+from hybridrl.trace import Recorder
+from hybridrl.trainer import build
+from hybridrl.trainer.cluster import ray_cluster
+from hybridrl.trainer.record import RunRecord, open_record
+from hybridrl.trainer.tracking import Sample
+
+_LIMIT = 0.01
+_WARM_UP = 5
+_NUM_SPANS = 1_000
+_NUM_REPEATS = 50
+
+
+class TimedRecord:
+    """Records as usual, and notes how long each part of it takes; traces every other step."""
+
+    def __init__(self, record: RunRecord) -> None:
+        self._record = record
+        self._ended = 0.0
+        self.steps: list[dict[str, float]] = []
+        self._samples_s = 0.0
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self._record.folder
+
+    def phase(self, name: str) -> None:
+        """Say what begins."""
+        self._record.phase(name)
+
+    def watching(self, ranks: SpanHarvest) -> AbstractContextManager[None]:
+        """Trace these ranks."""
+        return self._record.watching(ranks)
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Keep samples, and time it."""
+        begin = time.perf_counter()
+        self._record.samples(step, samples)
+        self._samples_s = time.perf_counter() - begin
+
+    def record(self, step: int, metrics: Metrics) -> None:
+        """Keep metrics and trace, and time each."""
+        begin = time.perf_counter()
+        values = self._record.run_log.log_step(step, metrics)
+        logged = time.perf_counter()
+        is_traced = step % 2 == 0
+        if is_traced and self._record.tracing is not None:
+            self._record.tracing.step(values)
+        end = time.perf_counter()
+        if step > _WARM_UP and self._ended:
+            self.steps.append(
+                {
+                    "is_traced": is_traced,
+                    "step_s": end - self._ended,
+                    "metrics_s": logged - begin + self._samples_s,
+                    "trace_s": end - logged,
+                }
+            )
+        self._ended = end
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("overrides", nargs="*", help="of the configuration")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
+        timed = run(options.steps, options.overrides, Path(folder) / "run")
+    print_table(timed.steps, *cost_per_span())
+
+
+def run(num_steps: int, overrides: list[str], folder: Path) -> TimedRecord:
+    """Train the default, or what the overrides make of it."""
+    words = [f"trainer.num_steps={num_steps}", f"trainer.run_dir={folder}", "tracking.live=off"]
+    composed = compose([*words, "eval.every_num_steps=0", "trainer.export_hf=false", *overrides])
+    config = load_config(composed)
+    for name, value in env.process_environment(config.cluster.num_threads_per_rank).items():
+        env.set_default(name, value)
+    with (
+        open_record(config, resolved_yaml=yaml.safe_dump(composed)) as record,
+        ray_cluster(config.cluster),
+    ):
+        timed = TimedRecord(record)
+        build.run(config, record=cast(RunRecord, timed))
+    return timed
+
+
+def cost_per_span() -> tuple[float, float]:
+    """Return the seconds that a span costs, and that fetching it from a rank's buffer costs."""
+    recorder = Recorder()
+    costs: list[tuple[float, float]] = []
+    for _ in range(_NUM_REPEATS):
+        begin = time.thread_time()  # of the core: neighbours do not lengthen it
+        for number in range(_NUM_SPANS):
+            with recorder.span("stage", number=number):
+                pass
+        recorded = time.thread_time()
+        recorder.take()
+        taken = time.thread_time()
+        costs.append(((recorded - begin) / _NUM_SPANS, (taken - recorded) / _NUM_SPANS))
+    record_s, take_s = zip(*costs, strict=True)
+    return statistics.median(record_s), statistics.median(take_s)
+
+
+def print_table(steps: list[dict[str, float]], span_s: float, take_s: float) -> None:
+    """Print medians of steps, means of costs: the trace does most of its work once a second."""
+    traced = [step for step in steps if step["is_traced"]]
+    plain = [step for step in steps if not step["is_traced"]]
+    step_s = statistics.median(step["step_s"] for step in plain)
+    metrics_s = statistics.fmean(step["metrics_s"] for step in steps)
+    trace_s = statistics.fmean(step["trace_s"] for step in traced)
+    print(f"{len(traced)} steps with trace and {len(plain)} without took turns\n")
+    print("| what | ms | share of a step |\n|---|---:|---:|")
+    rows = {
+        "step without trace, median": step_s,
+        "step with trace, median": statistics.median(step["step_s"] for step in traced),
+        "metrics, TensorBoard and samples, on the driver": metrics_s,
+        "trace, on the driver": trace_s,
+    }
+    for name, seconds in rows.items():
+        print(f"| {name} | {1000 * seconds:.3f} | {seconds / step_s:.2%} |")
+    print(f"\none span: {1e6 * span_s:.2f} µs to record, {1e6 * take_s:.2f} µs to hand over")
+    share = (metrics_s + trace_s) / step_s
+    print(f"trace + metrics: {share:.2%} of a step (limit {_LIMIT:.0%})")
+
+
+if __name__ == "__main__":
+    main()

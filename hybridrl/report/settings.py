@@ -1,0 +1,95 @@
+"""The configuration of a run, and what in it differs from the defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+# In a wheel the folder lies inside the package, in a checkout beside it.
+_DEFAULTS = next(
+    (
+        root / "hydra_configs"
+        for root in (_PACKAGE, _PACKAGE.parent)
+        if (root / "hydra_configs").is_dir()
+    ),
+    None,
+)
+_MISSING = object()
+
+
+class Settings:
+    """Dotted keys and values of ``config.yaml``."""
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        """Take nested sections."""
+        self.flat = dict(_flatten(values))
+
+    @classmethod
+    def read(cls, path: Path) -> Settings:
+        """Read a file; what is no YAML mapping gives no keys."""
+        return cls(_load(path))
+
+    def number(self, key: str) -> float | None:
+        """Return the value of a key if it is a number."""
+        value = _plain(self.flat.get(key))
+        return value if isinstance(value, float) else None
+
+    def changes(self, defaults: Settings) -> dict[str, tuple[object, object]]:
+        """Return keys whose value differs, with the default and the value; both as plain text.
+
+        A key that the defaults do not have is no change: it belongs to an option that was chosen.
+        A default that is only known at the start of a run (the name of its folder) is none either.
+        """
+        return {
+            key: (defaults.flat[key], value)
+            for key, value in self.flat.items()
+            if key in defaults.flat
+            and "${" not in str(defaults.flat[key])
+            and _plain(value) != _plain(defaults.flat[key])
+        }
+
+
+def read_defaults() -> Settings:
+    """Compose the defaults as Hydra would: each section with the option that config.yaml names."""
+    if _DEFAULTS is None:
+        return Settings({})
+    values = _load(_DEFAULTS / "config.yaml")
+    sections: dict[str, Any] = {}
+    for entry in values.get("defaults", []):
+        if isinstance(entry, dict):
+            for section, option in entry.items():
+                sections[section] = _load(_DEFAULTS / str(section) / f"{option}.yaml")
+    plain = {key: value for key, value in values.items() if key not in ("defaults", "hydra")}
+    return Settings(sections | plain)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _flatten(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _plain(value: object) -> object:
+    """Return what compares equal however it is spelled: YAML 1.1 reads 1e-4 as text."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int | float | str):
+        try:
+            return float(value)
+        except ValueError:
+            return str(value)
+    return value

@@ -1,0 +1,77 @@
+"""A validator for the Chrome trace-event format, array form, as far as hybridrl writes it.
+
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+
+_NEEDS = {
+    "X": {"name": str, "ts": int, "dur": int, "pid": int, "tid": int},
+    "C": {"name": str, "ts": int, "pid": int, "args": dict},
+    "M": {"name": str, "pid": int, "args": dict},
+    "i": {"name": str, "ts": int, "pid": int, "tid": int, "s": str},
+}
+
+
+def read_events(path: Path) -> list[Event]:
+    """Read as the format's readers do: the closing bracket may lack, the last event be torn."""
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("["), "the array form begins with a bracket"
+    decoder, at, events = json.JSONDecoder(), 1, []
+    while True:
+        while at < len(text) and text[at] in " \n,":
+            at += 1
+        if at == len(text) or text[at] == "]":
+            return events
+        try:
+            event, at = decoder.raw_decode(text, at)
+        except ValueError:
+            assert "\n" not in text[at:].strip(), f"torn in the middle: {text[at : at + 80]!r}"
+            return events
+        events.append(event)
+
+
+def check(events: list[Event]) -> None:
+    """Every event has its fields, processes have names, and spans of a thread nest."""
+    for event in events:
+        for field, kind in _NEEDS[event["ph"]].items():
+            assert isinstance(event[field], kind), f"{field} of {event}"
+        if event["ph"] == "X":
+            assert event["dur"] >= 0, event
+        if event["ph"] == "C":
+            assert all(isinstance(value, int | float) for value in event["args"].values()), event
+    named = {e["pid"] for e in events if e["name"] == "process_name"}
+    assert {e["pid"] for e in events} <= named
+    threads: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    for event in spans_of(events):
+        threads[event["pid"], event["tid"]].append(event)
+    for spans in threads.values():
+        check_nesting(spans)
+
+
+def check_nesting(spans: list[Event]) -> None:
+    """Of two spans of a thread one holds the other, or they do not touch."""
+    ends: list[int] = []
+    for span in sorted(spans, key=lambda s: (s["ts"], -s["dur"])):
+        while ends and ends[-1] <= span["ts"]:
+            ends.pop()
+        end = span["ts"] + span["dur"]
+        assert not ends or end <= ends[-1], f"{span} ends after the span around it"
+        ends.append(end)
+
+
+def spans_of(events: list[Event], name: str | None = None) -> list[Event]:
+    """Return the complete events, of one name if given."""
+    return [e for e in events if e["ph"] == "X" and name in (None, e["name"])]
+
+
+def names_of(events: list[Event]) -> dict[int, str]:
+    """Return the name of each process row."""
+    return {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
