@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.batch import TrainBatch, row_lengths
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.source import PromptSource, build_prompt_step
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.rewards.scorer import RewardScorer
-from hybridrl.trainer.advantages import GroupRelative, GroupRelativeWithKL
-from hybridrl.trainer.cluster import start_group
+from hybridrl.trainer.build_algorithm import (
+    Algorithm,
+    Parts,
+    build_actor_critic,
+    build_group_relative,
+)
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.inputs import load_rows
 from hybridrl.trainer.loop import Loop, UpdateGuard
-from hybridrl.trainer.policy import Policy, WithoutLogprobs
 from hybridrl.trainer.record import RunRecord
 from hybridrl.trainer.reward import TextReward
 from hybridrl.trainer.samples import take_samples
-from hybridrl.trainer.step import Advantages, PolicyOptimization
-from hybridrl.workers.actor_rollout import ActorRolloutWorker
-from hybridrl.workers.build import ActorRolloutSpec
+from hybridrl.trainer.workers import Workers, start_workers
 from hybridrl.workers.rollout.protocol import SamplingParams
-from hybridrl.workers.train.microbatch import balance_over_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Ingredients:
     """What training and evaluation share."""
 
-    policy: Policy
+    workers: Workers
     reward: TextReward
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
@@ -51,9 +50,9 @@ def train(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
     source = _build_source(config, tokenizer)
     with RewardScorer(config.reward) as scorer:
         record.phase("start workers")
-        with start_group(config.cluster, ActorRolloutWorker, _build_spec(config, folder)) as group:
+        with start_workers(config, folder) as workers:
             shared = _Ingredients(
-                policy=cast(Policy, group),
+                workers=workers,
                 reward=TextReward(scorer, tokenizer),
                 tokenizer=tokenizer,
                 stop_token_ids=load_stop_token_ids(folder, tokenizer),
@@ -61,18 +60,18 @@ def train(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
             _build_loop(config, shared, source=source, record=record).run()
             if config.trainer.export_hf:
                 record.phase("export")
-                shared.policy.export_hf(record.folder / "hf")
+                workers.policy.export_hf(record.folder / "hf")
 
 
 def _build_loop(
     config: ExperimentConfig, shared: _Ingredients, *, source: PromptSource, record: RunRecord
 ) -> Loop:
-    algorithm = _build_algorithm(config, shared, record)
+    algorithm_of = _build_algorithm(config, shared, record)
     evaluator = _build_evaluator(config, shared) if config.eval.every_num_steps else None
     num_samples = config.tracking.num_samples_per_step
 
     def take_step(step: int) -> Metrics:
-        report = algorithm.step(source.next())
+        report = algorithm_of(step).step(source.next())
         record.samples(step, take_samples(report, shared.tokenizer, num_samples=num_samples))
         return report.metrics() | {"data/epoch": Mean(source.epoch)}
 
@@ -92,20 +91,11 @@ def _build_loop(
 
 def _build_algorithm(
     config: ExperimentConfig, shared: _Ingredients, record: RunRecord
-) -> PolicyOptimization:
-    algorithm, rollout = config.algorithm, config.rollout
-    needs_logprobs = algorithm.old_logprobs == "recompute" or algorithm.kl.placement != "none"
-    dp_size = config.cluster.num_ranks
-
-    def arrange(batch: TrainBatch) -> TrainBatch:
-        lengths = row_lengths(batch.token_ids_BL).tolist()
-        order = balance_over_ranks(
-            lengths, dp_size=dp_size, num_minibatches=algorithm.num_minibatches
-        )
-        return batch[order]
-
-    return PolicyOptimization(
-        policy=shared.policy,
+) -> Callable[[int], Algorithm]:
+    """Return what takes step n, counted from 1."""
+    rollout = config.rollout
+    parts = Parts(
+        policy=shared.workers.policy,
         sampling=SamplingParams(
             num_responses_per_prompt=rollout.num_responses_per_prompt,
             max_response_tokens=rollout.max_response_tokens,
@@ -115,21 +105,12 @@ def _build_algorithm(
             stop_token_ids=shared.stop_token_ids,
         ),
         reward=shared.reward,
-        logprobs=shared.policy.compute_logprobs if needs_logprobs else WithoutLogprobs(),
-        advantages=_build_advantages(config),
-        arrange=arrange,
         on_phase=record.phase,
     )
-
-
-def _build_advantages(config: ExperimentConfig) -> Advantages:
-    group = GroupRelative(
-        num_responses=config.rollout.num_responses_per_prompt,
-        divide_by_std=config.algorithm.divide_by_std,
-    )
-    if config.algorithm.kl.placement == "reward":
-        return GroupRelativeWithKL(group=group, kl=config.algorithm.kl)
-    return group
+    if shared.workers.critic is not None:
+        return build_actor_critic(config, parts, shared.workers.critic)
+    group_relative = build_group_relative(config, parts)
+    return lambda step: group_relative
 
 
 def _build_evaluator(config: ExperimentConfig, shared: _Ingredients) -> Evaluator:
@@ -141,7 +122,7 @@ def _build_evaluator(config: ExperimentConfig, shared: _Ingredients) -> Evaluato
         seed=config.seed,
     )
     return Evaluator(
-        policy=shared.policy,
+        policy=shared.workers.policy,
         task=build_prompt_step(rows, first_index=0, seed=config.seed, stream="eval"),
         sampling=SamplingParams(
             num_responses_per_prompt=config.eval.num_responses_per_prompt,
@@ -166,19 +147,4 @@ def _build_source(config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase) 
         num_prompts=config.trainer.num_prompts_per_step,
         seed=config.seed,
         shuffle=config.data.shuffle,
-    )
-
-
-def _build_spec(config: ExperimentConfig, folder: Path) -> ActorRolloutSpec:
-    return ActorRolloutSpec(
-        model_folder=folder.absolute(),
-        model=config.model,
-        actor=config.actor,
-        rollout=config.rollout,
-        algorithm=config.algorithm,
-        device=config.cluster.device,
-        num_total_updates=config.trainer.num_steps * config.algorithm.num_updates_per_step,
-        max_response_tokens=config.rollout.max_response_tokens,
-        max_context_tokens=config.max_row_tokens,
-        collective_timeout_s=config.cluster.collective_timeout_s,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,19 @@ from hybridrl.single_controller import (
     RayResourcePool,
     RayWorkerGroup,
     Worker,
+    create_colocated_worker_cls,
 )
 
 _NVIDIA = Path("/dev/nvidiactl")
 
 
 @contextmanager
-def ray_cluster(cluster: ClusterConfig) -> Iterator[None]:
+def ray_cluster(cluster: ClusterConfig, *, num_more_ranks: int = 0) -> Iterator[None]:
     """Connect to ``cluster.ray_address``, or start Ray on this machine and end it afterwards.
+
+    Args:
+        cluster: where, and for how many ranks.
+        num_more_ranks: processes beside them: a critic that has a pool of its own.
 
     Raises:
         ResourceError: no cluster answers at the address.
@@ -35,7 +40,7 @@ def ray_cluster(cluster: ClusterConfig) -> Iterator[None]:
         yield
         return
     require_device(cluster)
-    _start_ray(cluster)
+    _start_ray(cluster, num_ranks=cluster.num_ranks_per_node + num_more_ranks)
     try:
         yield
     finally:
@@ -55,7 +60,7 @@ def require_device(cluster: ClusterConfig) -> None:
         )
 
 
-def _start_ray(cluster: ClusterConfig) -> None:
+def _start_ray(cluster: ClusterConfig, *, num_ranks: int) -> None:
     for name, value in env.process_environment(cluster.num_threads_per_rank).items():
         env.set_default(name, value)
     # A GPU is visible to a rank only if Ray gives it; ranks on CPUs see none, and that is no news.
@@ -66,7 +71,7 @@ def _start_ray(cluster: ClusterConfig) -> None:
     # Ray's idle processes import what ranks need while this one still imports: 3 s less to step 1.
     env.set_default("RAY_preload_python_modules", "hybridrl.workers.actor_rollout")
     try:
-        ray.init(**_init_arguments(cluster))
+        ray.init(**_init_arguments(cluster, num_ranks))
     except (ConnectionError, ValueError) as err:
         raise ResourceError(
             f"no Ray cluster answers at cluster.ray_address={cluster.ray_address}: {err}; "
@@ -74,10 +79,10 @@ def _start_ray(cluster: ClusterConfig) -> None:
         ) from err
 
 
-def _init_arguments(cluster: ClusterConfig) -> dict[str, Any]:
+def _init_arguments(cluster: ClusterConfig, num_ranks: int) -> dict[str, Any]:
     if cluster.ray_address is not None:
         return {"address": cluster.ray_address, "logging_level": logging.WARNING}
-    num_cpus = max(1, round(cluster.num_ranks_per_node * cluster.num_cpus_per_rank))
+    num_cpus = max(1, round(num_ranks * cluster.num_cpus_per_rank))
     return {
         "address": "local",
         # As many as the ranks ask for: more ranks than cores is a choice, not an error.
@@ -107,6 +112,27 @@ def start_group(cluster: ClusterConfig, worker: type[Worker], *args: object) -> 
         ResourceError: the cluster lacks the resources; names what is asked for and what there is.
         RemoteCallError: a constructor raised.
     """
+    return _start_group(cluster, RayClassWithInitArgs(worker, *args))
+
+
+def start_fused_group(
+    cluster: ClusterConfig, roles: Mapping[str, tuple[type[Worker], object]]
+) -> RayWorkerGroup:
+    """Start one process per rank that holds a worker of each role.
+
+    Args:
+        cluster: how many ranks, and what each gets.
+        roles: by prefix, the worker's class and the argument of its constructor.
+
+    Raises:
+        ResourceError: the cluster lacks the resources; names what is asked for and what there is.
+        RemoteCallError: a constructor raised.
+    """
+    classes = {prefix: RayClassWithInitArgs(cls, spec) for prefix, (cls, spec) in roles.items()}
+    return _start_group(cluster, create_colocated_worker_cls(classes))
+
+
+def _start_group(cluster: ClusterConfig, worker: RayClassWithInitArgs) -> RayWorkerGroup:
     pool = RayResourcePool(
         process_on_nodes=[cluster.num_ranks_per_node] * cluster.num_nodes,
         use_gpu=cluster.device == "cuda",
@@ -115,7 +141,7 @@ def start_group(cluster: ClusterConfig, worker: type[Worker], *args: object) -> 
     )
     return RayWorkerGroup(
         resource_pool=pool,
-        ray_cls_with_init=RayClassWithInitArgs(worker, *args),
+        ray_cls_with_init=worker,
         env_vars=_rank_environment(cluster),
         timeout_s=cluster.call_timeout_s,
         start_timeout_s=cluster.start_timeout_s,

@@ -33,5 +33,6 @@ def run(config: ExperimentConfig, *, resolved_yaml: str) -> None:
         record.phase("start Ray")
         with ThreadPoolExecutor(1, thread_name_prefix="import") as thread:
             imported = thread.submit(import_module, _COMPOSITION_ROOT)
-            with ray_cluster(config.cluster):
+            num_more_ranks = config.num_critic_ranks if config.has_critic_pool else 0
+            with ray_cluster(config.cluster, num_more_ranks=num_more_ranks):
                 imported.result().run(config, record=record)
