@@ -34,8 +34,8 @@ def clipped_value_loss(
     losses_T = (values_T - returns_T).square() / 2
     if not value_clip:
         return ClippedValueLoss(losses_T, torch.zeros_like(losses_T, dtype=torch.bool))
-    moved_T = (values_T - old_values_T).clamp(-value_clip, value_clip)
-    clipped_losses_T = (old_values_T + moved_T - returns_T).square() / 2
-    return ClippedValueLoss(
-        torch.maximum(losses_T, clipped_losses_T), (clipped_losses_T > losses_T).detach()
-    )
+    moved_T = values_T - old_values_T
+    clipped_T = old_values_T + moved_T.clamp(-value_clip, value_clip)
+    clipped_losses_T = (clipped_T - returns_T).square() / 2
+    is_clipped_T = (moved_T.abs() > value_clip) & (clipped_losses_T > losses_T)
+    return ClippedValueLoss(torch.maximum(losses_T, clipped_losses_T), is_clipped_T)
