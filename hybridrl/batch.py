@@ -1,4 +1,4 @@
-"""What travels between driver and workers: three closed, typed batches.
+"""What travels between driver and workers: closed, typed batches.
 
 Legend: P prompts, G responses per prompt, B = P * G rows, L = prompt + response tokens of a row.
 A field with suffix ``_BL`` is a jagged nested tensor: B rows of different length, stored without
@@ -68,6 +68,21 @@ class TrainBatch(TensorClass):
     reference_logprobs_BL: Tensor | None = None  # float32 nats, jagged
 
 
+class ValueBatch(TensorClass):
+    """What the critic expects of B rollouts before the update."""
+
+    values_BL: Tensor  # float32 reward units, jagged, of the state before each token; 0 unmasked
+
+
+class CriticBatch(TensorClass):
+    """B rows for the critic's update; row order is free."""
+
+    token_ids_BL: Tensor  # int64, jagged
+    response_mask_BL: Tensor  # bool, jagged
+    old_values_BL: Tensor  # float32 reward units, jagged, before the step's first update
+    returns_BL: Tensor  # float32 reward units, jagged, what the values should be
+
+
 class SupervisedBatch(TensorClass):
     """B prompt-and-answer rows for supervised fine-tuning."""
 
@@ -120,3 +135,16 @@ def spread_over_tokens(values_B: Tensor, mask_BL: Tensor) -> Tensor:
         values_B.float(), lengths_B, output_size=mask_BL.values().numel()
     )
     return jagged_from(torch.where(mask_BL.values(), values_T, 0.0), lengths_B)
+
+
+def place_on_last_tokens(values_B: Tensor, mask_BL: Tensor) -> Tensor:
+    """Give the last True token of row b the value ``values_B[b]``, others 0: float32 [B, L].
+
+    The value of a row without a True token is lost.
+    """
+    lengths_B = response_lengths(mask_BL)
+    true_T = mask_BL.values().nonzero()[:, 0]
+    has_any_B = lengths_B > 0
+    column_T = torch.zeros(mask_BL.values().shape)
+    column_T[true_T[lengths_B.cumsum(0)[has_any_B] - 1]] = values_B.float()[has_any_B]
+    return jagged_from(column_T, row_lengths(mask_BL))

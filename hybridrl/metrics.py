@@ -88,7 +88,7 @@ def from_json(values: Mapping[str, Sequence[Any]]) -> Metrics:
 
 
 AREAS = (
-    *("reward", "loss", "policy", "rollout", "length"),
+    *("reward", "loss", "policy", "critic", "rollout", "length"),
     *("time", "memory", "throughput", "data", "eval"),
 )
 """First parts of names, a closed list."""
@@ -119,6 +119,7 @@ reward/kl_charge/mean | reward | mean charge per response for leaving the refere
 loss/policy | reward or 1 | clipped surrogate per token, tokens weighed as the loss weighs them
 loss/kl | reward or 1 | KL penalty per token times its coefficient
 loss/entropy | reward or 1 | entropy bonus per token times its coefficient, negative
+loss/value | reward^2 | critic: half the squared error of the value per token, clipped as PPO2 does
 loss/supervised_nats | nats | negative log-likelihood per token, supervised fine-tuning
 policy/entropy_nats/mean | nats | entropy of the next-token distribution at response tokens
 policy/kl_to_reference_nats/mean | nats | k3 estimate of KL(policy, reference) per token
@@ -135,6 +136,14 @@ policy/lr | 1 | learning rate of the step's last update
 policy/updates | updates | optimizer steps taken in this step
 policy/skipped_updates | updates | optimizer steps left out, their loss or gradient was not finite
 policy/version | updates | optimizer steps taken since the run began
+critic/explained_variance | 1 | share of the returns' variance over tokens that the values foretold
+critic/value/mean | reward | value of the states before response tokens, before the update
+critic/return/mean | reward | what those values should have been: advantages plus values
+critic/clip_fraction | 1 | tokens whose value moved too far in the step to be moved further
+critic/grad_norm | 1 | global L2 norm of the critic's gradient before clipping; largest of the step
+critic/lr | 1 | critic's learning rate of the step's last update
+critic/updates | updates | the critic's optimizer steps taken in this step
+critic/skipped_updates | updates | the critic's steps left out, loss or gradient was not finite
 rollout/truncated_fraction | 1 | responses ended by the length limit
 rollout/empty_fraction | 1 | responses without a token
 rollout/aborted_requests | requests | generation requests cut off when the engine was drained
@@ -150,8 +159,10 @@ time/generate_s | s | remote call that syncs weights and samples
 time/sample_s | s | sampling alone, slowest rank
 time/reward_s | s | scoring the responses
 time/advantage_s | s | rewards to advantages, on the driver
-time/logprobs_s | s | remote call for old and reference log-probs
-time/update_s | s | remote call that takes the optimizer steps
+time/logprobs_s | s | remote calls for old and reference log-probs, and with ppo for values
+time/update_s | s | remote calls that take the optimizer steps, the critic's too
+time/critic_values_s | s | computing values on the critic's ranks
+time/critic_update_s | s | the critic's optimizer steps on its ranks
 time/eval_s | s | evaluation
 time/sync_weights_s | s | all stages that lend the device to the rollout engine, before sampling
 time/start_s | s | engines give their memory back once, at the start of the run

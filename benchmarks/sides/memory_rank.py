@@ -14,7 +14,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import read_config
 from hybridrl.main import compose
 from hybridrl.metrics import Metrics
-from hybridrl.trainer.build_training import build_spec
+from hybridrl.trainer.workers import build_actor_spec
 from hybridrl.trainer.starter import write_random_model
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.rollout.protocol import SamplingParams
@@ -29,7 +29,7 @@ def main() -> None:
         raise ValueError(f"a case cannot be read: {overrides}")
     model = folder / f"model{rank}"
     write_random_model(config.model.starter, model, seed=0)
-    worker = ActorRolloutWorker(build_spec(config, model))
+    worker = ActorRolloutWorker(build_actor_spec(config, model))
     first = step(worker, config, 0)
     metrics = {
         **{name: first[name] for name in first if "build" in name},

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridrl.batch import row_lengths
+from hybridrl.batch import jagged_from, row_lengths
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 nats before ``exp``: e^20 = 5e8 is far outside of every clip
@@ -75,10 +75,34 @@ def subtract_sequence_kl(
     Returns:
         float32 [B], without gradient. An empty response is charged nothing.
     """
+    kl_BL = estimate_response_kl(
+        old_logprobs_BL, reference_logprobs_BL, response_mask_BL, estimator=estimator
+    )
+    lengths_B = row_lengths(response_mask_BL)
+    kl_B = torch.segment_reduce(kl_BL.values(), "sum", lengths=lengths_B, initial=0.0)
+    return rewards_B.float() - coefficient * kl_B
+
+
+def estimate_response_kl(
+    old_logprobs_BL: Tensor,
+    reference_logprobs_BL: Tensor,
+    response_mask_BL: Tensor,
+    *,
+    estimator: str,
+) -> Tensor:
+    """Estimate KL(policy || reference) at each response token, as ``estimate_kl`` does.
+
+    Args:
+        old_logprobs_BL: jagged float32 nats, of the policy that sampled.
+        reference_logprobs_BL: jagged float32 nats.
+        response_mask_BL: jagged bool.
+        estimator: as in ``estimate_kl``.
+
+    Returns:
+        Jagged float32 nats [B, L], without gradient, 0 where the mask is False.
+    """
     kl_T = estimate_kl(
         old_logprobs_BL.values().detach(), reference_logprobs_BL.values(), estimator=estimator
     )
     kl_T = torch.where(response_mask_BL.values(), kl_T, 0.0)
-    lengths_B = row_lengths(response_mask_BL)
-    kl_B = torch.segment_reduce(kl_T, "sum", lengths=lengths_B, initial=0.0)
-    return rewards_B.float() - coefficient * kl_B
+    return jagged_from(kl_T, row_lengths(response_mask_BL))

@@ -1,4 +1,4 @@
-"""The ``actor`` section: the training engine of the policy."""
+"""The ``actor`` section, and what any training engine is told: the critic's too."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ActorConfig:
-    """How the policy is trained. Mirrors hydra_configs/actor/*.yaml key by key."""
+class EngineConfig:
+    """A training engine: what actor and critic have in common."""
 
     engine: Literal["fsdp2"]
     """Training engine."""
@@ -59,8 +59,13 @@ class ActorConfig:
     gradient_checkpointing: bool
     """Recompute each block in the backward pass: memory for about a third more time."""
 
-    logprob_chunk_tokens: Count
-    """Tokens whose logits exist at one time in float32."""
-
     optimizer: OptimizerConfig
     """AdamW and its schedule."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActorConfig(EngineConfig):
+    """How the policy is trained. Mirrors hydra_configs/actor/*.yaml key by key."""
+
+    logprob_chunk_tokens: Count
+    """Tokens whose logits exist at one time in float32."""

@@ -13,7 +13,8 @@ class KLConfig:
     """Penalty for leaving the reference policy."""
 
     placement: Literal["none", "loss", "reward"]
-    """``loss`` adds it to the policy loss, ``reward`` subtracts it from each response's reward."""
+    """``loss`` adds it to the policy loss; ``reward`` subtracts it from what each response earns,
+    with ppo token by token."""
 
     estimator: Literal["k1", "k2", "k3"]
     """Schulman's estimators (joschu.net/blog/kl-approx.html)."""
@@ -23,14 +24,28 @@ class KLConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GAEConfig:
+    """Generalized advantage estimation (arXiv:1506.02438). Read by ppo alone."""
+
+    gamma: Annotated[float, Within(at_least=0.0, at_most=1.0)]
+    """Discount per token. 1: a reward counts the same however long the response."""
+
+    lam: Annotated[float, Within(at_least=0.0, at_most=1.0)]
+    """1 trusts the rewards that came (no bias, much variance), 0 the critic's next value."""
+
+    whiten: bool
+    """Shift and scale the advantages of a step to mean 0 and standard deviation 1 over tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AlgorithmConfig:
     """What is optimised. Mirrors hydra_configs/algorithm/*.yaml key by key."""
 
-    name: Literal["grpo"]
-    """Advantage estimator."""
+    name: Literal["grpo", "ppo"]
+    """``grpo`` compares a response with its siblings, ``ppo`` with what a critic expected."""
 
     divide_by_std: bool
-    """True is GRPO (arXiv:2402.03300), False Dr. GRPO (arXiv:2503.20783)."""
+    """With grpo: True is GRPO (arXiv:2402.03300), False Dr. GRPO (arXiv:2503.20783)."""
 
     clip_low: Annotated[float, Within(above=0.0, below=1.0, usual=0.2)]
     """Lower clip range of the probability ratio: ratio >= 1 - clip_low."""
@@ -67,6 +82,9 @@ class AlgorithmConfig:
 
     kl: KLConfig
     """Penalty for leaving the reference policy."""
+
+    gae: GAEConfig
+    """How ppo turns rewards and values into advantages."""
 
     @property
     def num_updates_per_step(self) -> int:

@@ -14,6 +14,11 @@ from hybridrl.config.cluster_checks import (
     check_object_store,
     check_ray_address,
 )
+from hybridrl.config.critic_checks import (
+    check_critic_batch_sizes,
+    check_critic_kernel,
+    check_critic_warmup,
+)
 from hybridrl.config.disk_checks import (
     check_data_files,
     check_reward_function,
@@ -58,12 +63,16 @@ def rules_of(mode: str) -> Mapping[str, tuple[Rule, ...]]:
 def check_group_has_a_baseline(config: ExperimentConfig) -> Iterator[ConfigError]:
     """A group-relative algorithm compares siblings, so a response must have some."""
     group_size = config.rollout.num_responses_per_prompt
-    if group_size < 2:
+    if config.algorithm.name == "grpo" and group_size < 2:
         yield ConfigError(
             "rollout.num_responses_per_prompt",
             group_size,
             f"algorithm.name={config.algorithm.name} compares each response with its siblings",
-            remedies=[(f"rollout.num_responses_per_prompt={n}",) for n in (8, 2)],
+            remedies=[
+                ("rollout.num_responses_per_prompt=8",),
+                ("rollout.num_responses_per_prompt=2",),
+                ("algorithm=ppo",),
+            ],
         )
 
 
@@ -257,6 +266,7 @@ _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
         check_sampler_ratio_cap,
     ),
     "rollout": (check_rollout_engine,),
+    "critic": (check_critic_warmup, check_critic_kernel, check_critic_batch_sizes),
     "batch sizes": (check_batch_sizes,),
     "reward": (check_reward_function,),
     "evaluation": (check_eval_has_data,),

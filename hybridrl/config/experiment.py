@@ -10,6 +10,7 @@ from hybridrl.config.algorithm import AlgorithmConfig
 from hybridrl.config.certify import CertifyConfig
 from hybridrl.config.checkpoint import CheckpointConfig
 from hybridrl.config.cluster import ClusterConfig
+from hybridrl.config.critic import CriticConfig
 from hybridrl.config.data import DataConfig
 from hybridrl.config.eval import EvalConfig
 from hybridrl.config.limits import CountOrZero
@@ -38,6 +39,9 @@ class ExperimentConfig:
 
     actor: ActorConfig
     """How the policy is trained."""
+
+    critic: CriticConfig
+    """How the critic is trained. Nothing of it is built unless ``algorithm.name=ppo``."""
 
     rollout: RolloutConfig
     """How responses are sampled."""
@@ -81,3 +85,26 @@ class ExperimentConfig:
     def max_row_tokens(self) -> int:
         """Longest prompt plus longest response, in tokens."""
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the algorithm asks a critic."""
+        return self.algorithm.name == "ppo"
+
+    @property
+    def has_critic_pool(self) -> bool:
+        """Whether a critic has processes of its own, beside the cluster's ranks."""
+        return self.has_critic and self.critic.placement == "own_pool"
+
+    @property
+    def num_critic_ranks(self) -> int:
+        """Ranks that train the critic, over all machines."""
+        if not self.has_critic_pool:
+            return self.cluster.num_ranks
+        return self.cluster.num_nodes * self.critic.num_ranks_per_node
+
+    @property
+    def num_policy_updates(self) -> int:
+        """Optimizer steps that the policy takes over the run."""
+        num_warmup_steps = self.critic.num_warmup_steps if self.has_critic else 0
+        return (self.trainer.num_steps - num_warmup_steps) * self.algorithm.num_updates_per_step

@@ -32,12 +32,24 @@ def _numbers(config: ExperimentConfig) -> list[str]:
         f"{config.rollout.num_responses_per_prompt} responses), "
         f"{num_rows // algorithm.num_minibatches} an update, "
         f"{num_rows // algorithm.num_minibatches // cluster.num_ranks} of them a rank",
-        "updates": f"{num_updates * config.trainer.num_steps} ({num_updates} a step x "
-        f"{config.trainer.num_steps} steps)",
+        "updates": f"{config.num_policy_updates} ({num_updates} a step x "
+        f"{config.num_policy_updates // num_updates} steps)",
         "tokens": f"at most {config.max_row_tokens} a row, "
         f"{num_rows * config.max_row_tokens} a step",
         "data": config.data.task or ", ".join(config.data.train_files),
+        **_of_critic(config),
         "model": config.model.path or "made on the spot (model.starter)",
         "run folder": config.trainer.run_dir,
     }
     return [f"{name:<12} {value}" for name, value in numbers.items()]
+
+
+def _of_critic(config: ExperimentConfig) -> dict[str, str]:
+    if not config.has_critic:
+        return {}
+    critic = config.critic
+    return {
+        "critic": f"{critic.placement}, {config.num_critic_ranks} of its ranks; "
+        f"{critic.num_updates_per_step} updates a step, alone in the first "
+        f"{critic.num_warmup_steps} steps"
+    }

@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 
 from hybridrl.errors import ModelError, nearest
 from hybridrl.models.packed import PACKED_ATTENTION
@@ -78,6 +83,30 @@ def build_empty_model(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
         )
 
 
+def build_empty_critic(
+    folder: Path, *, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """Build the folder's model without memory, but with a value head of zeros for its last layer.
+
+    With zeros all values begin at 0, and the first advantages are the rewards themselves; a random
+    head would begin with noise of the size of the hidden states.
+
+    Raises:
+        ModelError: as ``build_empty_model``.
+    """
+    _check_model_type(folder)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, num_labels=1)
+    with torch.device("meta"):
+        critic = AutoModelForTokenClassification.from_config(
+            config, dtype=dtype, attn_implementation=PACKED_ATTENTION
+        )
+    critic.config.architectures = [type(critic).__name__]
+    critic.score.to_empty(device=device)
+    for parameter in critic.score.parameters():
+        nn.init.zeros_(parameter)
+    return critic
+
+
 def check_weights(model: PreTrainedModel, files: WeightFiles) -> None:
     """Compare the names of the model's weights with those in the files.
 
@@ -118,8 +147,9 @@ def fill_weights(module: nn.Module, prefix: str, files: WeightFiles, device: tor
 
 def finish_model(model: PreTrainedModel, device: torch.device) -> None:
     """Restore what filling by name leaves open: tied embeddings and the rotary frequencies."""
-    if model.config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
+    head = model.get_output_embeddings()  # a critic has none
+    if head is not None and model.config.tie_word_embeddings:
+        head.weight = model.get_input_embeddings().weight
     rotary = model.model.rotary_emb
     model.model.rotary_emb = type(rotary)(config=model.config, device=device)
 

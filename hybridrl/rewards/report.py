@@ -15,12 +15,14 @@ def reward_metrics(scores: Scores, *, num_responses: int) -> Metrics:
         num_responses: G, responses per prompt; divides B.
     """
     rewards_B = scores.rewards_B
-    flat_P = flat_groups(rewards_B.view(-1, num_responses))
-    return {
+    metrics: Metrics = {
         "reward/mean": Mean(rewards_B.sum().item(), len(rewards_B)),
         "reward/std": Mean(rewards_B.std(correction=0).item()),
         "reward/max": Max(rewards_B.max().item()),
         "reward/min": Min(rewards_B.min().item()),
-        "reward/flat_group_fraction": Mean(flat_P.sum().item(), len(flat_P)),
         "reward/failed_fraction": Mean(scores.is_failed_B.sum().item(), len(rewards_B)),
     }
+    if num_responses > 1:
+        flat_P = flat_groups(rewards_B.view(-1, num_responses))
+        metrics["reward/flat_group_fraction"] = Mean(flat_P.sum().item(), len(flat_P))
+    return metrics

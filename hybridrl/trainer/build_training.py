@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.batch import TrainBatch, row_lengths
 from hybridrl.checkpoint.manifest import Origin
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.source import PromptSource, build_prompt_step
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.rewards.scorer import RewardScorer
-from hybridrl.trainer.advantages import GroupRelative, GroupRelativeWithKL
-from hybridrl.trainer.checkpoints import Saver
-from hybridrl.trainer.cluster import start_group
+from hybridrl.trainer.build_algorithm import (
+    Algorithm,
+    Parts,
+    build_actor_critic,
+    build_group_relative,
+)
 from hybridrl.trainer.evaluate import Evaluator
 from hybridrl.trainer.export import export
 from hybridrl.trainer.inputs import load_rows
 from hybridrl.trainer.loop import Loop, UpdateGuard
 from hybridrl.trainer.plan_watch import PlanWatch
-from hybridrl.trainer.policy import Policy, WithoutLogprobs
 from hybridrl.trainer.record import RunRecord
 from hybridrl.trainer.restarts import with_restarts
 from hybridrl.trainer.resume import (
@@ -35,11 +36,8 @@ from hybridrl.trainer.resume import (
 )
 from hybridrl.trainer.reward import TextReward
 from hybridrl.trainer.samples import SampleTaker
-from hybridrl.trainer.step import Advantages, PolicyOptimization
-from hybridrl.workers.actor_rollout import ActorRolloutWorker
-from hybridrl.workers.build import ActorRolloutSpec
+from hybridrl.trainer.workers import Workers, start_workers
 from hybridrl.workers.rollout.protocol import SamplingParams
-from hybridrl.workers.train.microbatch import balance_over_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,17 +89,11 @@ def _train_once(run: _Ingredients) -> None:
     """Start workers, go on from the newest checkpoint to the end, and export."""
     config, record = run.config, run.record
     record.phase("start workers")
-    spec = build_spec(config, run.folder)
-    reports = record.keep_reports
-    with (
-        start_group(config.cluster, ActorRolloutWorker, spec, on_failure=reports) as group,
-        record.watching(group.spans),
-    ):
-        policy = cast(Policy, group)
+    with start_workers(config, run.folder, record=record) as workers:
         guard = UpdateGuard(max_skipped=config.trainer.max_skipped_updates)
         checkpointer = build_checkpointer(
             config,
-            {"actor": cast(Saver, group)},
+            workers.savers,
             origin=run.origin,
             stream=run.source,
             guard=guard,
@@ -109,25 +101,28 @@ def _train_once(run: _Ingredients) -> None:
         )
         num_done = take_up(checkpointer, stream=run.source, guard=guard, record=record)
         watch = PlanWatch(config)
-        loop = _build_loop(run, policy, guard=guard, watch=watch)
+        loop = _build_loop(run, workers, guard=guard, watch=watch)
         loop = replace(loop, save=checkpointer.after_step, first_step=num_done + 1)
         num_steps = loop.run()
         watch.report()
         if config.trainer.export_hf:
             record.phase("export")
-            export(policy, (record.folder / "hf").absolute(), is_new=num_steps > num_done)
+            target = (record.folder / "hf").absolute()
+            export(workers.policy, target, is_new=num_steps > num_done)
 
 
-def _build_loop(run: _Ingredients, policy: Policy, *, guard: UpdateGuard, watch: PlanWatch) -> Loop:
+def _build_loop(
+    run: _Ingredients, workers: Workers, *, guard: UpdateGuard, watch: PlanWatch
+) -> Loop:
     config, record = run.config, run.record
-    algorithm = _build_algorithm(run, policy)
-    evaluator = _build_evaluator(run, policy) if config.eval.every_num_steps else None
+    algorithm_of = _build_algorithm(run, workers)
+    evaluator = _build_evaluator(run, workers) if config.eval.every_num_steps else None
     num_samples = config.tracking.num_samples_per_step
     held_out = SampleTaker(run.tokenizer, num_samples=num_samples, split="eval")
     sampler = SampleTaker(run.tokenizer, num_samples=num_samples, split="train")
 
     def take_step(step: int) -> Metrics:
-        report = algorithm.step(run.source.next())
+        report = algorithm_of(step).step(run.source.next())
         record.samples(step, sampler.take(report.task, report.rollouts, report.scores))
         metrics = report.metrics() | {"data/epoch": Mean(run.source.epoch)}
         return metrics | watch.compare(metrics)
@@ -150,21 +145,12 @@ def _build_loop(run: _Ingredients, policy: Policy, *, guard: UpdateGuard, watch:
     )
 
 
-def _build_algorithm(run: _Ingredients, policy: Policy) -> PolicyOptimization:
+def _build_algorithm(run: _Ingredients, workers: Workers) -> Callable[[int], Algorithm]:
+    """Return what takes step n, counted from 1."""
     config = run.config
-    algorithm, rollout = config.algorithm, config.rollout
-    needs_logprobs = algorithm.old_logprobs == "recompute" or algorithm.kl.placement != "none"
-    dp_size = config.cluster.num_ranks
-
-    def arrange(batch: TrainBatch) -> TrainBatch:
-        lengths = row_lengths(batch.token_ids_BL).tolist()
-        order = balance_over_ranks(
-            lengths, dp_size=dp_size, num_minibatches=algorithm.num_minibatches
-        )
-        return batch[order]
-
-    return PolicyOptimization(
-        policy=policy,
+    rollout = config.rollout
+    parts = Parts(
+        policy=workers.policy,
         sampling=SamplingParams(
             num_responses_per_prompt=rollout.num_responses_per_prompt,
             max_response_tokens=rollout.max_response_tokens,
@@ -174,24 +160,15 @@ def _build_algorithm(run: _Ingredients, policy: Policy) -> PolicyOptimization:
             stop_token_ids=load_stop_token_ids(run.folder, run.tokenizer),
         ),
         reward=run.reward,
-        logprobs=policy.compute_logprobs if needs_logprobs else WithoutLogprobs(),
-        advantages=_build_advantages(config),
-        arrange=arrange,
         on_phase=run.record.phase,
     )
+    if workers.critic is not None:
+        return build_actor_critic(config, parts, workers.critic)
+    group_relative = build_group_relative(config, parts)
+    return lambda step: group_relative
 
 
-def _build_advantages(config: ExperimentConfig) -> Advantages:
-    group = GroupRelative(
-        num_responses=config.rollout.num_responses_per_prompt,
-        divide_by_std=config.algorithm.divide_by_std,
-    )
-    if config.algorithm.kl.placement == "reward":
-        return GroupRelativeWithKL(group=group, kl=config.algorithm.kl)
-    return group
-
-
-def _build_evaluator(run: _Ingredients, policy: Policy) -> Evaluator:
+def _build_evaluator(run: _Ingredients, workers: Workers) -> Evaluator:
     config = run.config
     rows = load_rows(
         config.data,
@@ -201,7 +178,7 @@ def _build_evaluator(run: _Ingredients, policy: Policy) -> Evaluator:
         seed=config.seed,
     )
     return Evaluator(
-        policy=policy,
+        policy=workers.policy,
         task=build_prompt_step(rows, first_index=0, seed=config.seed, stream="eval"),
         sampling=SamplingParams(
             num_responses_per_prompt=config.eval.num_responses_per_prompt,
@@ -226,21 +203,4 @@ def _build_source(config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase) 
         num_prompts=config.trainer.num_prompts_per_step,
         seed=config.seed,
         shuffle=config.data.shuffle,
-    )
-
-
-def build_spec(config: ExperimentConfig, folder: Path) -> ActorRolloutSpec:
-    """Cut out of the configuration what a rank needs."""
-    return ActorRolloutSpec(
-        model_folder=folder.absolute(),
-        model=config.model,
-        actor=config.actor,
-        rollout=config.rollout,
-        algorithm=config.algorithm,
-        seed=config.seed,
-        device=config.cluster.device,
-        num_total_updates=config.trainer.num_steps * config.algorithm.num_updates_per_step,
-        max_response_tokens=config.rollout.max_response_tokens,
-        max_context_tokens=config.max_row_tokens,
-        collective_timeout_s=config.cluster.collective_timeout_s,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from hybridrl.single_controller import (
     RayResourcePool,
     RayWorkerGroup,
     Worker,
+    create_colocated_worker_cls,
 )
 from hybridrl.single_controller.head import require_head
 
@@ -33,8 +34,12 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 @contextmanager
-def ray_cluster(cluster: ClusterConfig) -> Iterator[None]:
+def ray_cluster(cluster: ClusterConfig, *, num_more_ranks: int = 0) -> Iterator[None]:
     """Connect to ``cluster.address``, or start Ray on this machine and end it afterwards.
+
+    Args:
+        cluster: where, and for how many ranks.
+        num_more_ranks: processes beside them: a critic that has a pool of its own.
 
     Raises:
         ResourceError: no cluster answers at the address, or this machine lacks what is asked for.
@@ -45,7 +50,7 @@ def ray_cluster(cluster: ClusterConfig) -> Iterator[None]:
     with trace.span("start Ray"):
         if cluster.address is None:
             require_device(cluster)
-            _start_ray(cluster)
+            _start_ray(cluster, num_ranks=cluster.num_ranks_per_node + num_more_ranks)
         else:
             _connect(cluster.address)
     try:
@@ -67,7 +72,7 @@ def require_device(cluster: ClusterConfig) -> None:
         )
 
 
-def _start_ray(cluster: ClusterConfig) -> None:
+def _start_ray(cluster: ClusterConfig, *, num_ranks: int) -> None:
     # A GPU is visible to a rank only if Ray gives it; ranks on CPUs see none, and that is no news.
     env.set_default("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Ranks import what this process does, whether hybridrl is installed or run from a checkout.
@@ -80,7 +85,7 @@ def _start_ray(cluster: ClusterConfig) -> None:
     arguments: dict[str, Any] = {
         "address": "local",
         # As many as the ranks ask for: more ranks than cores is a choice, not an error.
-        "num_cpus": max(1, round(cluster.num_ranks_per_node * cluster.num_cpus_per_rank)),
+        "num_cpus": max(1, round(num_ranks * cluster.num_cpus_per_rank)),
         "include_dashboard": False,
         "logging_level": logging.WARNING,
     }
@@ -170,6 +175,33 @@ def start_group(
         ResourceError: the cluster lacks the resources; names what is asked for and what there is.
         RemoteCallError: a constructor raised.
     """
+    return _start_group(cluster, RayClassWithInitArgs(worker, *args), on_failure)
+
+
+def start_fused_group(
+    cluster: ClusterConfig,
+    roles: Mapping[str, tuple[type[Worker], object]],
+    *,
+    on_failure: OnFailure | None = None,
+) -> RayWorkerGroup:
+    """Start one process per rank that holds a worker of each role.
+
+    Args:
+        cluster: how many ranks, and what each gets.
+        roles: by prefix, the worker's class and the argument of its constructor.
+        on_failure: see `RayWorkerGroup`.
+
+    Raises:
+        ResourceError: the cluster lacks the resources; names what is asked for and what there is.
+        RemoteCallError: a constructor raised.
+    """
+    classes = {prefix: RayClassWithInitArgs(cls, spec) for prefix, (cls, spec) in roles.items()}
+    return _start_group(cluster, create_colocated_worker_cls(classes), on_failure)
+
+
+def _start_group(
+    cluster: ClusterConfig, worker: RayClassWithInitArgs, on_failure: OnFailure | None
+) -> RayWorkerGroup:
     pool = RayResourcePool(
         process_on_nodes=[cluster.num_ranks_per_node] * cluster.num_nodes,
         use_gpu=cluster.device == "cuda",
@@ -177,10 +209,10 @@ def start_group(
         wait_s=cluster.start_timeout_s,
         is_spread=True,
     )
-    with trace.span("start workers", worker=worker.__name__):
+    with trace.span("start workers"):
         group = RayWorkerGroup(
             resource_pool=pool,
-            ray_cls_with_init=RayClassWithInitArgs(worker, *args),
+            ray_cls_with_init=worker,
             env_vars=_rank_environment(cluster),
             timeout_s=cluster.call_timeout_s,
             start_timeout_s=cluster.start_timeout_s,

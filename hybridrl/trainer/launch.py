@@ -56,7 +56,8 @@ def run(config: ExperimentConfig, *, resolved_yaml: str) -> None:
         record.phase("start Ray")
         thread = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="import"))
         imported = thread.submit(import_module, _COMPOSITION_ROOT)
-        with ray_cluster(config.cluster):
+        num_more_ranks = config.num_critic_ranks if config.has_critic_pool else 0
+        with ray_cluster(config.cluster, num_more_ranks=num_more_ranks):
             with trace.span("import"):
                 root = imported.result()
             root.run(config, record=record)

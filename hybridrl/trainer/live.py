@@ -24,7 +24,7 @@ _SHOWN = (
     *("reward/mean", "eval/reward/mean", "loss/supervised_nats", "eval/loss_nats"),
     *("length/response_tokens/mean", "rollout/truncated_fraction"),
     *("policy/entropy_nats/mean", "policy/kl_to_reference_nats/mean", "policy/grad_norm"),
-    *("policy/sampler_mismatch_nats/mean", "policy/skipped_updates"),
+    *("critic/explained_variance", "policy/sampler_mismatch_nats/mean", "policy/skipped_updates"),
     *("time/step_s", "throughput/tokens_per_s"),
 )
 """Metrics worth a glance, in this order; all of them are in ``metrics.jsonl``."""

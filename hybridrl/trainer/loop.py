@@ -15,6 +15,9 @@ from hybridrl.trainer.interrupt import Interrupt
 log = logging.getLogger(__name__)
 
 
+_SKIPPED = ("policy/skipped_updates", "critic/skipped_updates")
+
+
 class Recorder(Protocol):
     """Where the numbers of a run go."""
 
@@ -107,8 +110,7 @@ class UpdateGuard:
         Raises:
             TrainingError: more steps in a row than allowed skipped an update.
         """
-        skipped = metrics.get("policy/skipped_updates")
-        if skipped is None or not skipped.value:
+        if not any(metrics[name].value for name in _SKIPPED if name in metrics):
             self.num_skipped = 0
             return
         self.num_skipped += 1
@@ -117,5 +119,6 @@ class UpdateGuard:
             raise TrainingError(
                 f"{self.num_skipped} steps in a row had an update without a finite loss or "
                 f"gradient (trainer.max_skipped_updates={self._max_skipped}); lower "
-                "actor.optimizer.lr, or set actor.compute_dtype=float32"
+                "actor.optimizer.lr (or critic.optimizer.lr, see critic/skipped_updates), or set "
+                "actor.compute_dtype=float32"
             )

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, SupervisedBatch, TrainBatch
+from hybridrl.batch import (
+    CriticBatch,
+    LogprobBatch,
+    PromptBatch,
+    RolloutBatch,
+    SupervisedBatch,
+    TrainBatch,
+    ValueBatch,
+)
 from hybridrl.metrics import Metrics
 from hybridrl.workers.rollout.protocol import SamplingParams
+
+Result = TypeVar("Result", covariant=True)
 
 
 class Policy(Protocol):
@@ -27,6 +37,26 @@ class Policy(Protocol):
 
     def export_hf(self, folder: Path) -> list[None]:
         """Write a Hugging Face folder."""
+        ...
+
+
+class Critic(Protocol):
+    """A worker group of ``CriticWorker``; its calls run on while the driver goes on."""
+
+    def compute_values(self, rollouts: RolloutBatch) -> Pending[ValueBatch]:
+        """Value the state before each response token."""
+        ...
+
+    def update(self, batch: CriticBatch) -> Pending[Metrics]:
+        """Take the critic's optimizer steps of one rollout batch."""
+        ...
+
+
+class Pending(Protocol[Result]):
+    """A call in flight; see ``single_controller.Future``."""
+
+    def get(self) -> Result:
+        """Wait for all ranks and return the collected result."""
         ...
 
 
@@ -56,3 +86,11 @@ class WithoutLogprobs:
     def __call__(self, rollouts: RolloutBatch) -> LogprobBatch:
         """Return a batch in which every column is None."""
         return LogprobBatch(batch_size=[len(rollouts)])
+
+
+class WithoutUpdate:
+    """Takes the place of ``Policy.update`` while the critic alone learns: weights do not move."""
+
+    def __call__(self, batch: TrainBatch) -> Metrics:
+        """Return no metrics."""
+        return {}

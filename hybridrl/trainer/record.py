@@ -77,7 +77,9 @@ class RunRecord:
 
     def keep_reports(self, ranks: Sequence[RankReport]) -> None:
         """Keep what ranks did when one failed, for `explain`; the ``on_failure`` of groups."""
-        self.ranks[:] = ranks
+        seen = {(report.host, report.pid) for report in ranks}
+        others = [report for report in self.ranks if (report.host, report.pid) not in seen]
+        self.ranks[:] = [*others, *ranks]  # of another group: actor and critic apart
 
     def explain(self, error: BaseException) -> None:
         """Note on ``error`` where the run was, and write the post-mortem folder of a crash.

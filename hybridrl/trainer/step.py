@@ -1,4 +1,4 @@
-"""One step of policy optimisation, as in the paper."""
+"""One step of policy optimisation, as in the paper: GRPO without a critic, PPO with one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hybridrl.batch import LogprobBatch, RolloutBatch, TrainBatch
+from hybridrl.algorithms.gae import AdvantageEstimate
+from hybridrl.batch import CriticBatch, LogprobBatch, RolloutBatch, TrainBatch
 from hybridrl.data.source import PromptStep
+from hybridrl.metrics import Metrics
 from hybridrl.rewards.scorer import Scores
+from hybridrl.trainer.advantages import describe_values
 from hybridrl.trainer.clock import Clock
-from hybridrl.trainer.policy import Policy
+from hybridrl.trainer.policy import Critic, Policy
 from hybridrl.trainer.report import StepReport
 from hybridrl.workers.rollout.protocol import SamplingParams
 
@@ -30,6 +33,16 @@ class Advantages(Protocol):
 
     def __call__(self, rewards_B: Tensor, rollouts: RolloutBatch, logprobs: LogprobBatch) -> Tensor:
         """Return jagged float32 [B, L], 0 where the response mask is False."""
+        ...
+
+
+class ValueAdvantages(Protocol):
+    """Turns rewards and a critic's values into what policy and critic learn from."""
+
+    def __call__(
+        self, rewards_B: Tensor, rollouts: RolloutBatch, logprobs: LogprobBatch, values_BL: Tensor
+    ) -> AdvantageEstimate:
+        """Return two columns, jagged float32 [B, L], 0 where the response mask is False."""
         ...
 
 
@@ -60,6 +73,56 @@ class PolicyOptimization:
         with clock("update"):
             update = self.policy.update(batch)
         return StepReport(task, rollouts, scores, update, clock)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActorCriticOptimization:
+    """One update of policy and critic. The critic's calls overlap others where it has own ranks."""
+
+    policy: Policy
+    critic: Critic
+    sampling: SamplingParams
+    reward: Reward
+    logprobs: Callable[[RolloutBatch], LogprobBatch]
+    advantages: ValueAdvantages
+    arrange: Callable[[TrainBatch], TrainBatch]
+    arrange_for_critic: Callable[[CriticBatch], CriticBatch]
+    update_policy: Callable[[TrainBatch], Metrics]
+    on_phase: Callable[[str], None] | None = None
+
+    def step(self, task: PromptStep) -> StepReport:
+        """Sample, score, compare with what the critic expected, update both."""
+        clock = Clock(self.on_phase)
+        with clock("generate"):
+            rollouts = self.policy.generate(task.prompts, self.sampling)  # syncs weights, samples
+        with clock("reward"):
+            expected = self.critic.compute_values(rollouts)  # goes on while the driver scores
+            scores = self.reward(rollouts, task)
+        with clock("logprobs"):
+            logprobs = self.logprobs(rollouts)  # old and reference at once
+            values_BL = expected.get().values_BL
+        with clock("advantage"):
+            estimate = self.advantages(scores.rewards_B, rollouts, logprobs, values_BL)
+            batch = self.arrange(build_train_batch(rollouts, logprobs, estimate.advantages_BL))
+            lesson = self.arrange_for_critic(build_critic_batch(rollouts, values_BL, estimate))
+            judged = describe_values(estimate, values_BL, rollouts.response_mask_BL)
+        with clock("update"):
+            learning = self.critic.update(lesson)  # goes on while the policy learns
+            update = self.update_policy(batch) | learning.get() | judged
+        return StepReport(task, rollouts, scores, update, clock)
+
+
+def build_critic_batch(
+    rollouts: RolloutBatch, values_BL: Tensor, estimate: AdvantageEstimate
+) -> CriticBatch:
+    """Put together what the critic's update reads, row by row, [B] rows."""
+    return CriticBatch(
+        token_ids_BL=rollouts.token_ids_BL,
+        response_mask_BL=rollouts.response_mask_BL,
+        old_values_BL=values_BL,
+        returns_BL=estimate.returns_BL,
+        batch_size=[len(rollouts)],
+    )
 
 
 def build_train_batch(

@@ -26,7 +26,7 @@ from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.train.checkpoint import Notes
-from hybridrl.workers.train.protocol import TrainEngine
+from hybridrl.workers.train.protocol import LearningEngine
 
 TRAIN = dispatch_by_mesh("train")
 ROLLOUT = dispatch_by_mesh("rollout")
@@ -154,7 +154,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         self.sharding.require_training()
         self._actor.export_hf(folder)
 
-    def checkpointed_engine(self) -> TrainEngine:
+    def checkpointed_engine(self) -> LearningEngine:
         """Return the policy's training engine."""
         self.sharding.require_training()
         return self._actor

@@ -10,13 +10,15 @@ import torch
 
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.algorithm import AlgorithmConfig
+from hybridrl.config.critic import CriticConfig
 from hybridrl.config.model import ModelConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.workers.rollout.hf import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import RolloutEngine
+from hybridrl.workers.train.critic import FSDP2Critic
 from hybridrl.workers.train.fsdp2 import FSDP2Engine
 from hybridrl.workers.train.losses import PolicyGradientLoss
-from hybridrl.workers.train.protocol import ScoringEngine, TokenLoss, TrainEngine
+from hybridrl.workers.train.protocol import CriticEngine, ScoringEngine, TokenLoss, TrainEngine
 from hybridrl.workers.train.scorer import FSDP2Scorer
 
 
@@ -57,6 +59,29 @@ class ActorRolloutSpec(TrainSpec):
     """Longest prompt plus longest response of training and evaluation: sizes the KV cache."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticSpec:
+    """What a worker needs to train a critic."""
+
+    model_folder: Path
+    """Hugging Face folder to start from: the policy's."""
+
+    model: ModelConfig
+    critic: CriticConfig
+
+    seed: int
+    """Of the run."""
+
+    device: str
+    """cpu or cuda."""
+
+    num_total_updates: int
+    """Optimizer steps of the whole run; the learning-rate schedule ends there."""
+
+    collective_timeout_s: float
+    """Seconds one collective may take."""
+
+
 def build_train_engine(spec: TrainSpec, device: torch.device) -> TrainEngine:
     """Start the policy's training engine on this rank; a collective call."""
     return _TRAIN_ENGINES[spec.actor.engine](spec, device)
@@ -67,6 +92,11 @@ def build_reference_engine(spec: ActorRolloutSpec, device: torch.device) -> Scor
     if spec.algorithm.kl.placement == "none":
         return None
     return _SCORING_ENGINES[spec.actor.engine](spec, device)
+
+
+def build_critic_engine(spec: CriticSpec, device: torch.device) -> CriticEngine:
+    """Start the critic's engine on this rank; a collective call."""
+    return _CRITIC_ENGINES[spec.critic.engine](spec, device)
 
 
 def build_rollout_engine(spec: ActorRolloutSpec, device: torch.device) -> RolloutEngine:
@@ -101,6 +131,16 @@ def _build_fsdp2_scorer(spec: TrainSpec, device: torch.device) -> ScoringEngine:
     return FSDP2Scorer(spec.model_folder, config=spec.actor, model_config=spec.model, device=device)
 
 
+def _build_fsdp2_critic(spec: CriticSpec, device: torch.device) -> CriticEngine:
+    return FSDP2Critic(
+        spec.model_folder,
+        config=spec.critic,
+        model_config=spec.model,
+        num_total_steps=spec.num_total_updates,
+        device=device,
+    )
+
+
 def _build_hf(spec: ActorRolloutSpec, device: torch.device) -> RolloutEngine:
     return HFRolloutEngine(
         spec.model_folder,
@@ -115,6 +155,9 @@ _TRAIN_ENGINES: dict[str, Callable[[TrainSpec, torch.device], TrainEngine]] = {
 }
 _SCORING_ENGINES: dict[str, Callable[[TrainSpec, torch.device], ScoringEngine]] = {
     "fsdp2": _build_fsdp2_scorer
+}
+_CRITIC_ENGINES: dict[str, Callable[[CriticSpec, torch.device], CriticEngine]] = {
+    "fsdp2": _build_fsdp2_critic
 }
 _ROLLOUT_ENGINES: dict[str, Callable[[ActorRolloutSpec, torch.device], RolloutEngine]] = {
     "hf": _build_hf

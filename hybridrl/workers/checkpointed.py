@@ -10,7 +10,7 @@ from hybridrl.checkpoint.manifest import FileEntry
 from hybridrl.single_controller import Dispatch, Worker, register
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter, Notes
-from hybridrl.workers.train.protocol import TrainEngine
+from hybridrl.workers.train.protocol import LearningEngine
 from hybridrl.workers.train.shard_files import is_unchanged
 
 
@@ -20,7 +20,7 @@ class CheckpointedWorker(Worker):
     _writer: CheckpointWriter
 
     @abstractmethod
-    def checkpointed_engine(self) -> TrainEngine:
+    def checkpointed_engine(self) -> LearningEngine:
         """Return the engine, resident on its device.
 
         Raises:

@@ -11,7 +11,7 @@ from hybridrl.workers.actor_rollout import TRAIN_METRICS
 from hybridrl.workers.build import TrainSpec, build_train_engine
 from hybridrl.workers.checkpointed import CheckpointedWorker
 from hybridrl.workers.process_group import end_process_group, start_process_group
-from hybridrl.workers.train.protocol import TrainEngine
+from hybridrl.workers.train.protocol import LearningEngine
 
 
 class SupervisedWorker(CheckpointedWorker):
@@ -44,7 +44,7 @@ class SupervisedWorker(CheckpointedWorker):
         """Write the model as a Hugging Face folder, atomically."""
         self._engine.export_hf(folder)
 
-    def checkpointed_engine(self) -> TrainEngine:
+    def checkpointed_engine(self) -> LearningEngine:
         """Return the engine."""
         return self._engine
 

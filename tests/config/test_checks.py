@@ -39,6 +39,23 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "rollout.num_responses_per_prompt",
         "siblings",
     ),
+    (("algorithm=ppo", "trainer.num_steps=5"), "critic.num_warmup_steps", "never learn"),
+    (("algorithm=ppo", "critic.num_minibatches=3"), "critic.num_minibatches", "multiple of 3"),
+    (
+        ("algorithm=ppo", "critic.placement=own_pool", "critic.num_ranks_per_node=3"),
+        "critic.num_ranks_per_node",
+        "multiple of 12 (3 ranks",
+    ),
+    (
+        (
+            "algorithm=ppo",
+            "cluster=one_gpu",
+            "model.attention=varlen",
+            "actor.compute_dtype=bfloat16",
+        ),
+        "critic.compute_dtype",
+        "computes in bfloat16",
+    ),
     (("algorithm.num_epochs=2",), "algorithm.old_logprobs", "one update"),
     (("algorithm.num_minibatches=4",), "algorithm.old_logprobs", "num_minibatches=4"),
     (
@@ -214,3 +231,18 @@ def test_an_existing_run_folder_may_be_replaced_on_request() -> None:
 
 def test_a_function_of_the_reward_file_is_accepted() -> None:
     assert config_of("reward.function=reward.py:score").reward.function == "reward.py:score"
+
+
+def test_a_critic_needs_no_siblings_and_what_it_lacks_matters_only_where_it_is_asked() -> None:
+    config = config_of("algorithm=ppo", "rollout.num_responses_per_prompt=1")
+    assert config.has_critic
+    assert config.num_policy_updates == 95
+    broken = (
+        "critic.num_minibatches=3",
+        "critic.num_warmup_steps=1000",
+        "critic.placement=own_pool",
+    )
+    config = config_of(*broken)
+    assert not config.has_critic
+    assert not config.has_critic_pool
+    assert config.num_policy_updates == 100

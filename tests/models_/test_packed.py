@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hybridrl.errors import ModelError
 from hybridrl.models.load import WeightFiles, build_empty_model, fill_weights, finish_model
 from hybridrl.models.packed import AttentionKernel, PaddedLayout, Segment, build_layout
-from hybridrl.models.policy import PackedTokens, PolicyModel
+from hybridrl.models.packed_model import PackedTokens
+from hybridrl.models.policy import PolicyModel
 from tests.models import Family, make_tiny_model
 
 CPU = torch.device("cpu")

@@ -67,6 +67,14 @@ def test_an_update_that_was_taken_starts_the_count_of_skipped_ones_anew() -> Non
         guard.check({"policy/skipped_updates": Sum(1)})
 
 
+def test_a_critic_that_cannot_step_ends_the_run_as_a_policy_does() -> None:
+    guard = UpdateGuard(max_skipped=1)
+    metrics: Metrics = {"policy/skipped_updates": Sum(0), "critic/skipped_updates": Sum(4)}
+    guard.check(metrics)
+    with pytest.raises(TrainingError, match=r"critic\.optimizer\.lr"):
+        guard.check(metrics)
+
+
 def test_the_first_signal_waits_for_the_step_and_the_second_does_not() -> None:
     interrupt = Interrupt()
     before = signal.getsignal(signal.SIGINT)

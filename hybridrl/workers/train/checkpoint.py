@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hybridrl.checkpoint.manifest import FileEntry
 from hybridrl.errors import CheckpointError
-from hybridrl.workers.train.protocol import TrainEngine
+from hybridrl.workers.train.protocol import LearningEngine
 from hybridrl.workers.train.shard_files import Part, Place, ShardReader, write_parts
 from hybridrl.workers.train.shards import local_shard
 
@@ -34,7 +34,7 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[FileEntry] | None = None
 
-    def begin(self, engine: TrainEngine, path: Path, *, notes: Notes) -> None:
+    def begin(self, engine: LearningEngine, path: Path, *, notes: Notes) -> None:
         """Copy what the engine needs to go on to the host, and begin to write it.
 
         Waits for the snapshot before, if that is still being written.
@@ -65,7 +65,7 @@ class CheckpointWriter:
         self._thread.shutdown()
 
 
-def load(engine: TrainEngine, folder: Path, *, rank: int, world_size: int) -> Notes:
+def load(engine: LearningEngine, folder: Path, *, rank: int, world_size: int) -> Notes:
     """Put an engine where the ranks that wrote ``folder`` were; returns what a worker noted.
 
     With as many ranks as wrote it, random number generators go on as well.

@@ -51,7 +51,7 @@ def write_hf_folder(
         unfinished.mkdir(parents=True)
         _write_weights(unfinished, weights, _stretches(specs, max_file_bytes))
         model.config.save_pretrained(unfinished)
-        if model.generation_config is not None:
+        if model.can_generate() and model.generation_config is not None:
             model.generation_config.save_pretrained(unfinished)
         for pattern in TOKENIZER_FILES:
             for path in source.glob(pattern):

@@ -1,33 +1,28 @@
-"""The training engine on PyTorch's FSDP2: gloo on CPUs, NCCL on GPUs, or one process alone.
+"""The policy's training engine on PyTorch's FSDP2: gloo on CPUs, NCCL on GPUs, or one process.
 
-Legend: B rows of a batch, L tokens of a row, T packed tokens, S scored (response) tokens.
+Legend: B rows of a batch, L tokens of a row, S scored (response) tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from hybridrl import trace
-from hybridrl.algorithms.aggregate import token_weights
 from hybridrl.batch import SupervisedBatch, TrainBatch, jagged_from, row_lengths
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.model import ModelConfig
-from hybridrl.errors import RunFolderError
-from hybridrl.metrics import Max, Metrics, Sum, merge
-from hybridrl.workers.train.export import write_hf_folder
+from hybridrl.metrics import Metrics, Sum
+from hybridrl.workers.train.gradient_steps import GradientSteps, Learner
 from hybridrl.workers.train.losses import SupervisedLoss
 from hybridrl.workers.train.optimizer import GuardedAdamW
 from hybridrl.workers.train.packing import Pack
-from hybridrl.workers.train.protocol import TokenLoss, TokenLossInputs, TrainState, WeightSpec
+from hybridrl.workers.train.protocol import TokenLoss, TokenLossInputs, TrainState
 from hybridrl.workers.train.scorer import FSDP2Scorer
-from hybridrl.workers.train.shards import as_fsdp, full_tensor
 
 
-class FSDP2Engine(FSDP2Scorer):
+class FSDP2Engine(Learner, FSDP2Scorer):
     """The policy with its optimizer; a ``TrainEngine``.
 
     Args:
@@ -57,15 +52,15 @@ class FSDP2Engine(FSDP2Scorer):
         device: torch.device,
     ) -> None:
         super().__init__(model_folder, config=config, model_config=model_config, device=device)
-        self._policy.train()
-        if config.gradient_checkpointing:
-            self._policy.hf.gradient_checkpointing_enable({"use_reentrant": False})
-        self.optimizer = GuardedAdamW(
-            self._policy.parameters(),
-            config=config.optimizer,
+        self._steps = GradientSteps(
+            self.model,
+            config=config,
             num_total_steps=num_total_steps,
             ranks=self._ranks,
+            device=device,
+            area="policy",
         )
+        self.optimizer = self._steps.optimizer
 
     def update(
         self,
@@ -76,39 +71,22 @@ class FSDP2Engine(FSDP2Scorer):
         temperature: float,
         max_response_tokens: int,
     ) -> Metrics:
-        """Take one optimizer step on the union of all ranks' rows; see ``TrainEngine.update``.
-
-        Each token's loss is weighed by its share of the *global* loss before it is summed over
-        tokens, micro-batches and ranks, so the result does not depend on how rows fall on them.
-        """
+        """Take one optimizer step on the union of all ranks' rows; see ``TrainEngine.update``."""
         self._require("update()", *TrainState)
-        self.optimizer.drop_gradients()  # of an update that a loss broke off
-        packer = self._packer(batch.token_ids_BL, batch.response_mask_BL)
-        num_tokens, num_rows = self._count_globally(packer.response_lengths_B)
-        weights_B = token_weights(
-            packer.response_lengths_B,
-            aggregation=aggregation,
-            num_tokens_global=num_tokens,
-            num_sequences_global=num_rows,
-            max_response_tokens=max_response_tokens,
-        )
-        total_loss = torch.zeros((), device=self._device)
-        parts: list[Metrics] = []
-        plan = self._in_step(packer.plan(self._config.max_tokens_per_microbatch))
-        for number, rows in enumerate(trace.each("microbatch", plan), 1):
-            pack = packer.pack(rows)
-            self._reduce_gradients(now=number == len(plan))
-            scored = self._policy(
+
+        def loss_share(pack: Pack, weights_S: Tensor) -> tuple[Tensor, Metrics]:
+            scored = self.model(
                 pack.tokens, temperature, needs_entropy_gradient=loss.needs_entropy_gradient
             )
-            if rows:
-                pack_loss, metrics = loss(self._loss_inputs(batch, pack, weights_B, *scored))
-                parts.append(metrics | _count_pack(pack))
-            else:
-                pack_loss = scored[0].sum()  # of nothing: 0, with a backward pass like the others'
-            torch.autograd.backward(pack_loss)
-            total_loss += pack_loss.detach()
-        return merge([*parts, self._finish_step(total_loss)])
+            share, metrics = loss(self._loss_inputs(batch, pack, weights_S, *scored))
+            return share, metrics | _count_pack(pack)
+
+        return self._steps.take(
+            self._packing.cut(batch.token_ids_BL, batch.response_mask_BL),
+            loss_share,
+            aggregation=aggregation,
+            max_response_tokens=max_response_tokens,
+        )
 
     def fit(self, batch: SupervisedBatch) -> Metrics:
         """Take one optimizer step on the mean negative log-likelihood of the masked tokens."""
@@ -130,83 +108,11 @@ class FSDP2Engine(FSDP2Scorer):
             max_response_tokens=1,
         )
 
-    @property
-    def num_updates(self) -> int:
-        """Optimizer steps taken, skipped ones not counted."""
-        return self.optimizer.num_steps
-
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Name parameters that learn, and their moments; see ``TrainEngine.checkpoint_tensors``."""
-        self._require("checkpoint_tensors()", *TrainState)
-        learning = {n: p for n, p in self._policy.named_parameters() if p.requires_grad}
-        moments = {
-            f"optimizer.{key}.{name}": value
-            for name, parameter in learning.items()
-            for key, value in self.optimizer.moments(parameter).items()
-        }
-        return {f"model.{name}": parameter for name, parameter in learning.items()} | moments
-
-    def begin_restore(self, *, num_updates: int) -> None:
-        """Go to ``num_updates``, with moments that are still to be filled."""
-        self.optimizer.begin_restore(num_steps=num_updates)
-
-    def weight_specs(self) -> tuple[WeightSpec, ...]:
-        """Name what ``full_weights`` will yield, in its order."""
-        return tuple(
-            WeightSpec(name, tuple(p.shape), p.numel() * p.element_size())
-            for name, p in self._policy.hf.named_parameters()
-        )
-
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight whole, under its HF name, one at a time. Every rank must exhaust it.
-
-        Tied weights come once, in the storage type. Without shards a tensor is the live weight.
-        """
-        self._require("full_weights()", TrainState.PARAMETERS)
-        for name, parameter in self._policy.hf.named_parameters():
-            yield name, full_tensor(parameter)
-
-    def export_hf(self, folder: Path) -> None:
-        """Write a Hugging Face folder (weights, configuration, tokenizer), atomically.
-
-        Rank 0 writes; every rank returns, or raises, when it is done.
-
-        Raises:
-            RunFolderError: the folder exists already, or cannot be written.
-        """
-        weights = self.full_weights()
-        failure: RunFolderError | None = None
-        if self.dp_rank == 0:
-            try:
-                write_hf_folder(
-                    folder,
-                    weights,
-                    specs=self.weight_specs(),
-                    model=self._policy.hf,
-                    source=self._folder,
-                )
-            except RunFolderError as err:
-                failure = err
-        for _ in weights:  # the other ranks' part; and rank 0's, where it failed half-way
-            pass
-        message = self._ranks.share_text(str(failure) if failure else "")
-        if message:
-            raise RunFolderError(message) from failure
-
     def _tensors(self, part: TrainState) -> list[Tensor]:
-        if part is TrainState.GRADIENTS:
-            return self.optimizer.gradients()
-        if part is TrainState.OPTIMIZER:
-            return self.optimizer.state()
-        return super()._tensors(part)
-
-    def _count_globally(self, response_lengths_B: Tensor) -> tuple[int, int]:
-        mine = [int(response_lengths_B.sum()), len(response_lengths_B)]
-        num_tokens, num_rows = self._ranks.gather(mine).sum(dim=0).tolist()
-        return num_tokens, num_rows
+        return super()._tensors(part) + self._steps.tensors(part)
 
     def _loss_inputs(
-        self, batch: TrainBatch, pack: Pack, weights_B: Tensor, *scored_S: Tensor
+        self, batch: TrainBatch, pack: Pack, weights_S: Tensor, *scored_S: Tensor
     ) -> TokenLossInputs:
         """Lay the batch's columns beside the current log-probs and entropies, both [S]."""
         current_S, entropy_S = scored_S
@@ -218,32 +124,17 @@ class FSDP2Engine(FSDP2Scorer):
         return TokenLossInputs(
             current_logprobs_T=current_S,
             entropy_T=entropy_S,
-            weights_T=weights_B[pack.row_S].to(self._device),
+            weights_T=weights_S,
             advantages_T=at_scored(batch.advantages_BL),
             sampler_logprobs_T=at_scored(batch.sampler_logprobs_BL),
             old_logprobs_T=current_S.detach() if old_BL is None else at_scored(old_BL),
             reference_logprobs_T=None if reference_BL is None else at_scored(reference_BL),
         )
 
-    def _reduce_gradients(self, *, now: bool) -> None:
-        """Let ranks exchange gradients in the last backward pass of a step alone."""
-        fsdp = as_fsdp(self._policy)
-        if fsdp is not None:
-            fsdp.set_requires_gradient_sync(now)
-
-    def _finish_step(self, total_loss: Tensor) -> Metrics:
-        """Step; what is the same on all ranks is summed up by rank 0 alone."""
-        result = self.optimizer.step(total_loss)
-        metrics: Metrics = {"policy/lr": Max(result.lr)}
-        if not result.is_skipped:
-            metrics["policy/grad_norm"] = Max(result.grad_norm)
-        if self.dp_rank == 0:
-            metrics["policy/updates"] = Sum(int(not result.is_skipped))
-            metrics["policy/skipped_updates"] = Sum(int(result.is_skipped))
-        return metrics
-
 
 def _count_pack(pack: Pack) -> Metrics:
+    if not len(pack.place_S):
+        return {}
     return {
         "data/train_tokens": Sum(len(pack.tokens.token_ids_T)),
         "data/loss_tokens": Sum(len(pack.place_S)),

@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridrl.batch import response_lengths, row_lengths
 from hybridrl.errors import DataError
 from hybridrl.models.packed import AttentionKernel, Segment, build_layout
-from hybridrl.models.policy import PackedTokens
+from hybridrl.models.packed_model import PackedTokens
 from hybridrl.workers.train.microbatch import plan_microbatches
 
 

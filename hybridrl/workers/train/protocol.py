@@ -13,7 +13,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hybridrl.batch import RolloutBatch, ScoreBatch, SupervisedBatch, TrainBatch
+from hybridrl.batch import (
+    CriticBatch,
+    RolloutBatch,
+    ScoreBatch,
+    SupervisedBatch,
+    TrainBatch,
+    ValueBatch,
+)
 from hybridrl.metrics import Metrics
 
 
@@ -61,24 +68,21 @@ class TokenLoss(Protocol):
         ...
 
     def __call__(self, inputs: TokenLossInputs) -> tuple[Tensor, Metrics]:
-        """Return this micro-batch's share of the global loss, to be *summed*, and metrics."""
+        """Return this micro-batch's share of the global loss, to be *summed*, and metrics.
+
+        No tokens give a 0 that carries a gradient, and no metrics.
+        """
         ...
 
 
-class ScoringEngine(Protocol):
-    """A model that scores tokens, sharded over the ranks of the ``train`` mesh: the reference.
+class ShardedEngine(Protocol):
+    """A model in shards over the ranks of the ``train`` mesh, which can leave the device.
 
     Every method is a collective: all ranks call it, in the same order.
     """
 
     dp_rank: int
     dp_size: int
-
-    def compute_logprobs(
-        self, rows: RolloutBatch | SupervisedBatch, *, temperature: float
-    ) -> ScoreBatch:
-        """Score this rank's rows with the present weights, no gradient."""
-        ...
 
     def offload(self, part: TrainState) -> None:
         """Move a part to host memory and free its device memory. Twice is a no-op."""
@@ -92,12 +96,52 @@ class ScoringEngine(Protocol):
         """Return the bytes that this part holds on the device of this rank."""
         ...
 
+    def weight_specs(self) -> tuple[WeightSpec, ...]:
+        """Name what ``full_weights`` will yield, in its order."""
+        ...
 
-class TrainEngine(ScoringEngine, Protocol):
-    """One model with its optimizer, sharded over the ranks of the ``train`` mesh.
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each weight whole, under its HF name, one at a time. Every rank must exhaust it."""
+        ...
 
-    Every method is a collective: all ranks call it, in the same order.
-    """
+    def export_hf(self, folder: Path) -> None:
+        """Write a Hugging Face folder (weights, configuration, tokenizer), atomically."""
+        ...
+
+
+class LearningEngine(ShardedEngine, Protocol):
+    """A model with its optimizer, which a run saves and loads."""
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps taken, skipped ones not counted: all that the schedule remembers."""
+        ...
+
+    def checkpoint_tensors(self) -> Mapping[str, Tensor]:
+        """Name this rank's live tensors (shards, if sharded) that a resumed run needs.
+
+        They are the parameters that learn and, once a step was taken, the optimizer's moments.
+        Whoever fills them with others puts the engine where these were taken.
+        """
+        ...
+
+    def begin_restore(self, *, num_updates: int) -> None:
+        """Go to ``num_updates``; ``checkpoint_tensors`` then names all that is to be filled."""
+        ...
+
+
+class ScoringEngine(ShardedEngine, Protocol):
+    """A model that scores tokens: the reference."""
+
+    def compute_logprobs(
+        self, rows: RolloutBatch | SupervisedBatch, *, temperature: float
+    ) -> ScoreBatch:
+        """Score this rank's rows with the present weights, no gradient."""
+        ...
+
+
+class TrainEngine(ScoringEngine, LearningEngine, Protocol):
+    """The policy with its optimizer."""
 
     def update(
         self,
@@ -119,31 +163,14 @@ class TrainEngine(ScoringEngine, Protocol):
         """Take one optimizer step on the mean negative log-likelihood of the masked tokens."""
         ...
 
-    @property
-    def num_updates(self) -> int:
-        """Optimizer steps taken, skipped ones not counted: all that the schedule remembers."""
+
+class CriticEngine(LearningEngine, Protocol):
+    """The critic with its optimizer."""
+
+    def compute_values(self, rows: RolloutBatch) -> ValueBatch:
+        """Value the state before each response token of this rank's rows, no gradient."""
         ...
 
-    def checkpoint_tensors(self) -> Mapping[str, Tensor]:
-        """Name this rank's live tensors (shards, if sharded) that a resumed run needs.
-
-        They are the parameters that learn and, once a step was taken, the optimizer's moments.
-        Whoever fills them with others puts the engine where these were taken.
-        """
-        ...
-
-    def begin_restore(self, *, num_updates: int) -> None:
-        """Go to ``num_updates``; ``checkpoint_tensors`` then names all that is to be filled."""
-        ...
-
-    def weight_specs(self) -> tuple[WeightSpec, ...]:
-        """Name what ``full_weights`` will yield, in its order."""
-        ...
-
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight whole, under its HF name, one at a time. Every rank must exhaust it."""
-        ...
-
-    def export_hf(self, folder: Path) -> None:
-        """Write a Hugging Face folder (weights, configuration, tokenizer), atomically."""
+    def update(self, batch: CriticBatch) -> Metrics:
+        """Take one optimizer step on the union of all ranks' rows, or skip it as a policy would."""
         ...

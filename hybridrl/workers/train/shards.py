@@ -10,15 +10,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hybridrl.config.actor import ActorConfig
+from hybridrl.config.actor import ActorConfig, EngineConfig
+from hybridrl.config.critic import CriticConfig
 from hybridrl.models.load import (
     WeightFiles,
+    build_empty_critic,
     build_empty_model,
     check_weights,
     fill_weights,
     finish_model,
 )
+from hybridrl.models.packed_model import PackedModel
 from hybridrl.models.policy import PolicyModel
+from hybridrl.models.value import ValueModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The types that a configuration can name."""
@@ -35,10 +39,6 @@ def build_policy(
 ) -> PolicyModel:
     """Load a Hugging Face folder, block by block, sharded over ``num_ranks`` with FSDP2.
 
-    One rank whose storage and compute types are equal has nothing to shard or cast and keeps a
-    plain module; ``as_fsdp`` tells which it is. FSDP2 would cost a small model 4% of
-    its update (1.7 M parameters, 2 threads).
-
     Raises:
         ModelError: the folder is not usable; see ``hybridrl.models.load``.
     """
@@ -47,11 +47,44 @@ def build_policy(
     check_weights(hf, files)
     hf.requires_grad_(is_trainable)
     policy = PolicyModel(hf, chunk_tokens=config.logprob_chunk_tokens)
-    is_sharded = num_ranks > 1 or DTYPES[config.compute_dtype] != dtype
-    if not is_sharded:
+    _fill_and_shard(policy, files, config=config, device=device, num_ranks=num_ranks)
+    return policy
+
+
+def build_critic(
+    folder: Path, *, config: CriticConfig, dtype: torch.dtype, device: torch.device, num_ranks: int
+) -> ValueModel:
+    """Load the same folder as a critic, its head zeros; sharded as a policy is.
+
+    Raises:
+        ModelError: the folder is not usable; see ``hybridrl.models.load``.
+    """
+    files = WeightFiles(folder)
+    check_weights(build_empty_model(folder, dtype=dtype), files)
+    critic = ValueModel(build_empty_critic(folder, dtype=dtype, device=device))
+    _fill_and_shard(critic, files, config=config, device=device, num_ranks=num_ranks)
+    return critic
+
+
+def _fill_and_shard(
+    model: PackedModel,
+    files: WeightFiles,
+    *,
+    config: EngineConfig,
+    device: torch.device,
+    num_ranks: int,
+) -> None:
+    """Fill a model without memory, and shard each block as soon as it is filled.
+
+    One rank whose storage and compute types are equal has nothing to shard or cast and keeps a
+    plain module; ``as_fsdp`` tells which it is. FSDP2 would cost a small model 4% of
+    its update (1.7 M parameters, 2 threads).
+    """
+    hf = model.hf
+    if num_ranks == 1 and DTYPES[config.compute_dtype] == hf.dtype:
         fill_weights(hf, "", files, device)
         finish_model(hf, device)
-        return policy
+        return
     mesh = init_device_mesh(device.type, (num_ranks,))
     precision = MixedPrecisionPolicy(
         param_dtype=DTYPES[config.compute_dtype], reduce_dtype=DTYPES[config.reduce_dtype]
@@ -61,14 +94,12 @@ def build_policy(
         fully_shard(block, mesh=mesh, mp_policy=precision)
     fill_weights(hf, "", files, device)
     finish_model(hf, device)
-    root = fully_shard(policy, mesh=mesh, mp_policy=precision)
-    _sum_gradients_over_ranks(root)
-    return policy
+    _sum_gradients_over_ranks(fully_shard(model, mesh=mesh, mp_policy=precision))
 
 
-def as_fsdp(policy: PolicyModel) -> FSDPModule | None:
+def as_fsdp(model: PackedModel) -> FSDPModule | None:
     """Return the model's FSDP2 face, or None if it is a plain module."""
-    return policy if isinstance(policy, FSDPModule) else None
+    return model if isinstance(model, FSDPModule) else None
 
 
 def local_shard(tensor: Tensor) -> Tensor:

@@ -1,0 +1,46 @@
+"""A Hugging Face model whose body computes packed rows; heads are its subclasses' business."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hybridrl.models.packed import PackLayout
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTokens:
+    """Rows laid end to end, and which of their successors to score.
+
+    Legend: T packed tokens, S <= T scored tokens.
+    """
+
+    token_ids_T: Tensor  # int64
+    positions_T: Tensor  # int64, place within the row, from 0
+    layout: PackLayout
+    scored_S: Tensor  # int64, packed tokens whose successor is scored
+    targets_S: Tensor  # int64, those successors
+
+
+class PackedModel(nn.Module):
+    """What policy and critic have in common.
+
+    A head is used inside the forward pass of this module, and not by the caller, because FSDP2
+    gathers the weights of the outermost module exactly there.
+    """
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        super().__init__()
+        self.hf = hf
+
+    def hidden_before_scored(self, tokens: PackedTokens) -> Tensor:
+        """Return the body's last hidden state just before each scored token, float [S, H]."""
+        hidden_1TH: Tensor = self.hf.model(
+            input_ids=tokens.token_ids_T[None],
+            position_ids=tokens.positions_T[None],
+            use_cache=False,
+            pack_layout=tokens.layout,
+        ).last_hidden_state
+        return hidden_1TH[0].index_select(0, tokens.scored_S)

@@ -1,0 +1,92 @@
+"""The critic's worker: in the policy's processes, or in a pool of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hybridrl.batch import CriticBatch, RolloutBatch, ValueBatch
+from hybridrl.metrics import Max, Metrics, merge
+from hybridrl.single_controller import Dispatch, register
+from hybridrl.workers.actor_rollout import TRAIN, TRAIN_METRICS, ActorRolloutWorker
+from hybridrl.workers.build import CriticSpec, build_critic_engine
+from hybridrl.workers.checkpointed import CheckpointedWorker
+from hybridrl.workers.process_group import end_process_group, start_process_group
+from hybridrl.workers.train.protocol import LearningEngine
+
+
+class CriticWorker(CheckpointedWorker):
+    """One rank of the critic. Its calls do not block the driver: they give futures.
+
+    Fused with an ``ActorRolloutWorker`` (role ``actor``) its training state shares the device, and
+    leaves it while the rollout engine has it. Calls to both then take turns, in the order given.
+    """
+
+    def __init__(self, spec: CriticSpec) -> None:
+        """Start the engine; a collective call."""
+        device = start_process_group(
+            device=spec.device, local_rank=self.local_rank, timeout_s=spec.collective_timeout_s
+        )
+        self._spec = spec
+        self._engine = build_critic_engine(spec, device)
+        actor = self.fused.get("actor")
+        self._sharding = actor.sharding if isinstance(actor, ActorRolloutWorker) else None
+        if self._sharding is not None:
+            self._sharding.register("critic", self._engine)
+        self._seconds: Metrics = {}
+        self.start_checkpoints(seed=spec.seed)
+        self.register_mesh("train", dp_rank=self._engine.dp_rank, dp_size=self._engine.dp_size)
+
+    @register(TRAIN, blocking=False)
+    def compute_values(self, rollouts: RolloutBatch) -> ValueBatch:
+        """Value the state before each response token with the weights before the update."""
+        with self._working("values"):
+            return self._engine.compute_values(rollouts)
+
+    @register(TRAIN_METRICS, blocking=False)
+    def update(self, batch: CriticBatch) -> Metrics:
+        """Take ``critic.num_epochs * critic.num_minibatches`` optimizer steps.
+
+        Args:
+            batch: this rank's rows, those of each mini-batch adjacent (see balance_over_ranks).
+        """
+        critic = self._spec.critic
+        with self._working("update"):
+            steps = [
+                self._engine.update(minibatch)
+                for _ in range(critic.num_epochs)
+                for minibatch in batch.chunk(critic.num_minibatches)
+            ]
+        seconds, self._seconds = self._seconds, {}
+        return merge([*steps, seconds])
+
+    @register(Dispatch.ONE_TO_ALL)
+    def export_hf(self, folder: Path) -> None:
+        """Write the critic as a Hugging Face folder (token classification), atomically."""
+        self._require_device()
+        self._engine.export_hf(folder)
+
+    def checkpointed_engine(self) -> LearningEngine:
+        """Return the critic's engine."""
+        self._require_device()
+        return self._engine
+
+    def close(self) -> None:
+        """Leave the process group, unless it is the policy's."""
+        super().close()
+        if self._sharding is None:
+            end_process_group()
+
+    def _require_device(self) -> None:
+        if self._sharding is not None:
+            self._sharding.require_training()
+
+    @contextmanager
+    def _working(self, what: str) -> Iterator[None]:
+        """Refuse to compute while the rollout engine has the device; measure the seconds."""
+        self._require_device()
+        begin = time.perf_counter()
+        yield
+        self._seconds[f"time/critic_{what}_s"] = Max(time.perf_counter() - begin)

@@ -1,0 +1,67 @@
+"""The micro-batches of one call, in step with those of the other ranks.
+
+Legend: B rows of a batch, L tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridrl.models.packed import AttentionKernel
+from hybridrl.workers.train.collectives import Ranks
+from hybridrl.workers.train.packing import Pack, RowPacker
+
+
+class Packs:
+    """The packs of one batch; iterating lays them out one by one.
+
+    All ranks have as many, at least one: some may be fillers (see ``RowPacker.pack``).
+    """
+
+    def __init__(self, packer: RowPacker, plan: list[list[int]]) -> None:
+        self._packer = packer
+        self._plan = plan
+
+    @property
+    def response_lengths_B(self) -> Tensor:
+        """Response tokens of each row, int64 [B]."""
+        return self._packer.response_lengths_B
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    def __iter__(self) -> Iterator[Pack]:
+        return map(self._packer.pack, self._plan)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packing:
+    """How this rank cuts batches into packs."""
+
+    kernel: AttentionKernel
+    """The attention that packs are laid out for."""
+
+    max_tokens: int
+    """Packed tokens of a pack; a single longer row is alone in its own."""
+
+    ranks: Ranks
+    """The data-parallel ranks, which compute in step."""
+
+    device: torch.device
+    """Where the model computes."""
+
+    def cut(self, token_ids_BL: Tensor, response_mask_BL: Tensor) -> Packs:
+        """Plan this rank's rows, both jagged. A collective call.
+
+        Raises:
+            DataError: a row begins with a response token, which no token predicts.
+        """
+        packer = RowPacker(token_ids_BL, response_mask_BL, kernel=self.kernel, device=self.device)
+        plan = packer.plan(self.max_tokens)
+        longest = int(self.ranks.gather([len(plan)]).max())
+        fillers: list[list[int]] = [[]] * (max(longest, 1) - len(plan))
+        return Packs(packer, plan + fillers)

@@ -1,0 +1,184 @@
+"""A model on FSDP2 that computes packed rows, and leaves the device when told to.
+
+Legend: B rows of a batch, L tokens of a row, S scored (response) tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from hybridrl.batch import jagged_from, row_lengths
+from hybridrl.config.actor import EngineConfig
+from hybridrl.config.model import ModelConfig
+from hybridrl.errors import ConfigError, PhaseError, RunFolderError
+from hybridrl.models.packed import AttentionKernel
+from hybridrl.models.packed_model import PackedModel, PackedTokens
+from hybridrl.workers.train.collectives import Ranks
+from hybridrl.workers.train.export import write_hf_folder
+from hybridrl.workers.train.offload import ParkedTensors, resident_bytes
+from hybridrl.workers.train.packs import Packing
+from hybridrl.workers.train.protocol import TrainState, WeightSpec
+from hybridrl.workers.train.shards import as_fsdp, full_tensor, local_shard
+
+Model = TypeVar("Model", bound=PackedModel)
+
+
+class ShardedModel(Generic[Model]):
+    """What policy, reference and critic have in common; subclasses say what is computed.
+
+    The process group, if there is more than one rank, is initialised before; its timeout bounds
+    every collective here.
+
+    Args:
+        folder: the Hugging Face folder that the model comes from.
+        build: makes the model, sharded over the given number of ranks.
+        config: types and token budget.
+        model_config: attention kernel.
+        device: where the model computes.
+
+    Raises:
+        ModelError: the folder is not usable.
+        ConfigError: ``model.attention`` does not run on the device in the compute type.
+    """
+
+    model: Model
+    """The weights of this rank: all of them, or shards (see ``as_fsdp``)."""
+
+    dp_rank: int
+    """This rank's place among the data-parallel ranks."""
+
+    dp_size: int
+    """Number of data-parallel ranks."""
+
+    def __init__(
+        self,
+        folder: Path,
+        build: Callable[[int], Model],
+        *,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        device: torch.device,
+    ) -> None:
+        self._folder = folder
+        self._device = device
+        self._ranks = Ranks(device)
+        self.dp_rank, self.dp_size = self._ranks.rank, self._ranks.size
+        self._packing = Packing(
+            kernel=_choose_kernel(model_config.attention, config.compute_dtype, device),
+            max_tokens=config.max_tokens_per_microbatch,
+            ranks=self._ranks,
+            device=device,
+        )
+        self.model = build(self._ranks.size)
+        self._parked: dict[TrainState, ParkedTensors] = {}
+
+    def weight_specs(self) -> tuple[WeightSpec, ...]:
+        """Name what ``full_weights`` will yield, in its order."""
+        return tuple(
+            WeightSpec(name, tuple(p.shape), p.numel() * p.element_size())
+            for name, p in self.model.hf.named_parameters()
+        )
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each weight whole, under its HF name, one at a time. Every rank must exhaust it.
+
+        Tied weights come once, in the storage type. Without shards a tensor is the live weight.
+        """
+        self._require("full_weights()", TrainState.PARAMETERS)
+        for name, parameter in self.model.hf.named_parameters():
+            yield name, full_tensor(parameter)
+
+    def export_hf(self, folder: Path) -> None:
+        """Write a Hugging Face folder (weights, configuration, tokenizer), atomically.
+
+        Rank 0 writes; every rank returns, or raises, when it is done.
+
+        Raises:
+            RunFolderError: the folder exists already, or cannot be written.
+        """
+        weights = self.full_weights()
+        failure: RunFolderError | None = None
+        if self.dp_rank == 0:
+            try:
+                write_hf_folder(
+                    folder,
+                    weights,
+                    specs=self.weight_specs(),
+                    model=self.model.hf,
+                    source=self._folder,
+                )
+            except RunFolderError as err:
+                failure = err
+        for _ in weights:  # the other ranks' part; and rank 0's, where it failed half-way
+            pass
+        message = self._ranks.share_text(str(failure) if failure else "")
+        if message:
+            raise RunFolderError(message) from failure
+
+    def offload(self, part: TrainState) -> None:
+        """Move a part to host memory and free its device memory. Twice is a no-op."""
+        if part not in self._parked:
+            self._parked[part] = ParkedTensors(self._tensors(part))
+
+    def restore(self, part: TrainState) -> None:
+        """Bring a part back, bit by bit. Twice is a no-op."""
+        if part in self._parked:
+            self._parked.pop(part).restore()
+
+    def resident_bytes(self, part: TrainState) -> int:
+        """Return the bytes that this part holds on the device of this rank, measured."""
+        return resident_bytes(self._tensors(part))
+
+    def _tensors(self, part: TrainState) -> list[Tensor]:
+        if part is TrainState.PARAMETERS:
+            return [local_shard(parameter.detach()) for parameter in self.model.parameters()]
+        return []
+
+    def _require(self, action: str, *parts: TrainState) -> None:
+        away = [part.value for part in parts if part in self._parked]
+        if away:
+            raise PhaseError(
+                f"{action} needs {' and '.join(away)} on {self._device}, which are offloaded; "
+                "leave the rollout phase first, or call restore() for each of them"
+            )
+
+    @torch.no_grad()
+    def _score_rows(
+        self,
+        token_ids_BL: Tensor,
+        response_mask_BL: Tensor,
+        score: Callable[[PackedTokens], tuple[Tensor, ...]],
+    ) -> list[Tensor]:
+        """Apply ``score``, which gives columns [S] of a pack, to this rank's rows.
+
+        Returns:
+            Each column, jagged float32 [B, L] on the host, 0 where the mask is False.
+        """
+        columns: list[Tensor] = []
+        for pack in self._packing.cut(token_ids_BL, response_mask_BL):
+            scores = score(pack.tokens)
+            columns = columns or [torch.zeros(token_ids_BL.values().shape) for _ in scores]
+            for column, scores_S in zip(columns, scores, strict=True):
+                column[pack.place_S] = scores_S.cpu()
+        fsdp = as_fsdp(self.model)
+        if fsdp is not None:
+            fsdp.reshard()  # FSDP2 keeps the root whole until a backward pass that never comes
+        lengths_B = row_lengths(token_ids_BL)
+        return [jagged_from(column, lengths_B) for column in columns]
+
+
+def _choose_kernel(attention: str, compute_dtype: str, device: torch.device) -> AttentionKernel:
+    has_varlen = device.type == "cuda" and compute_dtype == "bfloat16"
+    if attention == "varlen" and not has_varlen:
+        raise ConfigError(
+            "model.attention",
+            attention,
+            rule=f"the varlen kernel runs on CUDA in bfloat16, not on {device} in {compute_dtype}",
+            fix="set model.attention=auto",
+        )
+    return "varlen" if has_varlen and attention != "padded" else "padded"

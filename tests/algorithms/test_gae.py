@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hybridrl.algorithms.gae import AdvantageEstimate, generalized_advantages, whiten
+from hybridrl.batch import jagged, place_on_last_tokens
+
+# Rows of (is it a response token, reward, value).
+number = st.integers(-24, 24).map(lambda n: n / 8)
+token = st.tuples(st.booleans(), number, number)
+batches = st.lists(st.lists(token, min_size=1, max_size=9), min_size=1, max_size=6)
+rates = st.sampled_from([0.0, 0.3, 0.95, 1.0])
+Row = list[tuple[bool, float, float]]
+
+
+def columns_of(batch: list[Row]) -> tuple[Tensor, Tensor, Tensor]:
+    kinds = (torch.bool, torch.float32, torch.float32)
+    mask, rewards, values = (
+        jagged([torch.tensor([token[n] for token in row], dtype=kind) for row in batch])
+        for n, kind in enumerate(kinds)
+    )
+    return mask, rewards, values
+
+
+def estimate_of(batch: list[Row], *, gamma: float, lam: float) -> AdvantageEstimate:
+    mask, rewards, values = columns_of(batch)
+    return generalized_advantages(
+        rewards, values_BL=values, response_mask_BL=mask, gamma=gamma, lam=lam
+    )
+
+
+def obvious_advantages(row: Row, *, gamma: float, lam: float) -> list[float]:
+    """The sum of arXiv:1506.02438, eq. 16, as it is written there, one token after the other."""
+    chosen = [token for token in row if token[0]]
+    deltas = []
+    for t, (_, reward, value) in enumerate(chosen):
+        next_value = chosen[t + 1][2] if t + 1 < len(chosen) else 0.0
+        deltas.append(reward + gamma * next_value - value)
+    sums = [
+        sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:]))
+        for t in range(len(deltas))
+    ]
+    found = iter(sums)
+    return [next(found) if is_response else 0.0 for is_response, _, _ in row]
+
+
+@given(batches, rates, rates)
+def test_advantages_and_returns_are_those_of_the_sum_written_out(
+    batch: list[Row], gamma: float, lam: float
+) -> None:
+    estimate = estimate_of(batch, gamma=gamma, lam=lam)
+    for number, row in enumerate(batch):
+        advantages = obvious_advantages(row, gamma=gamma, lam=lam)
+        returns = [
+            a + value if is_response else 0.0
+            for a, (is_response, _, value) in zip(advantages, row, strict=True)
+        ]
+        assert estimate.advantages_BL[number].tolist() == pytest.approx(advantages, abs=1e-4)
+        assert estimate.returns_BL[number].tolist() == pytest.approx(returns, abs=1e-4)
+
+
+@given(batches, rates, rates)
+def test_a_row_does_not_depend_on_its_neighbours(
+    batch: list[Row], gamma: float, lam: float
+) -> None:
+    together = estimate_of(batch, gamma=gamma, lam=lam)
+    for number, row in enumerate(batch):
+        alone = estimate_of([row], gamma=gamma, lam=lam)
+        assert torch.equal(together.advantages_BL[number], alone.advantages_BL[0])
+
+
+def test_with_lambda_1_advantages_are_the_rewards_to_come_minus_the_value() -> None:
+    row: Row = [(False, 9.0, 9.0), (True, 0.0, 0.25), (True, 0.0, 0.5), (True, 1.0, 0.75)]
+    estimate = estimate_of([row], gamma=1.0, lam=1.0)
+    assert estimate.advantages_BL[0].tolist() == [0.0, 0.75, 0.5, 0.25]
+    assert estimate.returns_BL[0].tolist() == [0.0, 1.0, 1.0, 1.0]
+
+
+def test_with_lambda_0_a_token_is_judged_by_the_next_value_alone() -> None:
+    row: Row = [(False, 9.0, 9.0), (True, 0.0, 0.25), (True, 0.0, 0.5), (True, 1.0, 0.75)]
+    estimate = estimate_of([row], gamma=1.0, lam=0.0)
+    assert estimate.advantages_BL[0].tolist() == [0.0, 0.25, 0.25, 0.25]
+
+
+def test_nothing_is_bootstrapped_from_what_follows_the_last_response_token() -> None:
+    # The same for a response that the length limit ended: the reward it has is its last.
+    row: Row = [(True, 0.0, 0.5), (True, 0.0, 0.5), (False, 100.0, 100.0)]
+    assert estimate_of([row], gamma=1.0, lam=1.0).advantages_BL[0].tolist() == [-0.5, -0.5, 0.0]
+
+
+def test_no_gradient_flows_into_the_values() -> None:
+    mask, rewards, values = columns_of([[(True, 1.0, 0.5)]])
+    values.requires_grad_()
+    estimate = generalized_advantages(
+        rewards, values_BL=values, response_mask_BL=mask, gamma=1.0, lam=1.0
+    )
+    assert not estimate.advantages_BL.requires_grad
+    assert not estimate.returns_BL.requires_grad
+
+
+@given(batches)
+def test_whitened_tokens_have_mean_0_and_deviation_1_and_others_are_0(batch: list[Row]) -> None:
+    mask, rewards, _ = columns_of(batch)
+    white = whiten(rewards, mask).values()
+    chosen = white[mask.values()]
+    assert not white[~mask.values()].any()
+    original = rewards.values()[mask.values()]
+    if len(chosen) > 1 and float(original.std()) > 1e-3:
+        assert float(chosen.double().mean()) == pytest.approx(0.0, abs=1e-4)
+        assert float(chosen.double().std()) == pytest.approx(1.0, abs=1e-3)
+        assert torch.equal(chosen.argsort(stable=True), original.argsort(stable=True))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 1000])
+def test_equal_advantages_are_whitened_to_exact_zeros(num_tokens: int) -> None:
+    mask, rewards, _ = columns_of([[(False, 3.0, 0.0)] + [(True, 0.7, 0.0)] * num_tokens])
+    assert not whiten(rewards, mask).values().any()
+
+
+@given(batches)
+def test_a_reward_is_earned_by_the_last_response_token(batch: list[Row]) -> None:
+    mask, _, _ = columns_of(batch)
+    rewards_B = torch.arange(1.0, len(batch) + 1)
+    placed = place_on_last_tokens(rewards_B, mask)
+    for number, row in enumerate(batch):
+        last = max((n for n, token in enumerate(row) if token[0]), default=None)
+        expected = [number + 1.0 if n == last else 0.0 for n in range(len(row))]
+        assert placed[number].tolist() == expected

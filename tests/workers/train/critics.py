@@ -1,0 +1,53 @@
+"""Small critics and their batches for the tests."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.batch import CriticBatch, jagged_from, row_lengths
+from hybridrl.config.actor import EngineConfig
+from hybridrl.config.critic import CriticConfig
+from hybridrl.workers.train.critic import FSDP2Critic
+from tests.workers.train.engines import ACTOR, CPU, MODEL, make_rows
+
+CRITIC = CriticConfig(
+    **{field.name: getattr(ACTOR, field.name) for field in fields(EngineConfig)},
+    num_warmup_steps=0,
+    num_epochs=1,
+    num_minibatches=1,
+    value_clip=0.0,
+    placement="fused",
+    num_ranks_per_node=1,
+)
+
+
+def build_critic(folder: Path, *, config: CriticConfig = CRITIC) -> FSDP2Critic:
+    return FSDP2Critic(folder, config=config, model_config=MODEL, num_total_steps=10, device=CPU)
+
+
+def with_optimizer(**changes: Any) -> CriticConfig:
+    return replace(CRITIC, optimizer=replace(CRITIC.optimizer, **changes))
+
+
+def make_lessons(num_rows: int, *, seed: int = 0, num_siblings: int = 1) -> CriticBatch:
+    """Rows as ``make_rows`` makes them, with returns and old values of about 1."""
+    rows = make_rows(num_rows, seed=seed, num_siblings=num_siblings)
+    generator = torch.Generator().manual_seed(seed + 100)
+
+    def column() -> Tensor:
+        values = torch.randn(rows.token_ids_BL.values().shape, generator=generator)
+        values = torch.where(rows.response_mask_BL.values(), values, 0.0)
+        return jagged_from(values, row_lengths(rows.token_ids_BL))
+
+    return CriticBatch(
+        token_ids_BL=rows.token_ids_BL,
+        response_mask_BL=rows.response_mask_BL,
+        old_values_BL=column(),
+        returns_BL=column(),
+        batch_size=[num_rows],
+    )
