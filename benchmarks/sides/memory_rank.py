@@ -14,8 +14,8 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import read_config
 from hybridrl.main import compose
 from hybridrl.metrics import Metrics
-from hybridrl.trainer.workers import build_actor_spec
 from hybridrl.trainer.starter import write_random_model
+from hybridrl.trainer.workers import build_actor_spec
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.rollout.protocol import SamplingParams
 

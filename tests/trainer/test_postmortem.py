@@ -127,7 +127,7 @@ def test_an_error_is_explained_once(tmp_path: Path) -> None:
         settings={},
         config=config.tracking,
     ) as run_log:
-        record = RunRecord(run_log, LiveOff(), Progress(num_steps=3))
+        record = RunRecord(run_log, LiveOff(), None, Progress(num_steps=3))
         record.phase("generate")
         record.keep_reports(RANKS)
         error = _death()
