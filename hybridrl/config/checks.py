@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 
+from hybridrl.config.adapter_checks import check_lora_init_from
 from hybridrl.config.batch_sizes import check_batch_sizes
 from hybridrl.config.disk_checks import (
     check_data_files,
@@ -17,6 +18,12 @@ from hybridrl.config.disk_checks import (
     check_trackers,
 )
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.lora_checks import (
+    check_lora_base,
+    check_lora_dropout,
+    check_lora_rank,
+    check_lora_targets,
+)
 from hybridrl.config.model_checks import (
     check_attention_runs_on_device,
     check_model_folder,
@@ -263,6 +270,7 @@ _COMMON_RULES: Mapping[str, tuple[Rule, ...]] = {
         check_attention_runs_on_device,
         check_model_folder,
     ),
+    "lora": (check_lora_targets, check_lora_rank, check_lora_dropout, check_lora_init_from),
     "data": (check_data_source, check_data_files, check_sort_digits),
     "cluster": (check_nodes_have_a_cluster, check_ray_address),
     "run folder": (check_run_folder, check_trackers),
@@ -274,7 +282,7 @@ _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
         check_kl_penalty,
         check_sampler_ratio_cap,
     ),
-    "rollout": (check_rollout_engine,),
+    "rollout": (check_rollout_engine, check_lora_base),
     "batch sizes": (check_batch_sizes,),
     "reward": (check_reward_function,),
     "evaluation": (check_eval_has_data,),

@@ -11,6 +11,7 @@ from hybridrl.config.cluster import ClusterConfig
 from hybridrl.config.data import DataConfig
 from hybridrl.config.eval import EvalConfig
 from hybridrl.config.limits import CountOrZero
+from hybridrl.config.lora import LoraConfig
 from hybridrl.config.model import ModelConfig
 from hybridrl.config.reward import RewardConfig
 from hybridrl.config.rollout import RolloutConfig
@@ -35,6 +36,9 @@ class ExperimentConfig:
 
     actor: ActorConfig
     """How the policy is trained."""
+
+    lora: LoraConfig
+    """Adapters instead of the whole model."""
 
     rollout: RolloutConfig
     """How responses are sampled."""
