@@ -62,6 +62,8 @@ def train(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
             if config.trainer.export_hf:
                 record.phase("export")
                 shared.policy.export_hf(record.folder / "hf")
+                if config.lora.enabled:
+                    shared.policy.export_adapter(record.folder / "adapter")
 
 
 def _build_loop(
@@ -174,6 +176,8 @@ def _build_spec(config: ExperimentConfig, folder: Path) -> ActorRolloutSpec:
         model_folder=folder.absolute(),
         model=config.model,
         actor=config.actor,
+        lora=config.lora,
+        seed=config.seed,
         rollout=config.rollout,
         algorithm=config.algorithm,
         device=config.cluster.device,

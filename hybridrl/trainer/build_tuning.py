@@ -58,6 +58,8 @@ def tune(config: ExperimentConfig, folder: Path, *, record: Recorder, target: Pa
         _build_loop(config, tuning, held_out=held_out, record=record).run()
         record.phase("export")
         learner.export_hf(target)
+        if config.lora.enabled:
+            learner.export_adapter(target.with_name("adapter"))
 
 
 def warm_up(config: ExperimentConfig, folder: Path, *, record: RunRecord, target: Path) -> None:
@@ -81,6 +83,7 @@ def warm_up(config: ExperimentConfig, folder: Path, *, record: RunRecord, target
         config,
         mode="sft",
         actor=replace(config.actor, optimizer=optimizer),
+        lora=replace(config.lora, enabled=False),  # the whole of what adapters start from
         sft=SftConfig(
             num_steps=starter.num_warmup_steps,
             batch_size=starter.warmup_batch_size,
@@ -128,6 +131,8 @@ def _build_spec(config: ExperimentConfig, folder: Path) -> TrainSpec:
         model_folder=folder.absolute(),
         model=config.model,
         actor=config.actor,
+        lora=config.lora,
+        seed=config.seed,
         device=config.cluster.device,
         num_total_updates=config.sft.num_steps,
         max_response_tokens=config.rollout.max_response_tokens,

@@ -29,6 +29,10 @@ class Policy(Protocol):
         """Write a Hugging Face folder."""
         ...
 
+    def export_adapter(self, folder: Path) -> list[None]:
+        """Write a peft folder; there must be an adapter."""
+        ...
+
 
 class Learner(Protocol):
     """A worker group of ``SupervisedWorker``."""
@@ -43,6 +47,10 @@ class Learner(Protocol):
 
     def export_hf(self, folder: Path) -> list[None]:
         """Write a Hugging Face folder."""
+        ...
+
+    def export_adapter(self, folder: Path) -> list[None]:
+        """Write a peft folder; there must be an adapter."""
         ...
 
 

@@ -48,10 +48,11 @@ class ActorRolloutWorker(Worker):
             config=spec.rollout,
             device=device,
             control=ControlGroup(timeout_s=spec.rollout.stage_timeout_s),
+            lora=spec.lora if spec.lora.sends_adapters else None,
         )
         self._actor = build_train_engine(spec, device)
         self.sharding.attach_policy(self._actor)
-        self._reference = build_reference_engine(spec, device)
+        self._reference = build_reference_engine(spec, device, actor=self._actor)
         if self._reference is not None:
             self.sharding.register("reference", self._reference)
         self._loss = build_policy_loss(spec)
@@ -132,6 +133,12 @@ class ActorRolloutWorker(Worker):
         """Write the policy as a Hugging Face folder, atomically."""
         self.sharding.require_training()
         self._actor.export_hf(folder)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def export_adapter(self, folder: Path) -> None:
+        """Write the policy's adapter as a peft folder, atomically."""
+        self.sharding.require_training()
+        self._actor.export_adapter(folder)
 
     def close(self) -> None:
         """End the rollout engine and leave the process group."""

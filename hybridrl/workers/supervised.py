@@ -41,6 +41,11 @@ class SupervisedWorker(Worker):
         """Write the model as a Hugging Face folder, atomically."""
         self._engine.export_hf(folder)
 
+    @register(Dispatch.ONE_TO_ALL)
+    def export_adapter(self, folder: Path) -> None:
+        """Write the model's adapter as a peft folder, atomically."""
+        self._engine.export_adapter(folder)
+
     def close(self) -> None:
         """Leave the process group."""
         end_process_group()

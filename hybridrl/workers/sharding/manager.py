@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Max, Metrics, merge
@@ -32,6 +33,7 @@ class ShardingManager:
         config: RolloutConfig,
         device: torch.device,
         control: ControlGroup,
+        lora: LoraConfig | None = None,
     ) -> None:
         """Take over a rollout engine that has just started and put it to sleep. A collective call.
 
@@ -43,6 +45,7 @@ class ShardingManager:
             config: the rollout section.
             device: the device that all share.
             control: the control group of all ranks.
+            lora: given where the engine applies an adapter: says how its frozen weights sleep.
         """
         self._device = device
         self._control = control
@@ -56,11 +59,12 @@ class ShardingManager:
             bucket_mib=config.bucket_mib,
             device=device,
             control=control,
+            resends_base=lora is None or lora.base == "resend",
         )
         self._life = LifeCycle(
             self._engines,
             host=self._tenants,
-            depth=Depth.EVERYTHING if config.sleep else Depth.NOTHING,
+            depth=_depth_of_sleep(config, lora),
             observe=self._observe,
         )
         self._life.start()
@@ -160,3 +164,9 @@ class ShardingManager:
         if self._device.type == "cuda":
             peak: Metrics = {f"memory/{stage}_peak_bytes/max": Max(peak_bytes(self._device))}
             self._stages = merge([self._stages, peak])
+
+
+def _depth_of_sleep(config: RolloutConfig, lora: LoraConfig | None) -> Depth:
+    if not config.sleep:
+        return Depth.NOTHING
+    return Depth.CACHE if lora is not None and lora.base == "resident" else Depth.EVERYTHING

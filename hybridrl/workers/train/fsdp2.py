@@ -5,7 +5,7 @@ Legend: B rows of a batch, L tokens of a row, T packed tokens, S scored (respons
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -15,15 +15,23 @@ from hybridrl.algorithms.aggregate import token_weights
 from hybridrl.batch import SupervisedBatch, TrainBatch, jagged_from, row_lengths
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.model import ModelConfig
-from hybridrl.errors import RunFolderError
+from hybridrl.errors import ModelError, RunFolderError
 from hybridrl.metrics import Max, Metrics, Sum, merge
 from hybridrl.workers.train.export import write_hf_folder
 from hybridrl.workers.train.losses import SupervisedLoss
 from hybridrl.workers.train.optimizer import GuardedAdamW
 from hybridrl.workers.train.packing import Pack
-from hybridrl.workers.train.protocol import TokenLoss, TokenLossInputs, TrainState, WeightSpec
+from hybridrl.workers.train.protocol import (
+    TokenLoss,
+    TokenLossInputs,
+    TrainState,
+    WeightPart,
+    WeightSpec,
+)
 from hybridrl.workers.train.scorer import FSDP2Scorer
-from hybridrl.workers.train.shards import as_fsdp, full_tensor
+from hybridrl.workers.train.shards import Adapt, as_fsdp, full_tensor
+
+NamedTensors = Iterator[tuple[str, Tensor]]
 
 
 class FSDP2Engine(FSDP2Scorer):
@@ -35,11 +43,15 @@ class FSDP2Engine(FSDP2Scorer):
         model_config: storage type and attention kernel.
         num_total_steps: optimizer steps of the run, where the schedule ends.
         device: where the model computes.
+        adapt: changes the model before it is loaded; what it freezes does not learn.
 
     Raises:
         ModelError: the folder is not usable.
         ConfigError: ``model.attention`` does not run on the device in the compute type.
     """
+
+    weight_parts: tuple[WeightPart, ...] = (WeightPart.BASE,)
+    """Passes of a weight sync; see ``TrainEngine.weight_parts``."""
 
     _is_trainable = True
 
@@ -54,13 +66,16 @@ class FSDP2Engine(FSDP2Scorer):
         model_config: ModelConfig,
         num_total_steps: int,
         device: torch.device,
+        adapt: Adapt | None = None,
     ) -> None:
-        super().__init__(model_folder, config=config, model_config=model_config, device=device)
+        super().__init__(
+            model_folder, config=config, model_config=model_config, device=device, adapt=adapt
+        )
         self._policy.train()
         if config.gradient_checkpointing:
             self._policy.hf.gradient_checkpointing_enable({"use_reentrant": False})
         self.optimizer = GuardedAdamW(
-            self._policy.parameters(),
+            (p for p in self._policy.parameters() if p.requires_grad),
             config=config.optimizer,
             num_total_steps=num_total_steps,
             ranks=self._ranks,
@@ -129,14 +144,14 @@ class FSDP2Engine(FSDP2Scorer):
             max_response_tokens=1,
         )
 
-    def weight_specs(self) -> tuple[WeightSpec, ...]:
+    def weight_specs(self, part: WeightPart = WeightPart.BASE) -> tuple[WeightSpec, ...]:
         """Name what ``full_weights`` will yield, in its order."""
         return tuple(
             WeightSpec(name, tuple(p.shape), p.numel() * p.element_size())
             for name, p in self._policy.hf.named_parameters()
         )
 
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def full_weights(self, part: WeightPart = WeightPart.BASE) -> NamedTensors:
         """Yield each weight whole, under its HF name, one at a time. Every rank must exhaust it.
 
         Tied weights come once, in the storage type. Without shards a tensor is the live weight.
@@ -153,17 +168,39 @@ class FSDP2Engine(FSDP2Scorer):
         Raises:
             RunFolderError: the folder exists already, or cannot be written.
         """
-        weights = self.full_weights()
+
+        def write(weights: NamedTensors) -> None:
+            write_hf_folder(
+                folder,
+                weights,
+                specs=self.weight_specs(),
+                model=self._policy.hf,
+                source=self._folder,
+            )
+
+        self._write(self._whole_policy(), write)
+
+    def export_adapter(self, folder: Path) -> None:
+        """Refuse: the whole policy learned, so there is no adapter.
+
+        Raises:
+            ModelError: always.
+        """
+        raise ModelError(
+            f"cannot write {folder}: this policy has no adapter; export the whole of it, or train "
+            "with lora.enabled=true"
+        )
+
+    def _whole_policy(self) -> NamedTensors:
+        """Yield what a model without adapters needs to be this policy."""
+        return self.full_weights()
+
+    def _write(self, weights: NamedTensors, write: Callable[[NamedTensors], None]) -> None:
+        """Let rank 0 write what all ranks gather; all return, or raise, when it is done."""
         failure: RunFolderError | None = None
         if self.dp_rank == 0:
             try:
-                write_hf_folder(
-                    folder,
-                    weights,
-                    specs=self.weight_specs(),
-                    model=self._policy.hf,
-                    source=self._folder,
-                )
+                write(weights)
             except RunFolderError as err:
                 failure = err
         for _ in weights:  # the other ranks' part; and rank 0's, where it failed half-way

@@ -25,12 +25,22 @@ class TrainState(Enum):
     OPTIMIZER = "optimizer"
 
 
+class WeightPart(Enum):
+    """One pass of a weight sync. A part that no step changes is sent until it has arrived, once."""
+
+    BASE = "base"
+    """Tensors under plain Hugging Face names. All there is, unless adapters are sent apart."""
+
+    ADAPTER = "adapter"
+    """A and B of LoRA, named as in ``adapter_model.safetensors``; loaded as a whole."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
     """One exported tensor, as the rollout engine will see it."""
 
     name: str
-    """Hugging Face name."""
+    """Hugging Face name, or that of an adapter's file."""
 
     shape: tuple[int, ...]
     """Full shape, not a shard's."""
@@ -99,6 +109,13 @@ class TrainEngine(ScoringEngine, Protocol):
     Every method is a collective: all ranks call it, in the same order.
     """
 
+    weight_parts: tuple[WeightPart, ...]
+    """What rollout engines need, in the order in which they need it; steps change the last alone.
+
+    ``(BASE,)`` for full fine-tuning and for LoRA that is merged on its way, ``(BASE, ADAPTER)``
+    where rollout engines apply the adapter.
+    """
+
     def update(
         self,
         batch: TrainBatch,
@@ -119,14 +136,25 @@ class TrainEngine(ScoringEngine, Protocol):
         """Take one optimizer step on the mean negative log-likelihood of the masked tokens."""
         ...
 
-    def weight_specs(self) -> tuple[WeightSpec, ...]:
+    def weight_specs(self, part: WeightPart = WeightPart.BASE) -> tuple[WeightSpec, ...]:
         """Name what ``full_weights`` will yield, in its order."""
         ...
 
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight whole, under its HF name, one at a time. Every rank must exhaust it."""
+    def full_weights(self, part: WeightPart = WeightPart.BASE) -> Iterator[tuple[str, Tensor]]:
+        """Yield each weight of a part whole, one at a time. Every rank must exhaust it."""
         ...
 
     def export_hf(self, folder: Path) -> None:
-        """Write a Hugging Face folder (weights, configuration, tokenizer), atomically."""
+        """Write a Hugging Face folder (weights, configuration, tokenizer), atomically.
+
+        An adapter is merged into the weights written; the training weights stay apart.
+        """
+        ...
+
+    def export_adapter(self, folder: Path) -> None:
+        """Write a peft folder, atomically.
+
+        Raises:
+            ModelError: the policy has no adapter.
+        """
         ...

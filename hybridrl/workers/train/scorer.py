@@ -19,7 +19,7 @@ from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.offload import ParkedTensors, resident_bytes
 from hybridrl.workers.train.packing import RowPacker
 from hybridrl.workers.train.protocol import TrainState
-from hybridrl.workers.train.shards import DTYPES, as_fsdp, build_policy, local_shard
+from hybridrl.workers.train.shards import DTYPES, Adapt, as_fsdp, build_policy, local_shard
 
 
 class FSDP2Scorer:
@@ -33,6 +33,7 @@ class FSDP2Scorer:
         config: types, token budget, chunk size.
         model_config: storage type and attention kernel.
         device: where the model computes.
+        adapt: changes the model before it is loaded.
 
     Raises:
         ModelError: the folder is not usable.
@@ -54,6 +55,7 @@ class FSDP2Scorer:
         config: ActorConfig,
         model_config: ModelConfig,
         device: torch.device,
+        adapt: Adapt | None = None,
     ) -> None:
         self._kernel = _choose_kernel(model_config.attention, config.compute_dtype, device)
         self._device = device
@@ -68,6 +70,7 @@ class FSDP2Scorer:
             device=device,
             num_ranks=self._ranks.size,
             is_trainable=self._is_trainable,
+            adapt=adapt,
         )
         self._parked: dict[TrainState, ParkedTensors] = {}
 
