@@ -99,5 +99,6 @@ class TensorMemory:
 
 def checksum(tensor: Tensor) -> int:
     """Return a CRC-32 of the values of a tensor of any shape; equal bits have equal sums."""
-    flat = tensor.detach().cpu().contiguous().flatten()
+    # A copy: a storage that numpy has seen can never be freed or resized again.
+    flat = tensor.detach().to("cpu", copy=True).contiguous().flatten()
     return zlib.crc32(flat.view(torch.uint8).numpy().data)

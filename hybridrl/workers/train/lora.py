@@ -5,25 +5,23 @@ Legend: R rank, I inputs, O outputs of a layer.
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from hybridrl.batch import RolloutBatch, ScoreBatch, SupervisedBatch
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.model import ModelConfig
+from hybridrl.metrics import Max, Metrics
 from hybridrl.models.adapter import WEIGHTS_FILE, Adapter
 from hybridrl.models.adapter_names import ADAPTER_NAME, file_name, hf_name, is_adapter_name
 from hybridrl.workers.train.export import whole_folder
 from hybridrl.workers.train.fsdp2 import FSDP2Engine, NamedTensors
 from hybridrl.workers.train.protocol import TrainState, WeightPart, WeightSpec
 from hybridrl.workers.train.shards import full_tensor
-
-log = logging.getLogger(__name__)
 
 
 class FSDP2LoraEngine(FSDP2Engine):
@@ -67,10 +65,8 @@ class FSDP2LoraEngine(FSDP2Engine):
             device=device,
             adapt=self._adapter.inject,
         )
-        if self.dp_rank == 0:
-            sizes = {p: p.numel() for p in self._policy.parameters()}
-            trained = sum(size for p, size in sizes.items() if p.requires_grad)
-            log.info("training an adapter: parameters=%d of=%d", trained, sum(sizes.values()))
+        adapter = self._parameters_of(WeightPart.ADAPTER)
+        self._num_trained = sum(parameter.numel() for _, parameter in adapter)
 
     def weight_specs(self, part: WeightPart = WeightPart.BASE) -> tuple[WeightSpec, ...]:
         """Name what ``full_weights`` will yield, in its order."""
@@ -129,6 +125,10 @@ class FSDP2LoraEngine(FSDP2Engine):
                 a_RI, b_OR = (full_tensor(matrix) for matrix in matrices)
                 whole = self._adapter.merge(whole, a_RI, b_OR)
             yield hf_name(name), whole
+
+    def _finish_step(self, total_loss: Tensor) -> Metrics:
+        counted: Metrics = {"policy/trained_parameters": Max(self._num_trained)}
+        return super()._finish_step(total_loss) | counted
 
     def _parameters_of(self, part: WeightPart) -> list[tuple[str, nn.Parameter]]:
         is_wanted = part is WeightPart.ADAPTER
