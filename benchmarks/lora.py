@@ -1,8 +1,9 @@
 """What LoRA costs and spares, beside full fine-tuning doing the same.
 
 Prints a table in Markdown: steps of the default task's size (128 responses of 24 tokens to 16
-prompts) on the default model's shape with random weights. A step samples with the newest weights and takes
-one optimizer step. The ways alternate within one run, so that a busy machine slows all alike.
+prompts) on the default model's shape with random weights. A step samples with the newest weights
+and takes one optimizer step. The ways alternate within one run, so that a busy machine slows all
+alike.
 
     OMP_NUM_THREADS=1 python -m benchmarks.lora
 """

@@ -48,9 +48,9 @@ def _check_exports(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("sync", "sleep", "num_ranks"),
     [
-        ("adapter", "false", 1),
         ("adapter", "true", 2),
         ("merged", "true", 1),
+        pytest.param("adapter", "false", 1, marks=pytest.mark.nightly),
         pytest.param("merged", "false", 2, marks=pytest.mark.nightly),
     ],
 )
