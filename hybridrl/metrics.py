@@ -133,6 +133,7 @@ policy/sampler_mismatch_nats/max | nats | largest distance of trainer's and samp
 policy/sampler_weight/mean | 1 | truncated importance weight of trainer over sampler
 policy/grad_norm | 1 | global L2 norm of the gradient before clipping; largest of the step's updates
 policy/lr | 1 | learning rate of the step's last update
+policy/trained_parameters | 1 | numbers that learn, where only an adapter does
 policy/updates | updates | optimizer steps taken in this step
 policy/skipped_updates | updates | optimizer steps left out, their loss or gradient was not finite
 policy/version | updates | optimizer steps taken since the run began

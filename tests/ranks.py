@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
-_FORKSERVER.set_forkserver_preload(["hybridrl.workers.train.fsdp2", "tests.ranks"])
+_FORKSERVER.set_forkserver_preload(["hybridrl.workers.train.lora", "tests.ranks"])
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",

@@ -27,6 +27,7 @@ _NUMERIC = ("cluster.device", "cluster.num_nodes", "cluster.num_ranks_per_node")
 _THREADS = ("cluster.num_threads_per_rank", "rollout.num_threads")
 _PACKAGES = ("torch", "transformers", "tensordict")
 _NUM_NAMED = 8
+_SAMPLE_BYTES = 2**20
 
 TOKENIZER_FILES = (
     *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
@@ -61,12 +62,31 @@ def environment_of(config: ExperimentConfig) -> Mapping[str, str]:
     }
 
 
-def folder_fingerprints(model_folder: Path) -> Mapping[str, str]:
-    """Digest what a model folder says of its shape, and its tokenizer."""
-    return {
+def folder_fingerprints(model_folder: Path, *, with_weights: bool) -> Mapping[str, str]:
+    """Digest what a model folder says of its shape, its tokenizer, and perhaps its weights.
+
+    Args:
+        model_folder: a Hugging Face folder.
+        with_weights: where the run still reads them when it goes on (frozen under an adapter, or
+            of the reference). Of each file the size, the beginning and the end are looked at.
+    """
+    found = {
         "model configuration": _digest(model_folder, ("config.json",)),
         "tokenizer": _digest(model_folder, TOKENIZER_FILES),
     }
+    return found | ({"frozen weights": _sample(model_folder)} if with_weights else {})
+
+
+def _sample(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_SAMPLE_BYTES))
+            file.seek(max(0, size - _SAMPLE_BYTES))
+            digest.update(file.read())
+    return digest.hexdigest()
 
 
 def _digest(folder: Path, patterns: Iterable[str]) -> str:

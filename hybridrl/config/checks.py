@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+from hybridrl.config.adapter_checks import check_lora_init_from
 from hybridrl.config.batch_sizes import check_batch_sizes
 from hybridrl.config.cluster_checks import (
     check_nodes_have_a_cluster,
@@ -26,6 +27,12 @@ from hybridrl.config.disk_checks import (
     check_trackers,
 )
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.lora_checks import (
+    check_lora_base,
+    check_lora_dropout,
+    check_lora_rank,
+    check_lora_targets,
+)
 from hybridrl.config.model_checks import (
     check_attention_runs_on_device,
     check_model_folder,
@@ -254,6 +261,7 @@ _COMMON_RULES: Mapping[str, tuple[Rule, ...]] = {
         check_attention_runs_on_device,
         check_model_folder,
     ),
+    "lora": (check_lora_targets, check_lora_rank, check_lora_dropout, check_lora_init_from),
     "data": (check_data_source, check_data_files, check_sort_digits),
     "cluster": (check_nodes_have_a_cluster, check_ray_address, check_object_store),
     "run folder": (check_run_folder, check_trackers),
@@ -265,7 +273,7 @@ _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
         check_kl_penalty,
         check_sampler_ratio_cap,
     ),
-    "rollout": (check_rollout_engine,),
+    "rollout": (check_rollout_engine, check_lora_base),
     "critic": (check_critic_warmup, check_critic_kernel, check_critic_batch_sizes),
     "batch sizes": (check_batch_sizes,),
     "reward": (check_reward_function,),

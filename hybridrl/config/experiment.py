@@ -14,6 +14,7 @@ from hybridrl.config.critic import CriticConfig
 from hybridrl.config.data import DataConfig
 from hybridrl.config.eval import EvalConfig
 from hybridrl.config.limits import CountOrZero
+from hybridrl.config.lora import LoraConfig
 from hybridrl.config.model import ModelConfig
 from hybridrl.config.reward import RewardConfig
 from hybridrl.config.rollout import RolloutConfig
@@ -42,6 +43,9 @@ class ExperimentConfig:
 
     critic: CriticConfig
     """How the critic is trained. Nothing of it is built unless ``algorithm.name=ppo``."""
+
+    lora: LoraConfig
+    """Adapters instead of the whole model."""
 
     rollout: RolloutConfig
     """How responses are sampled."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,6 +29,14 @@ SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+
+
+class WeightSource(Protocol):
+    """Where the values of a model's parameters come from."""
+
+    def read(self, name: str, *, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return one tensor in host memory, by its parameter's name in the model."""
+        ...
 
 
 class WeightFiles:
@@ -127,18 +135,20 @@ def check_weights(model: PreTrainedModel, files: WeightFiles) -> None:
             )
 
 
-def fill_weights(module: nn.Module, prefix: str, files: WeightFiles, device: torch.device) -> None:
-    """Give each parameter below ``module`` that has no memory yet its values from the files.
+def fill_weights(
+    module: nn.Module, prefix: str, weights: WeightSource, device: torch.device
+) -> None:
+    """Give each parameter below ``module`` that has no memory yet its values.
 
     Args:
         module: the model or a part of it; parts that were filled before are left alone.
         prefix: the part's Hugging Face name with a final dot; empty for the model.
-        files: where the values are.
+        weights: where the values are.
         device: where the parameters are to live.
     """
     for name, parameter in list(module.named_parameters()):
         if parameter.is_meta:
-            values = files.read(prefix + name, shape=parameter.shape, dtype=parameter.dtype)
+            values = weights.read(prefix + name, shape=parameter.shape, dtype=parameter.dtype)
             owner_name, _, leaf = name.rpartition(".")
             # A copy even on the CPU: the memory map is read-only and lasts as long as its file.
             filled = nn.Parameter(values.to(device, copy=True), parameter.requires_grad)

@@ -80,8 +80,10 @@ class _TokenLogprobs(torch.autograd.Function):
         logprob_grads_S, entropy_grads_S = grads_S
         hidden_SH, weight_VH, targets_S, logsumexp_S, entropies_S = ctx.saved_tensors
         hidden_grad_SH = torch.empty_like(hidden_SH)
-        # Float32 over the chunks: a sum of many bfloat16 parts would lose the small ones.
-        weight_grad_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
+        weight_grad_VH = None
+        if ctx.needs_input_grad[1]:  # not of a frozen model
+            # Float32 over the chunks: a sum of many bfloat16 parts would lose the small ones.
+            weight_grad_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
         for begin in range(0, len(targets_S), ctx.chunk_tokens):
             chunk = slice(begin, begin + ctx.chunk_tokens)
             logits_CV = _logits(hidden_SH[chunk], weight_VH, ctx.temperature)
@@ -94,8 +96,11 @@ class _TokenLogprobs(torch.autograd.Function):
                 slopes_CV -= entropy_grads_S[chunk, None] * probs_CV * surprise_CV
             slopes_CV = slopes_CV.div_(ctx.temperature).to(hidden_SH.dtype)
             hidden_grad_SH[chunk] = slopes_CV @ weight_VH
-            weight_grad_VH += slopes_CV.T @ hidden_SH[chunk]
-        return hidden_grad_SH, weight_grad_VH.to(weight_VH.dtype), None, None, None, None
+            if weight_grad_VH is not None:
+                weight_grad_VH += slopes_CV.T @ hidden_SH[chunk]
+        if weight_grad_VH is not None:
+            weight_grad_VH = weight_grad_VH.to(weight_VH.dtype)
+        return hidden_grad_SH, weight_grad_VH, None, None, None, None
 
 
 def _logits(hidden_CH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:

@@ -107,8 +107,8 @@ def _train_once(run: _Ingredients) -> None:
         watch.report()
         if config.trainer.export_hf:
             record.phase("export")
-            target = (record.folder / "hf").absolute()
-            export(workers.policy, target, is_new=num_steps > num_done)
+            is_new = num_steps > num_done
+            export(workers.policy, record.folder, is_new=is_new, lora=config.lora)
 
 
 def _build_loop(

@@ -87,7 +87,7 @@ def _tune_once(
         loop = replace(loop, save=checkpointer.after_step, first_step=num_done + 1)
         is_new = loop.run() > num_done
         record.phase("export")
-        export(learner, (record.folder / "hf").absolute(), is_new=is_new)
+        export(learner, record.folder, is_new=is_new, lora=config.lora)
 
 
 def warm_up(config: ExperimentConfig, folder: Path, *, record: RunRecord, target: Path) -> None:
@@ -111,6 +111,7 @@ def warm_up(config: ExperimentConfig, folder: Path, *, record: RunRecord, target
         config,
         mode="sft",
         actor=replace(config.actor, optimizer=optimizer),
+        lora=replace(config.lora, enabled=False),  # the whole of what adapters start from
         sft=SftConfig(
             num_steps=starter.num_warmup_steps,
             batch_size=starter.warmup_batch_size,
@@ -212,6 +213,7 @@ def _build_spec(config: ExperimentConfig, folder: Path) -> TrainSpec:
         model_folder=folder.absolute(),
         model=config.model,
         actor=config.actor,
+        lora=config.lora,
         seed=config.seed,
         device=config.cluster.device,
         num_total_updates=config.sft.num_steps,

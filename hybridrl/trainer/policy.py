@@ -39,6 +39,10 @@ class Policy(Protocol):
         """Write a Hugging Face folder."""
         ...
 
+    def export_adapter(self, folder: Path) -> list[None]:
+        """Write a peft folder; there must be an adapter."""
+        ...
+
 
 class Critic(Protocol):
     """A worker group of ``CriticWorker``; its calls run on while the driver goes on."""
@@ -73,6 +77,10 @@ class Learner(Protocol):
 
     def export_hf(self, folder: Path) -> list[None]:
         """Write a Hugging Face folder."""
+        ...
+
+    def export_adapter(self, folder: Path) -> list[None]:
+        """Write a peft folder; there must be an adapter."""
         ...
 
 

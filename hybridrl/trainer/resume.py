@@ -104,9 +104,10 @@ def goes_on(config: ExperimentConfig) -> bool:
 
 def origin_of(config: ExperimentConfig, model_folder: Path) -> Origin:
     """Return what the numbers of this run depend on."""
+    reads_weights = config.lora.enabled or config.algorithm.kl.placement != "none"
     return Origin(
         recipe=recipe_of(config),
-        fingerprints=folder_fingerprints(model_folder),
+        fingerprints=folder_fingerprints(model_folder, with_weights=reads_weights),
         environment=environment_of(config),
     )
 

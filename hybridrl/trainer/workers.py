@@ -89,6 +89,7 @@ def build_actor_spec(config: ExperimentConfig, folder: Path) -> ActorRolloutSpec
         model_folder=folder.absolute(),
         model=config.model,
         actor=config.actor,
+        lora=config.lora,
         rollout=config.rollout,
         algorithm=config.algorithm,
         seed=config.seed,

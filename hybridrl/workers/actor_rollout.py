@@ -59,10 +59,11 @@ class ActorRolloutWorker(CheckpointedWorker):
             device=device,
             control=ControlGroup(timeout_s=spec.rollout.stage_timeout_s),
             meter=meter,
+            lora=spec.lora if spec.lora.sends_adapters else None,
         )
         self._actor = build_train_engine(spec, device)
         self.sharding.attach_policy(self._actor)
-        self._reference = build_reference_engine(spec, device)
+        self._reference = build_reference_engine(spec, device, actor=self._actor)
         if self._reference is not None:
             self.sharding.register("reference", self._reference)
         self._loss = build_policy_loss(spec)
@@ -169,6 +170,12 @@ class ActorRolloutWorker(CheckpointedWorker):
         self._policy_version = notes["policy_version"]
         self._carried = from_json(notes["metrics"])
         self.sharding.weights_changed(version=self._policy_version)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def export_adapter(self, folder: Path) -> None:
+        """Write the policy's adapter as a peft folder, atomically."""
+        self.sharding.require_training()
+        self._actor.export_adapter(folder)
 
     def close(self) -> None:
         """End the rollout engine and leave the process group."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.algorithm import AlgorithmConfig
 from hybridrl.config.critic import CriticConfig
+from hybridrl.config.lora import LoraConfig
 from hybridrl.config.model import ModelConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.workers.rollout.hf import HFRolloutEngine
@@ -20,6 +22,9 @@ from hybridrl.workers.train.fsdp2 import FSDP2Engine
 from hybridrl.workers.train.losses import PolicyGradientLoss
 from hybridrl.workers.train.protocol import CriticEngine, ScoringEngine, TokenLoss, TrainEngine
 from hybridrl.workers.train.scorer import FSDP2Scorer
+
+_LORA = "hybridrl.workers.train.lora"
+"""Imported by name if asked for: peft takes 2 s, which a run without adapters need not wait for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +36,7 @@ class TrainSpec:
 
     model: ModelConfig
     actor: ActorConfig
+    lora: LoraConfig
 
     seed: int
     """Of the run: all that a rank draws derives from it."""
@@ -87,10 +93,18 @@ def build_train_engine(spec: TrainSpec, device: torch.device) -> TrainEngine:
     return _TRAIN_ENGINES[spec.actor.engine](spec, device)
 
 
-def build_reference_engine(spec: ActorRolloutSpec, device: torch.device) -> ScoringEngine | None:
-    """Start the frozen reference, if a KL penalty asks for one; a collective call."""
+def build_reference_engine(
+    spec: ActorRolloutSpec, device: torch.device, *, actor: TrainEngine
+) -> ScoringEngine | None:
+    """Start the frozen reference, if a KL penalty asks for one; a collective call.
+
+    With LoRA it is the actor without its adapter: no second copy.
+    """
     if spec.algorithm.kl.placement == "none":
         return None
+    if spec.lora.enabled:
+        reference: ScoringEngine = import_module(_LORA).AdapterSwitchedOff(actor)
+        return reference
     return _SCORING_ENGINES[spec.actor.engine](spec, device)
 
 
@@ -118,6 +132,17 @@ def build_policy_loss(spec: ActorRolloutSpec) -> TokenLoss:
 
 
 def _build_fsdp2(spec: TrainSpec, device: torch.device) -> TrainEngine:
+    if spec.lora.enabled:
+        engine: TrainEngine = import_module(_LORA).FSDP2LoraEngine(
+            spec.model_folder,
+            config=spec.actor,
+            model_config=spec.model,
+            lora=spec.lora,
+            seed=spec.seed,
+            num_total_steps=spec.num_total_updates,
+            device=device,
+        )
+        return engine
     return FSDP2Engine(
         spec.model_folder,
         config=spec.actor,
@@ -147,6 +172,7 @@ def _build_hf(spec: ActorRolloutSpec, device: torch.device) -> RolloutEngine:
         config=spec.rollout,
         device=device,
         max_context_tokens=spec.max_context_tokens,
+        lora=spec.lora if spec.lora.sends_adapters else None,
     )
 
 

@@ -48,6 +48,11 @@ class SupervisedWorker(CheckpointedWorker):
         """Return the engine."""
         return self._engine
 
+    @register(Dispatch.ONE_TO_ALL)
+    def export_adapter(self, folder: Path) -> None:
+        """Write the model's adapter as a peft folder, atomically."""
+        self._engine.export_adapter(folder)
+
     def close(self) -> None:
         """Leave the process group."""
         super().close()

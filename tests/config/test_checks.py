@@ -1,13 +1,22 @@
+import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from hybridrl.config.checks import rules_of, run
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config, read_config
 from hybridrl.errors import ConfigError, ConfigErrors
 from tests.config.values import config_of, values_of, with_overrides
+
+LORA = ("lora=default",)
+ADAPTER = (
+    *("lora=default", "lora.init_from=adapter", "lora.rank=2", "lora.alpha=2"),
+    *("lora.target_modules=[o_proj,q_proj]", "model.starter.num_layers=1"),
+)
 
 # What the user typed, the key that is named, and a word of the rule.
 BROKEN: list[tuple[tuple[str, ...], str, str]] = [
@@ -115,6 +124,25 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("trainer.run_dir=model", "trainer.overwrite=true"), "trainer.run_dir", "no run folder"),
     (("trainer.run_dir=.",), "trainer.run_dir", "no run folder"),
     (("trainer.run_dir=train.jsonl/run",), "trainer.run_dir", "no folder"),
+    ((*LORA, "lora.target_modules=[]"), "lora.target_modules", "a layer to adapt"),
+    ((*LORA, "lora.target_modules=[q_porj]"), "lora.target_modules", "did you mean 'q_proj'"),
+    ((*LORA, "lora.target_modules=[lm_head]"), "lora.target_modules", "matches no linear layer"),
+    ((*LORA, "lora.rank=65"), "lora.rank", "at most 64: k_proj has 192 inputs and 64 outputs"),
+    ((*LORA, "lora.dropout=0.1"), "lora.dropout", "only 0 is supported"),
+    ((*LORA, "lora.base=backup"), "lora.base", "because of rollout.sleep=false"),
+    (
+        (*LORA, "lora.base=resend", "lora.sync=merged", "rollout.sleep=true"),
+        "lora.base",
+        "because of lora.sync=merged",
+    ),
+    ((*LORA, "lora.init_from=nowhere"), "lora.init_from", "does not exist"),
+    ((*LORA, "lora.init_from=empty"), "lora.init_from", "has no adapter_config.json"),
+    ((*ADAPTER, "lora.rank=4"), "lora.rank", "was made with 2"),
+    ((*ADAPTER, "lora.alpha=4"), "lora.alpha", "was made with 2"),
+    ((*ADAPTER, "lora.use_rslora=true"), "lora.use_rslora", "was made with False"),
+    ((*ADAPTER, "lora.target_modules=[q_proj]"), "lora.target_modules", "made with ['o_proj',"),
+    ((*ADAPTER, "model.starter.num_layers=2"), "lora.init_from", "layers.1.self_attn.o_proj"),
+    ((*ADAPTER, "lora.init_from=dora"), "lora.init_from", "use_dora=True is not supported"),
     (("tracking.trackers=[tensorboard,wandb]",), "tracking.trackers", "not installed: wandb"),
     (
         ("mode=sft", "cluster.num_ranks_per_node=3", "model.starter.warmup_batch_size=63"),
@@ -144,8 +172,26 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
+    for name, changes in {"adapter": {}, "dora": {"use_dora": True}}.items():
+        _write_adapter(tmp_path / name, changes)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def _write_adapter(folder: Path, changes: dict[str, object]) -> None:
+    """Write an adapter of rank 2 for the first block of the default model."""
+    modules = ("q_proj", "o_proj")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": list(modules)}
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(settings | changes))
+    prefix = "base_model.model.model.layers.0.self_attn"
+    shapes = {"lora_A": (2, 192), "lora_B": (192, 2)}
+    tensors = {
+        f"{prefix}.{module}.{matrix}.weight": np.zeros(shape, np.float32)
+        for module in modules
+        for matrix, shape in shapes.items()
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")
 
 
 def violations_of(*overrides: str) -> tuple[ConfigError, ...]:
@@ -246,3 +292,39 @@ def test_a_critic_needs_no_siblings_and_what_it_lacks_matters_only_where_it_is_a
     assert not config.has_critic
     assert not config.has_critic_pool
     assert config.num_policy_updates == 100
+
+
+def test_an_adapter_that_fits_is_accepted_and_one_that_is_torn_is_named() -> None:
+    assert config_of(*ADAPTER).lora.init_from == "adapter"
+    weights = Path("adapter/adapter_model.safetensors")
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    (violation,) = violations_of(*ADAPTER)
+    assert "adapter_model.safetensors is torn" in violation.rule
+    weights.unlink()
+    (violation,) = violations_of(*ADAPTER)
+    assert "has no adapter_model.safetensors" in violation.rule
+    for text, word in (('{"r": 2', "is torn"), ('{"r": 2}', "does not say"), ("[]", "does not")):
+        Path("adapter/adapter_config.json").write_text(text)
+        (violation,) = violations_of(*ADAPTER)
+        assert word in violation.rule
+
+
+def test_rank_zero_is_refused_with_a_legal_one() -> None:
+    (violation,) = violations_of(*LORA, "lora.rank=0")
+    assert (violation.key, violation.remedies) == ("lora.rank", (("lora.rank=1",),))
+
+
+def test_a_section_that_is_off_is_held_to_nothing() -> None:
+    config = config_of("lora.target_modules=[nothing]", "lora.rank=4096", "lora.init_from=nowhere")
+    assert not config.lora.sends_adapters
+
+
+def test_the_rank_is_held_against_the_config_of_a_model_folder() -> None:
+    shape = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 1}
+    shape |= {"intermediate_size": 128, "max_position_embeddings": 64}
+    Path("model/config.json").write_text(json.dumps(shape))
+    folder = ("model.starter=null", "model.path=model", *LORA)
+    (violation,) = violations_of(*folder, "lora.rank=9")
+    assert "at most 8: k_proj has 64 inputs and 8 outputs" in violation.rule
+    assert config_of(*folder, "lora.rank=9", "lora.target_modules=[q_proj,down_proj]").lora.enabled

@@ -19,8 +19,9 @@ ONE_DOOR = {
     "omegaconf": "hybridrl.main",
     "sglang": "hybridrl.workers.rollout.sglang",
     "megatron": "hybridrl.workers.train.megatron",
+    "peft": "hybridrl.models.adapter",
 }
-AT_MOST_ONE_FILE = ["peft", "wandb", "mlflow", "tensorboard", "math_verify", "pyarrow", "rich"]
+AT_MOST_ONE_FILE = ["wandb", "mlflow", "tensorboard", "math_verify", "pyarrow", "rich"]
 LIFE_CYCLE = ("release", "resume", "pause", "drain", "continue_generation")
 
 

@@ -9,24 +9,25 @@ number falls within that rounding of the border between two tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
 
 from hybridrl import activity
 from hybridrl.batch import PromptBatch, row_offsets
+from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.errors import EngineError, ModelError, PhaseError, nearest
+from hybridrl.errors import EngineError, PhaseError, nearest
 from hybridrl.metrics import Max, Metrics, merge
+from hybridrl.workers.rollout.adapted_layers import LoadedAdapter
 from hybridrl.workers.rollout.admission import Admission
 from hybridrl.workers.rollout.decoding import Decoding, RolloutStats
-from hybridrl.workers.rollout.kv_slots import ATTENTION_NAME, KVSlots
+from hybridrl.workers.rollout.embedded_model import allocate_kv, build_model, load_config
+from hybridrl.workers.rollout.kv_slots import KVSlots
 from hybridrl.workers.rollout.protocol import (
     MemoryPart,
     Response,
@@ -34,7 +35,7 @@ from hybridrl.workers.rollout.protocol import (
     WeightMemory,
 )
 from hybridrl.workers.rollout.sampling import check_sampling
-from hybridrl.workers.rollout.tensor_memory import TensorMemory
+from hybridrl.workers.rollout.tensor_memory import TensorMemory, checksum
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -52,6 +53,7 @@ class HFRolloutEngine:
         config: RolloutConfig,
         max_context_tokens: int,
         device: torch.device,
+        lora: LoraConfig | None = None,
     ) -> None:
         """Build the model and its KV cache: ``config.num_slots`` rows of ``max_context_tokens``.
 
@@ -60,6 +62,7 @@ class HFRolloutEngine:
             config: ``num_slots`` and ``dtype`` are used; sampling comes with each call.
             max_context_tokens: longest prompt + response of a run, in tokens.
             device: where everything lies; any device of torch.
+            lora: the adapter that must be loaded before each generate call; None: there is none.
 
         Raises:
             ModelError: the folder has no usable configuration, the architecture is not supported,
@@ -69,6 +72,7 @@ class HFRolloutEngine:
         self._config = config
         self._max_context_tokens = max_context_tokens
         self._device = device
+        self._lora = lora
         self._metrics: Metrics = {}
         self.last_stats: RolloutStats | None = None
         """Of the last generate call that ended well."""
@@ -77,18 +81,21 @@ class HFRolloutEngine:
         self._boot()
 
     def _boot(self) -> None:
-        model_config = _load_config(self._folder, max_context_tokens=self._max_context_tokens)
-        self._model = _build_model(model_config, _DTYPES[self._config.dtype], self._device)
+        model_config = load_config(self._folder, max_context_tokens=self._max_context_tokens)
+        self._model = build_model(model_config, _DTYPES[self._config.dtype], self._device)
         parameters = dict(self._model.named_parameters())
         every_name = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
         self._tied_names = every_name - parameters.keys()
         self._buffer_names = frozenset(name for name, _ in self._model.named_buffers())
         self._tensors: dict[str, Tensor] = {**parameters, **dict(self._model.named_buffers())}
-        TensorMemory("new weights", parameters, lost_value=float("nan")).fill_lost()
-        kv = _allocate_kv(self._model, self._config.num_slots, self._max_context_tokens)
+        self._adapter = None if self._lora is None else LoadedAdapter(self._model, self._lora)
+        adapted = {} if self._adapter is None else self._adapter.tensors
+        TensorMemory("new weights", parameters | adapted, lost_value=float("nan")).fill_lost()
+        self._all_tensors = self._tensors | adapted
+        kv = allocate_kv(self._model, self._config.num_slots, self._max_context_tokens)
         self._slots = KVSlots(kv)
         self._memory = {
-            MemoryPart.WEIGHTS: TensorMemory("weights", self._tensors, lost_value=float("nan")),
+            MemoryPart.WEIGHTS: TensorMemory("weights", self._all_tensors, lost_value=float("nan")),
             MemoryPart.KV_CACHE: TensorMemory("the KV cache", {"kv": kv}, lost_value=0.0),
             # No graphs are captured: a part of no bytes, with the same rules as the others.
             MemoryPart.CUDA_GRAPH: TensorMemory("CUDA graphs", {}, lost_value=0.0),
@@ -108,6 +115,8 @@ class HFRolloutEngine:
         num_responses = len(prompts) * sampling.num_responses_per_prompt
         with self._admission.admit(num_responses) as ticket:
             self._require_resident("generate", *MemoryPart)
+            if self._adapter is not None:
+                self._adapter.require_loaded()
             check_sampling(sampling, vocab_size=self._model.config.vocab_size)
             self._check_prompts(prompts)
             decoding = Decoding(
@@ -165,11 +174,15 @@ class HFRolloutEngine:
                 raise PhaseError(f"{what} was refused: {part.name} is released; resume it first")
 
     def weight_memory(self) -> tuple[WeightMemory, ...]:
-        """List parameters, tied ones once under their saved name, and buffers."""
+        """List parameters, tied ones once under their saved name, buffers, and the adapter."""
         return tuple(
             WeightMemory(name, tensor.nbytes, is_buffer=name in self._buffer_names)
-            for name, tensor in self._tensors.items()
+            for name, tensor in self._all_tensors.items()
         )
+
+    def checksums(self) -> dict[str, int]:
+        """Return a CRC-32 of each tensor under the weights tag, to compare with the trainer's."""
+        return {name: checksum(tensor) for name, tensor in self._all_tensors.items()}
 
     @torch.no_grad()
     def update_weights(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -205,6 +218,28 @@ class HFRolloutEngine:
                 "send it as a float type"
             )
 
+    def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the adapter; all of it comes at once. All or nothing.
+
+        Raises:
+            PhaseError: the weights are released, or requests are running.
+            EngineError: the engine was built without adapters, or these do not fit it.
+        """
+        self._admission.require_idle("load_adapter")
+        self._require_resident("load_adapter", MemoryPart.WEIGHTS)
+        if self._adapter is None:
+            raise EngineError(
+                f"an adapter of {len(tensors)} tensors came, and this engine was built without; "
+                "set lora.enabled=true and lora.sync=adapter"
+            )
+        self._adapter.load(tensors)
+
+    def unload_adapter(self) -> None:
+        """Forget the adapter; nothing is generated until the next is loaded. Idempotent."""
+        self._admission.require_idle("unload_adapter")
+        if self._adapter is not None:
+            self._adapter.unload()
+
     def finish_update(self, *, version: int) -> None:
         """Note the version. Nothing is derived from weights, and no cache outlives a call."""
         self.version = version
@@ -229,6 +264,8 @@ class HFRolloutEngine:
         """
         self._admission.require_idle(f"release of {part.name}")
         self._memory[part].release(backup)
+        if part is MemoryPart.WEIGHTS and self._adapter is not None:
+            self._adapter.lose_all_but(backup)
 
     def resume(self, part: MemoryPart) -> None:
         """Allocate a part again; what was backed up returns, lost weights become NaN.
@@ -270,57 +307,3 @@ def _threads(num_threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _load_config(folder: Path, *, max_context_tokens: int) -> PretrainedConfig:
-    """Read and check config.json."""
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as err:
-        raise ModelError(
-            f"no usable model configuration in {folder}: {err}; set model.path to a Hugging Face "
-            "model folder"
-        ) from err
-    settings = config.to_dict()
-    layer_types = set(settings.get("layer_types") or ()) - {"full_attention"}
-    rope_type = (settings.get("rope_parameters") or {}).get("rope_type", "default")
-    if layer_types or rope_type in ("dynamic", "longrope"):
-        raise ModelError(
-            f"rollout=hf does not support {sorted(layer_types) or rope_type} of {folder}: it knows "
-            "full attention and rotary angles that ignore the length; use another model.path"
-        )
-    if max_context_tokens > config.max_position_embeddings:
-        raise ModelError(
-            f"prompt + response may take {max_context_tokens} tokens, the model in {folder} takes "
-            f"{config.max_position_embeddings}; lower data.max_prompt_tokens or "
-            "rollout.max_response_tokens"
-        )
-    return config
-
-
-def _build_model(
-    config: PretrainedConfig, dtype: torch.dtype, device: torch.device
-) -> PreTrainedModel:
-    """Build on the device with empty parameters and the right buffers."""
-    with no_init_weights(), device:
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=ATTENTION_NAME
-        )
-    model.tie_weights()  # part of the initialisation that was left out
-    return model.to(device).eval().requires_grad_(requires_grad=False)
-
-
-def _allocate_kv(model: PreTrainedModel, num_slots: int, max_context_tokens: int) -> Tensor:
-    """Return zeros for ``KVSlots``: [layers, 2, slots, key-value heads, tokens, head size]."""
-    config = model.config
-    head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
-    return torch.zeros(
-        config.num_hidden_layers,
-        2,
-        num_slots,
-        config.num_key_value_heads,
-        max_context_tokens,
-        head_dim,
-        dtype=model.dtype,
-        device=model.device,
-    )

@@ -7,7 +7,7 @@ syntax tree and holds everyone to it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -68,7 +68,7 @@ class WeightMemory:
     """One tensor under the ``weights`` tag."""
 
     name: str
-    """Hugging Face name; buffers have one too."""
+    """Hugging Face name, that buffers have too; of an adapter's tensor the name in its file."""
 
     num_bytes: int
 
@@ -101,6 +101,21 @@ class RolloutEngine(Protocol):
         Raises:
             EngineError: a name or shape that the engine does not have.
         """
+        ...
+
+    def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load the whole of an adapter, by the names of its file; they may be reused afterwards.
+
+        Comes after the base weights, and after ``unload_adapter``. From here on every generate call
+        uses the adapter; an engine built for adapters refuses to generate without one.
+
+        Raises:
+            EngineError: no tensor, a name that is not an adapter's, or none that the engine has.
+        """
+        ...
+
+    def unload_adapter(self) -> None:
+        """Forget the adapter, if there is one. Idempotent."""
         ...
 
     def finish_update(self, *, version: int) -> None:

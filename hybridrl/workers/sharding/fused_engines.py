@@ -11,8 +11,13 @@ from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Metrics, Sum, merge
 from hybridrl.workers.sharding.control import ControlGroup, Failures, attempt
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
-from hybridrl.workers.sharding.weight_stream import bucket_bytes_for, stream_weights
-from hybridrl.workers.train.protocol import TrainEngine
+from hybridrl.workers.sharding.weight_stream import (
+    Bucket,
+    StreamReport,
+    bucket_bytes_for,
+    stream_weights,
+)
+from hybridrl.workers.train.protocol import TrainEngine, WeightPart
 
 
 class FusedEngines:
@@ -30,8 +35,18 @@ class FusedEngines:
         bucket_mib: int,
         device: torch.device,
         control: ControlGroup,
+        resends_base: bool = True,
     ) -> None:
         """Put the set together.
+
+        Args:
+            managed: this rank's engine; None on a rank that leads none.
+            tensor_parallel_size: ranks that share an engine.
+            bucket_mib: size of a bucket; 0 takes it from free memory.
+            device: where the buckets lie.
+            control: the control group of all ranks.
+            resends_base: weights that no step changes are sent again after they were released,
+                instead of being kept on the host.
 
         Raises:
             EngineError: a leader has no engine, or another rank has one.
@@ -49,6 +64,8 @@ class FusedEngines:
         self._synced_version: int | None = None
         self._source: TrainEngine | None = None
         self._ranks_per_engine = tensor_parallel_size
+        self._resends_base = resends_base
+        self._names: dict[WeightPart, frozenset[str]] = {}
         self._bucket_mib = bucket_mib
         self._device = device
         self._control = control
@@ -57,8 +74,13 @@ class FusedEngines:
     def attach(self, source: TrainEngine) -> None:
         """Make ``source`` the engine whose weights a sync sends."""
         self._source = source
+        self._names = {
+            part: frozenset(spec.name for spec in source.weight_specs(part))
+            for part in source.weight_parts
+        }
         if self.managed is not None:
-            self.managed.sent_names = frozenset(spec.name for spec in source.weight_specs())
+            resent = source.weight_parts if self._resends_base else source.weight_parts[-1:]
+            self.managed.sent_names = frozenset().union(*(self._names[part] for part in resent))
 
     def run(
         self, stage: str, action: Callable[[ManagedEngine], None], *, members: Collection[int]
@@ -80,25 +102,29 @@ class FusedEngines:
         return self._source
 
     def sync(self) -> Failures:
-        """Stream the training weights into all engines, unless all hold this version already."""
+        """Stream what the engines lack of the training weights, part by part, base before adapter.
+
+        The last part is what steps change: it is sent unless all engines hold this version. The one
+        before it is sent where an engine has lost it or never had it.
+        """
         source = self.require_source()
-        if not self._control.is_true_anywhere("sync needed", flag=self._is_stale()):
+        due = [part for part in source.weight_parts if self._is_due(part, source.weight_parts[-1])]
+        if not due:
             return {}
         self._synced_version = None
-        if self.managed is not None:
-            self.managed.ledger.begin_sync(self.managed.sent_names)
-        report = stream_weights(
-            source.full_weights(),
-            None if self.managed is None else self.managed.receive,
-            bucket_bytes=self._bucket_bytes(),
-            control=self._control,
-        )
-        if report.failures:
-            return self._of_engines(report.failures)
-        failures = self.run("finish_sync", self._finish, members=range(self.num_engines))
+        num_bytes = 0
+        for part in due:
+            report = self._send(part, source)
+            if report.failures:
+                return self._of_engines(report.failures)
+            num_bytes += 0 if self.managed is None else report.num_bytes
+        if WeightPart.ADAPTER in due:
+            failures = self.run("load_adapter", ManagedEngine.load_adapter, members=self._everyone)
+            if failures:
+                return failures
+        failures = self.run("finish_sync", self._finish, members=self._everyone)
         if not failures:
             self._synced_version = self.trained_version
-            num_bytes = 0 if self.managed is None else report.num_bytes
             self._metrics = merge([self._metrics, {"memory/synced_bytes": Sum(num_bytes)}])
             trace.note(synced_bytes=num_bytes)
         return failures
@@ -110,6 +136,23 @@ class FusedEngines:
             metrics |= self.managed.take_metrics()
         return metrics
 
+    def _send(self, part: WeightPart, source: TrainEngine) -> StreamReport:
+        deliver: Callable[[Bucket], None] | None = None
+        if self.managed is not None:
+            self.managed.begin_part(self._names[part])
+            is_adapter = part is WeightPart.ADAPTER
+            deliver = self.managed.receive_adapter if is_adapter else self.managed.receive
+        return stream_weights(
+            source.full_weights(part),
+            deliver,
+            bucket_bytes=self._bucket_bytes(),
+            control=self._control,
+        )
+
+    @property
+    def _everyone(self) -> range:
+        return range(self.num_engines)
+
     def _finish(self, managed: ManagedEngine) -> None:
         managed.finish_update(version=self.trained_version)
 
@@ -118,9 +161,14 @@ class FusedEngines:
         mine = bucket_bytes_for(self._bucket_mib, self._device)
         return -self._control.largest("bucket size", -mine)
 
-    def _is_stale(self) -> bool:
-        covered = self.managed is None or self.managed.ledger.is_covered
-        return self._synced_version != self.trained_version or not covered
+    def _is_due(self, part: WeightPart, trained: WeightPart) -> bool:
+        """Return, alike on all ranks, whether an engine of any rank lacks the part."""
+        ledger = None if self.managed is None else self.managed.ledger
+        is_due = ledger is not None and not ledger.covers(self._names[part])
+        if part is trained:
+            is_due |= self._synced_version != self.trained_version
+            is_due |= ledger is not None and not ledger.is_covered  # finish_sync will say what
+        return self._control.is_true_anywhere(f"sync of {part.value} needed", flag=is_due)
 
     def _of_engines(self, failures: Failures) -> Failures:
         """Name engines instead of ranks; of several failed ranks of one engine the first speaks."""

@@ -70,6 +70,10 @@ class WeightLedger:
         for name in names:
             self._invalid.pop(name, None)
 
+    def covers(self, names: Collection[str]) -> bool:
+        """Return whether each of these tensors holds what it should."""
+        return self._invalid.keys().isdisjoint(names)
+
     @property
     def is_covered(self) -> bool:
         """True if every tensor holds what it should."""

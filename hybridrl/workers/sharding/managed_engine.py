@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from hybridrl import trace
 from hybridrl.config.rollout import RolloutConfig
+from hybridrl.errors import EngineError
 from hybridrl.metrics import Metrics, Sum, merge
+from hybridrl.models.adapter_names import is_adapter_name
 from hybridrl.workers.rollout.protocol import MemoryPart, RolloutEngine
 from hybridrl.workers.sharding.ledger import WeightLedger
 from hybridrl.workers.sharding.memory import empty_cache, free_bytes, wait_until_freed
@@ -47,8 +49,9 @@ class ManagedEngine:
         self.engine = engine
         self.ledger = WeightLedger(engine.weight_memory())
         self.sent_names: frozenset[str] = frozenset()
-        """HF names that every sync sends; known once a policy is attached."""
+        """What is sent after every release of the weights; known once a policy is attached."""
         self._metrics: Metrics = {}
+        self._arriving: dict[str, Tensor] = {}
         self._released: set[MemoryPart] = set()
         self._device = device
         self._sleeps = sleeps
@@ -132,6 +135,44 @@ class ManagedEngine:
         self.engine.update_weights(tensors)
         self.ledger.receive([name for name, _ in tensors])
 
+    def begin_part(self, names: Collection[str]) -> None:
+        """A pass of a sync is about to send these; what is left of a torn one is dropped."""
+        self._arriving = {}
+        self.ledger.begin_sync(names)
+
+    def receive_adapter(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Keep one bucket of an adapter until all of it is there: engines load it as a whole.
+
+        Copies, to fresh memory of the engine's device: the trainer's tensors may lie on the host,
+        or in memory that no other process can open, and are reused for the next bucket.
+
+        Raises:
+            EngineError: a tensor that is no adapter's.
+        """
+        for name, tensor in tensors:
+            if not is_adapter_name(name):
+                raise EngineError(
+                    f"{name} came in the sync of an adapter and has no lora_A or lora_B in its "
+                    "name; an adapter sync sends adapters alone, base weights come in a pass before"
+                )
+            self._arriving[name] = tensor.detach().to(self._device, copy=True)
+
+    def load_adapter(self) -> None:
+        """Replace the engine's adapter by the one that has arrived, and enter it in the ledger.
+
+        Raises:
+            EngineError: nothing has arrived, or the engine cannot load it.
+        """
+        arrived, self._arriving = self._arriving, {}
+        if not arrived:
+            raise EngineError(
+                "the sync of an adapter sent no tensors: the policy would be sampled without it; "
+                "see that lora.target_modules match layers of the model"
+            )
+        self.engine.unload_adapter()
+        self.engine.load_adapter(arrived)
+        self.ledger.receive(list(arrived))
+
     def finish_update(self, *, version: int) -> None:
         """Close a sync.
 
@@ -145,6 +186,7 @@ class ManagedEngine:
         """Boot the engine anew."""
         self.ledger.boot()  # before the fact, as on release
         self.engine.restart()
+        self._arriving = {}
         self._released.clear()
 
     def _release(self, part: MemoryPart, backup: frozenset[str]) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from hybridrl import activity, trace
+from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Max, Metrics
@@ -34,6 +35,7 @@ class ShardingManager:
         device: torch.device,
         control: ControlGroup,
         meter: PeakMeter | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
         """Take over a rollout engine that has just started and put it to sleep. A collective call.
 
@@ -46,6 +48,7 @@ class ShardingManager:
             device: the device that all share.
             control: the control group of all ranks.
             meter: measures each stage; one made before the engine knows what the engine takes.
+            lora: given where the engine applies an adapter: says how its frozen weights sleep.
         """
         self.meter = meter or PeakMeter(device)
         self._control = control
@@ -59,11 +62,12 @@ class ShardingManager:
             bucket_mib=config.bucket_mib,
             device=device,
             control=control,
+            resends_base=lora is None or lora.base == "resend",
         )
         self._life = LifeCycle(
             self._engines,
             host=self._tenants,
-            depth=Depth.EVERYTHING if config.sleep else Depth.NOTHING,
+            depth=_depth_of_sleep(config, lora),
             observe=self._observe,
         )
         self._life.start()
@@ -161,3 +165,9 @@ class ShardingManager:
         name = f"time/{stage}_s"
         before = self._stages[name].value if name in self._stages else 0.0  # this rank's two phases
         self._stages[name] = Max(before + seconds)  # of the ranks the slowest: all wait for it
+
+
+def _depth_of_sleep(config: RolloutConfig, lora: LoraConfig | None) -> Depth:
+    if not config.sleep:
+        return Depth.NOTHING
+    return Depth.CACHE if lora is not None and lora.base == "resident" else Depth.EVERYTHING

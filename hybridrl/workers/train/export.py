@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -44,11 +45,7 @@ def write_hf_folder(
     Raises:
         RunFolderError: the folder exists, or cannot be written.
     """
-    if folder.exists():
-        raise RunFolderError(f"{folder} exists; export to a new folder, or remove this one")
-    unfinished = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
-    try:
-        unfinished.mkdir(parents=True)
+    with whole_folder(folder) as unfinished:
         _write_weights(unfinished, weights, _stretches(specs, max_file_bytes))
         model.config.save_pretrained(unfinished)
         if model.can_generate() and model.generation_config is not None:
@@ -56,6 +53,21 @@ def write_hf_folder(
         for pattern in TOKENIZER_FILES:
             for path in source.glob(pattern):
                 shutil.copyfile(path, unfinished / path.name)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Lend a folder to write in; it appears under its name, on disk, when all is written.
+
+    Raises:
+        RunFolderError: the folder exists, or cannot be written.
+    """
+    if folder.exists():
+        raise RunFolderError(f"{folder} exists; export to a new folder, or remove this one")
+    unfinished = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
         publish(unfinished, folder)
     except (OSError, SafetensorError) as err:
         raise RunFolderError(f"{folder} cannot be written: {err}; free or choose a disk") from err

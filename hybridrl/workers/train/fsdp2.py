@@ -13,13 +13,15 @@ from torch import Tensor
 from hybridrl.batch import SupervisedBatch, TrainBatch, jagged_from, row_lengths
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.model import ModelConfig
+from hybridrl.errors import ModelError
 from hybridrl.metrics import Metrics, Sum
 from hybridrl.workers.train.gradient_steps import GradientSteps, Learner
 from hybridrl.workers.train.losses import SupervisedLoss
 from hybridrl.workers.train.optimizer import GuardedAdamW
 from hybridrl.workers.train.packing import Pack
-from hybridrl.workers.train.protocol import TokenLoss, TokenLossInputs, TrainState
+from hybridrl.workers.train.protocol import TokenLoss, TokenLossInputs, TrainState, WeightPart
 from hybridrl.workers.train.scorer import FSDP2Scorer
+from hybridrl.workers.train.shards import Adapt
 
 
 class FSDP2Engine(Learner, FSDP2Scorer):
@@ -31,11 +33,15 @@ class FSDP2Engine(Learner, FSDP2Scorer):
         model_config: storage type and attention kernel.
         num_total_steps: optimizer steps of the run, where the schedule ends.
         device: where the model computes.
+        adapt: changes the model before it is loaded; what it freezes does not learn.
 
     Raises:
         ModelError: the folder is not usable.
         ConfigError: ``model.attention`` does not run on the device in the compute type.
     """
+
+    weight_parts: tuple[WeightPart, ...] = (WeightPart.BASE,)
+    """Passes of a weight sync; see ``TrainEngine.weight_parts``."""
 
     _is_trainable = True
 
@@ -50,8 +56,11 @@ class FSDP2Engine(Learner, FSDP2Scorer):
         model_config: ModelConfig,
         num_total_steps: int,
         device: torch.device,
+        adapt: Adapt | None = None,
     ) -> None:
-        super().__init__(model_folder, config=config, model_config=model_config, device=device)
+        super().__init__(
+            model_folder, config=config, model_config=model_config, device=device, adapt=adapt
+        )
         self._steps = GradientSteps(
             self.model,
             config=config,
@@ -106,6 +115,17 @@ class FSDP2Engine(Learner, FSDP2Scorer):
             aggregation="token_mean",
             temperature=1.0,
             max_response_tokens=1,
+        )
+
+    def export_adapter(self, folder: Path) -> None:
+        """Refuse: the whole policy learned, so there is no adapter.
+
+        Raises:
+            ModelError: always.
+        """
+        raise ModelError(
+            f"cannot write {folder}: this policy has no adapter; export the whole of it, or train "
+            "with lora.enabled=true"
         )
 
     def _tensors(self, part: TrainState) -> list[Tensor]:

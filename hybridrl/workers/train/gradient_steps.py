@@ -64,7 +64,7 @@ class GradientSteps:
         if config.gradient_checkpointing:
             model.hf.gradient_checkpointing_enable({"use_reentrant": False})
         self.optimizer = GuardedAdamW(
-            model.parameters(),
+            (parameter for parameter in model.parameters() if parameter.requires_grad),
             config=config.optimizer,
             num_total_steps=num_total_steps,
             ranks=ranks,

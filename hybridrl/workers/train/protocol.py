@@ -32,12 +32,22 @@ class TrainState(Enum):
     OPTIMIZER = "optimizer"
 
 
+class WeightPart(Enum):
+    """One pass of a weight sync. A part that no step changes is sent until it has arrived, once."""
+
+    BASE = "base"
+    """Tensors under plain Hugging Face names. All there is, unless adapters are sent apart."""
+
+    ADAPTER = "adapter"
+    """A and B of LoRA, named as in ``adapter_model.safetensors``; loaded as a whole."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
     """One exported tensor, as the rollout engine will see it."""
 
     name: str
-    """Hugging Face name."""
+    """Hugging Face name, or that of an adapter's file."""
 
     shape: tuple[int, ...]
     """Full shape, not a shard's."""
@@ -96,18 +106,6 @@ class ShardedEngine(Protocol):
         """Return the bytes that this part holds on the device of this rank."""
         ...
 
-    def weight_specs(self) -> tuple[WeightSpec, ...]:
-        """Name what ``full_weights`` will yield, in its order."""
-        ...
-
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight whole, under its HF name, one at a time. Every rank must exhaust it."""
-        ...
-
-    def export_hf(self, folder: Path) -> None:
-        """Write a Hugging Face folder (weights, configuration, tokenizer), atomically."""
-        ...
-
 
 class LearningEngine(ShardedEngine, Protocol):
     """A model with its optimizer, which a run saves and loads."""
@@ -129,6 +127,13 @@ class LearningEngine(ShardedEngine, Protocol):
         """Go to ``num_updates``; ``checkpoint_tensors`` then names all that is to be filled."""
         ...
 
+    def export_hf(self, folder: Path) -> None:
+        """Write a Hugging Face folder (weights, configuration, tokenizer), atomically.
+
+        An adapter is merged into the weights written; the training weights stay apart.
+        """
+        ...
+
 
 class ScoringEngine(ShardedEngine, Protocol):
     """A model that scores tokens: the reference."""
@@ -142,6 +147,13 @@ class ScoringEngine(ShardedEngine, Protocol):
 
 class TrainEngine(ScoringEngine, LearningEngine, Protocol):
     """The policy with its optimizer."""
+
+    weight_parts: tuple[WeightPart, ...]
+    """What rollout engines need, in the order in which they need it; steps change the last alone.
+
+    ``(BASE,)`` for full fine-tuning and for LoRA that is merged on its way, ``(BASE, ADAPTER)``
+    where rollout engines apply the adapter.
+    """
 
     def update(
         self,
@@ -161,6 +173,22 @@ class TrainEngine(ScoringEngine, LearningEngine, Protocol):
 
     def fit(self, batch: SupervisedBatch) -> Metrics:
         """Take one optimizer step on the mean negative log-likelihood of the masked tokens."""
+        ...
+
+    def weight_specs(self, part: WeightPart = WeightPart.BASE) -> tuple[WeightSpec, ...]:
+        """Name what ``full_weights`` will yield, in its order."""
+        ...
+
+    def full_weights(self, part: WeightPart = WeightPart.BASE) -> Iterator[tuple[str, Tensor]]:
+        """Yield each weight of a part whole, one at a time. Every rank must exhaust it."""
+        ...
+
+    def export_adapter(self, folder: Path) -> None:
+        """Write a peft folder, atomically.
+
+        Raises:
+            ModelError: the policy has no adapter.
+        """
         ...
 
 

@@ -13,7 +13,7 @@ from hybridrl.models.packed_model import PackedTokens
 from hybridrl.models.policy import PolicyModel
 from hybridrl.workers.train.protocol import TrainState
 from hybridrl.workers.train.sharded import ShardedModel
-from hybridrl.workers.train.shards import DTYPES, build_policy
+from hybridrl.workers.train.shards import DTYPES, Adapt, build_policy
 
 
 class FSDP2Scorer(ShardedModel[PolicyModel]):
@@ -24,6 +24,7 @@ class FSDP2Scorer(ShardedModel[PolicyModel]):
         config: types, token budget, chunk size.
         model_config: storage type and attention kernel.
         device: where the model computes.
+        adapt: changes the model before it is loaded.
 
     Raises:
         ModelError: the folder is not usable.
@@ -39,6 +40,7 @@ class FSDP2Scorer(ShardedModel[PolicyModel]):
         config: ActorConfig,
         model_config: ModelConfig,
         device: torch.device,
+        adapt: Adapt | None = None,
     ) -> None:
         def build(num_ranks: int) -> PolicyModel:
             return build_policy(
@@ -48,6 +50,7 @@ class FSDP2Scorer(ShardedModel[PolicyModel]):
                 device=device,
                 num_ranks=num_ranks,
                 is_trainable=self._is_trainable,
+                adapt=adapt,
             )
 
         super().__init__(

@@ -22,8 +22,10 @@ from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import write_hf_folder
 from hybridrl.workers.train.offload import ParkedTensors, resident_bytes
 from hybridrl.workers.train.packs import Packing
-from hybridrl.workers.train.protocol import TrainState, WeightSpec
+from hybridrl.workers.train.protocol import TrainState, WeightPart, WeightSpec
 from hybridrl.workers.train.shards import as_fsdp, full_tensor, local_shard
+
+NamedTensors = Iterator[tuple[str, Tensor]]
 
 Model = TypeVar("Model", bound=PackedModel)
 
@@ -77,14 +79,14 @@ class ShardedModel(Generic[Model]):
         self.model = build(self._ranks.size)
         self._parked: dict[TrainState, ParkedTensors] = {}
 
-    def weight_specs(self) -> tuple[WeightSpec, ...]:
+    def weight_specs(self, part: WeightPart = WeightPart.BASE) -> tuple[WeightSpec, ...]:
         """Name what ``full_weights`` will yield, in its order."""
         return tuple(
             WeightSpec(name, tuple(p.shape), p.numel() * p.element_size())
             for name, p in self.model.hf.named_parameters()
         )
 
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def full_weights(self, part: WeightPart = WeightPart.BASE) -> NamedTensors:
         """Yield each weight whole, under its HF name, one at a time. Every rank must exhaust it.
 
         Tied weights come once, in the storage type. Without shards a tensor is the live weight.
@@ -101,17 +103,28 @@ class ShardedModel(Generic[Model]):
         Raises:
             RunFolderError: the folder exists already, or cannot be written.
         """
-        weights = self.full_weights()
+
+        def write(weights: NamedTensors) -> None:
+            write_hf_folder(
+                folder,
+                weights,
+                specs=self.weight_specs(),
+                model=self.model.hf,
+                source=self._folder,
+            )
+
+        self._write(self._whole_model(), write)
+
+    def _whole_model(self) -> NamedTensors:
+        """Yield what a model without adapters needs to be this one."""
+        return self.full_weights()
+
+    def _write(self, weights: NamedTensors, write: Callable[[NamedTensors], None]) -> None:
+        """Let rank 0 write what all ranks gather; all return, or raise, when it is done."""
         failure: RunFolderError | None = None
         if self.dp_rank == 0:
             try:
-                write_hf_folder(
-                    folder,
-                    weights,
-                    specs=self.weight_specs(),
-                    model=self.model.hf,
-                    source=self._folder,
-                )
+                write(weights)
             except RunFolderError as err:
                 failure = err
         for _ in weights:  # the other ranks' part; and rank 0's, where it failed half-way

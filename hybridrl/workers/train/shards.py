@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -9,11 +10,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from hybridrl.config.actor import ActorConfig, EngineConfig
 from hybridrl.config.critic import CriticConfig
 from hybridrl.models.load import (
     WeightFiles,
+    WeightSource,
     build_empty_critic,
     build_empty_model,
     check_weights,
@@ -27,6 +30,9 @@ from hybridrl.models.value import ValueModel
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The types that a configuration can name."""
 
+Adapt = Callable[[PreTrainedModel, WeightSource], WeightSource]
+"""Changes a model without memory; returns the weights of what it made of it."""
+
 
 def build_policy(
     folder: Path,
@@ -36,8 +42,12 @@ def build_policy(
     device: torch.device,
     num_ranks: int,
     is_trainable: bool,
+    adapt: Adapt | None = None,
 ) -> PolicyModel:
     """Load a Hugging Face folder, block by block, sharded over ``num_ranks`` with FSDP2.
+
+    ``adapt`` changes the model before it has memory; what it freezes and what it adds are sharded
+    together.
 
     Raises:
         ModelError: the folder is not usable; see ``hybridrl.models.load``.
@@ -46,8 +56,9 @@ def build_policy(
     files = WeightFiles(folder)
     check_weights(hf, files)
     hf.requires_grad_(is_trainable)
+    weights = files if adapt is None else adapt(hf, files)
     policy = PolicyModel(hf, chunk_tokens=config.logprob_chunk_tokens)
-    _fill_and_shard(policy, files, config=config, device=device, num_ranks=num_ranks)
+    _fill_and_shard(policy, weights, config=config, device=device, num_ranks=num_ranks)
     return policy
 
 
@@ -68,7 +79,7 @@ def build_critic(
 
 def _fill_and_shard(
     model: PackedModel,
-    files: WeightFiles,
+    weights: WeightSource,
     *,
     config: EngineConfig,
     device: torch.device,
@@ -81,8 +92,9 @@ def _fill_and_shard(
     its update (1.7 M parameters, 2 threads).
     """
     hf = model.hf
-    if num_ranks == 1 and DTYPES[config.compute_dtype] == hf.dtype:
-        fill_weights(hf, "", files, device)
+    needs_cast = {p.dtype for p in hf.parameters()} != {DTYPES[config.compute_dtype]}
+    if num_ranks == 1 and not needs_cast:
+        fill_weights(hf, "", weights, device)
         finish_model(hf, device)
         return
     mesh = init_device_mesh(device.type, (num_ranks,))
@@ -90,9 +102,9 @@ def _fill_and_shard(
         param_dtype=DTYPES[config.compute_dtype], reduce_dtype=DTYPES[config.reduce_dtype]
     )
     for number, block in enumerate(hf.model.layers):
-        fill_weights(block, f"model.layers.{number}.", files, device)
+        fill_weights(block, f"model.layers.{number}.", weights, device)
         fully_shard(block, mesh=mesh, mp_policy=precision)
-    fill_weights(hf, "", files, device)
+    fill_weights(hf, "", weights, device)
     finish_model(hf, device)
     _sum_gradients_over_ranks(fully_shard(model, mesh=mesh, mp_policy=precision))
 

@@ -6,7 +6,7 @@ copy was kept, and whoever works with memory that is not there raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.states import State
 from hybridrl.workers.sharding.tenants import Tenants
 from hybridrl.workers.sharding.weight_stream import buckets
-from hybridrl.workers.train.protocol import TokenLoss, TrainState, WeightSpec
+from hybridrl.workers.train.protocol import TokenLoss, TrainState, WeightPart, WeightSpec
 
 CPU = torch.device("cpu")
 BUFFER = "rotary.inv_freq"
@@ -175,6 +175,15 @@ class RecordingEngine:
             for name, tensor in tensors:
                 self.memory[MemoryPart.WEIGHTS][name].copy_(tensor)
 
+    def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+        with self.journal.entry(self.index, "load_adapter"):
+            for name, tensor in tensors.items():
+                self.memory[MemoryPart.WEIGHTS][name].copy_(tensor)
+
+    def unload_adapter(self) -> None:
+        with self.journal.entry(self.index, "unload_adapter"):
+            pass
+
     def finish_update(self, *, version: int) -> None:
         with self.journal.entry(self.index, "finish_update"):
             self.version = version
@@ -272,6 +281,7 @@ class RecordingTrainEngine(RecordingTenant):
 
     dp_rank = 0
     dp_size = 1
+    weight_parts: tuple[WeightPart, ...] = (WeightPart.BASE,)
 
     def step(self) -> None:
         """What an optimizer does, in miniature."""
@@ -280,10 +290,10 @@ class RecordingTrainEngine(RecordingTenant):
         for tensor in self.state[TrainState.PARAMETERS].values():
             tensor.add_(1.0)
 
-    def weight_specs(self) -> tuple[WeightSpec, ...]:
+    def weight_specs(self, part: WeightPart = WeightPart.BASE) -> tuple[WeightSpec, ...]:
         return tuple(WeightSpec(name, (size,), 4 * size) for name, size in WEIGHTS.items())
 
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def full_weights(self, part: WeightPart = WeightPart.BASE) -> Iterator[tuple[str, Tensor]]:
         if not self.resident_bytes(TrainState.PARAMETERS):
             raise EngineError("training parameters are not on the device")
         with self.journal.entry(TENANT, "full_weights"):
@@ -312,6 +322,9 @@ class RecordingTrainEngine(RecordingTenant):
         raise NotImplementedError
 
     def export_hf(self, folder: Path) -> None:
+        raise NotImplementedError
+
+    def export_adapter(self, folder: Path) -> None:
         raise NotImplementedError
 
 

@@ -1,0 +1,73 @@
+"""The ``lora`` section: low-rank adapters beside frozen weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from hybridrl.config.limits import Count, NotNegative, Within
+
+ALL_LINEAR = "all-linear"
+LINEAR_MODULES = (
+    *("q_proj", "k_proj", "v_proj", "o_proj"),
+    *("gate_proj", "up_proj", "down_proj"),
+)
+"""Linear layers of every block of every supported architecture. The output embedding is none of
+them: it is applied to scored tokens only, past any adapter."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraConfig:
+    """LoRA (arXiv:2106.09685): W x + scaling B A x, where only A and B learn."""
+
+    enabled: bool
+    """Train adapters and freeze the model. False ignores the rest of the section."""
+
+    rank: Count
+    """Rows of A and columns of B; at most the smaller side of each adapted layer."""
+
+    alpha: Annotated[float, Within(above=0.0, usual=16.0)]
+    """Scaling of the adapter is alpha / rank, or alpha / sqrt(rank) with ``use_rslora``."""
+
+    use_rslora: bool
+    """Scale by alpha / sqrt(rank) (arXiv:2312.03732), so that high ranks learn as fast."""
+
+    dropout: NotNegative
+    """Only 0: a dropped-out policy is not the one that sampled, so its probability ratios would be
+    noise."""
+
+    target_modules: tuple[str, ...]
+    """Adapted layers by the last part of their name, as q_proj; [all-linear] is all seven."""
+
+    sync: Literal["adapter", "merged"]
+    """What rollout engines get: ``adapter`` the frozen weights once and then A and B alone,
+    ``merged`` W + scaling B A under W's name, every time."""
+
+    base: Literal["resident", "backup", "resend"]
+    """Frozen weights of a sleeping engine under ``sync=adapter``: ``resident`` stay on the device,
+    ``backup`` wait on the host, ``resend`` are dropped and sent again."""
+
+    init_from: str | None
+    """A peft adapter folder to start from; null draws A from the seed and sets B to 0. A KL penalty
+    compares with the model without any adapter."""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the adapted layers, with ``all-linear`` spelled out, each once."""
+        spelled = [
+            name
+            for entry in self.target_modules
+            for name in (LINEAR_MODULES if entry == ALL_LINEAR else (entry,))
+        ]
+        return tuple(dict.fromkeys(spelled))
+
+    @property
+    def scaling(self) -> float:
+        """Factor on B A x."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+    @property
+    def sends_adapters(self) -> bool:
+        """True if rollout engines apply adapters themselves."""
+        return self.enabled and self.sync == "adapter"

@@ -1,0 +1,125 @@
+"""Rules about adapters, held against the model's config.json before anything starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.lora import ALL_LINEAR, LINEAR_MODULES
+from hybridrl.errors import ConfigError, nearest
+
+Sizes = Mapping[str, tuple[int, int]]
+"""(outputs, inputs) of each linear layer of a block."""
+
+
+def check_lora_targets(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Every name adapts something: a name that matches no layer would silently teach nothing."""
+    lora = config.lora
+    if not lora.enabled:
+        return
+    key, everything = "lora.target_modules", ("lora.target_modules=[all-linear]",)
+    if not lora.target_modules:
+        yield ConfigError(key, [], "there must be a layer to adapt", remedies=[everything])
+    for name in dict.fromkeys(lora.target_modules):
+        if name not in (*LINEAR_MODULES, ALL_LINEAR):
+            yield ConfigError(
+                key,
+                name,
+                "matches no linear layer of a block: " + nearest(name, LINEAR_MODULES),
+                remedies=[everything],
+            )
+
+
+def check_lora_rank(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """B A has the rank of its smallest side, so a higher rank is memory for nothing."""
+    sizes = linear_sizes(config)
+    if not config.lora.enabled or sizes is None:
+        return
+    targets = [name for name in config.lora.modules if name in sizes]
+    if not targets:
+        return  # check_lora_targets says so
+    smallest = min(targets, key=lambda name: min(sizes[name]))
+    outputs, inputs = sizes[smallest]
+    limit = min(outputs, inputs)
+    if config.lora.rank > limit:
+        yield ConfigError(
+            "lora.rank",
+            config.lora.rank,
+            f"must be at most {limit}: {smallest} has {inputs} inputs and {outputs} outputs",
+            remedies=[(f"lora.rank={limit}",)],
+        )
+
+
+def check_lora_dropout(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The policy that is trained is the one that sampled."""
+    if config.lora.enabled and config.lora.dropout > 0:
+        yield ConfigError(
+            "lora.dropout",
+            config.lora.dropout,
+            "only 0 is supported: with dropout the policy that is trained is not the one that "
+            "sampled, and its probability ratios are noise",
+            remedies=[("lora.dropout=0.0",)],
+        )
+
+
+def check_lora_base(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Where frozen weights sleep matters only if they are kept apart and engines sleep."""
+    lora = config.lora
+    if not lora.enabled or lora.base == "resident":
+        return
+    ignored = [
+        (is_ignored, why, remedy)
+        for is_ignored, why, remedy in (
+            (lora.sync == "merged", "lora.sync=merged", "lora.sync=adapter"),
+            (not config.rollout.sleep, "rollout.sleep=false", "rollout.sleep=true"),
+        )
+        if is_ignored
+    ]
+    if ignored:
+        yield ConfigError(
+            "lora.base",
+            lora.base,
+            "would be ignored, because of " + " and ".join(why for _, why, _ in ignored),
+            remedies=[("lora.base=resident",), tuple(remedy for _, _, remedy in ignored)],
+        )
+
+
+def linear_sizes(config: ExperimentConfig) -> Sizes | None:
+    """Return the sizes of the linear layers of a block; None where the model does not say them."""
+    values = model_values(config)
+    needed = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    if any(not isinstance(values.get(name), int) for name in needed):
+        return None
+    hidden, num_heads, num_kv_heads, inner = (int(str(values[name])) for name in needed)
+    head = int(str(values.get("head_dim") or hidden // num_heads))
+    return {
+        "q_proj": (num_heads * head, hidden),
+        "k_proj": (num_kv_heads * head, hidden),
+        "v_proj": (num_kv_heads * head, hidden),
+        "o_proj": (hidden, num_heads * head),
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+        "down_proj": (hidden, inner),
+    }
+
+
+def model_values(config: ExperimentConfig) -> Mapping[str, object]:
+    """Return the model's shape in the terms of config.json; empty where it cannot be read."""
+    if config.model.path is None:
+        starter = config.model.starter
+        if starter is None:
+            return {}
+        return {
+            "hidden_size": starter.hidden_size,
+            "num_attention_heads": starter.num_attention_heads,
+            "num_key_value_heads": starter.num_key_value_heads,
+            "intermediate_size": starter.intermediate_size,
+            "num_hidden_layers": starter.num_layers,
+        }
+    try:
+        values = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # check_model_folder and models/load.py name what is wrong with the file
+    return values if isinstance(values, dict) else {}

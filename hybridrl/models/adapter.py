@@ -1,0 +1,168 @@
+"""LoRA on a Hugging Face model, through peft (arXiv:2106.09685). The only module that imports peft.
+
+Legend: R rank, I inputs, O outputs of a layer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import peft
+import torch
+from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hybridrl.config.lora import LoraConfig
+from hybridrl.errors import ModelError
+from hybridrl.models.adapter_names import ADAPTER_NAME, file_name, hf_name, is_adapter_name
+from hybridrl.models.load import WeightSource
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+
+class Adapter:
+    """The adapter of one model: made before the model has memory, filled and sharded with it.
+
+    Args:
+        config: rank, scaling, layers, and what to start from.
+        seed: of A, where the configuration gives no adapter to start from.
+    """
+
+    def __init__(self, config: LoraConfig, *, seed: int) -> None:
+        self._config = config
+        self._seed = seed
+        self._layers: list[LoraLayer] = []
+        self._settings = peft.LoraConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,
+            use_rslora=config.use_rslora,
+            lora_dropout=0.0,
+            bias="none",
+            target_modules=list(config.modules),
+            task_type="CAUSAL_LM",
+        )
+
+    def inject(self, hf: PreTrainedModel, weights: WeightSource) -> WeightSource:
+        """Freeze the model and put A and B, in float32, beside each adapted layer.
+
+        Args:
+            hf: on the meta device, as ``build_empty_model`` makes it.
+            weights: of the model without adapters.
+
+        Returns:
+            Weights of the model with adapters, by its parameters' new names.
+
+        Raises:
+            ModelError: the rank is above a layer's size, a layer has no match, or the adapter to
+                start from cannot be read.
+        """
+        self._check(hf)
+        peft.inject_adapter_in_model(
+            self._settings, hf, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=True
+        )
+        self._layers = [module for module in hf.modules() if isinstance(module, LoraLayer)]
+        folder = self._config.init_from
+        initial = _DrawnAdapter(self._seed) if folder is None else _StoredAdapter(Path(folder))
+        return _AdaptedWeights(weights, initial)
+
+    @contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """Compute as the frozen model alone, meanwhile."""
+        # Not peft's enable_adapters(): it changes requires_grad, which FSDP2 and the optimizer have
+        # taken note of. A forward pass looks at this flag first.
+        for layer in self._layers:
+            layer._disable_adapters = True
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer._disable_adapters = False
+
+    def merge(self, weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor) -> Tensor:
+        """Return ``W + scaling B A`` [O, I] in W's type, computed in float32; W stays as it is."""
+        return torch.addmm(
+            weight_OI.float(), b_OR.float(), a_RI.float(), alpha=self._config.scaling
+        ).to(weight_OI.dtype)
+
+    def save_settings(self, folder: Path, *, base_model: Path) -> None:
+        """Write ``adapter_config.json``, with which peft finds the layers again."""
+        self._settings.base_model_name_or_path = str(base_model)
+        self._settings.save_pretrained(str(folder))
+
+    def _check(self, hf: PreTrainedModel) -> None:
+        """What config/lora_checks.py holds against config.json, held against the model itself."""
+        missing = set(self._config.modules)
+        for name, module in hf.named_modules():
+            leaf = name.rpartition(".")[2]
+            if leaf not in self._config.modules or not isinstance(module, nn.Linear):
+                continue
+            missing.discard(leaf)
+            limit = min(module.in_features, module.out_features)
+            if self._config.rank > limit:
+                raise ModelError(
+                    f"lora.rank={self._config.rank} is above the size of {name}, "
+                    f"{module.in_features} inputs and {module.out_features} outputs; "
+                    f"set lora.rank={limit}"
+                )
+        if missing:
+            raise ModelError(
+                f"lora.target_modules names {', '.join(sorted(missing))}, and "
+                f"{type(hf).__name__} has no such linear layer; set "
+                "lora.target_modules=[all-linear]"
+            )
+
+
+class _AdaptedWeights:
+    """Frozen weights by their Hugging Face names, and the adapter's first values."""
+
+    def __init__(self, weights: WeightSource, initial: WeightSource) -> None:
+        self._weights = weights
+        self._initial = initial
+
+    def read(self, name: str, *, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        source = self._initial if is_adapter_name(name) else self._weights
+        return source.read(hf_name(name), shape=shape, dtype=dtype)
+
+
+class _DrawnAdapter:
+    """B is 0 and A is drawn as peft does, but from a stream of its own: every rank draws alike."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def read(self, name: str, *, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        values = torch.zeros(shape, dtype=dtype)
+        if ".lora_A." in name:
+            digest = hashlib.sha256(f"lora {self._seed} {name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+            nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+        return values
+
+
+class _StoredAdapter:
+    """The tensors of a peft folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / WEIGHTS_FILE
+
+    def read(self, name: str, *, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        try:
+            with safe_open(self._file, framework="pt") as tensors:
+                values: Tensor = tensors.get_tensor(file_name(name))
+        except (SafetensorError, OSError) as err:
+            raise ModelError(
+                f"{self._file} has no readable {file_name(name)}: {err}; set lora.init_from to a "
+                "folder that was made for this model and these lora.target_modules"
+            ) from err
+        if values.shape != shape:
+            raise ModelError(
+                f"{self._file}: {file_name(name)} is {list(values.shape)}, and lora.rank with this "
+                f"model asks for {list(shape)}; set lora.init_from to an adapter of that shape"
+            )
+        return values.to(dtype)

@@ -1,0 +1,33 @@
+"""Names of tensors in a model with adapters, as the rest of the world knows them.
+
+Within the model peft calls a frozen weight ``X.base_layer.weight`` and the matrices beside it
+``X.lora_A.NAME.weight`` and ``X.lora_B.NAME.weight``. Hugging Face folders and rollout engines know
+``X.weight``; adapter files know ``base_model.model.X.lora_A.weight``.
+"""
+
+from __future__ import annotations
+
+ADAPTER_NAME = "default"
+"""What our one adapter is called within the model; files do not mention it."""
+
+_PREFIX = "base_model.model."
+
+
+def is_adapter_name(name: str) -> bool:
+    """True for matrices A and B, by whichever of their names."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def hf_name(name: str) -> str:
+    """Return the Hugging Face name of a frozen parameter."""
+    return name.replace(".base_layer.", ".")
+
+
+def file_name(name: str) -> str:
+    """Return the name of an adapter's parameter in ``adapter_model.safetensors``."""
+    return _PREFIX + name.replace(f".{ADAPTER_NAME}.weight", ".weight")
+
+
+def matrix_names(module_name: str) -> tuple[str, str]:
+    """Return the names in the file of the matrices A and B beside a layer."""
+    return f"{_PREFIX}{module_name}.lora_A.weight", f"{_PREFIX}{module_name}.lora_B.weight"

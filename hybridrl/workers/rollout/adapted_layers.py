@@ -1,0 +1,129 @@
+"""The adapter of an embedded engine, applied beside the frozen weights at every step.
+
+Not merged into a copy of the weights: that copy would double the memory of the adapted layers, and
+in bfloat16 its rounding would swallow small updates, so that log-probs were not the trainer's. It
+would spare 10% of the sampling time at rank 8, 15% at rank 32 (1.7 M parameters, 1 thread).
+
+Legend: R rank, I inputs, O outputs of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hybridrl.config.lora import LoraConfig
+from hybridrl.errors import EngineError
+from hybridrl.models.adapter_names import is_adapter_name, matrix_names
+
+_NUM_NAMED = 3
+
+
+class AdaptedLinear(nn.Module):
+    """W x + b + scaling B A x."""
+
+    def __init__(self, layer: nn.Linear, *, rank: int, scaling: float) -> None:
+        super().__init__()
+        self._layer = layer
+        self._scaling = scaling
+        self.a_RI = layer.weight.new_empty(rank, layer.in_features)
+        self.b_OR = layer.weight.new_empty(layer.out_features, rank)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Apply the layer and the adapter: float [..., I] to [..., O]."""
+        outputs = self._layer(inputs)
+        low_rank = inputs.flatten(0, -2) @ self.a_RI.T
+        return torch.addmm(outputs.flatten(0, -2), low_rank, self.b_OR.T, alpha=self._scaling).view(
+            outputs.shape
+        )
+
+
+class LoadedAdapter:
+    """Puts room for one adapter beside the layers of a model, and says whether one is in it."""
+
+    tensors: dict[str, Tensor]
+    """A and B of every adapted layer, by their names in the adapter's file; no values before
+    ``load``."""
+
+    def __init__(self, model: nn.Module, config: LoraConfig) -> None:
+        """Adapt all linear layers of ``config.modules``."""
+        self.tensors = {}
+        self._is_loaded = False
+        for name, module in list(model.named_modules()):
+            parent, _, leaf = name.rpartition(".")
+            if leaf in config.modules and isinstance(module, nn.Linear):
+                adapted = AdaptedLinear(module, rank=config.rank, scaling=config.scaling)
+                setattr(model.get_submodule(parent), leaf, adapted)
+                matrices = (adapted.a_RI, adapted.b_OR)
+                self.tensors.update(zip(matrix_names(name), matrices, strict=True))
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy all values in, cast from any float type. All or nothing.
+
+        Raises:
+            EngineError: no tensors, one without an adapter's name, none of this model's, fewer or
+                more than its layers need, or another shape.
+        """
+        self._check(tensors)
+        for name, tensor in tensors.items():
+            self.tensors[name].copy_(tensor)
+        self._is_loaded = True
+
+    def unload(self) -> None:
+        """Nothing is to be generated with these values any more."""
+        self._is_loaded = False
+
+    def lose_all_but(self, backup: Collection[str]) -> None:
+        """The memory was released; ``backup`` survives."""
+        self._is_loaded = self._is_loaded and self.tensors.keys() <= set(backup)
+
+    def require_loaded(self) -> None:
+        """Refuse to sample from the model alone.
+
+        Raises:
+            EngineError: no adapter is loaded.
+        """
+        if not self._is_loaded:
+            raise EngineError(
+                "generate was refused: no adapter is loaded, and the frozen model alone is not the "
+                "policy; sync weights first, or set lora.sync=merged"
+            )
+
+    def _check(self, tensors: Mapping[str, Tensor]) -> None:
+        if not tensors:
+            raise EngineError("the adapter has no tensors; its lora.target_modules match no layer")
+        foreign = [name for name in tensors if not is_adapter_name(name)]
+        if foreign:
+            raise EngineError(
+                f"{_some(foreign)} came with an adapter and has no lora_A or lora_B in its name; "
+                "send base weights by update_weights"
+            )
+        if not tensors.keys() & self.tensors.keys():
+            raise EngineError(
+                f"the adapter matches none of the {len(self.tensors) // 2} adapted layers: it has "
+                f"{_some(list(tensors))}, the engine has {_some(list(self.tensors))}; trainer and "
+                "engine must have the same lora.target_modules and model.path"
+            )
+        for problem, names in (
+            ("lacks", self.tensors.keys() - tensors.keys()),
+            ("has too much:", tensors.keys() - self.tensors.keys()),
+        ):
+            if names:
+                raise EngineError(
+                    f"the adapter {problem} {_some(sorted(names))}; trainer and engine must have "
+                    "the same lora.target_modules and model.path"
+                )
+        for name, tensor in tensors.items():
+            if tensor.shape != self.tensors[name].shape:
+                raise EngineError(
+                    f"{name} came with shape {list(tensor.shape)}, the engine has "
+                    f"{list(self.tensors[name].shape)}; both must have the same lora.rank"
+                )
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _NUM_NAMED
+    return ", ".join(names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,176 @@
+"""The training engine with LoRA: only adapters learn, on FSDP2 like the rest of the model.
+
+Legend: R rank, I inputs, O outputs of a layer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from hybridrl.batch import RolloutBatch, ScoreBatch, SupervisedBatch, TrainBatch
+from hybridrl.config.actor import ActorConfig
+from hybridrl.config.lora import LoraConfig
+from hybridrl.config.model import ModelConfig
+from hybridrl.metrics import Max, Metrics
+from hybridrl.models.adapter import WEIGHTS_FILE, Adapter
+from hybridrl.models.adapter_names import ADAPTER_NAME, file_name, hf_name, is_adapter_name
+from hybridrl.workers.train.export import whole_folder
+from hybridrl.workers.train.fsdp2 import FSDP2Engine
+from hybridrl.workers.train.protocol import TokenLoss, TrainState, WeightPart, WeightSpec
+from hybridrl.workers.train.sharded import NamedTensors
+from hybridrl.workers.train.shards import full_tensor
+
+
+class FSDP2LoraEngine(FSDP2Engine):
+    """A frozen policy with an adapter that learns; a ``TrainEngine``.
+
+    Gradients and moments exist for A and B alone, which are float32 whatever the model's type.
+
+    Args:
+        model_folder: Hugging Face folder of the frozen model.
+        config: types, token budget, chunk size, optimizer.
+        model_config: storage type and attention kernel.
+        lora: the adapter, and how rollout engines get it.
+        seed: of the adapter.
+        num_total_steps: optimizer steps of the run, where the schedule ends.
+        device: where the model computes.
+
+    Raises:
+        ModelError: the folder is not usable, or the adapter does not fit the model.
+        ConfigError: ``model.attention`` does not run on the device in the compute type.
+    """
+
+    def __init__(
+        self,
+        model_folder: Path,
+        *,
+        config: ActorConfig,
+        model_config: ModelConfig,
+        lora: LoraConfig,
+        seed: int,
+        num_total_steps: int,
+        device: torch.device,
+    ) -> None:
+        self._adapter = Adapter(lora, seed=seed)
+        if lora.sync == "adapter":
+            self.weight_parts = (WeightPart.BASE, WeightPart.ADAPTER)
+        super().__init__(
+            model_folder,
+            config=config,
+            model_config=model_config,
+            num_total_steps=num_total_steps,
+            device=device,
+            adapt=self._adapter.inject,
+        )
+        adapter = self._parameters_of(WeightPart.ADAPTER)
+        self._num_trained = sum(parameter.numel() for _, parameter in adapter)
+
+    def update(
+        self,
+        batch: TrainBatch,
+        *,
+        loss: TokenLoss,
+        aggregation: str,
+        temperature: float,
+        max_response_tokens: int,
+    ) -> Metrics:
+        """Take one optimizer step of the adapter; see ``TrainEngine.update``."""
+        metrics = super().update(
+            batch,
+            loss=loss,
+            aggregation=aggregation,
+            temperature=temperature,
+            max_response_tokens=max_response_tokens,
+        )
+        return metrics | {"policy/trained_parameters": Max(self._num_trained)}
+
+    def weight_specs(self, part: WeightPart = WeightPart.BASE) -> tuple[WeightSpec, ...]:
+        """Name what ``full_weights`` will yield, in its order."""
+        rename = hf_name if part is WeightPart.BASE else file_name
+        return tuple(
+            WeightSpec(rename(name), tuple(p.shape), p.numel() * p.element_size())
+            for name, p in self._parameters_of(part)
+        )
+
+    def full_weights(self, part: WeightPart = WeightPart.BASE) -> NamedTensors:
+        """Yield each weight of a part whole, one at a time. Every rank must exhaust it.
+
+        With ``lora.sync=merged`` the base has the adapter in it: merged on its way out, one tensor
+        at a time, never in the training weights.
+        """
+        if part is WeightPart.BASE and WeightPart.ADAPTER not in self.weight_parts:
+            yield from self._whole_model()
+            return
+        self._require("full_weights()", TrainState.PARAMETERS)
+        rename = hf_name if part is WeightPart.BASE else file_name
+        for name, parameter in self._parameters_of(part):
+            yield rename(name), full_tensor(parameter)
+
+    def export_adapter(self, folder: Path) -> None:
+        """Write ``adapter_config.json`` and ``adapter_model.safetensors``, atomically.
+
+        Rank 0 writes; every rank returns, or raises, when it is done.
+
+        Raises:
+            RunFolderError: the folder exists already, or cannot be written.
+        """
+
+        def write(weights: NamedTensors) -> None:
+            with whole_folder(folder) as unfinished:
+                tensors = {name: tensor.contiguous().cpu() for name, tensor in weights}
+                save_file(tensors, unfinished / WEIGHTS_FILE, metadata={"format": "pt"})
+                self._adapter.save_settings(unfinished, base_model=self._folder)
+
+        self._write(self.full_weights(WeightPart.ADAPTER), write)
+
+    def compute_frozen_logprobs(
+        self, rows: RolloutBatch | SupervisedBatch, *, temperature: float
+    ) -> ScoreBatch:
+        """Score this rank's rows with the adapter switched off: the model as it was loaded."""
+        with self._adapter.switched_off():
+            return self.compute_logprobs(rows, temperature=temperature)
+
+    def _whole_model(self) -> NamedTensors:
+        self._require("full_weights()", TrainState.PARAMETERS)
+        parameters = dict(self.model.hf.named_parameters())
+        for name, parameter in self._parameters_of(WeightPart.BASE):
+            whole = full_tensor(parameter)
+            beside = name.removesuffix("base_layer.weight")
+            if beside != name:
+                matrices = [parameters[f"{beside}lora_{m}.{ADAPTER_NAME}.weight"] for m in "AB"]
+                a_RI, b_OR = (full_tensor(matrix) for matrix in matrices)
+                whole = self._adapter.merge(whole, a_RI, b_OR)
+            yield hf_name(name), whole
+
+    def _parameters_of(self, part: WeightPart) -> list[tuple[str, nn.Parameter]]:
+        is_wanted = part is WeightPart.ADAPTER
+        named = self.model.hf.named_parameters()
+        return [(name, p) for name, p in named if is_adapter_name(name) == is_wanted]
+
+
+class AdapterSwitchedOff:
+    """The policy without its adapter as a reference model; a ``ScoringEngine`` without memory."""
+
+    def __init__(self, policy: FSDP2LoraEngine) -> None:
+        self._policy = policy
+        self.dp_rank, self.dp_size = policy.dp_rank, policy.dp_size
+
+    def compute_logprobs(
+        self, rows: RolloutBatch | SupervisedBatch, *, temperature: float
+    ) -> ScoreBatch:
+        """Score this rank's rows with the frozen model, no gradient."""
+        return self._policy.compute_frozen_logprobs(rows, temperature=temperature)
+
+    def offload(self, part: TrainState) -> None:
+        """Do nothing: the policy's memory leaves with the policy."""
+
+    def restore(self, part: TrainState) -> None:
+        """Do nothing, as ``offload``."""
+
+    def resident_bytes(self, part: TrainState) -> int:
+        """Return 0: it has no memory of its own."""
+        return 0

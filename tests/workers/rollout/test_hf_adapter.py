@@ -1,0 +1,189 @@
+"""Adapters on the embedded rollout engine: applied at every step, refused where they do not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hybridrl.errors import EngineError, PhaseError
+from hybridrl.models.adapter_names import matrix_names
+from hybridrl.workers.rollout.hf import HFRolloutEngine
+from hybridrl.workers.rollout.protocol import MemoryPart
+from tests.models import make_tiny_model
+from tests.workers.rollout.engines import (
+    CPU,
+    make_prompts,
+    ready_engine,
+    rollout_config,
+    sampling_params,
+    send_weights,
+    tokens_of,
+)
+from tests.workers.train.lora_engines import LORA, with_lora
+
+PROMPTS = make_prompts((4, 9, 5))
+SAMPLING = sampling_params(group=2, tokens=6)
+TARGETS = with_lora(target_modules=("q_proj", "down_proj"))
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+def lora_engine(folder: Path, *, dtype: str = "float32") -> HFRolloutEngine:
+    """An engine with the folder's weights and no adapter yet."""
+    engine = HFRolloutEngine(
+        folder,
+        config=rollout_config(dtype=dtype),
+        max_context_tokens=32,
+        device=CPU,
+        lora=TARGETS,
+    )
+    send_weights(engine, folder)
+    return engine
+
+
+def make_adapter(engine: HFRolloutEngine, *, seed: int = 0) -> dict[str, Tensor]:
+    """An adapter of the engine's shapes."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = {"q_proj": (32, 32), "down_proj": (32, 64)}
+    adapter = {}
+    for memory in engine.weight_memory():
+        if ".lora_" in memory.name:
+            outputs, inputs = next(size for name, size in sizes.items() if name in memory.name)
+            shape = (LORA.rank, inputs) if ".lora_A." in memory.name else (outputs, LORA.rank)
+            adapter[memory.name] = torch.randn(shape, generator=generator) * 0.2
+    return adapter
+
+
+def merged_engine(folder: Path, adapter: dict[str, Tensor]) -> HFRolloutEngine:
+    """A plain engine whose weights hold the adapter."""
+    engine = ready_engine(folder)
+    weights = load_file(folder / "model.safetensors")
+    for name in weights:
+        a, b = matrix_names(name.removesuffix(".weight"))
+        if a in adapter:
+            weights[name] = weights[name] + LORA.scaling * adapter[b] @ adapter[a]
+    engine.update_weights(list(weights.items()))
+    return engine
+
+
+def test_an_engine_with_an_adapter_samples_what_one_with_merged_weights_samples(
+    tiny_model: Path,
+) -> None:
+    engine = lora_engine(tiny_model)
+    plain = tokens_of(ready_engine(tiny_model).generate(PROMPTS, SAMPLING))
+    for seed in range(2):
+        adapter = make_adapter(engine, seed=seed)
+        engine.unload_adapter()
+        engine.load_adapter(adapter)
+        ours = engine.generate(PROMPTS, SAMPLING)
+        merged = merged_engine(tiny_model, adapter).generate(PROMPTS, SAMPLING)
+        assert tokens_of(ours) == tokens_of(merged) != plain
+        for one, other in zip(ours, merged, strict=True):
+            torch.testing.assert_close(one.logprobs, other.logprobs, rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_is_sampled_without_an_adapter(tiny_model: Path) -> None:
+    engine = lora_engine(tiny_model)
+    adapter = make_adapter(engine)
+
+    def refused() -> None:
+        with pytest.raises(EngineError, match=r"no adapter is loaded, and the frozen model alone"):
+            engine.generate(PROMPTS, SAMPLING)
+
+    refused()
+    engine.unload_adapter()  # tolerated: there is none
+    for _ in range(2):
+        engine.load_adapter(adapter)
+        assert engine.generate(PROMPTS, SAMPLING)
+        engine.unload_adapter()
+        engine.unload_adapter()
+        refused()
+    engine.load_adapter(adapter)
+    for backup, survives in ((frozenset(engine.checksums()), True), (frozenset(), False)):
+        engine.release(MemoryPart.WEIGHTS, backup=backup)
+        engine.resume(MemoryPart.WEIGHTS)
+        if survives:
+            assert engine.generate(PROMPTS, SAMPLING)
+    refused()
+    engine.restart()
+    send_weights(engine, tiny_model)
+    refused()
+
+
+def test_an_adapter_is_loaded_whole_or_refused_by_name_and_then_nothing_changes(
+    tiny_model: Path,
+) -> None:
+    engine = lora_engine(tiny_model)
+    good = make_adapter(engine)
+    engine.load_adapter(good)
+    sums = engine.checksums()
+    first = next(iter(good))
+    others = {name: tensor for name, tensor in good.items() if name != first}
+    bad = {
+        "has no tensors": {},
+        "embed_tokens.weight came with an adapter and has no lora_A": good
+        | {"model.embed_tokens.weight": torch.zeros(64, 32)},
+        "matches none of the 4 adapted layers": {
+            name.replace("layers", "blocks"): tensor for name, tensor in good.items()
+        },
+        f"lacks {first}": others,
+        "has too much: .*v_proj": good
+        | {first.replace("q_proj", "v_proj"): torch.zeros(LORA.rank, 32)},
+        r"with shape \[2, 32\].*same lora.rank": good | {first: torch.zeros(2, 32)},
+    }
+    for words, adapter in bad.items():
+        with pytest.raises(EngineError, match=words):
+            engine.load_adapter(adapter)
+    assert engine.checksums() == sums
+    engine.load_adapter(good)
+
+
+def test_an_engine_built_without_adapters_takes_none(tiny_model: Path) -> None:
+    engine = ready_engine(tiny_model)
+    with pytest.raises(EngineError, match=r"built without.*lora\.sync=adapter"):
+        engine.load_adapter({"x.lora_A.weight": torch.zeros(1)})
+    engine.unload_adapter()
+    assert engine.generate(PROMPTS, SAMPLING)
+
+
+def test_an_adapter_is_not_loaded_into_released_memory(tiny_model: Path) -> None:
+    engine = lora_engine(tiny_model)
+    engine.release(MemoryPart.WEIGHTS)
+    with pytest.raises(PhaseError, match="load_adapter was refused: WEIGHTS is released"):
+        engine.load_adapter({})
+
+
+def test_base_weights_keep_their_names_and_adapters_are_counted_in_the_weights_memory(
+    tiny_model: Path,
+) -> None:
+    engine, plain = lora_engine(tiny_model), ready_engine(tiny_model)
+    adapter = make_adapter(engine)
+    names = [memory.name for memory in engine.weight_memory()]
+    assert names == [*(memory.name for memory in plain.weight_memory()), *adapter]
+    assert not any(memory.is_buffer for memory in engine.weight_memory() if "lora" in memory.name)
+    more = engine.resident_bytes(MemoryPart.WEIGHTS) - plain.resident_bytes(MemoryPart.WEIGHTS)
+    assert more == sum(tensor.nbytes for tensor in adapter.values())
+    with pytest.raises(EngineError, match="has no weight"):
+        engine.update_weights(list(adapter.items()))
+
+
+def test_a_bfloat16_engine_keeps_the_small_updates_that_merging_would_lose(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    engine = lora_engine(folder, dtype="bfloat16")
+    small = {name: tensor * 0.02 for name, tensor in make_adapter(engine).items()}
+    engine.load_adapter({name: torch.zeros_like(tensor) for name, tensor in small.items()})
+    before = engine.generate(PROMPTS, replace(SAMPLING, temperature=0.0))
+    engine.load_adapter(small)
+    after = engine.generate(PROMPTS, replace(SAMPLING, temperature=0.0))
+    weight = load_file(folder / "model.safetensors")[f"{Q_PROJ}.weight"].bfloat16()
+    a, b = (small[name] for name in matrix_names(Q_PROJ))
+    swallowed = (weight + LORA.scaling * b @ a).bfloat16() == weight
+    assert swallowed.float().mean() > 0.5
+    assert any(
+        not torch.equal(one.logprobs, other.logprobs)
+        for one, other in zip(before, after, strict=True)
+    )

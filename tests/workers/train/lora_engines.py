@@ -1,0 +1,63 @@
+"""Small LoRA engines for tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybridrl.config.actor import ActorConfig
+from hybridrl.config.lora import LoraConfig
+from hybridrl.workers.train.lora import FSDP2LoraEngine
+from hybridrl.workers.train.protocol import WeightPart
+from tests.workers.train.engines import ACTOR, CPU, MODEL
+
+LORA = LoraConfig(
+    enabled=True,
+    rank=4,
+    alpha=8.0,
+    use_rslora=False,
+    dropout=0.0,
+    target_modules=("all-linear",),
+    sync="adapter",
+    base="resident",
+    init_from=None,
+)
+
+
+def with_lora(**changes: object) -> LoraConfig:
+    return replace(LORA, **changes)  # type: ignore[arg-type]
+
+
+def build_lora(
+    folder: Path,
+    *,
+    lora: LoraConfig = LORA,
+    config: ActorConfig = ACTOR,
+    seed: int = 0,
+    dtype: str = "float32",
+) -> FSDP2LoraEngine:
+    return FSDP2LoraEngine(
+        folder,
+        config=config,
+        model_config=replace(MODEL, dtype="bfloat16" if dtype == "bfloat16" else "float32"),
+        lora=lora,
+        seed=seed,
+        num_total_steps=10,
+        device=CPU,
+    )
+
+
+def adapter_of(engine: FSDP2LoraEngine) -> dict[str, Tensor]:
+    return {name: t.clone() for name, t in engine.full_weights(WeightPart.ADAPTER)}
+
+
+def randomize(engine: FSDP2LoraEngine, *, seed: int = 1) -> None:
+    """Give B values, as training does: while it is 0 an adapter does nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in engine._policy.named_parameters():
+            if ".lora_B." in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)

@@ -1,0 +1,335 @@
+"""LoRA on the training engine: what learns, what is frozen, what is written and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hybridrl.config.lora import LINEAR_MODULES
+from hybridrl.errors import ModelError, RunFolderError
+from hybridrl.workers.train.fsdp2 import FSDP2Engine
+from hybridrl.workers.train.lora import AdapterSwitchedOff
+from hybridrl.workers.train.protocol import TrainState, WeightPart
+from tests.models import Family, make_tiny_model
+from tests.ranks import run_ranks
+from tests.workers.train.engines import (
+    ACTOR,
+    assert_same_weights,
+    build_fsdp2,
+    make_rows,
+    rows_of,
+    to_rollouts,
+    to_supervised,
+    update,
+    weights_of,
+    with_nan_advantage,
+    with_optimizer,
+)
+from tests.workers.train.lora_engines import (
+    adapter_of,
+    build_lora,
+    randomize,
+    with_lora,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def logits_of(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(12)[None]).logits
+
+
+def test_gradients_and_moments_exist_for_the_adapter_alone_and_the_base_never_moves(
+    folder: Path,
+) -> None:
+    engine = build_lora(folder)
+    base, adapter = weights_of(engine), adapter_of(engine)
+    for seed in range(3):
+        metrics = update(engine, make_rows(6, seed=seed))
+        assert metrics["policy/grad_norm"] > 0
+        assert metrics["policy/trained_parameters"] == sum(t.numel() for t in adapter.values())
+    assert_same_weights(weights_of(engine), base)
+    moved = adapter_of(engine)
+    assert all(not torch.equal(moved[name], adapter[name]) for name in adapter)
+    adapter_bytes = sum(spec.num_bytes for spec in engine.weight_specs(WeightPart.ADAPTER))
+    num_step_counters = 4 * len(adapter)
+    moments = engine.resident_bytes(TrainState.OPTIMIZER)
+    assert moments == 2 * adapter_bytes + num_step_counters
+    trainable = [p for p in engine._policy.parameters() if p.requires_grad]
+    assert sum(p.nbytes for p in trainable) == adapter_bytes
+    assert set(engine.optimizer.adamw.state) == set(trainable)
+
+
+def test_a_new_adapter_changes_nothing_and_a_trained_one_does(folder: Path) -> None:
+    engine, plain = build_lora(folder), build_fsdp2(folder)
+    rollouts = to_rollouts(make_rows(5))
+
+    def apart() -> float:
+        scored = (e.compute_logprobs(rollouts, temperature=1.0) for e in (engine, plain))
+        one, other = (s.logprobs_BL.values() for s in scored)
+        return float((one - other).abs().max())
+
+    assert apart() == 0.0
+    update(engine, make_rows(5))
+    assert apart() > 1e-3
+
+
+def test_the_reference_is_the_policy_with_its_adapter_switched_off(folder: Path) -> None:
+    engine, plain = build_lora(folder), build_fsdp2(folder)
+    reference = AdapterSwitchedOff(engine)
+    rollouts = to_rollouts(make_rows(5))
+    for seed in range(2):
+        update(engine, make_rows(5, seed=seed))
+        policy = engine.compute_logprobs(rollouts, temperature=0.7).logprobs_BL.values()
+        frozen = reference.compute_logprobs(rollouts, temperature=0.7).logprobs_BL.values()
+        loaded = plain.compute_logprobs(rollouts, temperature=0.7).logprobs_BL.values()
+        again = engine.compute_logprobs(rollouts, temperature=0.7).logprobs_BL.values()
+        assert torch.equal(frozen, loaded)
+        assert torch.equal(policy, again)
+        assert not torch.equal(policy, frozen)
+    assert all(reference.resident_bytes(part) == 0 for part in TrainState)
+
+
+def test_the_adapter_starts_from_the_seed(folder: Path) -> None:
+    one, same, other = (adapter_of(build_lora(folder, seed=seed)) for seed in (3, 3, 4))
+    assert_same_weights(one, same)
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]) == ("lora_B" in name)
+        assert tensor.any() == ("lora_A" in name)
+        if "lora_A" in name:  # kaiming with a = sqrt(5): uniform up to 1 / sqrt(inputs)
+            assert 0.8 < tensor.abs().max() * tensor.shape[1] ** 0.5 <= 1
+
+
+def _train(rank: int, folder: Path, sync: str) -> tuple[dict, dict, list[float], torch.Tensor]:
+    """Three steps; rank 1 has fewer rows, and the last step is spoiled on it alone."""
+    engine = build_lora(folder, lora=with_lora(sync=sync), config=with_optimizer(lr=0.1, eps=1e-3))
+    norms = []
+    for seed in range(3):
+        batch = make_rows(11, seed=seed)
+        if dist.get_world_size() == 2:
+            batch = rows_of(batch, range(0, 8) if rank == 0 else range(8, 11))
+        norms.append(update(engine, batch)["policy/grad_norm"])
+    frozen = engine.compute_frozen_logprobs(to_rollouts(make_rows(4)), temperature=1.0)
+    return weights_of(engine), adapter_of(engine), norms, frozen.logprobs_BL.values()
+
+
+@pytest.mark.parametrize("sync", ["adapter", "merged"])
+def test_two_ranks_train_the_adapter_that_one_rank_trains(folder: Path, sync: str) -> None:
+    (alone,) = run_ranks(1, _train, folder, sync)
+    first, second = run_ranks(2, _train, folder, sync)
+    for one, other in zip(first[:2], second[:2], strict=True):
+        assert_same_weights(one, other)
+    for one, other in zip(first[:2], alone[:2], strict=True):
+        assert_same_weights(one, other, atol=2e-5)
+    assert first[2] == pytest.approx(alone[2], rel=1e-4)
+    torch.testing.assert_close(first[3], alone[3])
+
+
+def _initial(rank: int, folder: Path) -> dict[str, torch.Tensor]:
+    return adapter_of(build_lora(folder))
+
+
+def test_every_rank_draws_the_same_adapter_bit_by_bit(folder: Path) -> None:
+    one, other = run_ranks(2, _initial, folder)
+    assert_same_weights(one, other)
+    assert_same_weights(one, adapter_of(build_lora(folder)))
+
+
+def test_base_and_adapter_stream_under_the_names_that_others_know(folder: Path) -> None:
+    engine = build_lora(folder, lora=with_lora(target_modules=("q_proj", "down_proj")))
+    assert engine.weight_parts == (WeightPart.BASE, WeightPart.ADAPTER)
+    expected = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    assert_same_weights(weights_of(engine), {name: p.detach() for name, p in expected.items()})
+    adapter = adapter_of(engine)
+    assert list(adapter) == [
+        f"base_model.model.model.layers.{layer}.{module}.lora_{matrix}.weight"
+        for layer in range(2)
+        for module in ("self_attn.q_proj", "mlp.down_proj")
+        for matrix in "AB"
+    ]
+    for part in engine.weight_parts:
+        for spec, (name, t) in zip(
+            engine.weight_specs(part), engine.full_weights(part), strict=True
+        ):
+            assert (spec.name, spec.shape, spec.num_bytes) == (name, t.shape, t.nbytes)
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_a_merged_stream_is_the_policy_and_leaves_the_training_weights_alone(
+    folder: Path, use_rslora: bool
+) -> None:
+    lora = with_lora(sync="merged", use_rslora=use_rslora)
+    engine = build_lora(folder, lora=lora)
+    assert engine.weight_parts == (WeightPart.BASE,)
+    update(engine, make_rows(6))
+    before = adapter_of(engine)
+    merged = weights_of(engine)
+    peer = build_lora(folder, lora=replace(lora, sync="adapter"))
+    base = weights_of(peer)
+    assert list(merged) == list(base)
+    moved = {name for name in base if not torch.equal(merged[name], base[name])}
+    assert len(moved) == 2 * len(LINEAR_MODULES)
+    scaling = 8.0 / (2 if use_rslora else 4)
+    prefix = "model.layers.1.mlp.down_proj"
+    a, b = (before[f"base_model.model.{prefix}.lora_{m}.weight"] for m in "AB")
+    delta = merged[f"{prefix}.weight"] - base[f"{prefix}.weight"]
+    torch.testing.assert_close(delta, scaling * b @ a, rtol=1e-4, atol=1e-6)
+    assert_same_weights(weights_of(engine), merged)
+    assert_same_weights(adapter_of(engine), before)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+def test_both_exports_load_elsewhere_and_give_the_same_logits(
+    tmp_path: Path, family: Family, tie_embeddings: bool
+) -> None:
+    source = make_tiny_model(tmp_path / "model", family, tie_embeddings=tie_embeddings)
+    engine = build_lora(source)
+    randomize(engine)
+    engine.export_hf(tmp_path / "hf")
+    engine.export_adapter(tmp_path / "adapter")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "hf", "model"]
+    base = AutoModelForCausalLM.from_pretrained(source)
+    untrained = logits_of(base)
+    adapted = logits_of(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"))
+    merged = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"))
+    torch.testing.assert_close(adapted, merged, rtol=1e-4, atol=1e-4)
+    assert (adapted - untrained).abs().max() > 0.1
+    rollouts = to_rollouts(make_rows(3))
+    ours = engine.compute_logprobs(rollouts, temperature=1.0).logprobs_BL.values()
+    loaded = build_fsdp2(tmp_path / "hf").compute_logprobs(rollouts, temperature=1.0)
+    torch.testing.assert_close(ours, loaded.logprobs_BL.values(), rtol=1e-4, atol=1e-4)
+
+
+def test_an_exported_adapter_is_where_another_run_starts(folder: Path, tmp_path: Path) -> None:
+    engine = build_lora(folder)
+    update(engine, make_rows(4))
+    engine.export_adapter(tmp_path / "adapter")
+    settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"]) == (4, 8.0)
+    assert sorted(settings["target_modules"]) == sorted(LINEAR_MODULES)
+    resumed = build_lora(folder, lora=with_lora(init_from=str(tmp_path / "adapter")), seed=9)
+    assert_same_weights(adapter_of(resumed), adapter_of(engine))
+    update(engine, make_rows(4, seed=1))
+    assert not torch.equal(*(next(iter(adapter_of(e).values())) for e in (engine, resumed)))
+
+
+def _export(rank: int, folder: Path, target: Path) -> str:
+    engine = build_lora(folder)
+    update(engine, make_rows(4))
+    engine.export_adapter(target / "adapter")
+    engine.export_hf(target / "hf")
+    (target / "taken").mkdir(exist_ok=True)
+    with pytest.raises(RunFolderError, match="taken exists") as raised:
+        engine.export_adapter(target / "taken")
+    return str(raised.value)
+
+
+def test_a_sharded_adapter_is_written_whole_and_a_refusal_reaches_every_rank(
+    folder: Path, tmp_path: Path
+) -> None:
+    texts = run_ranks(2, _export, folder, tmp_path)
+    assert texts[0] == texts[1]
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    shapes = {s.name: s.shape for s in build_lora(folder).weight_specs(WeightPart.ADAPTER)}
+    assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == shapes
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "hf", "taken"]
+
+
+def test_a_policy_without_an_adapter_writes_none(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no adapter.*lora\.enabled=true"):
+        build_fsdp2(folder).export_adapter(tmp_path / "adapter")
+
+
+def _train_in_bfloat16(rank: int, folder: Path) -> None:
+    config = replace(ACTOR, compute_dtype="bfloat16")
+    engine = build_lora(folder, dtype="bfloat16", config=config)
+    assert {t.dtype for _, t in engine.full_weights()} == {torch.bfloat16}
+    for seed in range(2):
+        assert update(engine, make_rows(6, seed=seed))["policy/grad_norm"] > 0
+    assert {t.dtype for t in adapter_of(engine).values()} == {torch.float32}
+    merged = build_lora(folder, dtype="bfloat16", config=config, lora=with_lora(sync="merged"))
+    assert {t.dtype for _, t in merged.full_weights()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_adapters_are_float32_beside_a_bfloat16_model(folder: Path, num_ranks: int) -> None:
+    run_ranks(num_ranks, _train_in_bfloat16, folder)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_offloads_and_checkpointed_activations_change_no_bit(
+    folder: Path, checkpointing: bool
+) -> None:
+    config = replace(ACTOR, gradient_checkpointing=checkpointing)
+    resting, steady = build_lora(folder, config=config), build_lora(folder)
+    for seed in range(3):
+        for engine in (resting, steady):
+            update(engine, make_rows(5, seed=seed))
+        for part in TrainState:
+            resting.offload(part)
+            assert resting.resident_bytes(part) == 0
+        for part in TrainState:
+            resting.restore(part)
+    assert_same_weights(adapter_of(resting), adapter_of(steady))
+    assert_same_weights(weights_of(resting), weights_of(steady))
+
+
+def test_a_step_that_is_not_finite_leaves_the_adapter_as_it_was(folder: Path) -> None:
+    engine = build_lora(folder)
+    update(engine, make_rows(5))
+    before = adapter_of(engine)
+    assert update(engine, with_nan_advantage(make_rows(5), row=2))["policy/skipped_updates"] == 1
+    assert_same_weights(adapter_of(engine), before)
+
+
+def test_supervised_steps_teach_the_adapter(folder: Path) -> None:
+    engine = build_lora(folder, config=with_optimizer(lr=0.02, eps=1e-8))
+    batch = to_supervised(make_rows(6))
+    losses = [engine.fit(batch)["loss/supervised_nats"].value for _ in range(30)]
+    assert losses[-1] < 0.3 * losses[0]
+
+
+def test_a_rank_above_the_size_of_a_layer_is_refused_by_name(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"lora\.rank=17 .*k_proj, 32 inputs and 16 outputs.*=16"):
+        build_lora(folder, lora=with_lora(rank=17))
+
+
+def test_a_module_that_the_model_lacks_is_refused_by_name(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"names c_attn, and Qwen3ForCausalLM has no such"):
+        build_lora(folder, lora=with_lora(target_modules=("c_attn", "q_proj")))
+
+
+@pytest.mark.parametrize("fault", ["rank", "modules", "torn", "missing"])
+def test_an_adapter_that_does_not_fit_is_refused_by_name(
+    folder: Path, tmp_path: Path, fault: str
+) -> None:
+    stored = tmp_path / "adapter"
+    other = {"rank": {"rank": 2}, "modules": {"target_modules": ("q_proj",)}}.get(fault, {})
+    build_lora(folder, lora=with_lora(**other)).export_adapter(stored)
+    weights = stored / "adapter_model.safetensors"
+    if fault == "torn":
+        weights.write_bytes(weights.read_bytes()[:-7])
+    if fault == "missing":
+        weights.unlink()
+    words = {"rank": r"is \[2, 32\], and lora.rank with this model asks for \[4, 32\]"}
+    with pytest.raises(ModelError, match=words.get(fault, "has no readable .*lora.init_from")):
+        build_lora(folder, lora=with_lora(init_from=str(stored)))
+
+
+def test_the_engine_without_lora_is_untouched_by_it(folder: Path) -> None:
+    engine = build_fsdp2(folder)
+    assert isinstance(engine, FSDP2Engine)
+    assert engine.weight_parts == (WeightPart.BASE,)
