@@ -195,7 +195,7 @@ PANELS = (
         section=_MEMORY,
         title="Peak memory by stage",
         about="The most memory in use during each stage, on the rank that had most.",
-        lines=(("memory/*_peak_bytes/max", "*"), ("memory/peak_allocated_bytes/max", "step")),
+        lines=(("memory/*_peak_bytes/max", "*"),),
     ),
     Panel(
         section=_MEMORY,

@@ -58,6 +58,7 @@ def _change_one_bit(path: Path) -> None:
         begin = 8 + int.from_bytes(data[:8], "little")
         data[begin] ^= 1
     else:
-        at = data.index(b"0.") + 2  # a digit
+        at = data.index(b'reward/mean": 0.' if path.stem == "metrics" else b"0.")
+        at = data.index(b"0.", at) + 2  # a digit
         data[at] = ord("1") if data[at] != ord("1") else ord("2")
     path.write_bytes(data)

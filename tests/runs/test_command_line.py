@@ -31,7 +31,8 @@ def test_an_interrupt_ends_the_run_after_its_step_with_the_weights_written(tmp_p
 
 def test_a_killed_worker_ends_the_run_by_name_and_leaves_no_process(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with _started(folder, "trainer.num_steps=100000", "cluster.num_ranks_per_node=2") as process:
+    endless = ("trainer.num_steps=100000", "cluster.num_ranks_per_node=2")
+    with _started(folder, *endless, "checkpoint.max_restarts=0") as process:
         _wait(lambda: _num_steps(folder) >= 2, process)
         family = psutil.Process(process.pid).children(recursive=True)
         ranks = [child for child in family if "ActorRolloutWorker" in " ".join(child.cmdline())]

@@ -45,13 +45,17 @@ def find_ranks(driver: int) -> list[psutil.Process]:
 def run_into(folder: Path, *overrides: str, at: str, number: int) -> BaseException:
     """Run until the ambush; return the error that ends the run."""
     config = small_config(
-        folder, "trainer.export_hf=true", "algorithm.old_logprobs=recompute", *overrides
+        folder,
+        "trainer.export_hf=true",
+        "algorithm.old_logprobs=recompute",
+        "checkpoint.max_restarts=0",
+        *overrides,
     )
     with (
         pytest.raises((RemoteCallError, DeadlineError)) as caught,
         open_record(config, resolved_yaml="mode: train\n") as record,
     ):
-        fields = (record.run_log, record.live, record.progress, record.ranks)
+        fields = (record.run_log, record.live, record.tracing, record.progress, record.ranks)
         build.run(config, record=Ambush(*fields, at=at, number=number))
     return caught.value
 

@@ -29,6 +29,7 @@ from hybridrl.workers.sharding.lifecycle import Depth, LifeCycle
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.tenants import Tenants
 from hybridrl.workers.train.fsdp2 import FSDP2Engine
+from hybridrl.workers.train.protocol import WeightPart
 from tests.models import make_tiny_model
 from tests.workers.rollout.engines import (
     make_prompts,
@@ -60,8 +61,8 @@ class ForgetfulEngine(FSDP2Engine):
 
     is_forgetful = False
 
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in super().full_weights():
+    def full_weights(self, part: WeightPart = WeightPart.BASE) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in super().full_weights(part):
             if not (self.is_forgetful and name.startswith(LEFT_OUT)):
                 yield name, tensor
 

@@ -58,6 +58,6 @@ def randomize(engine: FSDP2LoraEngine, *, seed: int = 1) -> None:
     """Give B values, as training does: while it is 0 an adapter does nothing."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in engine._policy.named_parameters():
+        for name, parameter in engine.model.named_parameters():
             if ".lora_B." in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)

@@ -67,7 +67,7 @@ def test_gradients_and_moments_exist_for_the_adapter_alone_and_the_base_never_mo
     num_step_counters = 4 * len(adapter)
     moments = engine.resident_bytes(TrainState.OPTIMIZER)
     assert moments == 2 * adapter_bytes + num_step_counters
-    trainable = [p for p in engine._policy.parameters() if p.requires_grad]
+    trainable = [p for p in engine.model.parameters() if p.requires_grad]
     assert sum(p.nbytes for p in trainable) == adapter_bytes
     assert set(engine.optimizer.adamw.state) == set(trainable)
 
