@@ -59,6 +59,9 @@ class Origin:
     recipe: Recipe
     """Must be the same to go on."""
 
+    model_folder: str
+    """Where configuration, tokenizer and what is frozen come from."""
+
     fingerprints: Mapping[str, str]
     """Of the model folder's configuration and tokenizer; must be the same to go on."""
 

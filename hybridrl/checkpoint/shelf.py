@@ -43,6 +43,19 @@ class Shelf:
                 log.warning("%s; the checkpoint before it is used", error)
         return None
 
+    def steps(self) -> list[int]:
+        """Return the steps of all checkpoints, torn ones too, in order."""
+        return [int(folder.name.removeprefix("step-")) for folder in self._folders()]
+
+    def at(self, step: int) -> Checkpoint | None:
+        """Return the checkpoint of a step, if there is one.
+
+        Raises:
+            CheckpointError: it is torn.
+        """
+        folder = self._folder / f"step-{step:09}"
+        return Checkpoint(folder, Manifest.read(folder)) if folder.is_dir() else None
+
     def begin(self, step: int) -> Path:
         """Make an empty folder for what ranks write; `commit` makes a checkpoint of it.
 

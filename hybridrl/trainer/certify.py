@@ -74,9 +74,8 @@ def describe(
     lines = [
         f"# {'Certificate: resumed bit by bit' if is_same else 'NOT bit by bit'}",
         "",
-        f"{config.algorithm.name}, {config.actor.engine}, {config.rollout.engine}, seed "
-        f"{config.seed}. {2 * k} steps without a break, against {2 * k} steps {killed_at} and "
-        f"resumed from step {k}.",
+        f"{_describe(config)}. {2 * k} steps without a break, against {2 * k} steps {killed_at} "
+        f"and resumed from step {k}.",
         "",
         *(
             f"- {'same' if not f.differences else 'DIFFERENT'}: {f.what}, {f.amount}"
@@ -88,6 +87,12 @@ def describe(
         "",
     ]
     return "\n".join(lines)
+
+
+def _describe(config: ExperimentConfig) -> str:
+    learnt = f"LoRA ({config.lora.sync})" if config.lora.enabled else "all weights"
+    engines = f"{config.actor.engine} and {config.rollout.engine}"
+    return f"{config.algorithm.name}, {learnt}, {engines}, seed {config.seed}"
 
 
 def _rehearsal(config: ExperimentConfig, folder: Path) -> ExperimentConfig:

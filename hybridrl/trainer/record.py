@@ -131,7 +131,8 @@ def open_record(
             ):
                 yield record
         finally:
-            try_report(run_log.folder)
+            if config.mode != "certify":  # which trains in folders below this one
+                try_report(run_log.folder)
             _logger.info("run folder: %s", run_log.folder)
 
 

@@ -107,6 +107,7 @@ def origin_of(config: ExperimentConfig, model_folder: Path) -> Origin:
     reads_weights = config.lora.enabled or config.algorithm.kl.placement != "none"
     return Origin(
         recipe=recipe_of(config),
+        model_folder=str(model_folder.absolute()),
         fingerprints=folder_fingerprints(model_folder, with_weights=reads_weights),
         environment=environment_of(config),
     )

@@ -84,7 +84,12 @@ def _manifest(step: int, *, score: float | None = None) -> Manifest:
             elapsed_s=0.1,
             log_sizes={"metrics.jsonl": 9},
         ),
-        origin=Origin(recipe={"a.b": [1, None]}, fingerprints={"t": "x"}, environment={"e": "1"}),
+        origin=Origin(
+            recipe={"a.b": [1, None]},
+            model_folder="model",
+            fingerprints={"t": "x"},
+            environment={"e": "1"},
+        ),
         files=(FileEntry(name="actor/rank", num_bytes=3, crc32=1),),
         score=score,
     )

@@ -1,0 +1,91 @@
+"""``python -m hybridrl.export RUN_FOLDER``: a checkpoint as folders that others load.
+
+Works while the run goes on, and needs no cluster: one process reads what all ranks wrote. Writes
+``hf-step-N`` (with LoRA the adapter merged into it, and ``adapter-step-N``) into the run folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+import yaml
+
+from hybridrl.checkpoint.shelf import Checkpoint, Shelf
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.load import read_config
+from hybridrl.errors import CheckpointError, HybridRLError, RunFolderError
+from hybridrl.trainer.workers import build_actor_spec
+from hybridrl.workers.build import build_train_engine
+from hybridrl.workers.train import checkpoint
+
+
+def export_checkpoint(run_folder: Path, *, step: int | None = None) -> list[Path]:
+    """Write a checkpoint of ``run_folder`` as a Hugging Face folder, and an adapter if it has one.
+
+    Args:
+        run_folder: of a run that goes on, was broken off, or has ended.
+        step: of the checkpoint; None is the newest whole one.
+
+    Returns:
+        The folders written.
+
+    Raises:
+        RunFolderError: it is no run folder, or a folder to write exists.
+        CheckpointError: there is no such checkpoint, or it is torn.
+        ModelError: the model that the run started from is no longer there.
+    """
+    config = _read_config(run_folder)
+    found = _find(run_folder, step)
+    spec = build_actor_spec(config, Path(found.manifest.origin.model_folder))
+    engine = build_train_engine(spec, torch.device("cpu"))
+    checkpoint.load(engine, found.folder / "actor", rank=0, world_size=1)
+    number = found.manifest.run.step
+    written = [run_folder / f"hf-step-{number}"]
+    engine.export_hf(written[0].absolute())
+    if config.lora.enabled:
+        written.append(run_folder / f"adapter-step-{number}")
+        engine.export_adapter(written[1].absolute())
+    return written
+
+
+def main() -> None:
+    """Run the command line. Exit status: 0 done, 1 refused."""
+    parser = argparse.ArgumentParser(prog="python -m hybridrl.export", description=__doc__)
+    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("--step", type=int, help="of the checkpoint; the newest if left out")
+    options = parser.parse_args()
+    try:
+        for folder in export_checkpoint(options.run_folder, step=options.step):
+            sys.stdout.write(f"{folder}\n")
+    except HybridRLError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.exit(1)
+
+
+def _read_config(run_folder: Path) -> ExperimentConfig:
+    path = run_folder / "config.yaml"
+    if not path.is_file():
+        raise RunFolderError(f"{run_folder} is no run folder: it has no config.yaml")
+    config, violations = read_config(yaml.safe_load(path.read_text(encoding="utf-8")))
+    if config is None:
+        raise RunFolderError(
+            f"{path} cannot be read: {violations[0]} Export with the version that wrote it"
+        )
+    return config
+
+
+def _find(run_folder: Path, step: int | None) -> Checkpoint:
+    shelf = Shelf(run_folder.absolute() / "checkpoints")
+    found = shelf.newest() if step is None else shelf.at(step)
+    if found is None:
+        steps = ", ".join(map(str, shelf.steps())) or "none"
+        wanted = "a whole checkpoint" if step is None else f"a checkpoint of step {step}"
+        raise CheckpointError(f"{run_folder} has not {wanted}; it has: {steps}")
+    return found
+
+
+if __name__ == "__main__":
+    main()

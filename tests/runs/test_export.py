@@ -1,0 +1,64 @@
+"""Checkpoints as Hugging Face and peft folders, without a cluster."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hybridrl.errors import CheckpointError, RunFolderError
+from hybridrl.export import export_checkpoint
+from hybridrl.trainer.child import to_yaml
+from hybridrl.trainer.launch import run
+from tests.runs.small import small_config
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("lora", [(), ("lora=default",)])
+def test_a_checkpoint_of_two_ranks_becomes_the_folders_that_the_run_itself_wrote(
+    tmp_path: Path, lora: tuple[str, ...]
+) -> None:
+    folder = _run(tmp_path / "run", "cluster.num_ranks_per_node=2", *lora)
+    written = export_checkpoint(folder, step=3)
+    assert [path.name for path in written] == ["hf-step-3", "adapter-step-3"][: 1 + len(lora)]
+    ours, theirs = (load_file(folder / n / "model.safetensors") for n in ("hf-step-3", "hf"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert (folder / "hf-step-3" / "tokenizer.json").is_file()
+    if lora:
+        ours, theirs = (
+            load_file(folder / name / "adapter_model.safetensors")
+            for name in ("adapter-step-3", "adapter")
+        )
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_the_command_names_the_folder_it_wrote_and_what_it_cannot_do(tmp_path: Path) -> None:
+    folder = _run(tmp_path / "run")
+    result = _command(str(folder))
+    assert (result.returncode, result.stdout.strip()) == (0, str(folder / "hf-step-3")), result
+    result = _command(str(folder), "--step", "7")
+    assert result.returncode == 1
+    assert "has not a checkpoint of step 7; it has: 2, 3" in result.stderr
+    with pytest.raises(RunFolderError, match="exists; export to a new folder"):
+        export_checkpoint(folder)
+    with pytest.raises(RunFolderError, match="no run folder"):
+        export_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="it has: 2, 3"):
+        export_checkpoint(folder, step=1)
+
+
+def _run(folder: Path, *overrides: str) -> Path:
+    config = small_config(folder, "checkpoint.every_num_steps=2", *overrides)
+    run(config, resolved_yaml=to_yaml(config))
+    return folder
+
+
+def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hybridrl.export", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

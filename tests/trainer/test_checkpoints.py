@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import resource
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrl.checkpoint.manifest import FileEntry, Origin, RunState
+from hybridrl.checkpoint.shelf import Shelf
+from hybridrl.config.checkpoint import CheckpointConfig
+from hybridrl.data.sampler import SamplerState
+from hybridrl.errors import CheckpointError, RemoteCallError
+from hybridrl.metrics import Mean, Metrics
+from hybridrl.trainer.checkpoints import Checkpointer
+from hybridrl.workers.train import checkpoint
+from hybridrl.workers.train.checkpoint import CheckpointWriter
+from hybridrl.workers.train.shard_files import is_unchanged
+
+CONFIG = CheckpointConfig(
+    every_num_steps=2,
+    keep_last=2,
+    keep_best=0,
+    resume="auto",
+    accept_changes=False,
+    max_restarts=0,
+)
+
+
+class Engine:
+    """A model of one weight; what is saved and loaded is real."""
+
+    def __init__(self) -> None:
+        self.weight = torch.zeros(50_000)
+        self.num_updates = 0
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        return {"model.weight": self.weight}
+
+    def begin_restore(self, *, num_updates: int) -> None:
+        self.num_updates = num_updates
+
+
+class Rank:
+    """A rank without Ray, which says of a failed save what a worker group would."""
+
+    def __init__(self) -> None:
+        self.engine = Engine()
+        self._writer = CheckpointWriter()
+        self.may_write = threading.Event()
+        self.may_write.set()
+
+    def save(self, folder: Path) -> list[None]:
+        name = checkpoint.file_name(rank=0, world_size=1)
+        self._writer._thread.submit(self.may_write.wait)
+        self._writer.begin(self.engine, folder / name, notes={})  # type: ignore[arg-type]
+        return [None]
+
+    def collect_saved(self, waits: bool) -> list[FileEntry | None]:
+        try:
+            return [self._writer.collect(waits=waits)]
+        except CheckpointError as error:
+            raise RemoteCallError(
+                rank=0,
+                host="here",
+                method="collect_saved",
+                cause=f"CheckpointError: {error}",
+                traceback="",
+            ) from error
+
+    def find_torn(self, folder: Path, files: Sequence[FileEntry]) -> list[list[str]]:
+        return [[entry.name for entry in files if not is_unchanged(folder / entry.name, entry)]]
+
+    def load(self, folder: Path) -> list[None]:
+        checkpoint.load(self.engine, folder, rank=0, world_size=1)  # type: ignore[arg-type]
+        return [None]
+
+
+def test_a_step_does_not_wait_for_the_disk_and_the_next_ones_find_the_checkpoint_whole(
+    tmp_path: Path,
+) -> None:
+    rank, checkpointer, shelf = _build(tmp_path)
+    rank.may_write.clear()
+    _train(rank, checkpointer, [1, 2, 3])
+    assert shelf.newest() is None
+    rank.may_write.set()
+    while shelf.newest() is None:
+        checkpointer.after_step(3, {}, is_last=False)
+    assert shelf.steps() == [2]
+    assert checkpointer.restore() is not None
+    assert rank.engine.weight[0] == 2.0  # as it was after step 2, not as it became in step 3
+
+
+def test_what_is_saved_is_what_was_after_the_step_whatever_training_does_meanwhile(
+    tmp_path: Path,
+) -> None:
+    rank, checkpointer, _ = _build(tmp_path)
+    _train(rank, checkpointer, [1, 2, 3, 4, 5], last=5)
+    restored = checkpointer.restore()
+    assert restored is not None
+    assert (restored.step, rank.engine.num_updates, rank.engine.weight[7]) == (5, 5, 5.0)
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path: Path) -> None:
+    rank, checkpointer, shelf = _build(tmp_path)
+    _train(rank, checkpointer, [1, 2], last=2)
+    with _room_for(10_000):
+        _train(rank, checkpointer, [3, 4, 5, 6], last=6)
+    assert shelf.steps() == [2]
+    assert not list((tmp_path / "checkpoints").glob("*unfinished"))  # the bytes are given back
+    _train(rank, checkpointer, [8, 9], last=9)
+    assert shelf.steps() == [8, 9]
+
+
+def test_three_failures_in_a_row_end_the_run_by_name_with_the_former_checkpoint_whole(
+    tmp_path: Path,
+) -> None:
+    rank, checkpointer, shelf = _build(tmp_path)
+    _train(rank, checkpointer, [1, 2], last=2)
+    with (
+        _room_for(10_000),
+        pytest.raises(CheckpointError, match=r"3 checkpoints in a row.*same command again"),
+    ):
+        _train(rank, checkpointer, range(3, 40))
+    assert shelf.steps() == [2]
+    assert checkpointer.restore() is not None
+
+
+def test_an_evaluation_gives_a_checkpoint_its_score(tmp_path: Path) -> None:
+    _, checkpointer, shelf = _build(tmp_path)
+    checkpointer.after_step(2, {"eval/reward/mean": Mean(0.5)}, is_last=True)
+    found = shelf.newest()
+    assert found is not None and found.manifest.score == 0.5
+    checkpointer.after_step(4, {"eval/loss_nats": Mean(0.25)}, is_last=True)
+    found = shelf.newest()
+    assert found is not None and found.manifest.score == -0.25
+
+
+def test_nothing_is_saved_where_nobody_asks_for_it(tmp_path: Path) -> None:
+    rank, checkpointer, shelf = _build(tmp_path, every_num_steps=0)
+    _train(rank, checkpointer, [1, 2, 3], last=3)
+    assert shelf.steps() == []
+
+
+def _build(tmp_path: Path, *, every_num_steps: int = 2) -> tuple[Rank, Checkpointer, Shelf]:
+    rank, shelf = Rank(), Shelf(tmp_path / "checkpoints")
+    config = CheckpointConfig(
+        every_num_steps=every_num_steps,
+        keep_last=CONFIG.keep_last,
+        keep_best=0,
+        resume="auto",
+        accept_changes=False,
+        max_restarts=0,
+    )
+    origin = Origin(recipe={}, model_folder="", fingerprints={}, environment={})
+    checkpointer = Checkpointer(
+        shelf, {"actor": rank}, config=config, origin=origin, capture=_state
+    )
+    return rank, checkpointer, shelf
+
+
+def _state(step: int) -> RunState:
+    return RunState(
+        step=step, sampler=SamplerState(step, "f"), num_skipped=0, elapsed_s=0.0, log_sizes={}
+    )
+
+
+def _train(
+    rank: Rank, checkpointer: Checkpointer, steps: Sequence[int] | range, *, last: int = 0
+) -> None:
+    metrics: Metrics = {}
+    for step in steps:
+        rank.engine.weight.fill_(step)
+        rank.engine.num_updates = step
+        checkpointer.after_step(step, metrics, is_last=step == last)
+
+
+@contextmanager
+def _room_for(num_bytes: int) -> Iterator[None]:
+    """Let no file of this process grow beyond ``num_bytes``, as if the disk were full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
