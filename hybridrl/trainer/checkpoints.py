@@ -161,7 +161,7 @@ class Checkpointer:
             )
             self._shelf.commit(unfinished.folder, manifest)
         except (RemoteCallError, OSError) as err:
-            if isinstance(err, RemoteCallError) and CheckpointError.__name__ not in str(err):
+            if isinstance(err, RemoteCallError) and not isinstance(err.__cause__, CheckpointError):
                 raise  # not the disk: a rank is in trouble
             self._unfinished = None
             self._shelf.discard_unfinished()  # gives its bytes back to a disk that is full
