@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from hybridrl.checkpoint.origin import (
     recipe_of,
 )
 from hybridrl.errors import CheckpointError
+from hybridrl.trainer.resume import origin_of
 from tests.config.values import config_of
 
 WHERE = Path("runs/it")
@@ -109,5 +109,4 @@ def test_what_rounding_depends_on_is_noted() -> None:
 
 
 def _origin(folder: Path) -> Origin:
-    origin = Origin(recipe={}, fingerprints={}, environment={})
-    return replace(origin, fingerprints=folder_fingerprints(folder, with_weights=True))
+    return origin_of(config_of("lora=default"), folder)  # which reads its frozen weights again

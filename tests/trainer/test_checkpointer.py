@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridrl.checkpoint.manifest import FileEntry, Origin, RunState
+from hybridrl.checkpoint.manifest import FileEntry, RunState
 from hybridrl.checkpoint.shelf import Shelf
 from hybridrl.config.checkpoint import CheckpointConfig
 from hybridrl.data.sampler import SamplerState
 from hybridrl.errors import CheckpointError, RemoteCallError, WorkerDiedError
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.trainer.checkpoints import Checkpointer
+from hybridrl.trainer.resume import origin_of
 from hybridrl.workers.train.shard_files import (
     Part,
     Place,
@@ -24,6 +25,7 @@ from hybridrl.workers.train.shard_files import (
     is_unchanged,
     write_parts,
 )
+from tests.config.values import config_of
 
 
 @dataclass
@@ -89,7 +91,7 @@ def checkpointer(
             log_sizes={},
         )
 
-    origin = Origin(recipe={}, fingerprints={}, environment={})
+    origin = origin_of(config_of(), folder)
     return Checkpointer(
         Shelf(folder), {"actor": ranks}, config=config, origin=origin, capture=capture
     )
@@ -176,8 +178,12 @@ def test_where_all_are_torn_the_run_begins_anew_and_they_stay(tmp_path: Path, ra
 
 
 def no_room() -> RemoteCallError:
-    cause = "CheckpointError: rank-1 cannot be written: no space left; free space on its disk"
-    return RemoteCallError(rank=1, host="h", method="collect_saved", cause=cause, traceback="")
+    """What a rank's error is on the driver: it names the rank's own, and was raised from it."""
+    why = CheckpointError("rank-1 cannot be written: no space left; free space on its disk")
+    cause = f"CheckpointError: {why}"
+    error = RemoteCallError(rank=1, host="h", method="collect_saved", cause=cause, traceback="")
+    error.__cause__ = why
+    return error
 
 
 def test_two_saves_without_room_are_warnings_and_a_third_in_a_row_ends_the_run(
