@@ -91,18 +91,23 @@ class Shelf:
             shutil.rmtree(folder, ignore_errors=True)
 
     def prune(self, *, keep_last: int, keep_best: int) -> None:
-        """Delete all but the newest ``keep_last`` and, of the others, the best ``keep_best``."""
-        kept = set(self._folders()[-keep_last:])
+        """Delete all but the newest ``keep_last`` and, of the others, the best ``keep_best``.
+
+        Torn ones are neither counted, or a new checkpoint would be deleted for them, nor deleted.
+        """
+        whole: list[Path] = []
         scored: list[tuple[float, Path]] = []
         for folder in self._folders():
             try:
                 score = Manifest.read(folder).score
             except CheckpointError:
                 continue
+            whole.append(folder)
             if score is not None:
                 scored.append((score, folder))
+        kept = set(whole[-keep_last:])
         kept |= {folder for _, folder in sorted(scored, reverse=True)[:keep_best]}
-        for folder in self._folders():
+        for folder in whole:
             if folder not in kept:
                 # Renamed first: killed in the middle, it may not look like a whole checkpoint.
                 doomed = folder.with_name(folder.name + _UNFINISHED)

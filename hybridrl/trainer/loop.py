@@ -82,9 +82,11 @@ class Loop:
                     metrics = metrics | self.evaluate(step)
                 self.recorder.record(step, metrics)
                 self.guard.check(metrics)
-                is_last = step == self.num_steps or self.interrupt.is_set
+                # Asked once: a signal during the save ends the run after the next step, saved.
+                is_stopping = self.interrupt.is_set
+                is_last = is_stopping or step == self.num_steps
                 cost_of_saving = self.save(step, metrics, is_last=is_last)
-                if self.interrupt.is_set:
+                if is_stopping:
                     log.warning("stopped on request: step=%d of=%d", step, self.num_steps)
                     return step
         return self.num_steps

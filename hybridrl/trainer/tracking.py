@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import shutil
 import time
 import traceback
@@ -142,8 +143,17 @@ class RunLog:
         return time.monotonic() - self._began
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of each file that grows by lines; `rewind` goes back there."""
+        """Return the bytes of each file that grows by lines; `rewind` goes back there.
+
+        They are on the disk then: a checkpoint may not outlive the lines before it.
+
+        Raises:
+            RunFolderError: the disk is gone.
+        """
         files = {METRICS: self._metrics, SAMPLES: self._samples}
+        with _naming(self.folder):
+            for file in files.values():
+                os.fsync(file.fileno())
         return {name: file.seek(0, SEEK_END) for name, file in files.items()}
 
     def rewind(self, step: int, *, sizes: Mapping[str, int], elapsed_s: float) -> None:

@@ -62,6 +62,32 @@ def test_the_last_and_the_best_are_kept(
     assert {int(path.name[5:]) for path in tmp_path.iterdir()} == kept
 
 
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_a_torn_checkpoint_takes_no_place_among_those_that_are_kept(
+    tmp_path: Path, keep_last: int
+) -> None:
+    shelf = Shelf(tmp_path)
+    for step in (40, 50, 60):
+        _commit(shelf, step)
+    (tmp_path / "step-000000060" / "actor" / "rank").unlink()
+    assert _step(shelf.newest()) == 50
+    _commit(shelf, 55)  # other steps are saved now, so that 60 is not replaced
+    shelf.prune(keep_last=keep_last, keep_best=0)
+    assert _step(shelf.newest()) == 55
+    whole = {step for step in (40, 50, 55) if (tmp_path / f"step-{step:09}").exists()}
+    assert len(whole) == keep_last
+
+
+def test_a_checkpoint_that_is_set_aside_is_not_found_again_and_not_lost(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    for _ in range(2):  # twice, of the same step
+        _commit(shelf, 1)
+        torn = _commit(shelf, 2).folder
+        shelf.set_aside(torn)
+        assert _step(shelf.newest()) == 1
+        assert (tmp_path / "step-000000002.torn" / "actor" / "rank").read_bytes() == b"abc"
+
+
 def test_another_format_is_named_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"format": 99}')
     with pytest.raises(CheckpointError, match=r"format 99.*version of hybridrl that wrote it"):

@@ -176,6 +176,29 @@ def test_supervised_fine_tuning_resumes_bit_by_bit(tmp_path: Path) -> None:
     _assert_same_state(parts, whole)
 
 
+@pytest.mark.nightly
+def test_a_critic_and_an_adapter_resume_bit_by_bit(tmp_path: Path) -> None:
+    reward = tmp_path / "varied.py"
+    reward.write_text(
+        "def varied(responses, **_):\n    return [len(set(t)) % 3 for t in responses]\n"
+    )
+    both = ("algorithm=ppo", "lora=default", "lora.rank=4", "critic.num_warmup_steps=1")
+    both += (f"reward.function={reward}:varied", "trainer.export_hf=false")
+    whole = _run(tmp_path / "whole", "trainer.num_steps=4", *both)
+    parts = tmp_path / "parts"
+    for num_steps in (2, 4):
+        _run(parts, f"trainer.num_steps={num_steps}", *both)
+    assert _metrics(parts) == _metrics(whole)
+    assert _samples(parts) == _samples(whole)
+    _assert_same_state(parts, whole)
+    newest = max((parts / "checkpoints").glob("step-*[0-9]"))
+    adapter, critic = (
+        load_file(newest / role / "rank-00000-of-00001.safetensors") for role in ("actor", "critic")
+    )
+    assert all("lora_" in name for name in adapter)  # the frozen weights are read, not saved
+    assert not any("lora_" in name for name in critic)
+
+
 def _run(folder: Path, *overrides: str) -> Path:
     config = small_config(folder, *SAVING, *overrides)
     run(config, resolved_yaml=to_yaml(config))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -73,6 +74,23 @@ def test_a_critic_that_cannot_step_ends_the_run_as_a_policy_does() -> None:
     guard.check(metrics)
     with pytest.raises(TrainingError, match=r"critic\.optimizer\.lr"):
         guard.check(metrics)
+
+
+def test_an_interrupt_saves_after_its_step_and_a_resumed_run_begins_with_the_next() -> None:
+    recorded, saved = Recorded(), []
+    loop = _loop(recorded, num_steps=9, eval_every=3)
+
+    def save(step: int, metrics: Metrics, *, is_last: bool) -> Metrics:
+        saved.append((step, is_last))
+        if step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {"time/checkpoint_s": Sum(1.0)}
+
+    assert replace(loop, save=save, first_step=5).run() == 7
+    assert saved == [(5, False), (6, False), (7, True)]
+    assert [step for step, _ in recorded.lines] == [5, 6, 7]  # no evaluation of step 0
+    costs = [step for step, names in recorded.lines if "time/checkpoint_s" in names]
+    assert costs == [6, 7]  # each on the next line
 
 
 def test_the_first_signal_waits_for_the_step_and_the_second_does_not() -> None:

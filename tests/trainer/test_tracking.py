@@ -3,11 +3,15 @@ from __future__ import annotations
 import itertools
 import json
 import resource
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from hybridrl.config.tracking import TrackingConfig
@@ -16,13 +20,20 @@ from hybridrl.metrics import Max, Mean
 from hybridrl.trainer.trackers.tensorboard import TensorBoardTracker
 from hybridrl.trainer.tracking import RunLog, Sample
 
+ROOT = Path(__file__).parents[2]
+
 
 def open_log(
-    folder: Path, *, overwrite: bool = False, trackers: tuple[str, ...] = ("tensorboard",)
+    folder: Path,
+    *,
+    overwrite: bool = False,
+    resumes: bool = False,
+    trackers: tuple[str, ...] = ("tensorboard",),
 ) -> RunLog:
     return RunLog(
         folder,
         overwrite=overwrite,
+        resumes=resumes,
         resolved_yaml="seed: 7\n",
         settings={"seed": 7},
         config=TrackingConfig(
@@ -163,6 +174,62 @@ def test_a_tracker_that_is_not_installed_says_how_to_install_it(tmp_path: Path, 
         assert not (tmp_path / "run").exists()
     else:
         pytest.skip(f"{name} is installed")
+
+
+def test_what_came_after_a_checkpoint_is_taken_back_from_lines_and_curves(tmp_path: Path) -> None:
+    with open_log(tmp_path / "run") as run:
+        for step in (1, 2, 3, 4):
+            run.log_step(step, {"reward/mean": Mean(step)})
+            run.log_samples(step, [sample(str(step))])
+            if step == 2:
+                sizes, elapsed_s = run.sizes(), run.elapsed_s
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "rew')  # killed while it wrote
+    for again in (30.0, 40.0):
+        with open_log(tmp_path / "run", resumes=True) as run:
+            run.rewind(2, sizes=sizes, elapsed_s=elapsed_s + 100)
+            assert 100 <= run.elapsed_s < 100 + 60
+            run.log_step(3, {"reward/mean": Mean(again)})
+    assert _rewards(tmp_path) == [1.0, 2.0, 40.0]
+    assert [s["step"] for s in read_lines(tmp_path / "run" / "samples.jsonl")] == [1, 2]
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    curve = [(event.step, event.value) for event in events.Scalars("reward/mean")]
+    assert curve == [(1, 1.0), (2, 2.0), (3, 40.0)]
+    with open_log(tmp_path / "run", resumes=True) as run:
+        run.rewind(0, sizes={}, elapsed_s=0.0)  # there is no checkpoint any more
+    assert _rewards(tmp_path) == []
+
+
+def test_a_folder_is_written_by_one_process_at_a_time_and_free_however_that_ends(
+    tmp_path: Path,
+) -> None:
+    run = open_log(tmp_path / "run")
+    script = f"from tests.trainer.test_tracking import hold; hold({str(tmp_path / 'run')!r})"
+    command = [sys.executable, "-c", script]
+    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "another process is writing run folder" in refused.stderr
+    run.close()
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "holds it\n"
+            with pytest.raises(RunFolderError, match="another process is writing"):
+                open_log(tmp_path / "run", resumes=True)
+        finally:
+            holder.kill()
+    open_log(tmp_path / "run", resumes=True).close()
+
+
+def hold(folder: str) -> None:
+    """Open a run folder and keep it until somebody kills this process."""
+    with open_log(Path(folder), resumes=True, trackers=()):
+        sys.stdout.write("holds it\n")
+        sys.stdout.flush()
+        time.sleep(60)
+
+
+def _rewards(folder: Path) -> list[object]:
+    return [line["reward/mean"] for line in read_lines(folder / "run" / "metrics.jsonl")]
 
 
 def test_closing_twice_is_harmless(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,13 +26,16 @@ from hybridrl.workers.sharding.lifecycle import Depth, LifeCycle
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.states import State
 from hybridrl.workers.sharding.tenants import Tenants
-from hybridrl.workers.sharding.weight_stream import buckets
+from hybridrl.workers.sharding.weight_stream import Bucket, buckets
 from hybridrl.workers.train.protocol import TokenLoss, TrainState, WeightPart, WeightSpec
 
 CPU = torch.device("cpu")
 BUFFER = "rotary.inv_freq"
 WEIGHTS = {"embed.weight": 6, "layer.weight": 4, "norm.weight": 2, "head.weight": 5}
 """Name and number of float32 elements of what a sync sends."""
+
+ADAPTER = {"layer.lora_A.weight": 3, "layer.lora_B.weight": 8}
+"""The same of what is sent besides where a policy learns an adapter beside frozen weights."""
 
 TENANT = -1
 """Stands in the log where an engine's index would."""
@@ -43,6 +48,35 @@ class Event:
     engine: int
     call: str
     part: str = ""
+
+
+class Policy(Enum):
+    """What a trainer learns, and what becomes of the rest when engines release their weights."""
+
+    WHOLE = "every weight"
+    ADAPTER_KEPT_BASE = "an adapter; frozen weights are copied to the host"
+    ADAPTER_RESENT_BASE = "an adapter; frozen weights are sent again"
+
+    @property
+    def adapter(self) -> Mapping[str, int]:
+        """Name and number of elements of the adapter's tensors; empty without one."""
+        return {} if self is Policy.WHOLE else ADAPTER
+
+    @property
+    def tensors(self) -> Mapping[str, int]:
+        """The same of all that is sent."""
+        return WEIGHTS | self.adapter
+
+    def truth(self, name: str, version: int) -> list[float]:
+        """Return what a tensor holds after ``version`` steps."""
+        if name == BUFFER:
+            return [0.0, 1.0, 2.0]
+        size = self.tensors[name]
+        return [float(size + version * self.learns(name))] * size
+
+    def learns(self, name: str) -> bool:
+        """Whether a step changes a tensor."""
+        return self is Policy.WHOLE or name in ADAPTER
 
 
 class InjectedFault(RuntimeError):
@@ -131,9 +165,10 @@ def stored_bytes(tensors: Collection[Tensor]) -> int:
 class RecordingEngine:
     """A RolloutEngine whose responses' log-probs are its weights, so that garbage is seen."""
 
-    def __init__(self, index: int, journal: Journal) -> None:
+    def __init__(self, index: int, journal: Journal, policy: Policy = Policy.WHOLE) -> None:
         self.index = index
         self.journal = journal
+        self.policy = policy
         self.version: int | None = None
         self.is_admitting = True
         self.is_alive = True
@@ -142,7 +177,8 @@ class RecordingEngine:
         self._boot()
 
     def _boot(self) -> None:
-        weights = {name: torch.full((size,), torch.nan) for name, size in WEIGHTS.items()}
+        sizes = self.policy.tensors
+        weights = {name: torch.full((size,), torch.nan) for name, size in sizes.items()}
         self.memory = {
             MemoryPart.WEIGHTS: weights | {BUFFER: torch.arange(3.0)},
             MemoryPart.KV_CACHE: {"kv": torch.zeros(64)},
@@ -167,7 +203,7 @@ class RecordingEngine:
         return {name: tensor.clone() for name, tensor in self.memory[MemoryPart.WEIGHTS].items()}
 
     def weight_memory(self) -> tuple[WeightMemory, ...]:
-        sizes = WEIGHTS | {BUFFER: 3}
+        sizes = {**self.policy.tensors, BUFFER: 3}
         return tuple(WeightMemory(name, 4 * size, name == BUFFER) for name, size in sizes.items())
 
     def update_weights(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -177,12 +213,15 @@ class RecordingEngine:
 
     def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         with self.journal.entry(self.index, "load_adapter"):
+            if tensors.keys() != self.policy.adapter.keys():
+                raise EngineError(f"an adapter of {sorted(tensors)} does not fit")
             for name, tensor in tensors.items():
                 self.memory[MemoryPart.WEIGHTS][name].copy_(tensor)
 
     def unload_adapter(self) -> None:
         with self.journal.entry(self.index, "unload_adapter"):
-            pass
+            for name in self.policy.adapter:
+                self.memory[MemoryPart.WEIGHTS][name].fill_(torch.nan)
 
     def finish_update(self, *, version: int) -> None:
         with self.journal.entry(self.index, "finish_update"):
@@ -281,26 +320,39 @@ class RecordingTrainEngine(RecordingTenant):
 
     dp_rank = 0
     dp_size = 1
-    weight_parts: tuple[WeightPart, ...] = (WeightPart.BASE,)
+
+    def __init__(self, journal: Journal, policy: Policy = Policy.WHOLE) -> None:
+        super().__init__(journal)
+        self.policy = policy
+        self.weight_parts: tuple[WeightPart, ...] = (WeightPart.BASE,)
+        if policy.adapter:
+            self.weight_parts += (WeightPart.ADAPTER,)
+            self.state[TrainState.PARAMETERS] |= {
+                name: torch.full((size,), float(size)) for name, size in policy.adapter.items()
+            }
 
     def step(self) -> None:
         """What an optimizer does, in miniature."""
         if not self.is_home():
             raise EngineError("training state is not on the device")
-        for tensor in self.state[TrainState.PARAMETERS].values():
-            tensor.add_(1.0)
+        for name, tensor in self.state[TrainState.PARAMETERS].items():
+            if self.policy.learns(name):
+                tensor.add_(1.0)
 
     def weight_specs(self, part: WeightPart = WeightPart.BASE) -> tuple[WeightSpec, ...]:
-        return tuple(WeightSpec(name, (size,), 4 * size) for name, size in WEIGHTS.items())
+        sizes = WEIGHTS if part is WeightPart.BASE else ADAPTER
+        return tuple(WeightSpec(name, (size,), 4 * size) for name, size in sizes.items())
 
     def full_weights(self, part: WeightPart = WeightPart.BASE) -> Iterator[tuple[str, Tensor]]:
         if not self.resident_bytes(TrainState.PARAMETERS):
             raise EngineError("training parameters are not on the device")
         with self.journal.entry(TENANT, "full_weights"):
-            forgotten, self.journal.forgotten = self.journal.forgotten, set()
-            for name, tensor in self.state[TrainState.PARAMETERS].items():
+            names = [spec.name for spec in self.weight_specs(part)]
+            forgotten = self.journal.forgotten.intersection(names)
+            self.journal.forgotten -= forgotten
+            for name in names:
                 if name not in forgotten:
-                    yield name, tensor.clone()
+                    yield name, self.state[TrainState.PARAMETERS][name].clone()
 
     def compute_logprobs(
         self, rows: RolloutBatch | SupervisedBatch, *, temperature: float
@@ -337,8 +389,14 @@ class LocalSet:
         self.trained_version = 0
         self._synced_version: int | None = None
         self._source = source
+        self.names = {
+            part: frozenset(spec.name for spec in source.weight_specs(part))
+            for part in source.weight_parts
+        }
+        resends_all = source.policy is not Policy.ADAPTER_KEPT_BASE
+        resent = source.weight_parts if resends_all else source.weight_parts[-1:]
         for managed in self.engines:
-            managed.sent_names = frozenset(WEIGHTS)
+            managed.sent_names = frozenset().union(*(self.names[part] for part in resent))
 
     def run(
         self,
@@ -351,36 +409,70 @@ class LocalSet:
         return {index: str(error) for index, error in errors.items() if error is not None}
 
     def sync(self) -> Failures:
-        is_covered = all(managed.ledger.is_covered for managed in self.engines)
-        if self._synced_version == self.trained_version and is_covered:
+        due = [part for part in self._source.weight_parts if self._is_due(part)]
+        if not due:
             return {}
         self._synced_version = None
+        for part in due:
+            failures = self._send(part)
+            if failures:
+                return failures
+        everyone = range(self.num_engines)
+        if WeightPart.ADAPTER in due:
+            failures = self.run("load_adapter", ManagedEngine.load_adapter, members=everyone)
+            if failures:
+                return failures
+        version = self.trained_version
+        failures = self.run("finish", lambda m: m.finish_update(version=version), members=everyone)
+        if not failures:
+            self._synced_version = version
+        return failures
+
+    def _is_due(self, part: WeightPart) -> bool:
+        ledgers = [managed.ledger for managed in self.engines]
+        if not all(ledger.covers(self.names[part]) for ledger in ledgers):
+            return True
+        is_whole = all(ledger.is_covered for ledger in ledgers)
+        is_synced = self._synced_version == self.trained_version and is_whole
+        return part is self._source.weight_parts[-1] and not is_synced
+
+    def _send(self, part: WeightPart) -> Failures:
         for managed in self.engines:
-            managed.ledger.begin_sync(managed.sent_names)
+            managed.begin_part(self.names[part])
         try:
-            for bucket in buckets(self._source.full_weights(), bucket_bytes=32):
-                everyone = range(self.num_engines)
-                failures = self.run("bucket", lambda m: m.receive(bucket), members=everyone)  # noqa: B023
+            for bucket in buckets(self._source.full_weights(part), bucket_bytes=32):
+                deliver = partial(_deliver, part, bucket)
+                failures = self.run("bucket", deliver, members=range(self.num_engines))
                 if failures:
                     return failures
         except InjectedFault as error:
             return {0: str(error)}
-        version = self.trained_version
-        failures = self.run(
-            "finish", lambda m: m.finish_update(version=version), members=range(self.num_engines)
-        )
-        if not failures:
-            self._synced_version = version
-        return failures
+        return {}
+
+
+def _deliver(part: WeightPart, bucket: Bucket, managed: ManagedEngine) -> None:
+    if part is WeightPart.ADAPTER:
+        managed.receive_adapter(bucket)
+    else:
+        managed.receive(bucket)
 
 
 class Rig:
     """Engines, a trainer and a frozen tenant around one life cycle, watched at every stage."""
 
-    def __init__(self, num_engines: int = 2, *, depth: Depth = Depth.EVERYTHING) -> None:
+    def __init__(
+        self,
+        num_engines: int = 2,
+        *,
+        depth: Depth = Depth.EVERYTHING,
+        policy: Policy = Policy.WHOLE,
+    ) -> None:
+        self.policy = policy
         self.journal = Journal()
-        self.engines = [RecordingEngine(index, self.journal) for index in range(num_engines)]
-        self.trainer = RecordingTrainEngine(self.journal)
+        self.engines = [
+            RecordingEngine(index, self.journal, policy) for index in range(num_engines)
+        ]
+        self.trainer = RecordingTrainEngine(self.journal, policy)
         self.reference = RecordingTenant(self.journal)
         tenants = Tenants(device=CPU, control=ControlGroup(timeout_s=5.0))
         tenants.register("actor", self.trainer)
@@ -433,8 +525,8 @@ class Rig:
             served = engine.serve()
             assert served.pop(BUFFER).tolist() == [0.0, 1.0, 2.0]
             for name, tensor in served.items():
-                expected = float(WEIGHTS[name] + self.set.trained_version)
-                assert (tensor == expected).all(), f"engine {engine.index}: {name} is {tensor}"
+                expected = self.policy.truth(name, self.set.trained_version)
+                assert tensor.tolist() == expected, f"engine {engine.index}: {name} is {tensor}"
             assert engine.version == self.set.trained_version
 
     def check_training(self) -> None:

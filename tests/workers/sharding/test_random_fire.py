@@ -26,7 +26,7 @@ from hybridrl.errors import PhaseError
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.lifecycle import Depth
 from hybridrl.workers.sharding.states import RESTING, State
-from tests.workers.sharding.recording import TENANT, WEIGHTS
+from tests.workers.sharding.recording import ADAPTER, TENANT, WEIGHTS, Policy
 from tests.workers.sharding.test_lifecycle_failures import (
     COME_BACK,
     FALLING_ASLEEP,
@@ -38,6 +38,7 @@ from tests.workers.sharding.test_lifecycle_failures import (
 from tests.workers.sharding.watched import WatchedRig
 
 ENGINE_CALLS = FALLING_ASLEEP + RELEASE + WAKING + [("restart", "")]
+ADAPTER_CALLS = [("unload_adapter", ""), ("load_adapter", "")]
 TENANT_CALLS = MAKE_ROOM + LEAVE + COME_BACK
 
 
@@ -59,7 +60,7 @@ class Shot:
 SHOTS = st.lists(
     st.builds(
         Shot,
-        call=st.sampled_from(ENGINE_CALLS + TENANT_CALLS),
+        call=st.sampled_from(ENGINE_CALLS + ADAPTER_CALLS + TENANT_CALLS),
         victim=st.integers(0, 7),
         when=st.sampled_from(["before", "after"]),
         times=st.sampled_from([1, 1, 2, 3]),
@@ -76,15 +77,17 @@ class RandomFire(RuleBasedStateMachine):
 
     rig: WatchedRig
 
-    @initialize(num_engines=st.integers(1, 8), depth=st.sampled_from(Depth))
-    def boot(self, num_engines: int, depth: Depth) -> None:
-        self.rig = WatchedRig(num_engines, depth=depth)
+    @initialize(
+        num_engines=st.integers(1, 8), depth=st.sampled_from(Depth), policy=st.sampled_from(Policy)
+    )
+    def boot(self, num_engines: int, depth: Depth, policy: Policy) -> None:
+        self.rig = WatchedRig(num_engines, depth=depth, policy=policy)
 
     @rule(victim=st.integers(0, 7))
     def kill(self, victim: int) -> None:
         self.rig.journal.dead.add(victim % len(self.rig.engines))
 
-    @rule(name=st.sampled_from(list(WEIGHTS)))
+    @rule(name=st.sampled_from([*WEIGHTS, *ADAPTER]))
     def forget(self, name: str) -> None:
         """The next sync leaves out a tensor that it promised."""
         self.rig.journal.forgotten.add(name)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
 
 from hybridrl.workers.rollout.protocol import MemoryPart
 from hybridrl.workers.sharding.lifecycle import Depth
+from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.states import State
 from hybridrl.workers.train.protocol import TrainState
-from tests.workers.sharding.recording import BUFFER, WEIGHTS, RecordingEngine, RecordingTenant, Rig
+from tests.workers.sharding.recording import (
+    BUFFER,
+    WEIGHTS,
+    Policy,
+    RecordingEngine,
+    RecordingTenant,
+    Rig,
+)
 
 DRAWN = {
     "start": "BOOT -> ASLEEP",
@@ -39,7 +47,10 @@ CALLS = {
     "release": RELEASES,
     "release_cache": RELEASES - {"release weights"},
     "resume_weights": {"resume weights"},
-    "sync": {"full_weights", "update_weights", "finish_update"},
+    "sync": {
+        *("full_weights", "update_weights", "finish_update"),
+        *("unload_adapter", "load_adapter"),
+    },
     "resume_cache": {"resume kv_cache", "resume cuda_graph"},
     "continue": {"continue_generation"},
     "unwind": RELEASES,
@@ -50,9 +61,9 @@ CALLS = {
 }
 """What engines and tenants are asked in each stage, and in no other."""
 
-WEIGHT_BYTES = 4 * (sum(WEIGHTS.values()) + 3)
 CACHE_BYTES = 4 * (64 + 8)
-HOST_BYTES = 4 * (sum(WEIGHTS.values()) + 17 + 34)
+BUFFER_BYTES = 4 * 3
+OTHER_STATE_BYTES = 4 * (17 + 34)
 SYNCED = (State.SYNCED, State.CACHE_UP, State.READY)
 UNTRUSTED = (State.BOOT, State.BROKEN)
 """Nobody asks an engine in these states for an answer, whatever it holds."""
@@ -61,21 +72,25 @@ UNTRUSTED = (State.BOOT, State.BROKEN)
 class WatchedRig(Rig):
     """Engines of which every move, answer, book and byte is checked."""
 
-    def __init__(self, num_engines: int, *, depth: Depth) -> None:
+    def __init__(self, num_engines: int, *, depth: Depth, policy: Policy = Policy.WHOLE) -> None:
         self._last_states = (State.BOOT,) * num_engines
         self._last_stage = ""
         self._num_events = 0
         self._last_seen: object = None
-        super().__init__(num_engines, depth=depth)
+        self._sent_bytes = 4 * sum(policy.tensors.values())
+        super().__init__(num_engines, depth=depth, policy=policy)
         self.look()
 
     @contextmanager
     def _watch(self, stage: str) -> Iterator[None]:
         self.look()
         self._last_stage = stage
+        has_base = [managed.ledger.covers(WEIGHTS) for managed in self._managed()]
         try:
             yield
         finally:
+            self._check_passes(has_base)
+            self._check_kept(has_base)
             self._check_calls(stage)
             self.check_device()
             self._check_answers()
@@ -99,6 +114,30 @@ class WatchedRig(Rig):
         assert asked <= CALLS[stage], f"{asked - CALLS[stage]} asked in {stage}"
         self._num_events = len(self.journal.events)
 
+    def _managed(self) -> Sequence[ManagedEngine]:
+        return () if self._last_stage == "start" else self.set.engines
+
+    def _check_passes(self, has_base: Sequence[bool]) -> None:
+        """No adapter before its base; no base where all have it; unloaded before it is loaded."""
+        if not self.policy.adapter:
+            return
+        events = self.journal.events[self._num_events :]
+        for engine, had_base in zip(self.engines, has_base, strict=False):
+            calls = [event.call for event in events if event.engine == engine.index]
+            assert not (all(has_base) and "update_weights" in calls), "the base was sent again"
+            if "load_adapter" in calls:
+                at = calls.index("load_adapter")
+                assert calls[at - 1] == "unload_adapter"
+                assert had_base or "update_weights" in calls[:at], "an adapter without its base"
+                assert "update_weights" not in calls[at:]
+
+    def _check_kept(self, has_base: Sequence[bool]) -> None:
+        """A base that is not sent again outlives whatever is no restart and no sync."""
+        may_lose = self._last_stage in ("restart", "sync")
+        if self.policy is Policy.ADAPTER_KEPT_BASE and not may_lose:
+            for managed, had_base in zip(self.set.engines, has_base, strict=False):
+                assert managed.ledger.covers(WEIGHTS) or not had_base, "the base was not kept"
+
     def _check_moves(self) -> None:
         """Each engine stands still, breaks, or has taken the edge of the last stage."""
         states = self.life.states
@@ -121,7 +160,8 @@ class WatchedRig(Rig):
         """The answer is the trainer's weights of the version stamped on it."""
         assert engine.version == self.set.trained_version
         for name, tensor in engine.serve().items():
-            assert tensor.tolist() == _truth(name, engine.version), f"{name} of {engine.index}"
+            expected = self.policy.truth(name, engine.version)
+            assert tensor.tolist() == expected, f"{name} of {engine.index}"
 
     def _check_ledgers(self) -> None:
         """A tensor in good books holds, or has a copy of, what a trainer sent; none is garbage."""
@@ -129,11 +169,11 @@ class WatchedRig(Rig):
             versions = set()
             for name in managed.ledger.backup_for(()):
                 tensor = _find(engine, name)
-                if name == BUFFER:
-                    assert tensor.tolist() == _truth(name, 0)
+                if name == BUFFER or not self.policy.learns(name):
+                    assert tensor.tolist() == self.policy.truth(name, 0)
                 else:
-                    version = int(tensor[0]) - WEIGHTS[name]  # fails on NaN
-                    assert tensor.tolist() == _truth(name, version)
+                    version = int(tensor[0]) - self.policy.tensors[name]  # fails on NaN
+                    assert tensor.tolist() == self.policy.truth(name, version)
                     versions.add(version)
             assert len(versions) <= 1, f"engine {engine.index} holds versions {versions}"
             if self.life.states[engine.index] in SYNCED:
@@ -146,32 +186,48 @@ class WatchedRig(Rig):
             for part, tensors in tenant.state.items():
                 for name, tensor in tensors.items():
                     held = tensor if tensor.untyped_storage().nbytes() else tenant.copy(part, name)
-                    value = WEIGHTS[name] + version if part is TrainState.PARAMETERS else 1
-                    assert held.tolist() == [value] * tensor.numel(), f"{part} {name}"
+                    is_weight = part is TrainState.PARAMETERS
+                    expected = (
+                        self.policy.truth(name, version) if is_weight else [1.0] * len(tensor)
+                    )
+                    assert held.tolist() == expected, f"{part} {name}"
 
     def check_awake_bytes(self) -> None:
         """All of each engine, nothing of the training side unless nobody sleeps, no copy left."""
         for engine in self.engines:
-            assert _engine_bytes(engine) == WEIGHT_BYTES + CACHE_BYTES
+            assert _engine_bytes(engine) == self._weight_bytes + CACHE_BYTES
             assert engine.copied_bytes() == 0
         is_shared = self.depth is Depth.NOTHING
         for tenant in (self.trainer, self.reference):
-            assert _tenant_bytes(tenant) == (HOST_BYTES if is_shared else 0)
+            assert _tenant_bytes(tenant) == (self._bytes_of(tenant) if is_shared else 0)
 
     def check_asleep_bytes(self) -> None:
-        """What each state leaves on the device, and of the weights a copy of the buffer alone."""
+        """What each state leaves on the device, and the copies of what no sync sends again."""
         for tenant in (self.trainer, self.reference):
-            assert _tenant_bytes(tenant) == HOST_BYTES
+            assert _tenant_bytes(tenant) == self._bytes_of(tenant)
             assert tenant.copied_bytes() == 0
         for engine, state in zip(self.engines, self.life.states, strict=True):
-            weights = 0 if state is State.ASLEEP else WEIGHT_BYTES
-            held = WEIGHT_BYTES + CACHE_BYTES if self.depth is Depth.NOTHING else weights
+            weights = 0 if state is State.ASLEEP else self._weight_bytes
+            whole = self._weight_bytes + CACHE_BYTES
+            held = whole if self.depth is Depth.NOTHING else weights
             assert _engine_bytes(engine) == held
-            assert engine.copied_bytes() == (0 if held else 12)
+            assert engine.copied_bytes() == (0 if held else self._kept_bytes(engine))
 
+    @property
+    def _weight_bytes(self) -> int:
+        return self._sent_bytes + BUFFER_BYTES
 
-def _truth(name: str, version: int) -> list[float]:
-    return [0.0, 1.0, 2.0] if name == BUFFER else [float(WEIGHTS[name] + version)] * WEIGHTS[name]
+    def _bytes_of(self, tenant: RecordingTenant) -> int:
+        weights = self._sent_bytes if tenant is self.trainer else 4 * sum(WEIGHTS.values())
+        return weights + OTHER_STATE_BYTES
+
+    def _kept_bytes(self, engine: RecordingEngine) -> int:
+        """The buffer; and as much of a base that is not sent again as had arrived."""
+        if self.policy is not Policy.ADAPTER_KEPT_BASE:
+            return BUFFER_BYTES
+        ledger = self.set.engines[engine.index].ledger
+        arrived = [name for name in WEIGHTS if ledger.covers([name])]
+        return BUFFER_BYTES + ledger.bytes_of(arrived)
 
 
 def _find(engine: RecordingEngine, name: str) -> Tensor:

@@ -1,0 +1,112 @@
+"""What a run must have in common with the one that it goes on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybridrl.checkpoint.manifest import Origin
+from hybridrl.checkpoint.origin import (
+    check_fingerprints,
+    check_recipe,
+    environment_of,
+    folder_fingerprints,
+    recipe_of,
+)
+from hybridrl.errors import CheckpointError
+from hybridrl.trainer.resume import origin_of
+from tests.config.values import config_of
+
+WHERE = Path("runs/it")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *("checkpoint.every_num_steps=7", "checkpoint.keep_last=5", "tracking.live=lines"),
+        *("trainer.run_dir=moved", "cluster.num_threads_per_rank=2", "reward.timeout_s=9"),
+        *("trainer.num_steps=1000", "trainer.export_hf=false", "rollout.drain_timeout_s=9"),
+    ],
+)
+def test_what_does_not_say_what_is_learnt_may_change(change: str) -> None:
+    assert recipe_of(config_of(change)) == recipe_of(config_of())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("actor.optimizer.lr=0.5", r"actor\.optimizer\.lr: .* there, 0\.5 here"),
+        ("seed=9", "seed: 0 there, 9 here"),
+        ("rollout.temperature=0.7", r"rollout\.temperature"),
+        ("data.max_digits=3", r"data\.max_digits"),
+        ("trainer.num_prompts_per_step=32", r"trainer\.num_prompts_per_step"),
+    ],
+)
+def test_what_says_what_is_learnt_is_refused_by_key_unless_accepted(
+    change: str, words: str
+) -> None:
+    saved, now = recipe_of(config_of()), recipe_of(config_of(change))
+    with pytest.raises(CheckpointError, match=words) as refused:
+        check_recipe(saved, now, where=WHERE, accept=False)
+    for remedy in ("trainer.run_dir", "trainer.overwrite=true", "checkpoint.accept_changes=true"):
+        assert remedy in str(refused.value)
+    (told,) = check_recipe(saved, now, where=WHERE, accept=True)
+    assert told.startswith(change.partition("=")[0])
+
+
+def test_a_schedule_that_falls_to_the_end_knows_where_the_end_is() -> None:
+    falling = "actor.optimizer.schedule=cosine"
+    longer = recipe_of(config_of(falling, "trainer.num_steps=1000"))
+    with pytest.raises(CheckpointError, match=r"trainer\.num_steps"):
+        check_recipe(recipe_of(config_of(falling)), longer, where=WHERE, accept=False)
+
+
+def test_many_changes_are_counted_and_the_first_named() -> None:
+    now = {f"k{number:02}": number for number in range(11)}
+    with pytest.raises(CheckpointError, match=r"k07: None there, 7 here\n  and 3 more"):
+        check_recipe({}, now, where=WHERE, accept=False)
+
+
+@pytest.mark.parametrize(
+    ("file", "what"),
+    [
+        ("tokenizer.json", "tokenizer"),
+        ("chat_template.jinja", "tokenizer"),
+        ("config.json", "model configuration"),
+        ("model.safetensors", "frozen weights"),
+    ],
+)
+def test_another_tokenizer_or_model_is_refused_by_name_unless_accepted(
+    tmp_path: Path, file: str, what: str
+) -> None:
+    for name in ("tokenizer.json", "config.json", "model.safetensors", "README.md"):
+        (tmp_path / name).write_text(name)
+    saved = _origin(tmp_path)
+    (tmp_path / "README.md").write_text("this one is read by nobody")
+    assert not check_fingerprints(saved, _origin(tmp_path), where=WHERE, accept=False)
+    (tmp_path / file).write_text("other")
+    now = _origin(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"another model\.path: {what}: .*accept_changes"):
+        check_fingerprints(saved, now, where=WHERE, accept=False)
+    (told,) = check_fingerprints(saved, now, where=WHERE, accept=True)
+    assert told.startswith(what)
+
+
+def test_weights_that_a_resumed_run_does_not_read_are_not_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("a")
+    before = folder_fingerprints(tmp_path, with_weights=False)
+    (tmp_path / "model.safetensors").write_text("b")
+    assert folder_fingerprints(tmp_path, with_weights=False) == before
+
+
+def test_what_rounding_depends_on_is_noted() -> None:
+    one, two = (
+        environment_of(config_of(f"cluster.num_threads_per_rank={number}")) for number in (1, 2)
+    )
+    assert {key for key in one if one[key] != two[key]} == {"cluster.num_threads_per_rank"}
+    assert {"processor", "torch", "python", "cluster.num_ranks_per_node"} <= one.keys()
+
+
+def _origin(folder: Path) -> Origin:
+    return origin_of(config_of("lora=default"), folder)  # which reads its frozen weights again

@@ -1,0 +1,241 @@
+"""When a run is saved, when that is a checkpoint, and what happens if it cannot be written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridrl.checkpoint.manifest import FileEntry, RunState
+from hybridrl.checkpoint.shelf import Shelf
+from hybridrl.config.checkpoint import CheckpointConfig
+from hybridrl.data.sampler import SamplerState
+from hybridrl.errors import CheckpointError, RemoteCallError, WorkerDiedError
+from hybridrl.metrics import Mean, Metrics
+from hybridrl.trainer.checkpoints import Checkpointer
+from hybridrl.trainer.resume import origin_of
+from hybridrl.workers.train.shard_files import (
+    Part,
+    Place,
+    ShardReader,
+    is_unchanged,
+    write_parts,
+)
+from tests.config.values import config_of
+
+
+@dataclass
+class Ranks:
+    """Two ranks whose state is one number; the second may be slow, out of room, or dead."""
+
+    value: float = 0.0
+    is_slow: bool = False
+    fault: RemoteCallError | None = None
+    began: list[tuple[Path, float]] = field(default_factory=list)
+
+    def save(self, folder: Path) -> list[None]:
+        self.began.append((folder, self.value))
+        return [None, None]
+
+    def collect_saved(self, waits: bool) -> list[FileEntry | None]:
+        if self.fault is not None:
+            raise self.fault
+        if self.is_slow and not waits:
+            return [self._write(0), None]
+        return [self._write(0), self._write(1)]
+
+    def find_torn(self, folder: Path, files: Sequence[FileEntry]) -> list[list[str]]:
+        return [[entry.name for entry in files if not is_unchanged(folder / entry.name, entry)]]
+
+    def load(self, folder: Path) -> list[None]:
+        found = {"value": torch.zeros(1)}
+        with ShardReader(folder) as reader:
+            reader.fill(found)
+        self.value = float(found["value"])
+        return [None, None]
+
+    def _write(self, rank: int) -> FileEntry:
+        folder, value = self.began[-1]
+        folder.mkdir(exist_ok=True)
+        part = Part(torch.full((1,), value), Place((1,), (0,)))
+        return write_parts(folder / f"rank-{rank}.safetensors", {"value": part}, notes={})
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    return Ranks()
+
+
+def checkpointer(
+    folder: Path, ranks: Ranks, *, every: int = 2, keep_last: int = 2, keep_best: int = 0
+) -> Checkpointer:
+    config = CheckpointConfig(
+        every_num_steps=every,
+        keep_last=keep_last,
+        keep_best=keep_best,
+        resume="auto",
+        accept_changes=False,
+        max_restarts=0,
+    )
+
+    def capture(step: int) -> RunState:
+        return RunState(
+            step=step,
+            sampler=SamplerState(10 * step, "rows"),
+            num_skipped=0,
+            elapsed_s=1.0,
+            log_sizes={},
+        )
+
+    origin = origin_of(config_of(), folder)
+    return Checkpointer(
+        Shelf(folder), {"actor": ranks}, config=config, origin=origin, capture=capture
+    )
+
+
+def steps_on(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in folder.glob("step-*[0-9]"))
+
+
+def take(
+    saving: Checkpointer, ranks: Ranks, steps: Sequence[int], *, last: int | None = None
+) -> Iterator[Metrics]:
+    for step in steps:
+        ranks.value = float(step)
+        yield saving.after_step(step, {}, is_last=step == last)
+
+
+def test_a_run_is_saved_at_each_interval_and_after_its_last_step(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    saving = checkpointer(tmp_path, ranks, keep_last=9)
+    list(take(saving, ranks, range(1, 6), last=5))
+    assert steps_on(tmp_path) == [2, 4, 5]
+    assert [value for _, value in ranks.began] == [2.0, 4.0, 5.0]
+
+
+def test_where_the_last_step_was_saved_already_it_is_not_saved_twice(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    list(take(checkpointer(tmp_path, ranks), ranks, range(1, 5), last=4))
+    assert [value for _, value in ranks.began] == [2.0, 4.0]
+
+
+def test_zero_saves_nothing(tmp_path: Path, ranks: Ranks) -> None:
+    list(take(checkpointer(tmp_path, ranks, every=0), ranks, range(1, 5), last=4))
+    assert not ranks.began
+
+
+def test_steps_go_on_while_a_slow_rank_writes_and_there_is_no_checkpoint_until_all_have(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    ranks.is_slow = True
+    saving = checkpointer(tmp_path, ranks)
+    costs = list(take(saving, ranks, (1, 2, 3)))
+    assert steps_on(tmp_path) == []
+    assert Shelf(tmp_path).newest() is None
+    ranks.is_slow = False
+    costs += take(saving, ranks, (4,))
+    assert steps_on(tmp_path) == [2]
+    assert [sum("bytes" in name for name in cost) for cost in costs] == [0, 0, 0, 1]
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path: Path, ranks: Ranks) -> None:
+    ranks.is_slow = True
+    list(take(checkpointer(tmp_path, ranks), ranks, range(1, 7)))
+    assert steps_on(tmp_path) == [2, 4]
+
+
+def test_a_run_goes_on_from_the_newest_whole_one_and_torn_bytes_are_set_aside(
+    tmp_path: Path, ranks: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    list(take(checkpointer(tmp_path, ranks, keep_last=9), ranks, range(1, 7), last=6))
+    Shelf(tmp_path).begin(8)  # killed while it wrote
+    file = tmp_path / "step-000000006" / "actor" / "rank-1.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with caplog.at_level(logging.WARNING):
+        run = checkpointer(tmp_path, ranks).restore()
+    assert run is not None
+    assert (run.step, run.sampler.num_drawn, ranks.value) == (4, 40, 4.0)
+    assert "the bytes of actor/rank-1.safetensors have changed" in caplog.text
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("step-000000002", "step-000000004", "step-000000006.torn")
+    ]
+
+
+def test_where_all_are_torn_the_run_begins_anew_and_they_stay(tmp_path: Path, ranks: Ranks) -> None:
+    list(take(checkpointer(tmp_path, ranks), ranks, range(1, 5), last=4))
+    for file in tmp_path.glob("*/actor/rank-0.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert checkpointer(tmp_path, ranks).restore() is None
+    assert len(list(tmp_path.glob("*.torn"))) == 2
+
+
+def no_room() -> RemoteCallError:
+    """What a rank's error is on the driver: it names the rank's own, and was raised from it."""
+    why = CheckpointError("rank-1 cannot be written: no space left; free space on its disk")
+    cause = f"CheckpointError: {why}"
+    error = RemoteCallError(rank=1, host="h", method="collect_saved", cause=cause, traceback="")
+    error.__cause__ = why
+    return error
+
+
+def test_two_saves_without_room_are_warnings_and_a_third_in_a_row_ends_the_run(
+    tmp_path: Path, ranks: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    saving = checkpointer(tmp_path, ranks)
+    list(take(saving, ranks, range(1, 4)))
+    assert steps_on(tmp_path) == [2]
+    ranks.fault = no_room()
+    list(take(saving, ranks, range(4, 9)))
+    assert caplog.text.count("training goes on, the next checkpoint tries again") == 2
+    with pytest.raises(CheckpointError, match=r"3 checkpoints in a row.*same command again"):
+        list(take(saving, ranks, (9,)))
+    assert steps_on(tmp_path) == [2]
+    assert not list(tmp_path.glob("*.unfinished"))  # its bytes are given back
+
+
+def test_a_save_that_works_starts_the_count_of_failed_ones_anew(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    saving = checkpointer(tmp_path, ranks)
+    for begin in (2, 8, 14):
+        ranks.fault = no_room()
+        list(take(saving, ranks, range(begin, begin + 4)))  # two fail
+        ranks.fault = None
+        list(take(saving, ranks, (begin + 4, begin + 5)))
+        assert steps_on(tmp_path)[-1] == begin + 4
+
+
+def test_a_folder_that_cannot_be_made_counts_as_a_failed_save(
+    tmp_path: Path, ranks: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "checkpoints").write_text("a file is in the way")
+    list(take(checkpointer(tmp_path / "checkpoints", ranks), ranks, (1, 2, 3)))
+    assert "checkpoint of step 2" in caplog.text
+    assert not ranks.began
+
+
+def test_a_rank_that_dies_while_it_writes_is_no_matter_of_the_disk(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    saving = checkpointer(tmp_path, ranks)
+    list(take(saving, ranks, (1, 2)))
+    ranks.fault = WorkerDiedError(rank=1, host="h", method="save", cause="killed", traceback="")
+    with pytest.raises(WorkerDiedError):
+        list(take(saving, ranks, (3,)))
+
+
+def test_the_best_of_the_evaluations_is_kept_whether_high_or_low_is_good(tmp_path: Path) -> None:
+    for name, sign in (("eval/reward/mean", 1.0), ("eval/loss_nats", -1.0)):
+        folder, ranks = tmp_path / name.partition("/")[2][:4], Ranks()
+        saving = checkpointer(folder, ranks, keep_last=1, keep_best=1)
+        for step, quality in ((2, 0.1), (4, 0.9), (6, 0.5), (8, 0.3)):
+            saving.after_step(step, {name: Mean(sign * quality)}, is_last=step == 8)
+        assert steps_on(folder) == [4, 8]
