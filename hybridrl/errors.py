@@ -155,6 +155,10 @@ class CheckpointError(HybridRLError, RuntimeError):
     """A checkpoint is torn, of another run or model, or could not be written."""
 
 
+class TornCheckpointError(CheckpointError):
+    """A checkpoint is not as it was written; the one before it may be."""
+
+
 class CertificateError(HybridRLError, RuntimeError):
     """A run that was broken off and resumed did not end as one without a break."""
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from hybridrl.data.sampler import SamplerState
 from hybridrl.disk import write_whole
-from hybridrl.errors import CheckpointError
+from hybridrl.errors import CheckpointError, TornCheckpointError
 
 _NAME = "manifest.json"
 _FORMAT = 1
@@ -93,14 +93,15 @@ class Manifest:
         """Read the manifest of ``folder``, and compare the files' sizes with it.
 
         Raises:
-            CheckpointError: the checkpoint is torn, or of another format.
+            TornCheckpointError: a file is missing, short, or cannot be read.
+            CheckpointError: it is of another format.
         """
         try:
             values = json.loads((folder / _NAME).read_text(encoding="utf-8"))
             found = values["format"]
             manifest = cls._of(values) if found == _FORMAT else None
         except (OSError, ValueError, KeyError, TypeError) as err:
-            raise CheckpointError(f"{folder} is torn: {_NAME} cannot be read ({err})") from err
+            raise TornCheckpointError(f"{folder} is torn: {_NAME} cannot be read ({err})") from err
         if manifest is None:
             raise CheckpointError(
                 f"{folder} has checkpoint format {found}, and this version reads {_FORMAT}; "
@@ -125,7 +126,7 @@ class Manifest:
             size = path.stat().st_size if path.is_file() else None
             if size != entry.num_bytes:
                 found = "is missing" if size is None else f"has {size} bytes"
-                raise CheckpointError(
+                raise TornCheckpointError(
                     f"{folder} is torn: {entry.name} {found}, and was written with "
                     f"{entry.num_bytes}"
                 )

@@ -25,7 +25,7 @@ _FREE_KEYS = (
 
 _NUMERIC = ("cluster.device", "cluster.num_nodes", "cluster.num_ranks_per_node")
 _THREADS = ("cluster.num_threads_per_rank", "rollout.num_threads")
-_PACKAGES = ("torch", "transformers", "tensordict")
+_PACKAGES = ("torch", "transformers", "tensordict", "peft", "ray")
 _NUM_NAMED = 8
 _SAMPLE_BYTES = 2**20
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hybridrl.checkpoint.manifest import Manifest
 from hybridrl.disk import publish
-from hybridrl.errors import CheckpointError
+from hybridrl.errors import CheckpointError, TornCheckpointError
 
 log = logging.getLogger(__name__)
 
@@ -35,12 +35,27 @@ class Shelf:
         self._folder = folder
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest whole checkpoint. Torn ones are skipped, with a word in the log."""
+        """Return the newest whole checkpoint. Torn ones are skipped, with a word in the log.
+
+        Returns:
+            None if there never was one.
+
+        Raises:
+            CheckpointError: all are torn, and a run may not begin anew unasked; or the newest is
+                of another format.
+        """
         for folder in reversed(self._folders()):
             try:
                 return Checkpoint(folder, Manifest.read(folder))
-            except CheckpointError as error:
+            except TornCheckpointError as error:
                 log.warning("%s; the checkpoint before it is used", error)
+        torn = [*self._folders(), *self._folder.glob(f"*{_TORN}")]
+        if torn:
+            raise CheckpointError(
+                f"all checkpoints in {self._folder} are torn: "
+                f"{', '.join(sorted(folder.name for folder in torn))}; set trainer.run_dir to a "
+                "new folder, or trainer.overwrite=true to begin anew"
+            )
         return None
 
     def steps(self) -> list[int]:
@@ -51,7 +66,7 @@ class Shelf:
         """Return the checkpoint of a step, if there is one.
 
         Raises:
-            CheckpointError: it is torn.
+            CheckpointError: it is torn, or of another format.
         """
         folder = self._folder / f"step-{step:09}"
         return Checkpoint(folder, Manifest.read(folder)) if folder.is_dir() else None
@@ -100,7 +115,7 @@ class Shelf:
         for folder in self._folders():
             try:
                 score = Manifest.read(folder).score
-            except CheckpointError:
+            except TornCheckpointError:
                 continue
             whole.append(folder)
             if score is not None:

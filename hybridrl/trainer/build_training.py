@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -27,13 +27,7 @@ from hybridrl.trainer.loop import Loop, UpdateGuard
 from hybridrl.trainer.plan_watch import PlanWatch
 from hybridrl.trainer.record import RunRecord
 from hybridrl.trainer.restarts import with_restarts
-from hybridrl.trainer.resume import (
-    build_checkpointer,
-    check_resumable,
-    newest_step,
-    origin_of,
-    take_up,
-)
+from hybridrl.trainer.resume import check_resumable, go_on, newest_step, origin_of
 from hybridrl.trainer.reward import TextReward
 from hybridrl.trainer.samples import SampleTaker
 from hybridrl.trainer.workers import Workers, start_workers
@@ -90,30 +84,22 @@ def _train_once(run: _Ingredients) -> None:
     config, record = run.config, run.record
     record.phase("start workers")
     with start_workers(config, run.folder, record=record) as workers:
-        guard = UpdateGuard(max_skipped=config.trainer.max_skipped_updates)
-        checkpointer = build_checkpointer(
+        watch = PlanWatch(config)
+        has_learnt = go_on(
             config,
+            _build_loop(run, workers, watch=watch),
             workers.savers,
             origin=run.origin,
             stream=run.source,
-            guard=guard,
             record=record,
         )
-        num_done = take_up(checkpointer, stream=run.source, guard=guard, record=record)
-        watch = PlanWatch(config)
-        loop = _build_loop(run, workers, guard=guard, watch=watch)
-        loop = replace(loop, save=checkpointer.after_step, first_step=num_done + 1)
-        num_steps = loop.run()
         watch.report()
         if config.trainer.export_hf:
             record.phase("export")
-            is_new = num_steps > num_done
-            export(workers.policy, record.folder, is_new=is_new, lora=config.lora)
+            export(workers.policy, record.folder, is_new=has_learnt, lora=config.lora)
 
 
-def _build_loop(
-    run: _Ingredients, workers: Workers, *, guard: UpdateGuard, watch: PlanWatch
-) -> Loop:
+def _build_loop(run: _Ingredients, workers: Workers, *, watch: PlanWatch) -> Loop:
     config, record = run.config, run.record
     algorithm_of = _build_algorithm(run, workers)
     evaluator = _build_evaluator(run, workers) if config.eval.every_num_steps else None
@@ -141,7 +127,7 @@ def _build_loop(
         recorder=record,
         num_steps=config.trainer.num_steps,
         eval_every=config.eval.every_num_steps,
-        guard=guard,
+        guard=UpdateGuard(max_skipped=config.trainer.max_skipped_updates),
     )
 
 

@@ -25,13 +25,7 @@ from hybridrl.trainer.loop import Loop, Recorder, UpdateGuard
 from hybridrl.trainer.policy import Learner
 from hybridrl.trainer.record import ProgressRecord, RunRecord
 from hybridrl.trainer.restarts import with_restarts
-from hybridrl.trainer.resume import (
-    build_checkpointer,
-    check_resumable,
-    newest_step,
-    origin_of,
-    take_up,
-)
+from hybridrl.trainer.resume import check_resumable, go_on, newest_step, origin_of
 from hybridrl.trainer.supervised import SupervisedFineTuning
 from hybridrl.workers.build import TrainSpec
 from hybridrl.workers.supervised import SupervisedWorker
@@ -73,21 +67,16 @@ def _tune_once(
         record.watching(group.spans),
     ):
         learner = cast(Learner, group)
-        guard = UpdateGuard(max_skipped=config.trainer.max_skipped_updates)
-        checkpointer = build_checkpointer(
+        has_learnt = go_on(
             config,
+            _build_loop(config, learner, examples=examples, record=record),
             {"actor": cast(Saver, group)},
             origin=origin,
             stream=examples.sampler,
-            guard=guard,
             record=record,
         )
-        num_done = take_up(checkpointer, stream=examples.sampler, guard=guard, record=record)
-        loop = _build_loop(config, learner, examples=examples, record=record, guard=guard)
-        loop = replace(loop, save=checkpointer.after_step, first_step=num_done + 1)
-        is_new = loop.run() > num_done
         record.phase("export")
-        export(learner, record.folder, is_new=is_new, lora=config.lora)
+        export(learner, record.folder, is_new=has_learnt, lora=config.lora)
 
 
 def warm_up(config: ExperimentConfig, folder: Path, *, record: RunRecord, target: Path) -> None:
@@ -131,8 +120,7 @@ def warm_up(config: ExperimentConfig, folder: Path, *, record: RunRecord, target
         record.watching(group.spans),
     ):
         learner = cast(Learner, group)
-        guard = UpdateGuard(max_skipped=config.trainer.max_skipped_updates)
-        _build_loop(warmup_config, learner, examples=examples, record=progress, guard=guard).run()
+        _build_loop(warmup_config, learner, examples=examples, record=progress).run()
         progress.phase("export")
         learner.export_hf(target)
 
@@ -181,7 +169,6 @@ def _build_loop(
     *,
     examples: _Examples,
     record: Recorder,
-    guard: UpdateGuard,
 ) -> Loop:
     tuning = SupervisedFineTuning(
         learner=learner,
@@ -204,7 +191,7 @@ def _build_loop(
         recorder=record,
         num_steps=config.sft.num_steps,
         eval_every=config.sft.eval_every_num_steps,
-        guard=guard,
+        guard=UpdateGuard(max_skipped=config.trainer.max_skipped_updates),
     )
 
 

@@ -113,7 +113,7 @@ class Checkpointer:
         Every byte is compared with what was written before it is used.
 
         Raises:
-            CheckpointError: it is of another model.
+            CheckpointError: it is of another model, or all are torn.
         """
         self._shelf.discard_unfinished()
         while (found := self._shelf.newest()) is not None:

@@ -25,7 +25,7 @@ from hybridrl.config.load import read_config
 from hybridrl.data.sampler import SamplerState
 from hybridrl.errors import DataError, RunFolderError
 from hybridrl.trainer.checkpoints import Checkpointer, Saver
-from hybridrl.trainer.loop import UpdateGuard
+from hybridrl.trainer.loop import Loop
 
 log = logging.getLogger(__name__)
 
@@ -148,48 +148,49 @@ def check_resumable(config: ExperimentConfig, origin: Origin, *, rows: SamplerSt
         log.warning("resuming, but not bit by bit: %s", change)
 
 
-def build_checkpointer(
+def go_on(
     config: ExperimentConfig,
+    loop: Loop,
     savers: Mapping[str, Saver],
     *,
     origin: Origin,
     stream: Stream,
-    guard: UpdateGuard,
     record: Record,
-) -> Checkpointer:
-    """Put together what saves the workers ``savers`` and the driver's part of the run."""
+) -> bool:
+    """Run ``loop`` from the newest whole checkpoint, or from the beginning, and save now and then.
+
+    Args:
+        config: of the run.
+        loop: the whole of it; it enters at the step after the checkpoint.
+        savers: worker groups by role.
+        origin: of the run.
+        stream: of its rows; goes back to where the checkpoint was taken.
+        record: of the run; goes back likewise.
+
+    Returns:
+        Whether a step was done: a run that was finished has nothing left to do.
+    """
 
     def capture(step: int) -> RunState:
         return RunState(
             step=step,
             sampler=stream.state(),
-            num_skipped=guard.num_skipped,
+            num_skipped=loop.guard.num_skipped,
             elapsed_s=record.elapsed_s,
             log_sizes=record.sizes(),
         )
 
-    return Checkpointer(
+    checkpointer = Checkpointer(
         shelf_of(config), savers, config=config.checkpoint, origin=origin, capture=capture
     )
-
-
-def take_up(
-    checkpointer: Checkpointer, *, stream: Stream, guard: UpdateGuard, record: Record
-) -> int:
-    """Put workers and driver where the newest whole checkpoint was taken, or at the beginning.
-
-    Returns:
-        The steps that are done.
-    """
     record.phase("resume")
     run = checkpointer.restore()
     fingerprint = stream.state().fingerprint
-    if run is None:
-        stream.restore(SamplerState(0, fingerprint))
-        guard.num_skipped = 0
-    else:
-        stream.restore(replace(run.sampler, fingerprint=fingerprint))  # a change was accepted
-        guard.num_skipped = run.num_skipped
-        log.info("going on from the checkpoint of step %d", run.step)
+    sampler = SamplerState(0, fingerprint) if run is None else run.sampler
+    stream.restore(replace(sampler, fingerprint=fingerprint))  # other rows were accepted before
+    loop.guard.num_skipped = 0 if run is None else run.num_skipped
     record.rewind(run)
-    return 0 if run is None else run.step
+    num_done = 0 if run is None else run.step
+    if run is not None:
+        log.info("going on from the checkpoint of step %d", num_done)
+    return replace(loop, save=checkpointer.after_step, first_step=num_done + 1).run() > num_done

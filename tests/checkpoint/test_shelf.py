@@ -92,6 +92,10 @@ def test_another_format_is_named_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"format": 99}')
     with pytest.raises(CheckpointError, match=r"format 99.*version of hybridrl that wrote it"):
         Manifest.read(tmp_path)
+    (tmp_path / "step-000000003").mkdir()
+    (tmp_path / "manifest.json").rename(tmp_path / "step-000000003" / "manifest.json")
+    with pytest.raises(CheckpointError, match="format 99"):  # and not begun anew
+        Shelf(tmp_path).newest()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "run": 3}'])

@@ -169,11 +169,15 @@ def test_a_run_goes_on_from_the_newest_whole_one_and_torn_bytes_are_set_aside(
     ]
 
 
-def test_where_all_are_torn_the_run_begins_anew_and_they_stay(tmp_path: Path, ranks: Ranks) -> None:
+def test_where_all_are_torn_the_run_does_not_begin_anew_unasked(
+    tmp_path: Path, ranks: Ranks
+) -> None:
     list(take(checkpointer(tmp_path, ranks), ranks, range(1, 5), last=4))
     for file in tmp_path.glob("*/actor/rank-0.safetensors"):
         file.write_bytes(file.read_bytes()[:-1] + b"x")
-    assert checkpointer(tmp_path, ranks).restore() is None
+    for _ in range(2):  # nor the next time
+        with pytest.raises(CheckpointError, match=r"all .* are torn: .*overwrite=true"):
+            checkpointer(tmp_path, ranks).restore()
     assert len(list(tmp_path.glob("*.torn"))) == 2
 
 
