@@ -11,8 +11,9 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.models.policy import PackedTokens
 from hybridrl.planning.memory import plan_memory
 from hybridrl.planning.plan import MemoryPlan, Phase, Place
+from hybridrl.planning.roles import Numerics, Role
 from hybridrl.planning.shapes import read_shape
-from hybridrl.planning.training import Numerics, Role, TrainingMemory
+from hybridrl.planning.training import TrainingMemory
 from hybridrl.planning.workload import Workload
 from hybridrl.workers.train.packing import RowPacker
 from hybridrl.workers.train.shards import build_policy
@@ -63,9 +64,7 @@ def test_activations_are_what_autograd_keeps(
     del scored
     config = config_of(*([] if not checkpointing else ["actor.gradient_checkpointing=true"]))
     shape = read_shape(folder)
-    role = Role(
-        name="actor", shape=shape, num_trainable=shape.num_parameters, num_outputs=shape.vocab_size
-    )
+    role = Role(name="actor", shape=shape, learns=True)
     memory = TrainingMemory(role, Numerics.of(config))
     workload = Workload(
         num_rows=8,
