@@ -8,18 +8,21 @@ from torch import Tensor
 
 from hybridrl.batch import jagged, jagged_from
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.models.policy import PackedTokens
+from hybridrl.models.adapter import Adapter
+from hybridrl.models.packed_model import PackedModel, PackedTokens
 from hybridrl.planning.memory import plan_memory
 from hybridrl.planning.plan import MemoryPlan, Phase, Place
-from hybridrl.planning.roles import Numerics, Role
+from hybridrl.planning.roles import AdapterShape, Numerics, Role, critic_role
 from hybridrl.planning.shapes import read_shape
 from hybridrl.planning.training import TrainingMemory
 from hybridrl.planning.workload import Workload
 from hybridrl.workers.train.packing import RowPacker
-from hybridrl.workers.train.shards import build_policy
+from hybridrl.workers.train.shards import build_critic, build_policy
 from tests.config.values import config_of
 from tests.models import Family, make_tiny_model
+from tests.workers.train.critics import CRITIC
 from tests.workers.train.engines import ACTOR, CPU
+from tests.workers.train.lora_engines import with_lora
 
 GPU = ("cluster=one_gpu", "actor.compute_dtype=bfloat16", "rollout.dtype=bfloat16")
 
@@ -47,11 +50,52 @@ def test_activations_are_what_autograd_keeps(
     policy = build_policy(
         folder, config=ACTOR, dtype=torch.float32, device=CPU, num_ranks=1, is_trainable=True
     )
+    role = Role(name="actor", shape=read_shape(folder), learns=True)
+    _compare_activations(policy, role, siblings=siblings, checkpointing=checkpointing)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    "modules", [("all-linear",), ("q_proj", "v_proj"), ("k_proj", "up_proj", "down_proj")]
+)
+def test_beside_an_adapter_only_its_inputs_are_kept(
+    modules: tuple[str, ...], checkpointing: bool, tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path, hidden_size=128, num_layers=3)
+    lora = with_lora(target_modules=modules)
+    policy = build_policy(
+        folder,
+        config=ACTOR,
+        dtype=torch.float32,
+        device=CPU,
+        num_ranks=1,
+        is_trainable=True,
+        adapt=Adapter(lora, seed=0).inject,
+    )
+    shape = read_shape(folder)
+    role = Role(name="actor", shape=shape, learns=True, adapter=AdapterShape.of(lora, shape))
+    trained = [p.numel() for p in policy.parameters() if p.requires_grad]
+    assert role.num_trained == sum(trained)
+    _compare_activations(policy, role, siblings=4, checkpointing=checkpointing)
+
+
+def test_a_critic_has_no_vocabulary(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, hidden_size=128, num_layers=3)
+    critic = build_critic(folder, config=CRITIC, dtype=torch.float32, device=CPU, num_ranks=1)
+    role = critic_role(read_shape(folder))
+    assert role.num_trained == sum(p.numel() for p in critic.parameters())
+    assert role.num_outputs == 0
+    _compare_activations(critic, role, siblings=1, checkpointing=False)
+
+
+def _compare_activations(
+    model: PackedModel, role: Role, *, siblings: int, checkpointing: bool
+) -> None:
     if checkpointing:
-        policy.train()
-        policy.hf.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        model.hf.gradient_checkpointing_enable({"use_reentrant": False})
     tokens = _pack(num_prompts=8 // siblings, siblings=siblings, prompt=6, response=10)
-    weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -59,12 +103,10 @@ def test_activations_are_what_autograd_keeps(
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        scored = policy(tokens, 1.0)
+        scored = model(tokens) if role.has_value_head else model(tokens, 1.0)
     num_bytes = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in weights)
     del scored
     config = config_of(*([] if not checkpointing else ["actor.gradient_checkpointing=true"]))
-    shape = read_shape(folder)
-    role = Role(name="actor", shape=shape, learns=True)
     memory = TrainingMemory(role, Numerics.of(config))
     workload = Workload(
         num_rows=8,
