@@ -60,6 +60,7 @@ def _tokens(number: int) -> tuple[str, ...]:
     return (f"actor.max_tokens_per_microbatch={number}",)
 
 
+CRITIC = ("critic.max_tokens_per_microbatch=4096", "critic.num_minibatches=1")
 LONG = _rows(64, 192, prompts=8)
 CASES = {
     "default": _shape(SMALL),
@@ -78,6 +79,20 @@ CASES = {
         *LONG,
         *_tokens(2048),
         "actor.logprob_chunk_tokens=512",
+    ),
+    "lora_cpu": ("recipes=lora_cpu", *_shape(SMALL)),
+    "lora_cpu, merged": ("recipes=lora_cpu", *_shape(SMALL), "lora.sync=merged"),
+    "ppo_cpu": ("recipes=ppo_cpu", *_shape(SMALL)),
+    "large, LoRA": ("lora=default", *_shape(LARGE), *LONG, *_tokens(2048)),
+    "large, LoRA, sleep": ("lora=default", *_shape(LARGE), *LONG, *_tokens(2048), *SLEEP),
+    "large, LoRA, checkpointing": (
+        *("lora=default", *_shape(LARGE), *LONG, *_tokens(8192)),
+        *CHECKPOINTING,
+    ),
+    "middle, PPO": ("algorithm=ppo", *_shape(MIDDLE), *LONG, *_tokens(4096), *CRITIC),
+    "middle, PPO, sleep": (
+        *("algorithm=ppo", *_shape(MIDDLE), *LONG, *_tokens(4096), *CRITIC),
+        *SLEEP,
     ),
     "large, bfloat16 engine": (*_shape(LARGE), *LONG, *_tokens(2048), "rollout.dtype=bfloat16"),
 }

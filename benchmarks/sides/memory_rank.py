@@ -6,18 +6,31 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from hybridrl.batch import LogprobBatch, PromptBatch, TrainBatch, jagged, jagged_from, row_lengths
+from hybridrl.batch import (
+    CriticBatch,
+    LogprobBatch,
+    PromptBatch,
+    TrainBatch,
+    jagged,
+    jagged_from,
+    row_lengths,
+)
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import read_config
 from hybridrl.main import compose
 from hybridrl.metrics import Metrics
+from hybridrl.single_controller import Worker
 from hybridrl.trainer.starter import write_random_model
-from hybridrl.trainer.workers import build_actor_spec
+from hybridrl.trainer.workers import build_actor_spec, build_critic_spec
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
+from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.rollout.protocol import SamplingParams
+
+WorkerT = TypeVar("WorkerT", bound=Worker)
 
 
 def main() -> None:
@@ -29,17 +42,44 @@ def main() -> None:
         raise ValueError(f"a case cannot be read: {overrides}")
     model = folder / f"model{rank}"
     write_random_model(config.model.starter, model, seed=0)
-    worker = ActorRolloutWorker(build_actor_spec(config, model))
-    first = step(worker, config, 0)
+    worker, critic = build(config, model)
+    first = step(worker, critic, config=config, number=0)
     metrics = {
         **{name: first[name] for name in first if "build" in name},
-        **step(worker, config, 1),
+        **step(worker, critic, config=config, number=1),
     }
     print(json.dumps({name: metric.value for name, metric in metrics.items()}), flush=True)
+    if critic is not None:
+        critic.close()
     worker.close()
 
 
-def step(worker: ActorRolloutWorker, config: ExperimentConfig, number: int) -> Metrics:
+def build(config: ExperimentConfig, model: Path) -> tuple[ActorRolloutWorker, CriticWorker | None]:
+    """Build the workers as a fused group does: one after the other, in one process."""
+    roles: dict[str, Worker] = {}
+
+    def start(role: str, worker: WorkerT, spec: object) -> WorkerT:
+        worker.fused = roles
+        roles[role] = worker
+        type(worker).__init__(worker, spec)
+        return worker
+
+    actor_spec, critic_spec = build_actor_spec(config, model), build_critic_spec(config, model)
+    policy = ActorRolloutWorker.__new__(ActorRolloutWorker, actor_spec)
+    actor = start("actor", policy, actor_spec)
+    if not config.has_critic:
+        return actor, None
+    critic = CriticWorker.__new__(CriticWorker, critic_spec)
+    return actor, start("critic", critic, critic_spec)
+
+
+def step(
+    worker: ActorRolloutWorker,
+    critic: CriticWorker | None,
+    *,
+    config: ExperimentConfig,
+    number: int,
+) -> Metrics:
     """Sample, score if asked for, and update on made-up advantages."""
     num_prompts = config.trainer.num_prompts_per_step // worker.world_size
     generator = torch.Generator().manual_seed(100 * number + worker.rank)
@@ -58,22 +98,33 @@ def step(worker: ActorRolloutWorker, config: ExperimentConfig, number: int) -> M
         temperature=config.rollout.temperature,
     )
     rollouts = worker.generate(prompts, sampling)
+    values = None if critic is None else critic.compute_values(rollouts)
     logprobs = LogprobBatch(batch_size=[len(rollouts)])
     if config.algorithm.old_logprobs == "recompute" or config.algorithm.kl.placement != "none":
         logprobs = worker.compute_logprobs(rollouts)
     lengths_B = row_lengths(rollouts.token_ids_BL)
+    advantages_BL = jagged_from(torch.randn(int(lengths_B.sum()), generator=generator), lengths_B)
+    learned: Metrics = {}
+    if critic is not None and values is not None:
+        learned = critic.update(
+            CriticBatch(
+                token_ids_BL=rollouts.token_ids_BL,
+                response_mask_BL=rollouts.response_mask_BL,
+                old_values_BL=values.values_BL,
+                returns_BL=advantages_BL,
+                batch_size=[len(rollouts)],
+            )
+        )
     batch = TrainBatch(
         token_ids_BL=rollouts.token_ids_BL,
         response_mask_BL=rollouts.response_mask_BL,
-        advantages_BL=jagged_from(
-            torch.randn(int(lengths_B.sum()), generator=generator), lengths_B
-        ),
+        advantages_BL=advantages_BL,
         sampler_logprobs_BL=rollouts.sampler_logprobs_BL,
         old_logprobs_BL=logprobs.old_logprobs_BL,
         reference_logprobs_BL=logprobs.reference_logprobs_BL,
         batch_size=[len(rollouts)],
     )
-    return worker.update(batch)
+    return learned | worker.update(batch)
 
 
 if __name__ == "__main__":

@@ -65,6 +65,8 @@ def knobs(config: ExperimentConfig) -> Iterator[Knob]:
     """
     yield from _rollout_knobs(config)
     yield from _actor_knobs(config)
+    if config.has_critic and not config.has_critic_pool:
+        yield from _critic_knobs(config)
     if config.cluster.device == "cuda":
         yield from _rank_knobs(config)
 
@@ -96,6 +98,18 @@ def _actor_knobs(config: ExperimentConfig) -> Iterator[Knob]:
     if actor.compute_dtype == "float32" and config.cluster.device == "cuda":
         changed = replace(actor, compute_dtype="bfloat16")
         yield Knob("actor.compute_dtype=bfloat16", 4, replace(config, actor=changed))
+
+
+def _critic_knobs(config: ExperimentConfig) -> Iterator[Knob]:
+    critic = config.critic
+    if not critic.gradient_checkpointing:
+        changed = replace(critic, gradient_checkpointing=True)
+        yield Knob("critic.gradient_checkpointing=true", 3, replace(config, critic=changed))
+    least = config.max_row_tokens
+    for price, number in _halvings(critic.max_tokens_per_microbatch, at_least=least):
+        changed = replace(critic, max_tokens_per_microbatch=number)
+        override = f"critic.max_tokens_per_microbatch={number}"
+        yield Knob(override, price, replace(config, critic=changed))
 
 
 def _rank_knobs(config: ExperimentConfig) -> Iterator[Knob]:

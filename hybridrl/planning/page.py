@@ -11,7 +11,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ModelError
 from hybridrl.planning.advice import find_knob, largest_saving
 from hybridrl.planning.capacity import capacity_bytes
-from hybridrl.planning.memory import plan_memory
+from hybridrl.planning.memory import plan_critic_pool, plan_memory
 from hybridrl.planning.plan import MemoryPlan, Part, Place
 from hybridrl.planning.shapes import shape_of
 
@@ -34,7 +34,18 @@ def plan_page(config: ExperimentConfig, *, width: int = 120) -> str:
     text = io.StringIO()
     console = Console(file=text, width=width)
     console.print(_table(plan), crop=False)
-    return f"{heading}\n{text.getvalue()}{verdict(config, plan)}\n"
+    return f"{heading}\n{text.getvalue()}{verdict(config, plan)}\n{_pool_line(config)}"
+
+
+def _pool_line(config: ExperimentConfig) -> str:
+    """Say what a rank of the critic's own pool takes, which no capacity is held against."""
+    plan = plan_critic_pool(config)
+    if plan is None:
+        return ""
+    return (
+        f"the critic's own ranks ({config.num_critic_ranks} x {config.cluster.device}) come on "
+        f"top: {spell(plan.peak_bytes(plan.fullest))} each in {plan.fullest.name}\n"
+    )
 
 
 def peak_line(config: ExperimentConfig) -> str:

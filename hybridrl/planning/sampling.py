@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybridrl.config.rollout import RolloutConfig
+from hybridrl.planning.roles import BYTES, AdapterShape
 from hybridrl.planning.shapes import ModelShape
-from hybridrl.planning.training import BYTES
 from hybridrl.planning.workload import Workload
 
 _FLOAT32 = 4
@@ -28,11 +28,18 @@ class RolloutMemory:
     max_context_tokens: int
     """Length of a row of the cache; the longest that the configuration allows."""
 
+    adapter: AdapterShape | None = None
+    """Of ``lora.sync=adapter``: the engine applies it beside its weights."""
+
     @property
     def weights(self) -> int:
-        """All weights, divided over the ranks of an engine."""
-        num_parameters = -(-self.shape.num_parameters // self.config.tensor_parallel_size)
-        return num_parameters * self._size
+        """All weights, divided over the ranks of an engine; and the adapter's."""
+        return self.base_weights + self._share(self._num_adapter_parameters) * self._size
+
+    @property
+    def base_weights(self) -> int:
+        """The weights without an adapter."""
+        return self._share(self.shape.num_parameters) * self._size
 
     @property
     def kv_cache(self) -> int:
@@ -75,9 +82,18 @@ class RolloutMemory:
         return min(self.config.num_slots, self.workload.num_rows)
 
     @property
+    def _num_adapter_parameters(self) -> int:
+        block = self.adapter.num_block_parameters if self.adapter else 0
+        return self.shape.num_layers * block
+
+    @property
     def _size(self) -> int:
         return BYTES[self.config.dtype]
 
     def _keys_and_values(self, num_tokens: int) -> int:
-        share = -(-self.shape.key_size // self.config.tensor_parallel_size)
-        return 2 * self.shape.num_layers * num_tokens * share * self._size
+        return (
+            2 * self.shape.num_layers * num_tokens * self._share(self.shape.key_size) * self._size
+        )
+
+    def _share(self, number: int) -> int:
+        return -(-number // self.config.tensor_parallel_size)

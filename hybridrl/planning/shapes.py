@@ -50,19 +50,33 @@ class ModelShape:
         return self.num_key_value_heads * self.head_size
 
     @property
-    def num_block_parameters(self) -> int:
-        """Parameters of one transformer block."""
+    def linear_sizes(self) -> Mapping[str, tuple[int, int]]:
+        """(outputs, inputs) of each linear layer of a block, by the last part of its name."""
         hidden, query, key, inner = (
             self.hidden_size,
             self.query_size,
             self.key_size,
             self.intermediate_size,
         )
-        attention = hidden * (query + 2 * key) + query * hidden
-        attention += self.has_qkv_bias * (query + 2 * key) + self.has_output_bias * hidden
-        attention += self.has_head_norms * 2 * self.head_size
-        mlp = 3 * hidden * inner + self.has_mlp_bias * (2 * inner + hidden)
-        return attention + mlp + 2 * hidden
+        return {
+            "q_proj": (query, hidden),
+            "k_proj": (key, hidden),
+            "v_proj": (key, hidden),
+            "o_proj": (hidden, query),
+            "gate_proj": (inner, hidden),
+            "up_proj": (inner, hidden),
+            "down_proj": (hidden, inner),
+        }
+
+    @property
+    def num_block_parameters(self) -> int:
+        """Parameters of one transformer block."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        linear = sum(outputs * inputs for outputs, inputs in self.linear_sizes.values())
+        biases = self.has_qkv_bias * (self.query_size + 2 * self.key_size)
+        biases += self.has_output_bias * hidden + self.has_mlp_bias * (2 * inner + hidden)
+        head_norms = self.has_head_norms * 2 * self.head_size
+        return linear + biases + head_norms + 2 * hidden
 
     @property
     def num_embedding_parameters(self) -> int:

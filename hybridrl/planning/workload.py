@@ -47,6 +47,24 @@ class Workload:
             max_tokens_per_microbatch=config.actor.max_tokens_per_microbatch,
         )
 
+    @classmethod
+    def of_critic(cls, config: ExperimentConfig, policy: Workload) -> Workload:
+        """Return what the critic does with rows as long as the policy's."""
+        num_ranks = config.num_critic_ranks
+        num_rows = max(1, config.num_rows_per_step // num_ranks)
+        return replace(
+            policy,
+            num_rows=num_rows,
+            num_rows_per_update=max(1, num_rows // config.critic.num_minibatches),
+            num_siblings=max(1, config.rollout.num_responses_per_prompt // num_ranks),
+            max_tokens_per_microbatch=config.critic.max_tokens_per_microbatch,
+            microbatch_tokens=None,
+        )
+
+    def scoring(self) -> Workload:
+        """Return the same rows as a pass without gradients takes them: those of all updates."""
+        return replace(self, num_rows_per_update=self.num_rows, microbatch_tokens=None)
+
     def measured(
         self, *, prompt_tokens: float, response_tokens: float, microbatch_tokens: float
     ) -> Workload:

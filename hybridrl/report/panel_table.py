@@ -122,6 +122,30 @@ PANELS = (
     ),
     Panel(
         section=_POLICY,
+        title="What the critic explains",
+        about="1 foretells every return; 0 is no better than their mean, below 0 worse.",
+        lines=(("critic/explained_variance", "explained variance"),),
+    ),
+    Panel(
+        section=_POLICY,
+        title="Loss of the critic",
+        lines=(("loss/value", "value loss"),),
+    ),
+    Panel(
+        section=_POLICY,
+        title="Gradient norm of the critic",
+        lines=(("critic/grad_norm", "before clipping"),),
+        limit="critic.optimizer.max_grad_norm",
+        is_log=True,
+    ),
+    Panel(
+        section=_POLICY,
+        title="Clipped values of the critic",
+        lines=(("critic/clip_fraction", "moved too far"),),
+        unit="share of response tokens",
+    ),
+    Panel(
+        section=_POLICY,
         title="Updates left out",
         lines=(("policy/skipped_updates", "not finite"),),
     ),
@@ -173,6 +197,13 @@ PANELS = (
                 *("roll_back", "unwind", "restart", "start"),
             )
         ),
+        unit="s, slowest rank",
+    ),
+    Panel(
+        section=_TIME,
+        title="The critic's work",
+        about="Seconds on the critic's ranks; with its own pool others work meanwhile.",
+        lines=(("time/critic_values_s", "values"), ("time/critic_update_s", "update")),
         unit="s, slowest rank",
     ),
     Panel(

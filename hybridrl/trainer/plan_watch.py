@@ -17,7 +17,9 @@ log = logging.getLogger(__name__)
 
 _SETTLED_STEP = 2
 """Moments exist from the first update on. On a CPU ranks then give freed memory back once, and only
-in this step does each phase show what it needs itself; later all look as large as the largest."""
+in this step does each phase show what it needs itself; later all look as large as the largest.
+Counted from the first step in which the policy learns; a critic that learned before it has left its
+own traces by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,11 @@ class PlanWatch:
         Args:
             metrics: of one step: measured peaks, mean lengths, tokens and micro-batches.
         """
-        self._num_steps += 1
         try:
             plan = self._plan_for(metrics)
         except (ModelError, KeyError):  # a model or a step that nothing is foretold of
             return {}
+        self._num_steps += 1
         found = [
             Comparison(phase.name, plan.measured_bytes(phase), metrics[name].value)
             for phase in self._comparable(plan)
@@ -82,7 +84,9 @@ class PlanWatch:
         return plan_memory(self._config, workload=workload)
 
     def _comparable(self, plan: MemoryPlan) -> tuple[Phase, ...]:
-        if plan.device == "cuda" or self._num_steps <= _SETTLED_STEP:
+        has_warmed_up = self._config.has_critic and self._config.critic.num_warmup_steps > 0
+        is_early = self._num_steps < _SETTLED_STEP and not has_warmed_up
+        if plan.device == "cuda" or is_early or self._num_steps == _SETTLED_STEP:
             return plan.phases
         return (plan.fullest,)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from hybridrl.batch import CriticBatch, RolloutBatch, ValueBatch
@@ -42,7 +42,7 @@ class CriticWorker(CheckpointedWorker):
     @register(TRAIN, blocking=False)
     def compute_values(self, rollouts: RolloutBatch) -> ValueBatch:
         """Value the state before each response token with the weights before the update."""
-        with self._working("values"):
+        with self._working("values", memory="values"):
             return self._engine.compute_values(rollouts)
 
     @register(TRAIN_METRICS, blocking=False)
@@ -53,14 +53,14 @@ class CriticWorker(CheckpointedWorker):
             batch: this rank's rows, those of each mini-batch adjacent (see balance_over_ranks).
         """
         critic = self._spec.critic
-        with self._working("update"):
+        with self._working("update", memory="critic_update"):
             steps = [
                 self._engine.update(minibatch)
                 for _ in range(critic.num_epochs)
                 for minibatch in batch.chunk(critic.num_minibatches)
             ]
         seconds, self._seconds = self._seconds, {}
-        return merge([*steps, seconds])
+        return merge([*steps, seconds, self._take_shared_metrics()])
 
     @register(Dispatch.ONE_TO_ALL)
     def export_hf(self, folder: Path) -> None:
@@ -83,10 +83,18 @@ class CriticWorker(CheckpointedWorker):
         if self._sharding is not None:
             self._sharding.require_training()
 
+    def _take_shared_metrics(self) -> Metrics:
+        """Return what the device's keeper measured up to now.
+
+        The policy's update tells the rest; in warm-up steps there is none.
+        """
+        return {} if self._sharding is None else self._sharding.take_metrics()
+
     @contextmanager
-    def _working(self, what: str) -> Iterator[None]:
-        """Refuse to compute while the rollout engine has the device; measure the seconds."""
+    def _working(self, what: str, *, memory: str) -> Iterator[None]:
+        """Refuse to compute while the rollout engine has the device; measure seconds and memory."""
         self._require_device()
         begin = time.perf_counter()
-        yield
+        with self._sharding.meter(memory) if self._sharding is not None else nullcontext():
+            yield
         self._seconds[f"time/critic_{what}_s"] = Max(time.perf_counter() - begin)

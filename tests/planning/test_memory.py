@@ -8,17 +8,22 @@ from torch import Tensor
 
 from hybridrl.batch import jagged, jagged_from
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.models.policy import PackedTokens
-from hybridrl.planning.memory import plan_memory
+from hybridrl.models.adapter import Adapter
+from hybridrl.models.packed_model import PackedModel, PackedTokens
+from hybridrl.planning.memory import plan_critic_pool, plan_memory
+from hybridrl.planning.page import plan_page
 from hybridrl.planning.plan import MemoryPlan, Phase, Place
+from hybridrl.planning.roles import AdapterShape, Numerics, Role, critic_role
 from hybridrl.planning.shapes import read_shape
-from hybridrl.planning.training import Numerics, Role, TrainingMemory
+from hybridrl.planning.training import TrainingMemory
 from hybridrl.planning.workload import Workload
 from hybridrl.workers.train.packing import RowPacker
-from hybridrl.workers.train.shards import build_policy
+from hybridrl.workers.train.shards import build_critic, build_policy
 from tests.config.values import config_of
 from tests.models import Family, make_tiny_model
+from tests.workers.train.critics import CRITIC
 from tests.workers.train.engines import ACTOR, CPU
+from tests.workers.train.lora_engines import with_lora
 
 GPU = ("cluster=one_gpu", "actor.compute_dtype=bfloat16", "rollout.dtype=bfloat16")
 
@@ -46,11 +51,52 @@ def test_activations_are_what_autograd_keeps(
     policy = build_policy(
         folder, config=ACTOR, dtype=torch.float32, device=CPU, num_ranks=1, is_trainable=True
     )
+    role = Role(name="actor", shape=read_shape(folder), learns=True)
+    _compare_activations(policy, role, siblings=siblings, checkpointing=checkpointing)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    "modules", [("all-linear",), ("q_proj", "v_proj"), ("k_proj", "up_proj", "down_proj")]
+)
+def test_beside_an_adapter_only_its_inputs_are_kept(
+    modules: tuple[str, ...], checkpointing: bool, tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path, hidden_size=128, num_layers=3)
+    lora = with_lora(target_modules=modules)
+    policy = build_policy(
+        folder,
+        config=ACTOR,
+        dtype=torch.float32,
+        device=CPU,
+        num_ranks=1,
+        is_trainable=True,
+        adapt=Adapter(lora, seed=0).inject,
+    )
+    shape = read_shape(folder)
+    role = Role(name="actor", shape=shape, learns=True, adapter=AdapterShape.of(lora, shape))
+    trained = [p.numel() for p in policy.parameters() if p.requires_grad]
+    assert role.num_trained == sum(trained)
+    _compare_activations(policy, role, siblings=4, checkpointing=checkpointing)
+
+
+def test_a_critic_has_no_vocabulary(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, hidden_size=128, num_layers=3)
+    critic = build_critic(folder, config=CRITIC, dtype=torch.float32, device=CPU, num_ranks=1)
+    role = critic_role(read_shape(folder))
+    assert role.num_trained == sum(p.numel() for p in critic.parameters())
+    assert role.num_outputs == 0
+    _compare_activations(critic, role, siblings=1, checkpointing=False)
+
+
+def _compare_activations(
+    model: PackedModel, role: Role, *, siblings: int, checkpointing: bool
+) -> None:
     if checkpointing:
-        policy.train()
-        policy.hf.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        model.hf.gradient_checkpointing_enable({"use_reentrant": False})
     tokens = _pack(num_prompts=8 // siblings, siblings=siblings, prompt=6, response=10)
-    weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -58,14 +104,10 @@ def test_activations_are_what_autograd_keeps(
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        scored = policy(tokens, 1.0)
+        scored = model(tokens) if role.has_value_head else model(tokens, 1.0)
     num_bytes = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in weights)
     del scored
     config = config_of(*([] if not checkpointing else ["actor.gradient_checkpointing=true"]))
-    shape = read_shape(folder)
-    role = Role(
-        name="actor", shape=shape, num_trainable=shape.num_parameters, num_outputs=shape.vocab_size
-    )
     memory = TrainingMemory(role, Numerics.of(config))
     workload = Workload(
         num_rows=8,
@@ -169,3 +211,61 @@ def test_shorter_rows_than_planned_take_less() -> None:
     longest, shorter = plan_memory(config), plan_memory(config, workload=short)
     assert part(shorter, "update", "activations") < 0.4 * part(longest, "update", "activations")
     assert part(shorter, "update", "KV cache") == part(longest, "update", "KV cache")
+
+
+def test_a_fused_critic_is_one_more_model_that_leaves_with_the_others() -> None:
+    ppo = (*GPU, "algorithm=ppo", "rollout.sleep=true")
+    plan = plan_of(*ppo)
+    names = [p.name for p in plan.phases]
+    assert names[-5:] == ["values", "logprobs", "critic_update", "update", "export"]
+    assert part(plan, "update", "critic weights") > 0
+    assert part(plan, "generate", "critic weights") == 0
+    alone = plan_of(*GPU, "rollout.sleep=true")
+    assert part(plan, "update", "optimizer") > 1.9 * part(alone, "update", "optimizer")
+    smaller = plan_of(*ppo, "critic.max_tokens_per_microbatch=256")
+    for name in ("values", "critic_update"):
+        assert smaller.peak_bytes(phase(smaller, name)) < plan.peak_bytes(phase(plan, name))
+    assert phase(smaller, "update") == phase(plan, "update")
+
+
+def test_a_critic_in_its_own_pool_is_planned_apart() -> None:
+    pool = ("algorithm=ppo", "critic.placement=own_pool", "critic.num_ranks_per_node=2")
+    policy, critic = plan_of(*pool), plan_critic_pool(config_of(*pool))
+    assert critic is not None
+    assert plan_critic_pool(config_of("algorithm=ppo")) is None
+    assert "critic weights" not in policy.part_names
+    assert "actor weights" not in critic.part_names
+    assert [p.name for p in critic.phases] == ["build", "values", "critic_update", "export"]
+    assert "the critic's own ranks (2 x cpu) come on top" in plan_page(config_of(*pool))
+
+
+def test_an_adapter_has_the_only_moments_and_the_reference_is_free() -> None:
+    kl = ("algorithm.kl.placement=loss", "algorithm.kl.coefficient=0.01")
+    whole, lora = plan_of(*GPU), plan_of(*GPU, "lora=default", *kl)
+    assert 0 < part(lora, "update", "optimizer") < 0.3 * part(whole, "update", "optimizer")
+    assert "reference weights" not in lora.part_names
+    assert part(lora, "logprobs", "actor weights") > part(whole, "update", "actor weights")
+    assert part(lora, "export", "checkpoint") < 0.3 * part(whole, "export", "checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "place"),
+    [
+        ("resident", "rollout weights", Place.DEVICE),
+        ("backup", "backup of rollout weights", Place.HOST),
+        ("resend", None, None),
+    ],
+)
+def test_frozen_weights_of_a_sleeping_engine_lie_where_lora_base_says(
+    base: str, name: str | None, place: Place | None
+) -> None:
+    plan = plan_of(*GPU, "lora=default", "rollout.sleep=true", f"lora.base={base}")
+    found = {p.name: p.place for p in phase(plan, "update").parts if "rollout" in p.name}
+    assert found == ({name: place} if name else {})
+
+
+def test_a_checkpoint_is_one_copy_of_weights_that_learn_and_their_moments() -> None:
+    plan = plan_of("checkpoint.every_num_steps=1")
+    state = part(plan, "export", "actor weights") + part(plan, "export", "optimizer")
+    assert part(plan, "export", "checkpoint") == state
+    assert part(plan_of("checkpoint.every_num_steps=0"), "export", "checkpoint") == 0

@@ -43,6 +43,15 @@ def test_on_a_cpu_only_the_fullest_phase_is_compared_once_malloc_keeps_memory() 
     assert list(found[-1]) == ["memory/update_plan_error_fraction"]
 
 
+def test_steps_in_which_the_critic_learns_alone_are_not_counted() -> None:
+    metrics, peaks = step(off_by=0.0)
+    watch = PlanWatch(config_of("algorithm=ppo", "critic.num_warmup_steps=2"))
+    alone = {name: m for name, m in metrics.items() if not name.startswith("data/")}
+    found = [watch.compare(one) for one in (alone, alone, metrics, metrics, metrics)]
+    # The critic's updates left their traces before the policy's first; its second is settled.
+    assert [len(errors) for errors in found] == [0, 0, 1, len(peaks), 1]
+
+
 def test_the_log_has_a_line_after_the_first_step_and_one_at_the_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -65,6 +65,8 @@ def _three_cycles(rank: int, folder: Path, config: ExperimentConfig) -> None:
         metrics = critic.update(build_critic_batch(rollouts, values_BL, estimate))
         assert metrics.get("critic/updates", metrics["critic/lr"]).value > 0
         assert {"time/critic_values_s", "time/critic_update_s"} <= set(metrics)
+        peaks = {f"memory/{name}_peak_bytes/max" for name in ("sync", "values", "critic_update")}
+        assert peaks <= set(metrics)  # told each step, also where the policy does not learn yet
     critic.close()
     actor.close()
 

@@ -1,0 +1,189 @@
+"""What the ranks of both worker groups have in common: training state, and the critic's phases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
+
+from hybridrl.config.actor import EngineConfig
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.planning.plan import Part, Phase, Place
+from hybridrl.planning.roles import Numerics, critic_role
+from hybridrl.planning.shapes import ModelShape, shape_of
+from hybridrl.planning.training import TrainingMemory
+from hybridrl.planning.workload import Microbatch, Workload
+
+_MIB = 2**20
+
+_PROCESS = 640 * _MIB
+"""Python, torch, transformers and Ray in a worker before it builds engines; measured on Linux."""
+
+_LIBRARIES = {
+    "build": 10,
+    "make_room": 10,
+    "sync": 12,
+    "generate": 20,
+    "logprobs": 40,
+    "values": 40,
+    "critic_update": 60,
+    "update": 60,
+}
+"""MiB of code and workspace of torch that a CPU process touches for the first time, by phase."""
+
+_FRAGMENTS_ALONE, _FRAGMENTS_AFTER_ANOTHER, _FRAGMENTS_RECOMPUTED = 0.10, 0.55, 1.10
+"""Memory that malloc cannot use again, by activations, measured on a CPU with glibc 2.36: for the
+only micro-batch of an update; for one after others, whose gradients lie scattered over the memory
+that they freed; and for blocks that are recomputed
+while gradients appear. Without malloc's heap
+(MALLOC_MMAP_THRESHOLD_=131072) there is none of it, and the update is slower."""
+
+_FRAGMENTS_OF_ADAPTER_ALONE, _FRAGMENTS_OF_ADAPTER = 0.55, 1.20
+"""The same beside an adapter; fitted to one run each. Four large tensors of each adapted layer are
+freed at once, and the small one between A and B stays."""
+
+_CUDA_RESERVE = 2048 * _MIB
+"""CUDA context, NCCL's buffers and what the allocator cannot use. An allowance, not measured."""
+
+
+@dataclass(frozen=True)  # without slots: sizes are computed once
+class Rank:
+    """What a rank of either worker group has."""
+
+    config: ExperimentConfig
+    shape: ModelShape
+    workload: Workload
+    max_context_tokens: int
+
+    @classmethod
+    def of(cls, config: ExperimentConfig, workload: Workload | None) -> Self:
+        """Read the shape of the model; without a workload take the longest rows."""
+        longest = Workload.longest(config)
+        return cls(config, shape_of(config.model), workload or longest, longest.num_row_tokens)
+
+    @property
+    def _models(self) -> tuple[TrainingMemory, ...]:
+        """The models whose training state this rank has a share of."""
+        return (self._critic,)
+
+    def _at_rest(self) -> list[Part]:
+        """What the rollout engine keeps while training has the device."""
+        return []
+
+    # -- what lies there while something else happens --------------------------------------------
+
+    def _weights(self) -> list[Part]:
+        return [Part(f"{model.role.name} weights", model.weights) for model in self._models]
+
+    def _moments(self, place: Place = Place.DEVICE) -> list[Part]:
+        name = "optimizer" if place is Place.DEVICE else "offloaded optimizer"
+        return [Part(name, sum(model.optimizer for model in self._models), place)]
+
+    def _standing(self) -> list[Part]:
+        """Training state and what the rollout engine leaves there."""
+        return [*self._weights(), *self._moments(), *self._at_rest()]
+
+    # -- phases ----------------------------------------------------------------------------------
+
+    def _load(self) -> list[Part]:
+        """Weights are there, and the files that they were read from still mapped."""
+        files = self.shape.num_parameters * self._numerics.storage_bytes
+        return [*self._weights(), Part("weight files, mapped", files, Place.HOST)]
+
+    def _values(self) -> list[Part]:
+        """The critic's forward pass: no chunk of logits."""
+        pack, critic = self._scored(self._critic_workload, self._critic), self._critic
+        stream = pack.num_tokens * self.shape.hidden_size * critic.numerics.compute_bytes
+        computing = Part("activations", critic.passing(pack) + stream)
+        return [*self._standing(), Part("gathered weights", critic.gathered), computing]
+
+    def _critic_update(self) -> list[Part]:
+        critic, config = self._critic, self.config.critic
+        pack = self._trained(self._critic_workload, critic)
+        is_alone = pack.is_only_one and config.num_updates_per_step == 1
+        fragments = self._fragments(config, is_alone=is_alone)
+        return max(self._update(critic, pack, fragments), key=total_bytes)
+
+    def _update(
+        self, model: TrainingMemory, pack: Microbatch, share_of_fragments: float
+    ) -> Iterator[list[Part]]:
+        """Instants of the last backward pass: its loss, its last block and its first block."""
+        saved = model.activations(pack)
+        standing = [
+            *self._standing(),
+            Part("gathered weights", model.gathered),
+            Part("malloc fragments", int(share_of_fragments * saved)),
+        ]
+        before, held = model.gradients_before_last(pack), model.embedding_gradient()
+        yield [
+            *standing,
+            Part("gradients", before),
+            Part("activations", saved),
+            Part("logits", model.logits_backward(pack)),
+        ]
+        passing = model.passing(pack)
+        yield [*standing, Part("gradients", before + held), Part("activations", saved + passing)]
+        last = Part("activations", model.saved_by_block(pack) + passing)
+        yield [*standing, Part("gradients", model.gradients_at_end(pack) + held), last]
+
+    def _fragments(
+        self, engine: EngineConfig, *, is_alone: bool, has_adapter: bool = False
+    ) -> float:
+        if self.config.cluster.device == "cuda":
+            return 0.0
+        if engine.gradient_checkpointing:
+            return _FRAGMENTS_RECOMPUTED
+        if has_adapter:
+            return _FRAGMENTS_OF_ADAPTER_ALONE if is_alone else _FRAGMENTS_OF_ADAPTER
+        return _FRAGMENTS_ALONE if is_alone else _FRAGMENTS_AFTER_ANOTHER
+
+    def _export(self) -> list[Part]:
+        """The end of a run: the last checkpoint's copy, then on rank 0 a file of whole weights."""
+        saves = self.config.checkpoint.every_num_steps > 0
+        snapshot = saves * sum(model.snapshot for model in self._models)
+        return [*self._standing(), Part("checkpoint", snapshot, Place.HOST)]
+
+    def _phase(self, name: str, parts: list[Part]) -> Phase:
+        if self.config.cluster.device == "cuda":
+            rest = [Part("CUDA, NCCL, fragments", _CUDA_RESERVE, is_measured=False)]
+        else:
+            rest = [Part("libraries", _LIBRARIES.get(name, 20) * _MIB)]
+        rest.append(Part("Python, torch, Ray", _PROCESS, Place.HOST, is_measured=False))
+        return Phase(name, tuple(part for part in (*parts, *rest) if part.num_bytes))
+
+    # -- sizes -----------------------------------------------------------------------------------
+
+    @cached_property
+    def _numerics(self) -> Numerics:
+        return Numerics.of(self.config)
+
+    @cached_property
+    def _critic(self) -> TrainingMemory:
+        return TrainingMemory(critic_role(self.shape), Numerics.of_critic(self.config))
+
+    @cached_property
+    def _critic_workload(self) -> Workload:
+        return Workload.of_critic(self.config, self.workload)
+
+    def _trained(self, workload: Workload, model: TrainingMemory) -> Microbatch:
+        return workload.microbatch(shares_prompts=not model.numerics.has_varlen_attention)
+
+    def _scored(self, workload: Workload, model: TrainingMemory) -> Microbatch:
+        return self._trained(workload.scoring(), model)
+
+
+class CriticRank(Rank):
+    """A rank of the critic's own pool."""
+
+    def phases(self) -> Iterator[Phase]:
+        """Yield the phases in the order of a run."""
+        yield self._phase("build", self._load())
+        yield self._phase("values", self._values())
+        yield self._phase("critic_update", self._critic_update())
+        yield self._phase("export", self._export())
+
+
+def total_bytes(parts: list[Part]) -> int:
+    """Add up parts, wherever they lie."""
+    return sum(part.num_bytes for part in parts)
