@@ -183,7 +183,7 @@ time/continue_s | s | engines serve again
 time/checkpoint_s | s | the step waits: ranks copy their state to the host, a former save ends
 time/unwind_s | s | after a failed wake-up: engines give back what they had taken
 time/restart_s | s | a broken engine starts anew
-memory/{stage}_peak_bytes/max | bytes | peak within a stage or phase: build, generate, update ...
+memory/{stage}_peak_bytes/max | bytes | peak in a stage, or in build, generate, values, update ...
 memory/{phase}_plan_error_fraction | 1 | measured peak over predicted peak, less 1
 memory/released_bytes | bytes | what the engines gave back
 memory/synced_bytes | bytes | weights sent from trainer to engines
