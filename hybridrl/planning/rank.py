@@ -35,13 +35,12 @@ _LIBRARIES = {
 _FRAGMENTS_ALONE, _FRAGMENTS_AFTER_ANOTHER, _FRAGMENTS_RECOMPUTED = 0.10, 0.55, 1.10
 """Memory that malloc cannot use again, by activations, measured on a CPU with glibc 2.36: for the
 only micro-batch of an update; for one after others, whose gradients lie scattered over the memory
-that they freed; and for blocks that are recomputed
-while gradients appear. Without malloc's heap
+that they freed; and for blocks that are recomputed while gradients appear. Without malloc's heap
 (MALLOC_MMAP_THRESHOLD_=131072) there is none of it, and the update is slower."""
 
 _FRAGMENTS_OF_ADAPTER_ALONE, _FRAGMENTS_OF_ADAPTER = 0.55, 1.20
-"""The same beside an adapter; fitted to one run each. Four large tensors of each adapted layer are
-freed at once, and the small one between A and B stays."""
+"""The same beside an adapter; fitted to one run each. Why it is more was not found out: perhaps
+because each adapted layer frees large tensors around the small one between A and B."""
 
 _CUDA_RESERVE = 2048 * _MIB
 """CUDA context, NCCL's buffers and what the allocator cannot use. An allowance, not measured."""
