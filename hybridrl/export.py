@@ -83,7 +83,10 @@ def _find(run_folder: Path, step: int | None) -> Checkpoint:
     if found is None:
         steps = ", ".join(map(str, shelf.steps())) or "none"
         wanted = "a whole checkpoint" if step is None else f"a checkpoint of step {step}"
-        raise CheckpointError(f"{run_folder} has not {wanted}; it has: {steps}")
+        raise CheckpointError(
+            f"{run_folder} has not {wanted}; it has: {steps} (checkpoint.keep_last and "
+            "checkpoint.keep_best say how many are kept)"
+        )
     return found
 
 

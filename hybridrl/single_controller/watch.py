@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import struct
+import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -28,6 +29,7 @@ from hybridrl.single_controller.autopsy import (
 
 _STACKS_WAIT_S = 2.0
 _NODE_WAIT_S = 6.0
+_EXIT_WAIT_S = 2.0
 _KILL_WAIT_S = 2.0
 _MAX_LINES = 8
 
@@ -78,15 +80,16 @@ class RankWatch:
     def end(self) -> None:
         """Make sure that the ranks on this machine are gone, and let go of them. Twice is a no-op.
 
-        Ray asks a process to exit, and gives one that is stopped by a signal 5 s to obey.
+        Ray asks a process to exit, and gives one that is stopped by a signal 5 s to obey. Killed
+        before it has obeyed, an orderly end looks to Ray like a crash, and Ray tells the user so.
         """
-        poll = select.poll()
+        deadline = time.monotonic() + _EXIT_WAIT_S
+        for handle in self._handles.values():
+            _wait_for_exit(handle, max(0.0, deadline - time.monotonic()))
         for handle in self._handles.values():
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
-            poll.register(handle, select.POLLIN)
-            poll.poll(_KILL_WAIT_S * 1000)
-            poll.unregister(handle)
+            _wait_for_exit(handle, _KILL_WAIT_S)
             os.close(handle)
         self._handles.clear()
 
@@ -95,6 +98,12 @@ class RankWatch:
         handle = self._handles.get(report.rank)
         status = None if handle is None or not report.is_gone else _exit_status(handle)
         return report if status is None else replace(report, exit=_describe_exit(status, report))
+
+
+def _wait_for_exit(handle: int, wait_s: float) -> None:
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
+    poll.poll(wait_s * 1000)
 
 
 def _ask(node_id: str, ranks: Sequence[WatchedRank]) -> Any:  # noqa: ANN401 - Ray's reference

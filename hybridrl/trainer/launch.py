@@ -7,6 +7,7 @@ started them.) This module therefore imports neither torch nor what does.
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from importlib import import_module
@@ -17,7 +18,7 @@ from hybridrl.trainer.certify import certify
 from hybridrl.trainer.cluster import ray_cluster
 from hybridrl.trainer.last_words import last_words
 from hybridrl.trainer.record import open_record
-from hybridrl.trainer.resume import goes_on
+from hybridrl.trainer.resume import goes_on, what_was_finished
 
 _COMPOSITION_ROOT = "hybridrl.trainer.build"
 _DIED = (
@@ -46,6 +47,9 @@ def run(config: ExperimentConfig, *, resolved_yaml: str) -> None:
             certify(config, record=record)
         return
     resumes = goes_on(config)
+    if resumes and (told := what_was_finished(config)):
+        sys.stdout.write(f"{told}\n")
+        return
     with ExitStack() as opened:
         record = opened.enter_context(
             open_record(config, resolved_yaml=resolved_yaml, resumes=resumes)

@@ -99,4 +99,8 @@ class PlanWatch:
         if self._num_steps == 1:
             longest = plan_memory(self._config)
             limit = spell(longest.peak_bytes(longest.fullest))
-            log.info("memory of step 1: %s; with rows of full length a rank takes %s", peak, limit)
+            log.info(
+                "memory of the first step: %s; with rows of full length a rank takes %s",
+                peak,
+                limit,
+            )

@@ -75,6 +75,21 @@ def newest_step(config: ExperimentConfig) -> int:
     return 0 if found is None else found.manifest.run.step
 
 
+def what_was_finished(config: ExperimentConfig) -> str:
+    """Say that a run has nothing left to do, and what can be done; empty if it has."""
+    is_tuning = config.mode == "sft"
+    key = "sft.num_steps" if is_tuning else "trainer.num_steps"
+    num_steps = config.sft.num_steps if is_tuning else config.trainer.num_steps
+    folder = Path(config.trainer.run_dir)
+    lacks_export = (is_tuning or config.trainer.export_hf) and not (folder / "hf").is_dir()
+    if newest_step(config) < num_steps or lacks_export:
+        return ""
+    return (
+        f"the run in {folder} is finished: step {num_steps} of {num_steps}. Raise {key} to go on, "
+        "or set trainer.run_dir to a new folder"
+    )
+
+
 def goes_on(config: ExperimentConfig) -> bool:
     """Say whether the run in the run folder is to be continued, from a checkpoint or from step 0.
 

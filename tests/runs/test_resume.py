@@ -86,10 +86,16 @@ def test_onto_another_number_of_ranks_a_run_goes_on_and_says_that_bits_may_diffe
     assert ours == theirs  # no prompt lost or doubled
 
 
-def test_a_finished_run_has_nothing_to_do(begun: Path) -> None:
-    before = (begun / "metrics.jsonl").read_bytes()
+def test_a_finished_run_says_so_and_starts_nothing(
+    begun: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in begun.rglob("*")}
     _run(begun, "trainer.num_steps=2")
-    assert (begun / "metrics.jsonl").read_bytes() == before
+    assert "is finished: step 2 of 2. Raise trainer.num_steps" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in begun.rglob("*")} == before
+    shutil.rmtree(begun / "hf")  # killed before its export
+    _run(begun, "trainer.num_steps=2")
+    assert (begun / "hf" / "config.json").is_file()
 
 
 def test_what_came_after_the_checkpoint_is_rolled_back_and_done_again(
@@ -106,6 +112,7 @@ def test_what_came_after_the_checkpoint_is_rolled_back_and_done_again(
 
 def test_a_torn_checkpoint_is_named_and_the_one_before_it_used(made: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(made / "whole", tmp_path / "run")
+    shutil.rmtree(folder / "hf")  # it ended before its export, or nobody would look
     torn = folder / "checkpoints" / "step-000000005"
     shard = next(torn.glob("actor/*.safetensors"))
     data = bytearray(shard.read_bytes())

@@ -61,7 +61,7 @@ def test_the_log_has_a_line_after_the_first_step_and_one_at_the_end(
             watch.compare(step(off_by=off_by)[0])
         watch.report()
     first, last = caplog.messages
-    assert first.startswith("memory of step 1: predicted ")
+    assert first.startswith("memory of the first step: predicted ")
     assert "error +10%, in update" in first
     assert last.startswith("memory over the run: predicted ")
     assert last.endswith("error +30%, in update")
