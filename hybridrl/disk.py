@@ -19,15 +19,20 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str, *, errors: str = "strict") -> None:
     """Write a text file that a reader sees whole, whatever happens meanwhile; replaces another.
+
+    Args:
+        path: of the file; its folder exists.
+        text: all of it.
+        errors: what happens to characters that UTF-8 has not, as ``str.encode`` says.
 
     Raises:
         OSError: the disk is full or gone; a former file is as it was.
     """
     unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
     try:
-        unfinished.write_text(text, encoding="utf-8")
+        unfinished.write_text(text, encoding="utf-8", errors=errors)
         flush(unfinished)
         unfinished.replace(path)
     finally:
@@ -45,3 +50,12 @@ def publish(unfinished: Path, folder: Path) -> None:
         flush(path)
     unfinished.rename(folder)
     flush(folder.parent)
+
+
+def free_name(path: Path) -> Path:
+    """Return ``path``, or if that is taken the first of ``path-2``, ``path-3`` that is not."""
+    free, number = path, 1
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free

@@ -21,6 +21,16 @@ def set_value(name: str, value: str) -> None:
     os.environ[name] = value
 
 
+ROOT = Path(__file__).resolve().parents[1]
+"""Where the package lies: a checkout, or the folder of installed packages."""
+
+
+def python_path() -> str:
+    """Return a PYTHONPATH with which a process imports hybridrl from where this one does."""
+    paths = get("PYTHONPATH").split(os.pathsep)
+    return os.pathsep.join([str(ROOT), *(p for p in paths if p not in ("", str(ROOT)))])
+
+
 def everything() -> dict[str, str]:
     """Return all variables, for a child process."""
     return dict(os.environ)

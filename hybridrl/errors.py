@@ -188,6 +188,12 @@ def is_restartable(error: BaseException) -> bool:
     return isinstance(error, WorkerDiedError | DeadlineError)
 
 
+def notes_of(error: BaseException) -> list[str]:
+    """Return what ``add_note`` put on an error."""
+    notes: list[str] = vars(error).get("__notes__", [])
+    return notes
+
+
 def nearest(name: str, known: Sequence[str]) -> str:
     """Say which known names are meant: ``did you mean 'lr'?`` or the whole list if none is near."""
     close = get_close_matches(name, known, n=3, cutoff=0.5)

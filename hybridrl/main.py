@@ -30,7 +30,7 @@ from yaml import YAMLError
 from hybridrl import env
 from hybridrl.config.load import known_keys, load_config
 from hybridrl.config.summary import summarize
-from hybridrl.errors import ConfigError, ConfigErrors, HybridRLError, nearest
+from hybridrl.errors import ConfigError, ConfigErrors, HybridRLError, nearest, notes_of
 from hybridrl.planning.page import peak_line, plan_page
 from hybridrl.trainer.sweep import SweepJob, build_jobs, run_sweep
 
@@ -88,7 +88,7 @@ def main() -> None:
     except ConfigErrors as errors:
         _stop(errors, _EXIT_CONFIG)
     except KeyboardInterrupt as interrupt:
-        sys.stderr.write("\n".join(["interrupted", *_notes(interrupt)]) + "\n")
+        sys.stderr.write("\n".join(["interrupted", *notes_of(interrupt)]) + "\n")
         sys.exit(_EXIT_INTERRUPTED)
 
 
@@ -264,13 +264,8 @@ def _unknown_key(key: str, value: str) -> ConfigError:
 def _stop(error: HybridRLError, status: int) -> NoReturn:
     if isinstance(error, ConfigErrors) and len(error.violations) == 1:
         error = error.violations[0]
-    sys.stderr.write("\n".join([f"{type(error).__name__}: {error}", *_notes(error)]) + "\n")
+    sys.stderr.write("\n".join([f"{type(error).__name__}: {error}", *notes_of(error)]) + "\n")
     raise SystemExit(status)
-
-
-def _notes(error: BaseException) -> list[str]:
-    notes: list[str] = vars(error).get("__notes__", [])
-    return notes
 
 
 if __name__ == "__main__":

@@ -14,21 +14,19 @@ process are exact to each other. Those of different hosts agree as well as the h
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from threading import get_ident
 from types import TracebackType
 from typing import NamedTuple, TypeVar
+
+from hybridrl.activity import resident_bytes
 
 Item = TypeVar("Item")
 Arg = str | int | float | bool
 
 _CLOCK_TO_WALL_NS = time.time_ns() - time.perf_counter_ns()
-_STATM = Path("/proc/self/statm")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class SpanRecord(NamedTuple):
@@ -143,7 +141,7 @@ class Recorder:
 
     def note_host_memory(self) -> None:
         """Show the host memory of this process beside the innermost open span of this thread."""
-        num_bytes = _host_bytes()
+        num_bytes = resident_bytes()
         if num_bytes:
             self.note(host_bytes=num_bytes)
 
@@ -155,7 +153,7 @@ class Recorder:
         num_dropped = self._num_finished - self._num_taken - len(spans)
         self._num_taken = self._num_finished
         now_ns = time.perf_counter_ns() + _CLOCK_TO_WALL_NS
-        return Harvest(spans, max(0, num_dropped), now_ns, _host_bytes())
+        return Harvest(spans, max(0, num_dropped), now_ns, resident_bytes())
 
     def recent(self) -> list[SpanRecord]:
         """Return the last spans that ended, then those that are open, outermost first.
@@ -183,14 +181,6 @@ class Recorder:
         del stack[at:]
         if not stack:
             del self._open[span.thread]
-
-
-def _host_bytes() -> int:
-    """Return the resident memory of this process, in bytes; 0 where it cannot be read."""
-    try:
-        return int(_STATM.read_bytes().split()[1]) * _PAGE_BYTES
-    except OSError:
-        return 0
 
 
 _process = Recorder()

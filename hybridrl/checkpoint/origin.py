@@ -13,6 +13,7 @@ from pathlib import Path
 from hybridrl import __version__
 from hybridrl.checkpoint.manifest import Origin, Recipe
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.keys import flatten
 from hybridrl.errors import CheckpointError
 
 _FREE_SECTIONS = ("tracking.", "checkpoint.", "cluster.", "certify.")
@@ -38,7 +39,7 @@ TOKENIZER_FILES = (
 
 def recipe_of(config: ExperimentConfig) -> Recipe:
     """Return every key that says what is learnt, with its value as JSON has it."""
-    flat = dict(_flatten(asdict(config)))
+    flat = dict(flatten(asdict(config)))
     if config.actor.optimizer.schedule == "constant":
         # A longer run begins as a shorter one does.
         del flat["trainer.num_steps"], flat["sft.num_steps"]
@@ -52,7 +53,7 @@ def recipe_of(config: ExperimentConfig) -> Recipe:
 
 def environment_of(config: ExperimentConfig) -> Mapping[str, str]:
     """Return what rounding depends on: ranks, threads, processor, and versions."""
-    flat = dict(_flatten(asdict(config)))
+    flat = dict(flatten(asdict(config)))
     return {
         **{key: str(flat[key]) for key in (*_NUMERIC, *_THREADS)},
         "processor": _processor(),
@@ -145,21 +146,22 @@ def differences(saved: Mapping[str, object], now: Mapping[str, object]) -> Itera
             yield f"{key}: {saved.get(key)!r} there, {now.get(key)!r} here"
 
 
-def _flatten(values: Mapping[str, object], prefix: str = "") -> Iterable[tuple[str, object]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
+def processor_name() -> str:
+    """Name the processor as Linux does."""
+    return _cpu_info().get("model name") or platform.processor() or platform.machine()
 
 
 def _processor() -> str:
-    """Name the processor as Linux does, with what its vector units can: kernels choose by that."""
+    """Name the processor with what its vector units can: kernels choose by that."""
+    flags = _cpu_info().get("flags", "").split()
+    vectors = sorted(flag for flag in flags if "avx" in flag or "amx" in flag)
+    return " ".join([processor_name(), *vectors])
+
+
+def _cpu_info() -> Mapping[str, str]:
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return platform.processor() or platform.machine()
+        return {}
     fields = (line.partition(":") for line in lines)
-    first = {name.strip(): value.strip() for name, _, value in fields}
-    vectors = [flag for flag in first.get("flags", "").split() if "avx" in flag or "amx" in flag]
-    return f"{first.get('model name', platform.machine())} {' '.join(sorted(vectors))}".strip()
+    return {name.strip(): value.strip() for name, _, value in fields}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from string import Template
 from typing import Any
 
 from hybridrl import __version__
+from hybridrl.disk import write_whole
 from hybridrl.errors import RunFolderError
 from hybridrl.report.evidence import Evidence, Finding
 from hybridrl.report.findings import find
@@ -53,12 +53,9 @@ def write_report(folder: Path, *, output: Path | None = None) -> Path:
         )
     path = output or folder / NAME
     page = build_page(describe(folder))
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(page, encoding="utf-8", errors="replace")
-        partial.replace(path)
+        write_whole(path, page, errors="replace")
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise RunFolderError(
             f"cannot write {path}: {error}; write elsewhere with --output"
         ) from error

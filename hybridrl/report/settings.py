@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from hybridrl.config.keys import flatten
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # In a wheel the folder lies inside the package, in a checkout beside it.
@@ -26,7 +28,7 @@ class Settings:
 
     def __init__(self, values: Mapping[str, object]) -> None:
         """Take nested sections."""
-        self.flat = dict(_flatten(values))
+        self.flat = dict(flatten(values))
 
     @classmethod
     def read(cls, path: Path) -> Settings:
@@ -73,14 +75,6 @@ def _load(path: Path) -> dict[str, Any]:
     except (OSError, yaml.YAMLError):
         return {}
     return values if isinstance(values, dict) else {}
-
-
-def _flatten(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _plain(value: object) -> object:

@@ -12,25 +12,23 @@ import logging
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from hybridrl.checkpoint.compare import Finding, compare_runs
-from hybridrl.checkpoint.manifest import Manifest
-from hybridrl.checkpoint.shelf import Shelf
+from hybridrl.checkpoint.origin import environment_of
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.disk import write_whole
 from hybridrl.errors import CertificateError, DeadlineError
 from hybridrl.trainer.child import Child
 from hybridrl.trainer.live import LiveView
 from hybridrl.trainer.record import RunRecord
+from hybridrl.trainer.resume import shelf_of
 
 log = logging.getLogger(__name__)
 
 _NUM_RUNS = 3
-
-
 _POLL_S = 0.05
 _NUM_NAMED = 5
 
@@ -52,7 +50,7 @@ def certify(config: ExperimentConfig, *, record: RunRecord) -> None:
     record.live.step(_NUM_RUNS, {})
     folders = [Path(run.trainer.run_dir) for run in (whole, broken)]
     findings = compare_runs(*folders)
-    text = describe(config, findings, killed_at=killed_at, environment=_environment(folders[1]))
+    text = describe(config, findings, killed_at=killed_at, environment=environment_of(broken))
     write_whole(record.folder / "certificate.md", text)
     report = {"killed_at": killed_at, "findings": [asdict(finding) for finding in findings]}
     write_whole(record.folder / "certificate.json", json.dumps(report, indent=1))
@@ -66,7 +64,7 @@ def describe(
     findings: Sequence[Finding],
     *,
     killed_at: str,
-    environment: dict[str, str],
+    environment: Mapping[str, str],
 ) -> str:
     """Write the certificate."""
     is_same = not any(finding.differences for finding in findings)
@@ -122,7 +120,7 @@ def _run(config: ExperimentConfig, live: LiveView, label: str) -> None:
 def _run_and_kill(config: ExperimentConfig, live: LiveView, *, pace_s: float) -> str:
     """Kill a run at a random moment after its checkpoint; says when that was."""
     k = config.certify.num_steps
-    shelf = Shelf(Path(config.trainer.run_dir) / "checkpoints")
+    shelf = shelf_of(config)
     wait_s = random.Random(config.seed).uniform(0.0, pace_s * (k - 1))
     child = _start(config)
     try:
@@ -174,9 +172,3 @@ def _seconds_per_step(config: ExperimentConfig) -> float:
     lines = (Path(config.trainer.run_dir) / "metrics.jsonl").read_text().splitlines()
     seconds = [float(json.loads(line).get("time/step_s", 0.0)) for line in lines]
     return sum(seconds) / max(1, len(seconds))
-
-
-def _environment(folder: Path) -> dict[str, str]:
-    found = Shelf(folder / "checkpoints").newest()
-    manifest: Manifest | None = None if found is None else found.manifest
-    return {} if manifest is None else dict(manifest.origin.environment)

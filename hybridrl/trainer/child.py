@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
@@ -19,6 +20,7 @@ from pathlib import Path
 import yaml
 
 from hybridrl import env
+from hybridrl.activity import process_stat
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config
 from hybridrl.disk import write_whole
@@ -27,7 +29,6 @@ from hybridrl.errors import ConfigErrors, HybridRLError
 _KILL_WAIT_S = 10.0
 _POLL_S = 0.02
 _LAUNCH = "hybridrl.trainer.launch"
-_CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 class Child:
@@ -43,14 +44,13 @@ class Child:
         self._log = folder / "child.txt"
         file = folder / "child.yaml"
         write_whole(file, to_yaml(config))
-        paths = filter(None, [str(_CHECKOUT), env.get("PYTHONPATH")])
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(file)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=env.everything() | {"PYTHONPATH": os.pathsep.join(paths)},
+                env=env.everything() | {"PYTHONPATH": env.python_path()},
             )
 
     @property
@@ -80,14 +80,15 @@ class Child:
 
 def members_of(session: int) -> list[int]:
     """Return the processes of a session, its leader first: a run's driver, Ray and ranks."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it ended meanwhile
-            # The name, in brackets, may hold anything; state, parent, group, session follow.
-            state, _, _, its_session = path.read_text().rpartition(")")[2].split()[:4]
-            if int(its_session) == session and state != "Z":
-                found.append(int(path.parent.name))
-    return sorted(found)
+    pids = sorted(int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    return [pid for pid in pids if _lives_in(session, process_stat(pid))]
+
+
+def _lives_in(session: int, stat: Sequence[str]) -> bool:
+    if not stat:  # it ended meanwhile
+        return False
+    state, _, _, its_session = stat[:4]
+    return int(its_session) == session and state != "Z"
 
 
 def to_yaml(config: ExperimentConfig) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +27,6 @@ from hybridrl.single_controller.head import require_head
 log = logging.getLogger(__name__)
 
 _NVIDIA = Path("/dev/nvidiactl")
-_ROOT = Path(__file__).resolve().parents[2]
 _MIB = 1024 * 1024
 _INSTALLED = ("site-packages", "dist-packages")
 
@@ -76,10 +74,7 @@ def _start_ray(cluster: ClusterConfig, *, num_ranks: int) -> None:
     # A GPU is visible to a rank only if Ray gives it; ranks on CPUs see none, and that is no news.
     env.set_default("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Ranks import what this process does, whether hybridrl is installed or run from a checkout.
-    paths = [
-        path for path in env.get("PYTHONPATH").split(os.pathsep) if path not in ("", str(_ROOT))
-    ]
-    env.set_value("PYTHONPATH", os.pathsep.join([str(_ROOT), *paths]))
+    env.set_value("PYTHONPATH", env.python_path())
     # Ray's idle processes import what ranks need while this one still imports: 3 s less to step 1.
     env.set_default("RAY_preload_python_modules", "hybridrl.workers.actor_rollout")
     arguments: dict[str, Any] = {
@@ -149,9 +144,9 @@ def _rank_environment(cluster: ClusterConfig) -> dict[str, str]:
     needed = env.process_environment(cluster.num_threads_per_rank)
     if cluster.address is None and len(ray.nodes()) == 1:
         return {name: value for name, value in needed.items() if env.get(name) != value}
-    if not any(name in _ROOT.parts for name in _INSTALLED):
+    if not any(name in env.ROOT.parts for name in _INSTALLED):
         # A checkout on a folder that all machines share; elsewhere the entry does nothing.
-        needed["PYTHONPATH"] = str(_ROOT)
+        needed["PYTHONPATH"] = str(env.ROOT)
     return needed
 
 

@@ -31,6 +31,8 @@ from pathlib import Path
 
 import hybridrl
 from hybridrl import activity
+from hybridrl.checkpoint.origin import processor_name
+from hybridrl.disk import free_name, publish
 from hybridrl.errors import (
     ConfigError,
     ConfigErrors,
@@ -123,11 +125,11 @@ class PostMortem:
         partial.mkdir()
         try:
             for name, text in self._texts().items():
-                _write_synced(partial / name, text[:_MAX_FILE_CHARACTERS])
-            _sync_folder(partial)
-            target = _free_name(parent, time.strftime("%Y-%m-%d_%H-%M-%S"))
-            partial.rename(target)
-            _sync_folder(parent)
+                shortened = text[:_MAX_FILE_CHARACTERS]
+                (partial / name).write_text(shortened, encoding="utf-8", errors="replace")
+            # A name may be taken: the clock may have been set back.
+            target = free_name(parent / time.strftime("%Y-%m-%d_%H-%M-%S"))
+            publish(partial, target)
         except OSError:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -186,16 +188,12 @@ def describe_versions() -> str:
     for package in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             lines.append(f"{package} {metadata.version(package)}")
-    lines += [f"platform {platform.platform()}", f"processor {_processor()}, {os.cpu_count()} CPUs"]
+    lines += [
+        f"platform {platform.platform()}",
+        f"processor {processor_name()}, {os.cpu_count()} CPUs",
+    ]
     driver = _read(Path("/proc/driver/nvidia/version")).splitlines()
     return "\n".join([*lines, *driver[:1]]) + "\n"
-
-
-def _processor() -> str:
-    for line in _read(Path("/proc/cpuinfo")).splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _own_stacks() -> str:
@@ -216,26 +214,3 @@ def _read(path: Path) -> str:
 
 def _tail(path: Path, num_lines: int) -> str:
     return "".join(_read(path).splitlines(keepends=True)[-num_lines:])
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8", errors="replace") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _free_name(parent: Path, name: str) -> Path:
-    """Return a path that is not taken; the clock may have been set back."""
-    number = 1
-    while (path := parent / (name if number == 1 else f"{name}-{number}")).exists():
-        number += 1
-    return path

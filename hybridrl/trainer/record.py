@@ -12,6 +12,7 @@ from pathlib import Path
 from hybridrl import log
 from hybridrl.checkpoint.manifest import RunState
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.errors import notes_of
 from hybridrl.metrics import Metrics
 from hybridrl.report.page import try_report
 from hybridrl.single_controller import RankReport
@@ -87,8 +88,7 @@ class RunRecord:
         Takes at most 5 s and raises nothing, whatever the state of the disk. Twice for one error is
         a no-op. Whoever goes on after an error calls it too.
         """
-        notes: list[str] = vars(error).get("__notes__", [])
-        if any(note.startswith(WHERE) for note in notes):
+        if any(note.startswith(WHERE) for note in notes_of(error)):
             return
         error.add_note(self.progress.describe())
         if is_crash(error):

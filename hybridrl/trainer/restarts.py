@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from hybridrl.errors import HybridRLError, is_restartable
+from hybridrl.errors import HybridRLError, is_restartable, notes_of
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +41,8 @@ def with_restarts(
             step_before = step
             if not is_restartable(error) or num_in_a_row > max_in_a_row:
                 raise
-            notes: list[str] = vars(error).get("__notes__", [])
             log.warning(
                 "%s: %s\nworkers are started again and go on from step %d (restart %d of %d)",
-                *(type(error).__name__, "\n".join([str(error), *notes])),
+                *(type(error).__name__, "\n".join([str(error), *notes_of(error)])),
                 *(step, num_in_a_row, max_in_a_row),
             )

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from hybridrl.disk import write_whole
+
 log = logging.getLogger(__name__)
 
 _SCORES: tuple[tuple[str, Callable[[Sequence[float]], float]], ...] = (
@@ -192,8 +194,8 @@ def _find_error(folder: Path, exit_status: int) -> str:
 
 def _write(results: Sequence[SweepResult], *, folder: Path, num_jobs: int) -> None:
     entries = {"num_runs": num_jobs, "runs": [asdict(result) for result in results]}
-    (folder / "sweep.json").write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
-    (folder / "sweep.md").write_text(describe(results, num_jobs=num_jobs) + "\n", encoding="utf-8")
+    write_whole(folder / "sweep.json", json.dumps(entries, indent=1) + "\n")
+    write_whole(folder / "sweep.md", describe(results, num_jobs=num_jobs) + "\n")
 
 
 def _row(result: SweepResult) -> str:

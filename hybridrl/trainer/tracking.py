@@ -31,7 +31,7 @@ from typing import Literal, Protocol
 from filelock import FileLock, Timeout
 
 from hybridrl.config.tracking import TrackingConfig
-from hybridrl.disk import write_whole
+from hybridrl.disk import free_name, write_whole
 from hybridrl.errors import RunFolderError
 from hybridrl.metrics import Metrics, check_declared
 
@@ -254,7 +254,7 @@ def _lock(folder: Path) -> Iterator[None]:
     except Timeout as err:
         raise RunFolderError(
             f"another process is writing run folder {folder}; wait for it, end it, or set "
-            f"trainer.run_dir={_free_name(folder)}"
+            f"trainer.run_dir={free_name(folder)}"
         ) from err
     with held:
         yield
@@ -266,23 +266,16 @@ def _empty_folder(folder: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise RunFolderError(
-            f"run folder {folder} exists; set trainer.run_dir={_free_name(folder)}, or "
+            f"run folder {folder} exists; set trainer.run_dir={free_name(folder)}, or "
             "trainer.overwrite=true to replace it"
         )
     if not all((folder / name).exists() for name in (CONFIG, METRICS)):
         raise RunFolderError(
             f"{folder} holds files, but no {CONFIG} and {METRICS}: it is no run folder "
-            f"and will not be replaced; set trainer.run_dir={_free_name(folder)}"
+            f"and will not be replaced; set trainer.run_dir={free_name(folder)}"
         )
     for path in former:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-def _free_name(folder: Path) -> Path:
-    number = 2
-    while (free := folder.with_name(f"{folder.name}-{number}")).exists():
-        number += 1
-    return free

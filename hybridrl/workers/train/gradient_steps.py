@@ -46,6 +46,9 @@ class GradientSteps:
     optimizer: GuardedAdamW
     """Moments, and the number of steps taken."""
 
+    constants: Metrics
+    """Reported with every step."""
+
     def __init__(
         self,
         model: PackedModel,
@@ -60,6 +63,7 @@ class GradientSteps:
         self._ranks = ranks
         self._device = device
         self._area = area
+        self.constants = {}
         model.train()
         if config.gradient_checkpointing:
             model.hf.gradient_checkpointing_enable({"use_reentrant": False})
@@ -130,7 +134,7 @@ class GradientSteps:
     def _finish(self, total_loss: Tensor) -> Metrics:
         """Step; what is the same on all ranks is summed up by rank 0 alone."""
         result = self.optimizer.step(total_loss)
-        metrics: Metrics = {f"{self._area}/lr": Max(result.lr)}
+        metrics: Metrics = {f"{self._area}/lr": Max(result.lr), **self.constants}
         if not result.is_skipped:
             metrics[f"{self._area}/grad_norm"] = Max(result.grad_norm)
         if self._ranks.rank == 0:

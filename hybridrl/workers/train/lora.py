@@ -11,16 +11,16 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from hybridrl.batch import RolloutBatch, ScoreBatch, SupervisedBatch, TrainBatch
+from hybridrl.batch import RolloutBatch, ScoreBatch, SupervisedBatch
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.model import ModelConfig
-from hybridrl.metrics import Max, Metrics
+from hybridrl.metrics import Max
 from hybridrl.models.adapter import WEIGHTS_FILE, Adapter
 from hybridrl.models.adapter_names import ADAPTER_NAME, file_name, hf_name, is_adapter_name
 from hybridrl.workers.train.export import whole_folder
 from hybridrl.workers.train.fsdp2 import FSDP2Engine
-from hybridrl.workers.train.protocol import TokenLoss, TrainState, WeightPart, WeightSpec
+from hybridrl.workers.train.protocol import TrainState, WeightPart, WeightSpec
 from hybridrl.workers.train.sharded import NamedTensors
 from hybridrl.workers.train.shards import full_tensor
 
@@ -67,26 +67,8 @@ class FSDP2LoraEngine(FSDP2Engine):
             adapt=self._adapter.inject,
         )
         adapter = self._parameters_of(WeightPart.ADAPTER)
-        self._num_trained = sum(parameter.numel() for _, parameter in adapter)
-
-    def update(
-        self,
-        batch: TrainBatch,
-        *,
-        loss: TokenLoss,
-        aggregation: str,
-        temperature: float,
-        max_response_tokens: int,
-    ) -> Metrics:
-        """Take one optimizer step of the adapter; see ``TrainEngine.update``."""
-        metrics = super().update(
-            batch,
-            loss=loss,
-            aggregation=aggregation,
-            temperature=temperature,
-            max_response_tokens=max_response_tokens,
-        )
-        return metrics | {"policy/trained_parameters": Max(self._num_trained)}
+        num_trained = sum(parameter.numel() for _, parameter in adapter)
+        self._steps.constants = {"policy/trained_parameters": Max(num_trained)}
 
     def weight_specs(self, part: WeightPart = WeightPart.BASE) -> tuple[WeightSpec, ...]:
         """Name what ``full_weights`` will yield, in its order."""
