@@ -7,29 +7,32 @@ from site-packages, whatever folder they start in, and an environment outlives a
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import sysconfig
-import tempfile
 from pathlib import Path
 
 STAND_INS = Path(__file__).with_name("site")
-HOOK = "torchvision_without_operators"
-PTH = "sglang_stand_ins.pth"
+WRITTEN = {
+    # Run whenever Python starts.
+    "sglang_cpu.pth": "import sglang_cpu.torchvision_operators as t; t.install()\n",
+    # How SGLang finds its plug-ins.
+    "sglang_cpu-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: sglang_cpu\nVersion: 1.0\n",
+    "sglang_cpu-1.0.dist-info/entry_points.txt": (
+        "[sglang.srt.plugins]\ncpu_stand_ins = sglang_cpu.plugin:install\n"
+    ),
+}
 
 
 def install(site_packages: Path) -> None:
     """Put each file in place by renaming, so that a process that starts now sees it whole."""
-    with tempfile.TemporaryDirectory(dir=site_packages, prefix=".stand_ins.") as staging:
-        for source in sorted(STAND_INS.rglob("*.py"), reverse=True):  # __init__ after its modules
-            target = site_packages / source.relative_to(STAND_INS)
-            target.parent.mkdir(exist_ok=True)
-            staged = Path(staging, source.name)
-            shutil.copyfile(source, staged)
-            os.replace(staged, target)
-        staged = Path(staging, PTH)
-        staged.write_text(f"import {HOOK}; {HOOK}.install()\n", encoding="utf-8")
-        os.replace(staged, site_packages / PTH)
+    sources = sorted(STAND_INS.rglob("*.py"), reverse=True)  # a package after its modules
+    texts = {str(path.relative_to(STAND_INS)): path.read_text(encoding="utf-8") for path in sources}
+    for name, text in {**texts, **WRITTEN}.items():
+        target = site_packages / name
+        target.parent.mkdir(exist_ok=True)
+        staged = target.with_suffix(f".{os.getpid()}")
+        staged.write_text(text, encoding="utf-8")
+        os.replace(staged, target)
 
 
 if __name__ == "__main__":

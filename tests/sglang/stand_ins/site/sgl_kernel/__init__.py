@@ -1,9 +1,10 @@
 """Stands in for SGLang's kernel package on a machine without CUDA.
 
 The package index has builds of ``sgl_kernel`` for CUDA alone, yet SGLang imports it on a CPU too.
-No operator is registered under ``torch.ops.sgl_kernel``, so SGLang takes its own implementations
-in plain torch. The one function that it calls there all the same has a body here; any other name
-can be imported, as modules do for kernels they never call, and raises when called.
+SGLang looks for operators under ``torch.ops.sgl_kernel``, finds none, and takes its own
+implementations in plain torch. What it calls all the same has a body here: one function, and the
+hash behind seeds. Any other name can be imported, as modules do for kernels they never call, and
+raises when called.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from sgl_kernel import without_cuda
+from sgl_kernel import seeded_hash  # noqa: F401
 
 if torch.cuda.is_available():
     raise ImportError(
@@ -22,8 +23,6 @@ if torch.cuda.is_available():
     )
 
 __version__ = "0.0.0+stand.in"
-
-without_cuda.install()
 
 
 def assign_req_to_token_pool_cpu(

@@ -1,9 +1,9 @@
 """Calls into CUDA that SGLang makes without asking whether there is any.
 
-They are answered in processes that import ``sgl_kernel`` alone, which are SGLang's schedulers:
-pinned memory is ordinary memory (pinning makes copies faster, and nothing else), and three calls
-that mean nothing on a CPU do nothing **when the named modules of SGLang make them**. From anywhere
-else they raise as torch made them.
+They are answered in the processes of a server alone, which run the plug-in of this package: pinned
+memory is ordinary memory (pinning makes copies faster, and nothing else), and three calls that mean
+nothing on a CPU do nothing **when the named modules of SGLang make them**. From anywhere else they
+raise as torch made them.
 """
 
 from __future__ import annotations
