@@ -2,7 +2,7 @@
 # Words after the target: make train ARGS="recipes=cpu_sleep trainer.num_steps=5"
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-nightly sglang-cpu lint format figures bench
+.PHONY: help train test test-nightly test-sglang-next sglang-cpu lint format figures bench
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,6 +21,7 @@ help:
 	@echo "make train         set up, then train the default: a small model learns on this CPU"
 	@echo "make test          set up, then run the tests"
 	@echo "make test-nightly  the long tests"
+	@echo "make test-sglang-next  the tests of SGLang against its next version, in a second venv"
 	@echo "make sglang-cpu    set up the real SGLang on a machine without CUDA, for rollout=sglang"
 	@echo "make lint          ruff, mypy --strict, import-linter, codespell"
 	@echo "make format        ruff format and its safe fixes"
@@ -57,6 +58,17 @@ test: $(SGLANG_STAMP)
 
 test-nightly: $(SGLANG_STAMP)
 	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m nightly $(ARGS)
+
+# torch stays: the newer SGLang names another one, and runs on this one. transformers comes last,
+# with what it needs: it lies beyond the range of setup.py.
+NEXT_VENV := .venv-sglang-next
+NEXT_SGLANG := sglang==0.5.23
+NEXT_TRANSFORMERS := transformers==5.19.0
+test-sglang-next:
+	@$(MAKE) sglang-cpu VENV=$(NEXT_VENV)
+	$(NEXT_VENV)/bin/python -m pip install --no-deps $(NEXT_SGLANG)
+	$(NEXT_VENV)/bin/python -m pip install --quiet $(NEXT_TRANSFORMERS)
+	@$(TEST_ENVIRONMENT) $(NEXT_VENV)/bin/python -m pytest tests/sglang $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .
