@@ -21,7 +21,7 @@ help:
 	@echo "make train         set up, then train the default: a small model learns on this CPU"
 	@echo "make test          set up, then run the tests"
 	@echo "make test-nightly  the long tests"
-	@echo "make test-sglang-next  the tests of SGLang against its next version, in a second venv"
+	@echo "make test-sglang-next  the tests of SGLang with its next version, in a second venv"
 	@echo "make sglang-cpu    set up the real SGLang on a machine without CUDA, for rollout=sglang"
 	@echo "make lint          ruff, mypy --strict, import-linter, codespell"
 	@echo "make format        ruff format and its safe fixes"
