@@ -32,8 +32,8 @@ def test_the_default_task_is_learnt_on_sglang_and_no_process_is_left(tmp_path: P
     assert rewards[-1] > rewards[0] + 0.05
     mismatch = "policy/sampler_mismatch_nats/max"
     assert len([line for line in lines if line.get(mismatch, 1.0) < 1e-3]) == NUM_STEPS
-    hits = [line.get("rollout/prefix_cache_hit_fraction", 1.0) for line in lines]
-    assert min(hits) > 0.5  # a group's prompt is computed once
+    hits = [line["rollout/prefix_cache_hit_fraction"] for line in lines[2:]]
+    assert min(hits) > 0.8  # a group's prompt is computed once; before, an evaluation counts too
     assert servers_started_in(tmp_path) == []
 
 
