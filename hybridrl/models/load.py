@@ -169,7 +169,8 @@ def finish_model(model: PreTrainedModel, device: torch.device) -> None:
     if head is not None and model.config.tie_word_embeddings:
         head.weight = model.get_input_embeddings().weight
     rotary = model.model.rotary_emb
-    model.model.rotary_emb = type(rotary)(config=model.config, device=device)
+    with device:  # transformers 5.19 takes no device here any more
+        model.model.rotary_emb = type(rotary)(config=model.config)
 
 
 def _check_model_type(folder: Path) -> None:
