@@ -119,7 +119,12 @@ def _run(part: Part, options: argparse.Namespace, *, limit_s: float) -> None:
     command += ["--commit", options.commit] if options.commit else []
     with (options.out / f"{part.name}.log").open("wb") as log:
         process = subprocess.Popen(
-            command, cwd=_ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=_ROOT,
+            env=_environment(),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         ended = f"ended with exit code {_wait(process, limit_s)}"
     _end(process)
@@ -131,6 +136,12 @@ def _run(part: Part, options: argparse.Namespace, *, limit_s: float) -> None:
         result.error = f"the process {ended}; the end of its log:\n" + _tail(options.out, part)
         Recorder(result, options.out).write()
     print(f"  {result.status} after {result.seconds:.0f} s {result.error[:300]}", flush=True)
+
+
+def _environment() -> dict[str, str]:
+    """The sources need not be installed: every process below finds them where they lie."""
+    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int:

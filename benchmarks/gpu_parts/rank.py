@@ -28,6 +28,8 @@ from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.train.protocol import TrainState
 
 _PROBES = 4
+_CHUNK_TOKENS = 1024
+"""Logits of 152,000 words take 10 GiB for 4096 tokens: too much beside the training state of 7B."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +106,7 @@ def read_setup(bench: Bench, setup: Setup) -> ExperimentConfig:
     ]
     if on_cuda:
         words += ["actor.compute_dtype=bfloat16", "rollout.dtype=bfloat16"]
+        words += [f"actor.logprob_chunk_tokens={_CHUNK_TOKENS}"]
     if bench.engine == "sglang":
         words += [f"rollout.memory_fraction={setup.memory_fraction}"]
         words += [f"+rollout.engine_args.{word}" for word in bench.engine_args]
