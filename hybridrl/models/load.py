@@ -160,8 +160,8 @@ def finish_model(model: PreTrainedModel, device: torch.device) -> None:
     head = model.get_output_embeddings()  # a critic has none
     if head is not None and model.config.tie_word_embeddings:
         head.weight = model.get_input_embeddings().weight
-    rotary = model.model.rotary_emb
-    model.model.rotary_emb = type(rotary)(config=model.config, device=device)
+    with device:  # transformers 5.17 deprecates handing it to the constructor
+        model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
 
 
 def _check_model_type(folder: Path) -> None:
