@@ -20,7 +20,7 @@ _SETUP = Setup(
     num_prompts=64,
     group_size=8,
     prompt_tokens=256,
-    response_tokens=256,
+    response_tokens=128,
 )
 
 
@@ -29,7 +29,7 @@ def run(bench: Bench) -> None:
     alone = _alone(bench)
     with Rank(bench, _SETUP) as rank:
         rates = []
-        for number in range(bench.size(4, dry=2)):
+        for number in range(bench.size(3, dry=2)):
             prompts = rank.prompts(rank.setup.num_prompts, seed=10 + number)
             with rank.worker.sharding.rollout_phase() as engine:
                 assert engine is not None
@@ -55,6 +55,7 @@ def _alone(bench: Bench) -> float | None:
         "group_size": _SETUP.group_size,
         "prompt_tokens": _SETUP.prompt_tokens,
         "response_tokens": _SETUP.response_tokens,
+        "max_running_requests": _SETUP.num_prompts * _SETUP.group_size,
         "engine_args": dict(word.split("=", 1) for word in bench.engine_args),
     }
     command = [sys.executable, "-m", "benchmarks.gpu_parts.sglang_alone", json.dumps(order)]

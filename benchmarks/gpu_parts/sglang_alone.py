@@ -11,7 +11,7 @@ from typing import Any
 
 import sglang
 
-_REPEATS = 4
+_REPEATS = 3
 
 
 def main() -> None:
@@ -20,6 +20,10 @@ def main() -> None:
     engine = sglang.Engine(
         model_path=order["model_path"],
         mem_fraction_static=order["mem_fraction_static"],
+        max_running_requests=order["max_running_requests"],
+        context_length=order["prompt_tokens"] + order["response_tokens"] + 8,
+        load_format="dummy",
+        dtype="bfloat16",
         skip_tokenizer_init=True,
         log_level="error",
         **order["engine_args"],

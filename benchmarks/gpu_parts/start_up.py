@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import queue
 import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import multiprocessing
 
 from benchmarks.gpu_parts.bench import Bench
 from benchmarks.gpu_parts.machine import GIB, device_gib, host_gib, version_of
@@ -36,6 +39,28 @@ def run(bench: Bench) -> None:
     free, total = torch.cuda.mem_get_info()
     record.figure("taken_before_mib", (total - free) / 2**20, "MiB")
     record.figure("matmul_tflops", _matmul_tflops(), "TFLOP/s")
+    record.figure("cuda_ipc", float(_ipc_works()), "yes")
+
+
+def _ipc_works() -> bool:
+    """Return whether another process reads a tensor of this one's device memory."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Queue(), context.Queue()
+    tensor = torch.arange(1000, device="cuda")
+    child = context.Process(target=_add_up, args=(here, there), daemon=True)
+    child.start()
+    here.put(tensor)
+    try:
+        return bool(there.get(timeout=60.0) == int(tensor.sum()))
+    except queue.Empty:
+        return False
+    finally:
+        child.kill()
+        child.join()
+
+
+def _add_up(tensors: Any, sums: Any) -> None:  # noqa: ANN401 - queues of a start method
+    sums.put(int(tensors.get().sum()))
 
 
 def _has_nvcc() -> bool:
