@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from typing import Any
 
 from hybridrl.workers.rollout.protocol import RolloutEngine
 
@@ -12,7 +13,7 @@ LOG_LEVEL = "log_level=info"
 """Engine argument without which the server does not write what is counted here."""
 
 
-def server_of(engine: RolloutEngine) -> Any:
+def server_of(engine: RolloutEngine) -> Any:  # noqa: ANN401 - `Server`, which only SGLang's has
     """Return the server of an engine that has one; None of the embedded engine."""
     return vars(engine).get("_server")
 
