@@ -25,6 +25,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(_ROOT)  # run as a script: this folder's modules are not top-level ones
 
 from benchmarks.gpu_parts.bench import Part  # noqa: E402
+from benchmarks.gpu_parts.machine import HOST_GIB  # noqa: E402
 from benchmarks.gpu_parts.page import summary, write_document  # noqa: E402
 from benchmarks.gpu_parts.registry import PARTS  # noqa: E402
 from benchmarks.gpu_parts.result import (  # noqa: E402
@@ -75,6 +76,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--limit-s", type=float, default=480.0, help="of one part")
     parser.add_argument("--total-s", type=float, default=None, help="start no part that ends later")
+    parser.add_argument("--host-gib", type=float, default=None, help="where the kernel shows less")
     parser.add_argument("--commit", default=None, help="where the sources came without git")
     options = parser.parse_args()
     options.engine = options.engine or ("hf" if options.dry else "sglang")
@@ -121,7 +123,7 @@ def _run(part: Part, options: argparse.Namespace, *, limit_s: float) -> None:
         process = subprocess.Popen(
             command,
             cwd=_ROOT,
-            env=_environment(),
+            env=_environment(options),
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -138,10 +140,16 @@ def _run(part: Part, options: argparse.Namespace, *, limit_s: float) -> None:
     print(f"  {result.status} after {result.seconds:.0f} s {result.error[:300]}", flush=True)
 
 
-def _environment() -> dict[str, str]:
+def _environment(options: argparse.Namespace) -> dict[str, str]:
     """The sources need not be installed: every process below finds them where they lie."""
     paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    told = {} if options.host_gib is None else {HOST_GIB: str(options.host_gib)}
+    return {
+        **os.environ,
+        **told,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int:

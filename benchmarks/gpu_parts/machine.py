@@ -15,6 +15,7 @@ import torch
 from benchmarks.gpu_parts.result import Skip
 
 GIB = 2**30
+HOST_GIB = "GPU_BENCH_HOST_GIB"
 _PACKAGES = (
     *("torch", "transformers", "sglang", "sglang-kernel", "sgl-kernel", "torch-memory-saver"),
     *("flashinfer-python", "triton", "peft", "ray", "tensordict", "safetensors"),
@@ -52,10 +53,14 @@ def device_gib() -> float:
 
 
 def host_gib() -> float:
-    """Return the memory that this machine can still give, page cache included."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemTotal:"):
-            total = int(line.split()[1]) / 2**20
+    """Return the memory of this machine, or of the container if that is less.
+
+    ``$GPU_BENCH_HOST_GIB`` (``--host-gib``) says it where the kernel does not: a virtual machine
+    whose memory grows as it is used shows less than it will get.
+    """
+    if HOST_GIB in os.environ:
+        return float(os.environ[HOST_GIB])
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
     return min(total, int(text) / GIB) if text.isdigit() else total
