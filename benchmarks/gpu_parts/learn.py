@@ -32,6 +32,8 @@ def run(bench: Bench) -> None:
     ]
     if on_cuda:
         words += ["actor.compute_dtype=bfloat16", "rollout.dtype=bfloat16"]
+    if bench.engine == "sglang":
+        words += [f"+rollout.engine_args.{word}" for word in bench.engine_args]
     if bench.is_dry:
         words += ["model.starter.num_warmup_steps=2", "model.starter.hidden_size=48"]
     environment = {**os.environ, "HYBRIDRL_CACHE": str(bench.scratch / "cache")}

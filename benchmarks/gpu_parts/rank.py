@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu_parts.bench import Bench
-from benchmarks.gpu_parts.server import LOG_LEVEL
+from benchmarks.gpu_parts.server import LOGGING
 from benchmarks.gpu_parts.watch import DeviceWatch, free_after_all
 from hybridrl import trace
 from hybridrl.batch import PromptBatch, RolloutBatch, TrainBatch, jagged, spread_over_tokens
@@ -111,7 +111,7 @@ def read_setup(bench: Bench, setup: Setup) -> ExperimentConfig:
     if bench.engine == "sglang":
         words += [f"rollout.memory_fraction={setup.memory_fraction}"]
         words += [f"rollout.num_slots={setup.num_prompts * setup.group_size}"]
-        arguments = (*bench.engine_args, *((LOG_LEVEL,) if on_cuda else ()))
+        arguments = (*bench.engine_args, *(LOGGING if on_cuda else ()))
         words += [f"+rollout.engine_args.{word}" for word in arguments]
     if setup.lora_base is not None:
         words += ["lora=default", "lora.rank=32", f"lora.base={setup.lora_base}"]

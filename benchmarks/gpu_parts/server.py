@@ -9,8 +9,8 @@ from typing import Any
 from hybridrl.workers.rollout.protocol import RolloutEngine
 
 _CAPTURE = re.compile(r"Capture (.+?) begin\.")
-LOG_LEVEL = "log_level=info"
-"""Engine argument without which the server does not write what is counted here."""
+LOGGING = ("log_level=info", "log_level_http=warning")
+"""Engine arguments without which the server does not write what is counted here."""
 
 
 def server_of(engine: RolloutEngine) -> Any:  # noqa: ANN401 - `Server`, which only SGLang's has
