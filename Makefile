@@ -2,11 +2,12 @@
 # Words after the target: make train ARGS="recipes=cpu_sleep trainer.num_steps=5"
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-nightly lint format figures bench
+.PHONY: help train test test-nightly test-sglang-next sglang-cpu lint format figures bench
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SGLANG_STAMP := $(VENV)/.sglang-cpu
 ARGS ?=
 # The first Python that is new enough; `make train PYTHON=/path/to/python3.12` chooses another.
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
@@ -20,6 +21,8 @@ help:
 	@echo "make train         set up, then train the default: a small model learns on this CPU"
 	@echo "make test          set up, then run the tests"
 	@echo "make test-nightly  the long tests"
+	@echo "make test-sglang-next  the tests of SGLang with its next version, in a second venv"
+	@echo "make sglang-cpu    set up the real SGLang on a machine without CUDA, for rollout=sglang"
 	@echo "make lint          ruff, mypy --strict, import-linter, codespell"
 	@echo "make format        ruff format and its safe fixes"
 	@echo "make figures       measure this code into docs/figures.md"
@@ -36,14 +39,36 @@ $(STAMP): setup.py constraints.txt
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
+# SGLang, torchvision and triton go in without their dependencies: those pull CUDA. The stand-ins
+# take the place of SGLang's compiled kernels, which no index has for a CPU.
+SGLANG := tests/sglang
+$(SGLANG_STAMP): $(STAMP) $(SGLANG)/requirements.txt $(wildcard $(SGLANG)/stand_ins/*.py $(SGLANG)/stand_ins/site/*.py $(SGLANG)/stand_ins/site/*/*.py)
+	$(BIN)/python -m pip install --constraint constraints.txt --no-deps sglang torchvision triton
+	$(BIN)/python -m pip install --constraint constraints.txt --requirement $(SGLANG)/requirements.txt
+	$(BIN)/python $(SGLANG)/stand_ins/install.py
+	@touch $@
+
+sglang-cpu: $(SGLANG_STAMP)
+
 train: $(STAMP)
 	@$(BIN)/python -m hybridrl.main $(ARGS)
 
-test: $(STAMP)
+test: $(SGLANG_STAMP)
 	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not nightly" $(ARGS)
 
-test-nightly: $(STAMP)
+test-nightly: $(SGLANG_STAMP)
 	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m nightly $(ARGS)
+
+# torch stays: the newer SGLang names another one, and runs on this one. transformers comes last,
+# with what it needs: it lies beyond the range of setup.py.
+NEXT_VENV := .venv-sglang-next
+NEXT_SGLANG := sglang==0.5.23
+NEXT_TRANSFORMERS := transformers==5.19.0
+test-sglang-next:
+	@$(MAKE) sglang-cpu VENV=$(NEXT_VENV)
+	$(NEXT_VENV)/bin/python -m pip install --no-deps $(NEXT_SGLANG)
+	$(NEXT_VENV)/bin/python -m pip install --quiet $(NEXT_TRANSFORMERS)
+	@$(TEST_ENVIRONMENT) $(NEXT_VENV)/bin/python -m pytest tests/sglang $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

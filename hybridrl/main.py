@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from hybridrl import env
-from hybridrl.config.load import known_keys, load_config
+from hybridrl.config.load import free_keys, known_keys, load_config
 from hybridrl.config.summary import summarize
 from hybridrl.errors import ConfigError, ConfigErrors, HybridRLError, nearest, notes_of
 from hybridrl.planning.page import peak_line, plan_page
@@ -253,6 +253,9 @@ def _explain(refusal: Exception, overrides: Sequence[str]) -> ConfigError:
 
 def _unknown_key(key: str, value: str) -> ConfigError:
     section, dot, name = key.rpartition(".")
+    if any(free in (section, key) for free in free_keys()):
+        fix = f"write +{key}={value}"
+        return ConfigError(key, value, "it is no key of ours but of another program", fix)
     siblings = [known.rpartition(".") for known in (*known_keys(), "recipes")]
     names = [sibling for above, _, sibling in siblings if above == section]
     if not names:  # the section itself is mistyped, or the key stands in another one

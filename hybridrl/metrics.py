@@ -148,6 +148,8 @@ critic/skipped_updates | updates | the critic's steps left out, loss or gradient
 rollout/truncated_fraction | 1 | responses ended by the length limit
 rollout/empty_fraction | 1 | responses without a token
 rollout/aborted_requests | requests | generation requests cut off when the engine was drained
+rollout/retried_requests | requests | responses that were cut off and asked for again
+rollout/prefix_cache_hit_fraction | 1 | prompt tokens that an engine had in its cache, of all sent
 rollout/slot_occupancy | 1 | busy share of the engine's decoding slots
 rollout/decode_steps | steps | forward passes of the engine that sampled a token for each busy slot
 length/prompt_tokens/mean | tokens | prompt length
@@ -182,6 +184,7 @@ time/resume_cache_s | s | engines allocate KV cache and graphs again
 time/continue_s | s | engines serve again
 time/checkpoint_s | s | the step waits: ranks copy their state to the host, a former save ends
 time/unwind_s | s | after a failed wake-up: engines give back what they had taken
+time/server_start_s | s | a rollout server started, until it answered
 time/restart_s | s | a broken engine starts anew
 memory/{stage}_peak_bytes/max | bytes | peak in a stage, or in build, generate, values, update ...
 memory/{phase}_plan_error_fraction | 1 | measured peak over predicted peak, less 1

@@ -15,14 +15,27 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
-Family = Literal["qwen3", "qwen2", "llama"]
+Family = Literal["qwen3", "qwen2", "llama", "qwen3_moe"]
 
 _FAMILIES: dict[Family, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+
+_OF_FAMILY: dict[Family, dict[str, int | bool]] = {
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+    }
 }
 
 
@@ -60,6 +73,7 @@ def make_tiny_model(
         tie_word_embeddings=tie_embeddings,
         bos_token_id=None,
         eos_token_id=None,
+        **_OF_FAMILY.get(family, {}),
     )
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)

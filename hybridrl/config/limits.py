@@ -53,3 +53,6 @@ Count = Annotated[int, Within(at_least=1)]
 CountOrZero = Annotated[int, Within(at_least=0)]
 NotNegative = Annotated[float, Within(at_least=0.0)]
 Seconds = Annotated[float, Within(above=0.0, usual=60.0)]
+
+ArgumentValue = str | int | float | bool | None | tuple[str | int | float | bool, ...]
+"""A value that another program reads, and that only it can check."""

@@ -56,6 +56,15 @@ def known_keys(section: type = ExperimentConfig, prefix: str = "") -> Iterator[s
                 yield from known_keys(part, f"{prefix}{name}.")
 
 
+def free_keys(section: type = ExperimentConfig, prefix: str = "") -> Iterator[str]:
+    """Yield every dotted key whose entries are another program's."""
+    for name, hint in get_type_hints(section).items():
+        if get_origin(hint) is Mapping:
+            yield prefix + name
+        elif dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            yield from free_keys(hint, f"{prefix}{name}.")
+
+
 class _Missing:
     """Stands for a value that is not there, or that cannot be understood."""
 
@@ -66,6 +75,7 @@ class _Missing:
 _MISSING = _Missing()
 _MANDATORY = "???"  # how YAML files of Hydra say that the user must give a value
 _Convert = Callable[[object], object]
+_SCALARS = str | int | float | bool | None
 
 
 class _Reader:
@@ -112,8 +122,8 @@ class _Reader:
             return None if value is None else self._read(inner, value, key)
         if get_origin(hint) is Literal:
             return self._read_choice(get_args(hint), value, key)
-        if get_origin(hint) is tuple:
-            return self._read_list(get_args(hint)[0], value, key)
+        if get_origin(hint) in (tuple, Mapping):
+            return self._read_collection(hint, value, key)
         if not isinstance(hint, type):
             raise TypeError(f"{key}: a field of type {hint} cannot be read; see {__name__}")
         if dataclasses.is_dataclass(hint):
@@ -137,6 +147,11 @@ class _Reader:
         remedies = [(f"{key}={name}",) for name in close]
         return self._refuse(key, value, "must be one of " + ", ".join(names), remedies=remedies)
 
+    def _read_collection(self, hint: object, value: object, key: str) -> object:
+        if get_origin(hint) is Mapping:
+            return self._read_arguments(value, key)
+        return self._read_list(get_args(hint)[0], value, key)
+
     def _read_list(self, hint: object, value: object, key: str) -> object:
         if not isinstance(value, list | tuple):
             remedies = [(f"{key}=[{spell(value)}]",)] if isinstance(value, str) else []
@@ -159,6 +174,20 @@ class _Reader:
                 remedies=[(f"{key}=[{','.join(entries)}]",) for entries in lists],
             )
         return entry
+
+    def _read_arguments(self, value: object, key: str) -> object:
+        """Read what is meant for another program: names and scalars, or lists of scalars."""
+        if not isinstance(value, Mapping):
+            return self._refuse(key, value, "must be a mapping", fix=f"set {key}={{name: value}}")
+        for name, inner in value.items():
+            if not isinstance(inner, _SCALARS | list | tuple):
+                rule = "must be text, a number, true, false, null, or a list of those"
+                fix = f"write it as JSON in quotes, '{key}.{name}=\"...\"'"
+                return self._refuse(f"{key}.{name}", inner, rule, fix=fix)
+        return {
+            str(name): tuple(inner) if isinstance(inner, list) else inner
+            for name, inner in value.items()
+        }
 
     def _read_scalar(self, kind: type, value: object, key: str) -> object:
         if type(value) is kind and not (isinstance(value, float) and not math.isfinite(value)):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from hybridrl.config.limits import Count, CountOrZero, Seconds, Within
+from hybridrl.config.limits import ArgumentValue, Count, CountOrZero, Seconds, Within
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
     """How responses are sampled. Mirrors hydra_configs/rollout/*.yaml key by key."""
 
-    engine: Literal["hf"]
-    """Rollout engine: ``hf`` is the embedded one, runs everywhere."""
+    engine: Literal["hf", "sglang"]
+    """Rollout engine: ``hf`` is the embedded one, runs everywhere; ``sglang`` a server that each
+    group of ``tensor_parallel_size`` ranks starts as its child."""
 
     num_responses_per_prompt: Count
     """Group size G. Group-relative algorithms need G >= 2."""
@@ -42,7 +44,24 @@ class RolloutConfig:
     """Type of the engine's weights and KV cache."""
 
     tensor_parallel_size: Count
-    """Ranks that share one rollout engine; ``hf`` runs on one."""
+    """Ranks of one node that share a rollout engine; ``hf`` runs on one."""
+
+    engine_args: Mapping[str, ArgumentValue]
+    """Further arguments of SGLang by their Python names, as chunked_prefill_size; handed on as they
+    are. What has a key of its own here is refused."""
+
+    memory_fraction: Annotated[float, Within(above=0.0, below=1.0, usual=0.85)]
+    """Share of the device that SGLang takes for weights and KV cache together."""
+
+    cuda_graphs: bool
+    """Capture CUDA graphs of decode steps, once, at start."""
+
+    routed_experts: bool
+    """Let SGLang return which experts each token of a mixture-of-experts model went through."""
+
+    transport: Literal["auto", "shared", "broadcast", "disk"]
+    """How weights reach SGLang: ``shared`` by memory that both map (CUDA IPC on a GPU),
+    ``broadcast`` through a process group, ``disk`` through files; ``auto`` is shared."""
 
     sleep: bool
     """Release weights, KV cache and graphs while training. False keeps them: more memory, less
@@ -63,3 +82,9 @@ class RolloutConfig:
 
     stage_timeout_s: Seconds
     """Seconds all ranks may take for one stage of sleep or wake; then the run ends."""
+
+    start_timeout_s: Seconds
+    """Seconds an SGLang server may take until it answers; kernels may be compiled meanwhile."""
+
+    request_timeout_s: Seconds
+    """Seconds one generation request may take before it counts as lost."""

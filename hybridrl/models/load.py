@@ -56,22 +56,30 @@ class WeightFiles:
         """Hugging Face names of all tensors in the files."""
         return frozenset(self._file_of)
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Read the shape of a tensor, without its values."""
+        return tuple(self._file_with(name).get_slice(name).get_shape())
+
     def read(self, name: str, *, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Read one tensor to host memory, in ``dtype``.
 
         Raises:
             ModelError: the stored shape is another.
         """
+        tensor: Tensor = self._file_with(name).get_tensor(name)
+        if tensor.shape != shape:
+            raise ModelError(
+                f"{self._folder / self._file_of[name]}: {name} is {list(tensor.shape)}, and "
+                f"config.json asks for {list(shape)}; point model.path at a folder whose files "
+                "belong together"
+            )
+        return tensor.to(dtype)
+
+    def _file_with(self, name: str) -> Any:  # noqa: ANN401 - safetensors ships no types
         file_name = self._file_of[name]
         if file_name not in self._open:
             self._open[file_name] = _open_safetensors(self._folder / file_name)
-        tensor: Tensor = self._open[file_name].get_tensor(name)
-        if tensor.shape != shape:
-            raise ModelError(
-                f"{self._folder / file_name}: {name} is {list(tensor.shape)}, and config.json asks "
-                f"for {list(shape)}; point model.path at a folder whose files belong together"
-            )
-        return tensor.to(dtype)
+        return self._open[file_name]
 
 
 def build_empty_model(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
@@ -160,8 +168,9 @@ def finish_model(model: PreTrainedModel, device: torch.device) -> None:
     head = model.get_output_embeddings()  # a critic has none
     if head is not None and model.config.tie_word_embeddings:
         head.weight = model.get_input_embeddings().weight
-    with device:  # transformers 5.17 deprecates handing it to the constructor
-        model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
+    rotary = model.model.rotary_emb
+    with device:  # transformers 5.19 takes no device here any more
+        model.model.rotary_emb = type(rotary)(config=model.config)
 
 
 def _check_model_type(folder: Path) -> None:

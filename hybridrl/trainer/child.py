@@ -6,13 +6,8 @@ the benchmarks. Exit status: 0 done, 1 the run failed, 2 configuration refused.
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -20,14 +15,12 @@ from pathlib import Path
 import yaml
 
 from hybridrl import env
-from hybridrl.activity import process_stat
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config
 from hybridrl.disk import write_whole
 from hybridrl.errors import ConfigErrors, HybridRLError
+from hybridrl.processes import kill_session
 
-_KILL_WAIT_S = 10.0
-_POLL_S = 0.02
 _LAUNCH = "hybridrl.trainer.launch"
 
 
@@ -64,31 +57,13 @@ class Child:
 
     def kill(self) -> None:
         """Kill driver, Ray and ranks at once, as a loss of power does. Twice is a no-op."""
-        deadline = time.monotonic() + _KILL_WAIT_S
-        while (members := members_of(self.pid)) and time.monotonic() < deadline:
-            for pid in members:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self._process.poll()  # what is dead and not asked for stays in the list
-            time.sleep(_POLL_S)
+        kill_session(self.pid)
+        self._process.poll()
 
     def tail(self, num_lines: int = 12) -> str:
         """Return the last lines that it said."""
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(lines[-num_lines:])
-
-
-def members_of(session: int) -> list[int]:
-    """Return the processes of a session, its leader first: a run's driver, Ray and ranks."""
-    pids = sorted(int(path.name) for path in Path("/proc").glob("[0-9]*"))
-    return [pid for pid in pids if _lives_in(session, process_stat(pid))]
-
-
-def _lives_in(session: int, stat: Sequence[str]) -> bool:
-    if not stat:  # it ended meanwhile
-        return False
-    state, _, _, its_session = stat[:4]
-    return int(its_session) == session and state != "Z"
 
 
 def to_yaml(config: ExperimentConfig) -> str:

@@ -17,6 +17,7 @@ from hybridrl.config.model import ModelConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.workers.rollout.hf import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import RolloutEngine
+from hybridrl.workers.rollout.server_arguments import ServerSpec, visible_devices
 from hybridrl.workers.train.critic import FSDP2Critic
 from hybridrl.workers.train.fsdp2 import FSDP2Engine
 from hybridrl.workers.train.losses import PolicyGradientLoss
@@ -25,6 +26,9 @@ from hybridrl.workers.train.scorer import FSDP2Scorer
 
 _LORA = "hybridrl.workers.train.lora"
 """Imported by name if asked for: peft takes 2 s, which a run without adapters need not wait for."""
+
+_SGLANG = "hybridrl.workers.rollout.sglang"
+"""Likewise; it need not be installed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,6 +180,21 @@ def _build_hf(spec: ActorRolloutSpec, device: torch.device) -> RolloutEngine:
     )
 
 
+def _build_sglang(spec: ActorRolloutSpec, device: torch.device) -> RolloutEngine:
+    server = ServerSpec(
+        model_folder=spec.model_folder,
+        rollout=spec.rollout,
+        lora=spec.lora if spec.lora.sends_adapters else None,
+        max_context_tokens=spec.max_context_tokens,
+        seed=spec.seed,
+        device=spec.device,
+    )
+    engine: RolloutEngine = import_module(_SGLANG).SGLangEngine(
+        server, variables=visible_devices(device, count=spec.rollout.tensor_parallel_size)
+    )
+    return engine
+
+
 _TRAIN_ENGINES: dict[str, Callable[[TrainSpec, torch.device], TrainEngine]] = {
     "fsdp2": _build_fsdp2
 }
@@ -186,5 +205,6 @@ _CRITIC_ENGINES: dict[str, Callable[[CriticSpec, torch.device], CriticEngine]] =
     "fsdp2": _build_fsdp2_critic
 }
 _ROLLOUT_ENGINES: dict[str, Callable[[ActorRolloutSpec, torch.device], RolloutEngine]] = {
-    "hf": _build_hf
+    "hf": _build_hf,
+    "sglang": _build_sglang,
 }

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Condition
 
 from hybridrl.errors import DeadlineError, EngineError, PhaseError
 
 _ABORT_GRACE_S = 60.0
+
+
+def _nothing() -> None:
+    """What runs in this process ends at its next check."""
 
 
 class Ticket:
@@ -85,8 +89,12 @@ class Admission:
         with self._changed:
             self._is_paused = False
 
-    def drain(self, timeout_s: float) -> int:
+    def drain(self, timeout_s: float, *, abort: Callable[[], None] = _nothing) -> int:
         """Wait until the running call ended; abort it at the deadline.
+
+        Args:
+            timeout_s: seconds until then.
+            abort: makes requests that run elsewhere end; called at the deadline.
 
         Returns:
             The number of requests aborted.
@@ -99,6 +107,8 @@ class Admission:
             if ticket is None or self._changed.wait_for(lambda: self._running is None, timeout_s):
                 return 0
             ticket.is_cancelled = True
+        abort()
+        with self._changed:
             if not self._changed.wait_for(lambda: self._running is not ticket, _ABORT_GRACE_S):
                 raise DeadlineError(
                     f"{ticket.num_requests} requests ignored their abort for {_ABORT_GRACE_S:.0f} "

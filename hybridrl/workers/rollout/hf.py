@@ -11,14 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from hybridrl import activity
-from hybridrl.batch import PromptBatch, row_offsets
+from hybridrl.batch import PromptBatch
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError, PhaseError, nearest
@@ -34,7 +33,7 @@ from hybridrl.workers.rollout.protocol import (
     SamplingParams,
     WeightMemory,
 )
-from hybridrl.workers.rollout.sampling import check_sampling
+from hybridrl.workers.rollout.sampling import check_prompts, check_sampling
 from hybridrl.workers.rollout.tensor_memory import TensorMemory, checksum
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -45,6 +44,8 @@ class HFRolloutEngine:
 
     Weights are NaN until they are sent: of the model folder only the configuration is read.
     """
+
+    frees_memory = True
 
     def __init__(
         self,
@@ -118,7 +119,11 @@ class HFRolloutEngine:
             if self._adapter is not None:
                 self._adapter.require_loaded()
             check_sampling(sampling, vocab_size=self._model.config.vocab_size)
-            self._check_prompts(prompts)
+            check_prompts(
+                prompts,
+                max_context_tokens=self._max_context_tokens,
+                vocab_size=self._model.config.vocab_size,
+            )
             decoding = Decoding(
                 self._model,
                 self._slots,
@@ -148,25 +153,6 @@ class HFRolloutEngine:
     def _count(self, stats: RolloutStats, *, seconds: float) -> None:
         sampled = {"time/sample_s": Max(seconds)}
         self._metrics = merge([self._metrics, stats.metrics(), sampled])
-
-    def _check_prompts(self, prompts: PromptBatch) -> None:
-        tokens_T = prompts.token_ids_PL.values()
-        offsets = row_offsets(prompts.token_ids_PL).tolist()
-        limit = self._max_context_tokens - 1
-        for prompt, (begin, end) in enumerate(pairwise(offsets)):
-            if end == begin:
-                raise EngineError(f"prompt {prompt} is empty: it needs at least 1 token")
-            if end - begin > limit:
-                raise EngineError(
-                    f"prompt {prompt} has {end - begin} tokens, and the engine's context of "
-                    f"{limit + 1} leaves room for {limit}; lower data.max_prompt_tokens"
-                )
-        vocab_size = self._model.config.vocab_size
-        if int(tokens_T.min()) < 0 or int(tokens_T.max()) >= vocab_size:
-            raise EngineError(
-                f"prompt tokens span {int(tokens_T.min())} to {int(tokens_T.max())}, and the model "
-                f"knows 0 to {vocab_size - 1}; use the tokenizer that belongs to model.path"
-            )
 
     def _require_resident(self, what: str, *parts: MemoryPart) -> None:
         for part in parts:

@@ -87,6 +87,9 @@ class RolloutEngine(Protocol):
     does.
     """
 
+    frees_memory: bool
+    """False where release and resume are answered and nothing moves (SGLang on a CPU)."""
+
     def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> list[Response]:
         """Sample; returns P * G responses, siblings adjacent, in prompt order."""
         ...
@@ -152,7 +155,10 @@ class RolloutEngine(Protocol):
         ...
 
     def resident_bytes(self, part: MemoryPart) -> int:
-        """Return the bytes that this part holds on the device now (measured, not remembered)."""
+        """Return the bytes that this part holds on the device now (measured, not remembered).
+
+        An engine in another process may say less than that while the part is resident, never more.
+        """
         ...
 
     def take_metrics(self) -> Metrics:

@@ -5,9 +5,12 @@ Legend: N rows, V vocabulary, K candidate tokens of a row (K = V unless top-k is
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
+from hybridrl.batch import PromptBatch, row_offsets
 from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.protocol import SamplingParams
 
@@ -62,6 +65,30 @@ def uniforms(key_N: Tensor, position_N: Tensor) -> Tensor:
     """
     bits_N = _mix(key_N + (position_N + 1) * _INCREMENT)
     return _shift_right(bits_N, 64 - _UNIFORM_BITS).double() * 2.0**-_UNIFORM_BITS
+
+
+def check_prompts(prompts: PromptBatch, *, max_context_tokens: int, vocab_size: int) -> None:
+    """Refuse prompts that no model can continue.
+
+    Raises:
+        EngineError: a prompt is empty, too long, or not in the vocabulary.
+    """
+    tokens_T = prompts.token_ids_PL.values()
+    offsets = row_offsets(prompts.token_ids_PL).tolist()
+    limit = max_context_tokens - 1
+    for prompt, (begin, end) in enumerate(pairwise(offsets)):
+        if end == begin:
+            raise EngineError(f"prompt {prompt} is empty: it needs at least 1 token")
+        if end - begin > limit:
+            raise EngineError(
+                f"prompt {prompt} has {end - begin} tokens, and the engine's context of "
+                f"{limit + 1} leaves room for {limit}; lower data.max_prompt_tokens"
+            )
+    if int(tokens_T.min()) < 0 or int(tokens_T.max()) >= vocab_size:
+        raise EngineError(
+            f"prompt tokens span {int(tokens_T.min())} to {int(tokens_T.max())}, and the model "
+            f"knows 0 to {vocab_size - 1}; use the tokenizer that belongs to model.path"
+        )
 
 
 def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:

@@ -195,12 +195,14 @@ class ManagedEngine:
         resident = self.engine.resident_bytes(part)
         before = free_bytes(self._device)
         self.engine.release(part, backup=backup)
+        self._released.add(part)
+        if not self.engine.frees_memory:
+            return
         wait_until_freed(
             self._resident(part),
             expected_free=None if before is None else (self._device, before + resident),
             timeout_s=self._release_timeout_s,
         )
-        self._released.add(part)
         self._add("memory/released_bytes", resident)
 
     def _resume(self, part: MemoryPart) -> None:

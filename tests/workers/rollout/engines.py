@@ -35,6 +35,13 @@ def rollout_config(*, num_slots: int = 8, dtype: str = "float32") -> RolloutConf
         skew_timeout_s=60.0,
         drain_timeout_s=10.0,
         stage_timeout_s=10.0,
+        engine_args={},
+        memory_fraction=0.85,
+        cuda_graphs=False,
+        routed_experts=False,
+        transport="auto",
+        start_timeout_s=60.0,
+        request_timeout_s=60.0,
     )
 
 

@@ -165,6 +165,8 @@ def stored_bytes(tensors: Collection[Tensor]) -> int:
 class RecordingEngine:
     """A RolloutEngine whose responses' log-probs are its weights, so that garbage is seen."""
 
+    frees_memory = True
+
     def __init__(self, index: int, journal: Journal, policy: Policy = Policy.WHOLE) -> None:
         self.index = index
         self.journal = journal
@@ -570,4 +572,11 @@ def rollout_config(
         skew_timeout_s=20.0,
         drain_timeout_s=1.0,
         stage_timeout_s=20.0,
+        engine_args={},
+        memory_fraction=0.85,
+        cuda_graphs=False,
+        routed_experts=False,
+        transport="auto",
+        start_timeout_s=60.0,
+        request_timeout_s=60.0,
     )

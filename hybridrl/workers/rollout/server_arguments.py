@@ -1,0 +1,154 @@
+"""From the rollout section to the arguments of SGLang: typed keys first, then what passes through.
+
+Only names and values; nothing here imports SGLang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hybridrl import env
+from hybridrl.config.lora import LoraConfig
+from hybridrl.config.rollout import RolloutConfig
+
+Arguments = dict[str, object]
+
+_CPU: Arguments = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_overlap_schedule": True,
+    "sleep_on_idle": True,  # else an idle scheduler keeps a core busy while the trainer works
+}
+"""What SGLang needs where there is no GPU; measured to work."""
+
+_CONTEXT_SLACK = 8
+"""SGLang ends a response some tokens before the context that it is told is full."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerSpec:
+    """What one server serves, and on what."""
+
+    model_folder: Path
+    """Hugging Face folder; of its weights nothing is trusted, they are sent."""
+
+    rollout: RolloutConfig
+
+    lora: LoraConfig | None
+    """The adapter that every request uses; None: there is none."""
+
+    max_context_tokens: int
+    """Longest prompt plus response."""
+
+    seed: int
+    device: str
+    """cpu or cuda."""
+
+    @property
+    def keeps_backup(self) -> bool:
+        """Whether a host copy of the weights survives their release.
+
+        Only where the ledger needs one: frozen weights that no sync sends again, or on demand.
+        """
+        adapter_sleeps = self.lora is not None and self.lora.base == "backup"
+        return self.rollout.sleep and (adapter_sleeps or self.rollout.backup_weights == "always")
+
+
+def build_arguments(spec: ServerSpec, *, name: str, port: int) -> Arguments:
+    """Return the arguments of one server by their Python names.
+
+    Args:
+        spec: what it serves.
+        name: under which it answers, to tell it from a stranger on the same port.
+        port: where it listens, on this machine only.
+    """
+    rollout = spec.rollout
+    arguments: Arguments = {
+        "model_path": str(spec.model_folder),
+        "served_model_name": name,
+        "host": "127.0.0.1",
+        "port": port,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": rollout.dtype,
+        "random_seed": spec.seed % 2**31,
+        "context_length": spec.max_context_tokens + _CONTEXT_SLACK,
+        "tp_size": rollout.tensor_parallel_size,
+        "max_running_requests": rollout.num_slots,
+        "mem_fraction_static": rollout.memory_fraction,
+        "disable_cuda_graph": not rollout.cuda_graphs or spec.device == "cpu",
+        "grammar_backend": "none",
+        "log_level": "warning",
+        "enable_return_routed_experts": rollout.routed_experts,
+        "enable_memory_saver": rollout.sleep and spec.device == "cuda",
+        "enable_weights_cpu_backup": spec.keeps_backup and spec.device == "cuda",
+    }
+    if spec.device == "cpu":
+        arguments |= _CPU | {
+            "max_total_tokens": rollout.num_slots * (spec.max_context_tokens + _CONTEXT_SLACK),
+            "mem_fraction_static": 0.1,  # of the host's memory; the line above is what counts
+        }
+    if spec.lora is not None:
+        arguments |= _adapter_arguments(spec.lora, spec.device)
+    return arguments | dict(_as_lists(rollout.engine_args))
+
+
+def environment(spec: ServerSpec) -> Mapping[str, str]:
+    """Return the variables that a server needs beside its arguments."""
+    variables = {
+        "HF_HUB_OFFLINE": "1",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the slack, which no token fills
+    }
+    if spec.device == "cpu":
+        num_ranks = spec.rollout.tensor_parallel_size
+        return variables | {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            # 30 times slower with as many threads as cores: they spin (measured, 2 cores).
+            "OMP_NUM_THREADS": "1",
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank) for rank in range(num_ranks)),
+        }
+    return variables | {
+        "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true" if spec.rollout.sleep else "false",
+        "NCCL_GRAPH_REGISTER": "0",  # registered buffers hang once their memory was unmapped
+        "PYTORCH_CUDA_ALLOC_CONF": "",  # expandable segments slip past torch_memory_saver
+        "PYTORCH_ALLOC_CONF": "",
+    }
+
+
+def visible_devices(device: torch.device, *, count: int) -> Mapping[str, str]:
+    """Return the variable that shows a server the GPUs of its ranks, which are adjacent on a node.
+
+    Ray shows a rank all GPUs of its node (``single_controller``), numbered as its local ranks are.
+
+    Args:
+        device: of the rank that leads.
+        count: ranks that share the server.
+    """
+    if device.type != "cuda":
+        return {}
+    numbers = range(device.index, device.index + count)
+    listed = env.get("CUDA_VISIBLE_DEVICES")
+    known = [name for name in listed.split(",") if name]
+    names = [known[number] if known else str(number) for number in numbers]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
+
+
+def _adapter_arguments(lora: LoraConfig, device: str) -> Arguments:
+    arguments: Arguments = {
+        "enable_lora": True,
+        "max_lora_rank": lora.rank,
+        "lora_target_modules": list(lora.modules),
+        "max_loras_per_batch": 1,
+        "max_loaded_loras": 1,
+    }
+    return arguments | ({"lora_backend": "torch_native"} if device == "cpu" else {})
+
+
+def _as_lists(arguments: Mapping[str, object]) -> Arguments:
+    """Return lists for tuples: JSON, and SGLang, have no others."""
+    return {n: list(value) if isinstance(value, tuple) else value for n, value in arguments.items()}

@@ -1,0 +1,138 @@
+"""HTTP to one server: control calls one at a time, generation requests all at once.
+
+A thread runs the event loop, so that thousands of requests wait without a thread each, and callers
+stay synchronous.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import aiohttp
+
+from hybridrl.errors import DeadlineError, EngineError
+
+T = TypeVar("T")
+Body = dict[str, Any]
+
+_NOT_SENT = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
+
+
+class ServerError(EngineError):
+    """The server answered, and refused."""
+
+    def __init__(self, path: str, status: int, text: str) -> None:
+        super().__init__(f"{path} was answered with status {status}: {text}")
+        self.status = status
+        self.text = text
+
+
+class ConnectionLostError(EngineError):
+    """No answer came: the connection broke, or the request was cut off."""
+
+
+class ServerClient:
+    """Talks to one server. Thread-safe."""
+
+    def __init__(self, base_url: str, *, name: str, require_alive: Callable[[str], None]) -> None:
+        """Connect when first used.
+
+        Args:
+            base_url: as ``http://127.0.0.1:30000``.
+            name: what messages call the server.
+            require_alive: raises if the server's process is gone; asked when a connection breaks.
+        """
+        self._base_url = base_url
+        self._name = name
+        self._require_alive = require_alive
+        self._loop = asyncio.new_event_loop()
+        self._session: aiohttp.ClientSession | None = None
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name=name)
+        self._thread.start()
+
+    def call(
+        self, path: str, body: Body | None = None, *, timeout_s: float, method: str = "POST"
+    ) -> Any:  # noqa: ANN401 - what a server answers is known to the caller alone
+        """Do one control call and return the answer: JSON if it is JSON, else text.
+
+        Raises:
+            ServerError: the status is not 2xx.
+            ConnectionLostError: no answer came, and the server's process lives.
+            EngineError: the server is gone.
+            DeadlineError: no answer within ``timeout_s``.
+        """
+        return self.run(self.request(path, body, timeout_s=timeout_s, method=method))
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the client's loop and wait for it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def request(
+        self, path: str, body: Body | None = None, *, timeout_s: float, method: str = "POST"
+    ) -> Any:  # noqa: ANN401
+        """Do one call, as ``call`` does; to be awaited on the client's loop."""
+        session = self._open()
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with session.request(
+                method, self._base_url + path, json=body, timeout=timeout
+            ) as answer:
+                text = await answer.text()
+        except TimeoutError as error:
+            self._require_alive(path)
+            raise DeadlineError(
+                f"{path}: {self._name} did not answer within {timeout_s:g} s"
+            ) from error
+        except _NOT_SENT as error:
+            self._require_alive(path)
+            raise ConnectionLostError(f"{path}: {self._name} did not answer: {error}") from error
+        if answer.status // 100 != 2:
+            raise ServerError(path, answer.status, _message_of(text))
+        return _parsed(text)
+
+    async def settle(self, work: Sequence[Awaitable[T]]) -> list[T | EngineError | DeadlineError]:
+        """Await all, and return for each its result or the error of ours that it raised."""
+        results = await asyncio.gather(*work, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(
+                result, EngineError | DeadlineError
+            ):
+                raise result
+        return results  # type: ignore[return-value]  # others were raised
+
+    def close(self) -> None:
+        """Drop all connections and end the thread. Idempotent."""
+        if self._loop.is_closed():
+            return
+        if self._session is not None:
+            self.run(self._session.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # No limit: the server queues, and knows best what to run next.
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        return self._session
+
+
+def _parsed(text: str) -> Any:  # noqa: ANN401
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _message_of(text: str) -> str:
+    """Return the message within an error's body, whichever of the server's forms it has."""
+    body = _parsed(text)
+    if isinstance(body, dict):
+        error = body.get("error", body)
+        message = error.get("message", error) if isinstance(error, dict) else error
+        return str(message)
+    return str(body).strip() or "(no text)"

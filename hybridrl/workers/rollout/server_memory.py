@@ -1,0 +1,73 @@
+"""What a server holds, as another process can know it: names from files, sizes from the server."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config.lora import LoraConfig
+from hybridrl.models.adapter_names import matrix_names
+from hybridrl.models.load import WeightFiles
+from hybridrl.workers.rollout.protocol import MemoryPart, WeightMemory
+
+_WEIGHT = ".weight"
+_TIED_AWAY = "lm_head.weight"
+_ROUNDING = 0.97
+
+
+def list_weights(
+    folder: Path, *, itemsize: int, lora: LoraConfig | None
+) -> tuple[WeightMemory, ...]:
+    """List what must be sent to a server before it may sample, by the names in the model's files.
+
+    Buffers (rotary tables, scales) are not among them: SGLang itself copies them before its weights
+    are released and puts them back afterwards.
+
+    Args:
+        folder: the Hugging Face folder.
+        itemsize: bytes of a number in the server.
+        lora: the adapter that the server applies; None: there is none.
+    """
+    files = WeightFiles(folder)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    is_tied = bool(config.get("tie_word_embeddings", False))
+    shapes = {
+        name: files.shape_of(name)
+        for name in sorted(files.names)
+        if not (is_tied and name == _TIED_AWAY)
+    }
+    adapter = dict(_matrices(shapes, lora)) if lora is not None else {}
+    return tuple(
+        WeightMemory(name, math.prod(shape) * itemsize, is_buffer=False)
+        for name, shape in (shapes | adapter).items()
+    )
+
+
+def _matrices(
+    shapes: Mapping[str, tuple[int, ...]], lora: LoraConfig
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, shape in shapes.items():
+        layer = name.removesuffix(_WEIGHT)
+        if layer != name and layer.rpartition(".")[2] in lora.modules:
+            outputs, inputs = shape
+            name_a, name_b = matrix_names(layer)
+            yield name_a, (lora.rank, inputs)
+            yield name_b, (outputs, lora.rank)
+
+
+def held_bytes(info: Mapping[str, Any], part: MemoryPart) -> int:
+    """Return at least how many bytes a part holds, from a server's own figures on all its devices.
+
+    They are rounded to a thousandth of a GB, and count what was allocated at the same time.
+    """
+    usage = info["internal_states"][0]["memory_usage"]
+    graphs = usage["graph"]
+    gigabytes = {
+        MemoryPart.WEIGHTS: usage["weight"],
+        MemoryPart.KV_CACHE: usage["kvcache"],
+        MemoryPart.CUDA_GRAPH: sum(graphs.values()) if isinstance(graphs, dict) else graphs,
+    }[part]
+    return int(max(0.0, gigabytes * _ROUNDING - 1e-3) * 2**30)

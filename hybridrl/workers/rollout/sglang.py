@@ -1,0 +1,339 @@
+"""SGLang as a ``RolloutEngine``: a server of its own process. The only module that imports sglang.
+
+``python -m hybridrl.workers.rollout.sglang ARGUMENTS.json`` is that process.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+
+import torch.multiprocessing
+from torch import Tensor
+
+from hybridrl import activity
+from hybridrl.batch import PromptBatch
+from hybridrl.errors import EngineError, PhaseError, nearest
+from hybridrl.metrics import Max, Metrics, merge
+from hybridrl.workers.rollout.admission import Admission, Ticket
+from hybridrl.workers.rollout.protocol import (
+    MemoryPart,
+    Response,
+    SamplingParams,
+    WeightMemory,
+)
+from hybridrl.workers.rollout.sampling import check_prompts, check_sampling
+from hybridrl.workers.rollout.server import Server
+from hybridrl.workers.rollout.server_arguments import ServerSpec
+from hybridrl.workers.rollout.server_memory import held_bytes, list_weights
+from hybridrl.workers.rollout.server_process import end_with_parent
+from hybridrl.workers.rollout.server_requests import build_groups
+from hybridrl.workers.rollout.server_sampling import GroupSampler
+
+try:
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+except ImportError as err:
+    raise ImportError(
+        "rollout=sglang needs SGLang: pip install 'hybridrl[sglang]' (on a CPU: make sglang-cpu), "
+        "or use rollout=hf"
+    ) from err
+
+log = logging.getLogger(__name__)
+
+ADAPTER = "policy"
+"""What our one adapter is called at the server."""
+
+_ITEMSIZE = {"float32": 4, "bfloat16": 2}
+_FLUSH_TIMEOUT_S = 20.0
+_STATUS_REFUSED = 3
+
+
+class SGLangEngine:
+    """A ``RolloutEngine`` over one SGLang server, which holds the devices of its ranks.
+
+    Its weights are random until they are sent. Log-probs are those at the sampling temperature;
+    with top-p or top-k they are not of the truncated distribution (SGLang gives no others).
+    """
+
+    def __init__(self, spec: ServerSpec, *, variables: Mapping[str, str]) -> None:
+        """Start the server.
+
+        Args:
+            spec: what it serves.
+            variables: environment of the server, as the devices that it may see.
+
+        Raises:
+            EngineError: it did not start.
+            DeadlineError: not in time.
+            ModelError: the folder has no weights, or a broken file.
+        """
+        self._spec = spec
+        self._variables = dict(variables)
+        self._num_ranks = spec.rollout.tensor_parallel_size
+        self._weights = list_weights(
+            spec.model_folder, itemsize=_ITEMSIZE[spec.rollout.dtype], lora=spec.lora
+        )
+        if spec.device == "cpu":
+            # Handles of memory are names then: a server that is no child of ours can open them.
+            torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+        self._metrics: Metrics = {}
+        self.frees_memory = spec.device == "cuda"
+        self._boot()
+
+    def _boot(self) -> None:
+        self._server = Server(self._spec, variables=self._variables)
+        self._admission = Admission()
+        self._released: set[MemoryPart] = set()
+        self._is_updating = False
+        self._has_adapter = False
+        self.version = -1
+        self._metrics = merge([self._metrics, {"time/server_start_s": Max(self._server.start_s)}])
+
+    # -- sampling --------------------------------------------------------------------------------
+
+    def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> list[Response]:
+        """Sample; returns P * G responses on the CPU, siblings adjacent, in prompt order.
+
+        A response is also cut (and truncated) where it and its prompt fill the context.
+
+        Raises:
+            PhaseError: paused, already generating, or a part of the memory is released.
+            EngineError: a prompt or parameter is refused; the server is gone; the call was aborted
+                by ``drain``; or responses were cut off again and again.
+            DeadlineError: a request took longer than ``rollout.request_timeout_s``.
+        """
+        with self._admission.admit(len(prompts) * sampling.num_responses_per_prompt) as ticket:
+            self._require_resident("generate", *MemoryPart)
+            self._require_adapter()
+            vocab_size = self._vocab_size()
+            check_sampling(sampling, vocab_size=vocab_size)
+            limit = self._spec.max_context_tokens
+            check_prompts(prompts, max_context_tokens=limit, vocab_size=vocab_size)
+            sampler = self._sampler(sampling, ticket)
+            begin = time.perf_counter()
+            with activity.watching("rollout engine", sampler.describe):
+                sampled = sampler.run(build_groups(prompts, sampling))
+            seconds: Metrics = {"time/sample_s": Max(time.perf_counter() - begin)}
+            self._metrics = merge([self._metrics, sampled.metrics, seconds])
+            return sampled.responses
+
+    def _sampler(self, sampling: SamplingParams, ticket: Ticket) -> GroupSampler:
+        extra: dict[str, object] = {}
+        if self._spec.lora is not None:
+            extra["lora_path"] = ADAPTER
+        if self._spec.rollout.routed_experts:
+            extra["return_routed_experts"] = True
+        return GroupSampler(
+            self._server.client,
+            sampling=sampling,
+            max_context_tokens=self._spec.max_context_tokens,
+            extra=extra,
+            weight_version=str(self.version),
+            timeout_s=self._spec.rollout.request_timeout_s,
+            on_cut_off=ticket.check,
+        )
+
+    def take_metrics(self) -> Metrics:
+        """Return what happened since the last time, and start anew."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def _vocab_size(self) -> int:
+        config = json.loads((self._spec.model_folder / "config.json").read_text(encoding="utf-8"))
+        return int(config["vocab_size"])
+
+    def _require_resident(self, what: str, *parts: MemoryPart) -> None:
+        for part in parts:
+            if part in self._released:
+                raise PhaseError(f"{what} was refused: {part.name} is released; resume it first")
+
+    def _require_adapter(self) -> None:
+        if self._spec.lora is not None and not self._has_adapter:
+            raise EngineError(
+                "generate was refused: no adapter is loaded, and the frozen model alone is not the "
+                "policy; sync weights first, or set lora.sync=merged"
+            )
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def weight_memory(self) -> tuple[WeightMemory, ...]:
+        """List weights by the names in the model's files, tied ones once, then the adapter's."""
+        return self._weights
+
+    def update_weights(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Hand a bucket of full tensors over, by HF name, through memory that both map.
+
+        Raises:
+            PhaseError: the weights are released, or requests are running.
+            EngineError: the server has no such tensor, or cannot take it.
+        """
+        self._admission.require_idle("update_weights")
+        self._require_resident("update_weights", MemoryPart.WEIGHTS)
+        self._begin_update()
+        bucket = FlattenedTensorBucket(named_tensors=[(n, t.detach()) for n, t in tensors])
+        flat = bucket.get_flattened_tensor()
+        payload = {"flattened_tensor": flat, "metadata": bucket.get_metadata()}
+        self._server.require_success(
+            "/update_weights_from_tensor",
+            serialized_named_tensors=[_serialized(payload)] * self._num_ranks,
+            load_format="flattened_bucket",
+            flush_cache=False,
+        )
+
+    def finish_update(self, *, version: int) -> None:
+        """Close the update, and stamp all later responses with ``version``."""
+        if self._is_updating:
+            self._server.require_success("/end_weight_update")
+            self._is_updating = False
+        self._server.post(
+            "/update_weight_version", new_version=str(version), abort_all_requests=False
+        )
+        self.version = version
+
+    def _begin_update(self) -> None:
+        if not self._is_updating:
+            self._server.require_success("/begin_weight_update")
+            self._is_updating = True
+
+    def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load the whole adapter; every request names it from here on.
+
+        Raises:
+            PhaseError: the weights are released, or requests are running.
+            EngineError: the engine was built without adapters, or the server cannot load it.
+        """
+        self._admission.require_idle("load_adapter")
+        self._require_resident("load_adapter", MemoryPart.WEIGHTS)
+        lora = self._spec.lora
+        if lora is None:
+            raise EngineError(
+                f"an adapter of {len(tensors)} tensors came, and this engine was built without; "
+                "set lora.enabled=true and lora.sync=adapter"
+            )
+        self._server.require_success(
+            "/load_lora_adapter_from_tensors",
+            lora_name=ADAPTER,
+            config_dict={
+                "peft_type": "LORA",
+                "task_type": "CAUSAL_LM",
+                "r": lora.rank,
+                "lora_alpha": lora.alpha,
+                "use_rslora": lora.use_rslora,
+                "target_modules": list(lora.modules),
+                "bias": "none",
+                "lora_dropout": 0.0,
+            },
+            serialized_named_tensors=[_serialized(dict(tensors))] * self._num_ranks,
+        )
+        self._has_adapter = True
+
+    def unload_adapter(self) -> None:
+        """Forget the adapter, if there is one. Idempotent."""
+        if self._has_adapter:
+            self._has_adapter = False
+            self._server.require_success("/unload_lora_adapter", lora_name=ADAPTER)
+
+    # -- edges of its life -----------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Admit no new request: this process is the only one that sends any. Idempotent."""
+        self._admission.pause()
+
+    def drain(self, *, timeout_s: float) -> int:
+        """Wait until nothing runs, abort what is left at the deadline, and empty the server.
+
+        Raises:
+            EngineError: the server is gone.
+            DeadlineError: it stays busy; how many requests run and wait.
+        """
+        self._server.require_alive("drain")
+        aborted = self._admission.drain(timeout_s, abort=self._server.abort_all)
+        self._server.hold(timeout_s=_FLUSH_TIMEOUT_S)
+        return aborted
+
+    def release(self, part: MemoryPart, *, backup: frozenset[str] = frozenset()) -> None:
+        """Free a part's memory. What ``backup`` names survives where the server keeps a copy.
+
+        Raises:
+            PhaseError: the part is released already, or requests are running.
+            EngineError: the server keeps no copy and one is asked for; nothing was freed.
+        """
+        self._admission.require_idle(f"release of {part.name}")
+        if part in self._released:
+            raise PhaseError(f"{part.name} is released already")
+        if backup and self.frees_memory and not self._spec.keeps_backup:
+            raise EngineError(
+                f"{len(backup)} weights must survive the release, and the server was started "
+                "without a host copy; set lora.base=backup, or rollout.backup_weights=always"
+            )
+        self._server.release_memory(part.value)
+        self._released.add(part)
+
+    def resume(self, part: MemoryPart) -> None:
+        """Allocate a part again.
+
+        Raises:
+            PhaseError: the part is not released.
+            EngineError: there is no room, or the server is gone.
+        """
+        if part not in self._released:
+            raise PhaseError(f"{part.name} is resident; only what was released can be resumed")
+        self._server.resume_memory(part.value)
+        self._released.remove(part)
+
+    def continue_generation(self) -> None:
+        """Admit requests again. Idempotent."""
+        self._server.let_in()
+        self._admission.reopen()
+
+    def resident_bytes(self, part: MemoryPart) -> int:
+        """Return at least how many bytes a part holds; 0 where the server cannot free it."""
+        if part in self._released or not self.frees_memory:
+            return 0
+        return held_bytes(self._server.info, part)
+
+    def restart(self) -> None:
+        """Kill the server and start another; its weights are random again."""
+        self.shutdown()
+        self._boot()
+
+    def shutdown(self) -> None:
+        """Kill the server with all that it runs; idempotent."""
+        self._admission.pause()
+        self._server.end()
+
+
+def _serialized(payload: object) -> str:
+    text: str = MultiprocessingSerializer.serialize(payload, output_str=True)
+    return text
+
+
+def serve(file: Path) -> None:
+    """Be a server with the arguments in ``file``, until the parent is gone."""
+    end_with_parent()
+    # By name: these take seconds and prepare a process to serve, which a client must not be.
+    run_server = import_module("sglang.launch_server").run_server
+    server_args = import_module("sglang.srt.server_args").ServerArgs
+    import_module("sglang.srt.plugins").load_plugins()
+    arguments = json.loads(file.read_text(encoding="utf-8"))
+    known = list(inspect.signature(server_args).parameters)
+    unknown = [name for name in arguments if name not in known]
+    if unknown:
+        for name in unknown:
+            sys.stderr.write(
+                f"rollout.engine_args.{name}={arguments[name]!r}: SGLang has no such argument; "
+                f"{nearest(name, known)}\n"
+            )
+        raise SystemExit(_STATUS_REFUSED)
+    run_server(server_args(**arguments))
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]))

@@ -1,0 +1,45 @@
+"""One SGLang server for as many tests as can share it: a start takes 25 s of CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hybridrl.workers.rollout.sglang import SGLangEngine
+
+from tests.models import make_tiny_model
+from tests.sglang.engines import make_ready, running_engine, server_spec
+
+FOLDER = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what lies in this folder; the first test that needs a server waits for it."""
+    for item in items:
+        if item.path.is_relative_to(FOLDER):
+            item.add_marker(pytest.mark.sglang)
+
+
+@pytest.fixture(scope="session")
+def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Qwen3 of the server that tests share."""
+    return make_tiny_model(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="session")
+def shared_engine(served_model: Path) -> Iterator[SGLangEngine]:
+    """An engine whose server lives as long as the session, in whatever state a test left it."""
+    with running_engine(server_spec(served_model)) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared_engine: SGLangEngine, served_model: Path) -> SGLangEngine:
+    """The shared engine: awake, with the weights of ``served_model`` as version 0.
+
+    A test may sync and put it to sleep; one that breaks it starts a server of its own.
+    """
+    make_ready(shared_engine, served_model)
+    shared_engine.take_metrics()
+    return shared_engine

@@ -1,0 +1,1 @@
+"""SGLang on a machine without CUDA; with ``sgl_kernel`` beside it. Imports nothing by itself."""

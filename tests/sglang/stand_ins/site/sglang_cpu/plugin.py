@@ -1,0 +1,35 @@
+"""What SGLang runs first in each process of a server, as its plug-in ``cpu_stand_ins``."""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.server_args import (
+    add_deterministic_attention_backend_choices,
+    add_radix_supported_deterministic_attention_backend_choices,
+)
+
+from sglang_cpu import without_cuda
+
+BATCH_INVARIANT_KERNELS = "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode"
+
+
+def install() -> None:
+    """Answer for CUDA where nothing else can, and let requests have seeds of their own.
+
+    SGLang heeds ``sampling_seed`` with ``--enable-deterministic-inference`` alone, which it refuses
+    for the one attention that a CPU has, and for which it would put Triton kernels in the place of
+    torch's. Torch's stay: with equal seeds, tokens differ only where a random number falls within
+    the rounding by which a logit depends on its batch.
+    """
+    without_cuda.install()
+    torch.compiler.set_stance(
+        "force_eager"
+    )  # compiling for a CPU needs a C++ compiler, and minutes
+    add_deterministic_attention_backend_choices(["torch_native"])
+    add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    HookRegistry.register(BATCH_INVARIANT_KERNELS, _keep_the_kernels_of_torch, HookType.REPLACE)
+
+
+def _keep_the_kernels_of_torch(*, enable_bmm: bool = True) -> None:
+    del enable_bmm

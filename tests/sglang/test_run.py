@@ -1,0 +1,47 @@
+"""A whole run whose rollout engine is SGLang, started as a user starts it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.runs.small import read_metrics
+
+NUM_STEPS = 60  # of the default 100: evaluated 0.50 -> 0.65 here, 0.75 at the end
+TIMEOUT_S = 280  # 25 s of CPU for the server, 1 to 2 s a step
+
+
+@pytest.mark.timeout(TIMEOUT_S + 20)
+def test_the_default_task_is_learnt_on_sglang_and_no_process_is_left(tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-m", "hybridrl.main", "rollout=sglang", "tracking.live=off"),
+        *("rollout.start_timeout_s=150", "cluster.start_timeout_s=160"),
+        *(f"trainer.run_dir={tmp_path / 'run'}", f"trainer.num_steps={NUM_STEPS}"),
+        *(f"eval.every_num_steps={NUM_STEPS}", "checkpoint.every_num_steps=0"),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = read_metrics(tmp_path / "run")
+    rewards = [line["eval/reward/mean"] for line in lines if "eval/reward/mean" in line]
+    assert rewards[-1] > rewards[0] + 0.05
+    mismatch = "policy/sampler_mismatch_nats/max"
+    assert len([line for line in lines if line.get(mismatch, 1.0) < 1e-3]) == NUM_STEPS
+    hits = [line["rollout/prefix_cache_hit_fraction"] for line in lines[2:]]
+    assert min(hits) > 0.8  # a group's prompt is computed once; before, an evaluation counts too
+    assert servers_started_in(tmp_path) == []
+
+
+def servers_started_in(folder: Path) -> list[str]:
+    """The processes of SGLang that came from a command in this folder; they name themselves."""
+    found = []
+    for process in psutil.process_iter(["name", "cwd"]):
+        name = process.info["name"] or ""
+        if name.startswith("sglang::") and process.info["cwd"] == str(folder):
+            found.append(name)
+    return found
