@@ -28,6 +28,7 @@ def run(bench: Bench) -> None:
         f"trainer.num_steps={bench.size(60, dry=2)}",
         f"trainer.run_dir={folder}",
         "trainer.overwrite=true",
+        "cluster.object_store_mib=512",
         f"eval.every_num_steps={bench.size(20, dry=0)}",
     ]
     if on_cuda:
