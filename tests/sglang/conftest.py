@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hybridrl.workers.rollout.sglang import SGLangEngine
 
+from hybridrl.workers.rollout.sglang import SGLangEngine
 from tests.models import make_tiny_model
 from tests.sglang.engines import make_ready, running_engine, server_spec
 

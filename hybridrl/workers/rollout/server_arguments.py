@@ -105,13 +105,11 @@ def environment(spec: ServerSpec) -> Mapping[str, str]:
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the slack, which no token fills
     }
     if spec.device == "cpu":
-        num_ranks = spec.rollout.tensor_parallel_size
-        return variables | {
-            "SGLANG_USE_CPU_ENGINE": "1",
-            # 30 times slower with as many threads as cores: they spin (measured, 2 cores).
-            "OMP_NUM_THREADS": "1",
-            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank) for rank in range(num_ranks)),
-        }
+        # 30 times slower with as many threads as cores: they spin (measured, 2 cores).
+        variables |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+        ranks = [str(rank) for rank in range(spec.rollout.tensor_parallel_size)]
+        # With several ranks SGLang wants to be told a core for each.
+        return variables | ({"SGLANG_CPU_OMP_THREADS_BIND": "|".join(ranks)} if ranks[1:] else {})
     return variables | {
         "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true" if spec.rollout.sleep else "false",
         "NCCL_GRAPH_REGISTER": "0",  # registered buffers hang once their memory was unmapped
