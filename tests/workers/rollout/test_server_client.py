@@ -49,17 +49,23 @@ def test_an_answer_is_json_where_it_is_json_and_else_text() -> None:
 
 
 def test_a_refusal_tells_path_status_and_the_servers_own_words() -> None:
-    with answering(answer) as server, client_of(server.url) as client:
-        with pytest.raises(ServerError, match="/refused was answered with status 400: no such ten"):
-            client.call("/refused", {}, timeout_s=10.0)
+    with (
+        answering(answer) as server,
+        client_of(server.url) as client,
+        pytest.raises(ServerError, match="/refused was answered with status 400: no such ten"),
+    ):
+        client.call("/refused", {}, timeout_s=10.0)
         with pytest.raises(ServerError, match="status 500: it broke"):
             client.call("/other", {}, timeout_s=10.0)
 
 
 def test_a_call_that_is_not_answered_in_time_says_how_long_it_waited() -> None:
-    with answering(answer) as server, client_of(server.url) as client:
-        with pytest.raises(DeadlineError, match=r"/slow: the server did not answer within 0\.2 s"):
-            client.call("/slow", {}, timeout_s=0.2)
+    with (
+        answering(answer) as server,
+        client_of(server.url) as client,
+        pytest.raises(DeadlineError, match=r"/slow: the server did not answer within 0\.2 s"),
+    ):
+        client.call("/slow", {}, timeout_s=0.2)
 
 
 @pytest.mark.parametrize("is_dead", [False, True])

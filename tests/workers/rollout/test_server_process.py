@@ -59,9 +59,11 @@ def test_a_server_is_ready_when_it_says_so_and_ends_with_its_children_and_its_lo
 
 
 def test_a_server_that_ends_before_it_is_ready_is_told_with_its_last_words() -> None:
-    with running("import sys; print('no such model'); sys.exit(3)") as server:
-        with pytest.raises(EngineError, match=r"the server ended with status 3\n.*\n  no such mod"):
-            server.wait_until_ready(lambda: False, timeout_s=60.0)
+    with (
+        running("import sys; print('no such model'); sys.exit(3)") as server,
+        pytest.raises(EngineError, match=r"the server ended with status 3\n.*\n  no such mod"),
+    ):
+        server.wait_until_ready(lambda: False, timeout_s=60.0)
 
 
 def test_a_server_that_was_killed_is_told_with_the_signal() -> None:
@@ -72,9 +74,11 @@ def test_a_server_that_was_killed_is_told_with_the_signal() -> None:
 
 
 def test_a_server_that_does_not_answer_in_time_names_the_key() -> None:
-    with running("import time; print('compiling', flush=True); time.sleep(600)") as server:
-        with pytest.raises(DeadlineError, match=r"rollout\.start_timeout_s=1 s"):
-            server.wait_until_ready(lambda: False, timeout_s=1.0)
+    with (
+        running("import time; print('compiling', flush=True); time.sleep(600)") as server,
+        pytest.raises(DeadlineError, match=r"rollout\.start_timeout_s=1 s"),
+    ):
+        server.wait_until_ready(lambda: False, timeout_s=1.0)
 
 
 def test_no_server_outlives_a_parent_that_was_killed(tmp_path: Path) -> None:

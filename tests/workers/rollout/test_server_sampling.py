@@ -124,9 +124,11 @@ def test_a_response_that_was_cut_off_is_asked_for_again_and_it_alone() -> None:
 
 
 def test_a_response_that_is_cut_off_three_times_is_reported_and_nothing_is_scored() -> None:
-    with sampling_from(Sampler(lambda _, __: "abort")) as (_, sampler):
-        with pytest.raises(EngineError, match=r"6 of 6 responses were cut off 3 times.*Aborted"):
-            sampler.run(build_groups(PROMPTS, SAMPLING))
+    with (
+        sampling_from(Sampler(lambda _, __: "abort")) as (_, sampler),
+        pytest.raises(EngineError, match=r"6 of 6 responses were cut off 3 times.*Aborted"),
+    ):
+        sampler.run(build_groups(PROMPTS, SAMPLING))
 
 
 def test_what_was_cut_off_on_purpose_is_not_asked_for_again() -> None:
@@ -134,16 +136,20 @@ def test_what_was_cut_off_on_purpose_is_not_asked_for_again() -> None:
         raise EngineError(f"aborted {count}")
 
     answer = Sampler(lambda _, __: "abort")
-    with sampling_from(answer, on_cut_off=refuse) as (_, sampler):
-        with pytest.raises(EngineError, match="aborted 6"):
-            sampler.run(build_groups(PROMPTS, SAMPLING))
+    with (
+        sampling_from(answer, on_cut_off=refuse) as (_, sampler),
+        pytest.raises(EngineError, match="aborted 6"),
+    ):
+        sampler.run(build_groups(PROMPTS, SAMPLING))
     assert sum(answer.times.values()) == 6
 
 
 def test_a_response_of_other_weights_is_refused() -> None:
-    with sampling_from(Sampler(lambda _, __: "stop"), version="6") as (_, sampler):
-        with pytest.raises(EngineError, match="weights of version 5, and the policy is at 6"):
-            sampler.run(build_groups(PROMPTS, SAMPLING))
+    with (
+        sampling_from(Sampler(lambda _, __: "stop"), version="6") as (_, sampler),
+        pytest.raises(EngineError, match="weights of version 5, and the policy is at 6"),
+    ):
+        sampler.run(build_groups(PROMPTS, SAMPLING))
 
 
 def test_a_request_that_is_refused_is_not_repeated() -> None:
