@@ -62,6 +62,10 @@ class Response:
     is_truncated: bool
     """True if the length limit ended it."""
 
+    routed_experts_LJK: Tensor | None = None
+    """int32 [prompt + response - 1, layers, experts a token], which experts each token went
+    through; the last token was never an input. None unless ``rollout.routed_experts``."""
+
 
 @dataclass(frozen=True, slots=True)
 class WeightMemory:

@@ -13,13 +13,14 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch.multiprocessing
 from torch import Tensor
 
 from hybridrl import activity
 from hybridrl.batch import PromptBatch
-from hybridrl.errors import EngineError, PhaseError, nearest
+from hybridrl.errors import EngineError, ModelError, PhaseError, nearest
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.workers.rollout.admission import Admission, Ticket
 from hybridrl.workers.rollout.protocol import (
@@ -33,8 +34,8 @@ from hybridrl.workers.rollout.server import Server
 from hybridrl.workers.rollout.server_arguments import ServerSpec
 from hybridrl.workers.rollout.server_memory import held_bytes, list_weights
 from hybridrl.workers.rollout.server_process import end_with_parent
-from hybridrl.workers.rollout.server_requests import build_groups
-from hybridrl.workers.rollout.server_sampling import GroupSampler
+from hybridrl.workers.rollout.server_requests import ExpertShape, build_groups
+from hybridrl.workers.rollout.server_sampling import GroupSampler, Terms
 
 try:
     from sglang.srt.utils import MultiprocessingSerializer
@@ -83,6 +84,8 @@ class SGLangEngine:
         if spec.device == "cpu":
             # Handles of memory are names then: a server that is no child of ours can open them.
             torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+        self._model = json.loads((spec.model_folder / "config.json").read_text(encoding="utf-8"))
+        self._experts = _expert_shape(self._model) if spec.rollout.routed_experts else None
         self._metrics: Metrics = {}
         self.frees_memory = spec.device == "cuda"
         self._boot()
@@ -112,7 +115,7 @@ class SGLangEngine:
         with self._admission.admit(len(prompts) * sampling.num_responses_per_prompt) as ticket:
             self._require_resident("generate", *MemoryPart)
             self._require_adapter()
-            vocab_size = self._vocab_size()
+            vocab_size: int = self._model["vocab_size"]
             check_sampling(sampling, vocab_size=vocab_size)
             limit = self._spec.max_context_tokens
             check_prompts(prompts, max_context_tokens=limit, vocab_size=vocab_size)
@@ -125,29 +128,25 @@ class SGLangEngine:
             return sampled.responses
 
     def _sampler(self, sampling: SamplingParams, ticket: Ticket) -> GroupSampler:
-        extra: dict[str, object] = {}
+        fields: dict[str, object] = {}
         if self._spec.lora is not None:
-            extra["lora_path"] = ADAPTER
-        if self._spec.rollout.routed_experts:
-            extra["return_routed_experts"] = True
-        return GroupSampler(
-            self._server.client,
+            fields["lora_path"] = ADAPTER
+        if self._experts is not None:
+            fields["return_routed_experts"] = True
+        terms = Terms(
             sampling=sampling,
             max_context_tokens=self._spec.max_context_tokens,
-            extra=extra,
             weight_version=str(self.version),
             timeout_s=self._spec.rollout.request_timeout_s,
-            on_cut_off=ticket.check,
+            fields=fields,
+            experts=self._experts,
         )
+        return GroupSampler(self._server.client, terms, on_cut_off=ticket.check)
 
     def take_metrics(self) -> Metrics:
         """Return what happened since the last time, and start anew."""
         metrics, self._metrics = self._metrics, {}
         return metrics
-
-    def _vocab_size(self) -> int:
-        config = json.loads((self._spec.model_folder / "config.json").read_text(encoding="utf-8"))
-        return int(config["vocab_size"])
 
     def _require_resident(self, what: str, *parts: MemoryPart) -> None:
         for part in parts:
@@ -308,6 +307,15 @@ class SGLangEngine:
         """Kill the server with all that it runs; idempotent."""
         self._admission.pause()
         self._server.end()
+
+
+def _expert_shape(model: Mapping[str, Any]) -> ExpertShape:
+    if "num_experts_per_tok" not in model:
+        raise ModelError(
+            f"rollout.routed_experts=true, and model_type={model['model_type']!r} has no experts; "
+            "set rollout.routed_experts=false"
+        )
+    return ExpertShape(model["num_hidden_layers"], model["num_experts_per_tok"])
 
 
 def _serialized(payload: object) -> str:

@@ -17,7 +17,7 @@ from hybridrl.workers.rollout.protocol import SamplingParams
 from hybridrl.workers.rollout.sampling import response_keys
 from hybridrl.workers.rollout.server_client import ServerClient, ServerError
 from hybridrl.workers.rollout.server_requests import build_groups, read_answer
-from hybridrl.workers.rollout.server_sampling import GroupSampler
+from hybridrl.workers.rollout.server_sampling import GroupSampler, Terms
 from tests.workers.rollout.answering import Answering, Body, answering
 
 SAMPLING = SamplingParams(
@@ -70,15 +70,14 @@ def sampling_from(
 ) -> Iterator[tuple[Answering, GroupSampler]]:
     with answering(answer) as server:
         client = ServerClient(server.url, name="the server", require_alive=lambda _: None)
-        sampler = GroupSampler(
-            client,
+        terms = Terms(
             sampling=SAMPLING,
             max_context_tokens=6,
-            extra={"lora_path": "policy"},
             weight_version=version,
             timeout_s=30.0,
-            on_cut_off=on_cut_off,
+            fields={"lora_path": "policy"},
         )
+        sampler = GroupSampler(client, terms, on_cut_off=on_cut_off)
         try:
             yield server, sampler
         finally:
