@@ -10,6 +10,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import aiohttp
@@ -69,7 +70,11 @@ class ServerClient:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the client's loop and wait for it."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return self.start(work).result()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the client's loop, and go on meanwhile."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def request(
         self, path: str, body: Body | None = None, *, timeout_s: float, method: str = "POST"

@@ -18,6 +18,12 @@ _TIED_AWAY = "lm_head.weight"
 _ROUNDING = 0.97
 
 
+def shapes_in(folder: Path) -> Mapping[str, tuple[int, ...]]:
+    """Return the shapes of all tensors in a Hugging Face folder, by name."""
+    files = WeightFiles(folder)
+    return {name: files.shape_of(name) for name in files.names}
+
+
 def list_weights(
     folder: Path, *, itemsize: int, lora: LoraConfig | None
 ) -> tuple[WeightMemory, ...]:
