@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from hybridrl.workers.rollout.server_arguments import ServerSpec
-from hybridrl.workers.rollout.sglang import SGLangEngine
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -18,6 +16,8 @@ from hybridrl.batch import PromptBatch
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import PhaseError
 from hybridrl.workers.rollout.protocol import MemoryPart, Response
+from hybridrl.workers.rollout.server_arguments import ServerSpec
+from hybridrl.workers.rollout.sglang import SGLangEngine
 from tests.workers.rollout.engines import rollout_config
 
 MAX_CONTEXT_TOKENS = 96

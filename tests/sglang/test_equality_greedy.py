@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hybridrl.workers.rollout.sglang import SGLangEngine
 
+from hybridrl.workers.rollout.sglang import SGLangEngine
 from tests.models import Family, make_tiny_model
 from tests.sglang.engines import (
     greedy_of_hugging_face,

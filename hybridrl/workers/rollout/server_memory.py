@@ -31,19 +31,26 @@ def list_weights(
         itemsize: bytes of a number in the server.
         lora: the adapter that the server applies; None: there is none.
     """
+    return tuple(
+        WeightMemory(name, math.prod(shape) * itemsize, is_buffer=False)
+        for name, shape in (_base_shapes(folder) | adapter_shapes(folder, lora)).items()
+    )
+
+
+def adapter_shapes(folder: Path, lora: LoraConfig | None) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of all that an adapter of this model must have; empty without one."""
+    return {} if lora is None else dict(_matrices(_base_shapes(folder), lora))
+
+
+def _base_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     files = WeightFiles(folder)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     is_tied = bool(config.get("tie_word_embeddings", False))
-    shapes = {
+    return {
         name: files.shape_of(name)
         for name in sorted(files.names)
         if not (is_tied and name == _TIED_AWAY)
     }
-    adapter = dict(_matrices(shapes, lora)) if lora is not None else {}
-    return tuple(
-        WeightMemory(name, math.prod(shape) * itemsize, is_buffer=False)
-        for name, shape in (shapes | adapter).items()
-    )
 
 
 def _matrices(

@@ -21,6 +21,7 @@ from hybridrl import activity
 from hybridrl.batch import PromptBatch
 from hybridrl.errors import EngineError, PhaseError, nearest
 from hybridrl.metrics import Max, Metrics, merge
+from hybridrl.workers.rollout.adapter_fit import require_fit
 from hybridrl.workers.rollout.admission import Admission, Ticket
 from hybridrl.workers.rollout.protocol import (
     MemoryPart,
@@ -31,7 +32,8 @@ from hybridrl.workers.rollout.protocol import (
 from hybridrl.workers.rollout.sampling import check_prompts, check_sampling
 from hybridrl.workers.rollout.server import Server
 from hybridrl.workers.rollout.server_arguments import ServerSpec
-from hybridrl.workers.rollout.server_memory import held_bytes, list_weights
+from hybridrl.workers.rollout.server_client import ServerError
+from hybridrl.workers.rollout.server_memory import adapter_shapes, held_bytes, list_weights
 from hybridrl.workers.rollout.server_process import end_with_parent
 from hybridrl.workers.rollout.server_requests import build_groups
 from hybridrl.workers.rollout.server_sampling import GroupSampler
@@ -53,6 +55,7 @@ ADAPTER = "policy"
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
 _FLUSH_TIMEOUT_S = 20.0
 _STATUS_REFUSED = 3
+_NO_SUCH_ADAPTER = "does not exist"
 
 
 class SGLangEngine:
@@ -83,6 +86,7 @@ class SGLangEngine:
         if spec.device == "cpu":
             # Handles of memory are names then: a server that is no child of ours can open them.
             torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+        self._adapter_shapes = adapter_shapes(spec.model_folder, spec.lora)
         self._metrics: Metrics = {}
         self.frees_memory = spec.device == "cuda"
         self._boot()
@@ -92,7 +96,7 @@ class SGLangEngine:
         self._admission = Admission()
         self._released: set[MemoryPart] = set()
         self._is_updating = False
-        self._has_adapter = False
+        self._has_adapter = self._may_have_adapter = False
         self.version = -1
         self._metrics = merge([self._metrics, {"time/server_start_s": Max(self._server.start_s)}])
 
@@ -207,7 +211,8 @@ class SGLangEngine:
 
         Raises:
             PhaseError: the weights are released, or requests are running.
-            EngineError: the engine was built without adapters, or the server cannot load it.
+            EngineError: the engine was built without adapters, the adapter does not fit its layers,
+                or the server cannot load it.
         """
         self._admission.require_idle("load_adapter")
         self._require_resident("load_adapter", MemoryPart.WEIGHTS)
@@ -217,6 +222,8 @@ class SGLangEngine:
                 f"an adapter of {len(tensors)} tensors came, and this engine was built without; "
                 "set lora.enabled=true and lora.sync=adapter"
             )
+        require_fit(tensors, self._adapter_shapes)
+        self._may_have_adapter = True  # also should the answer be lost
         self._server.require_success(
             "/load_lora_adapter_from_tensors",
             lora_name=ADAPTER,
@@ -236,9 +243,15 @@ class SGLangEngine:
 
     def unload_adapter(self) -> None:
         """Forget the adapter, if there is one. Idempotent."""
-        if self._has_adapter:
-            self._has_adapter = False
+        self._has_adapter = False
+        if not self._may_have_adapter:
+            return
+        try:
             self._server.require_success("/unload_lora_adapter", lora_name=ADAPTER)
+        except ServerError as error:
+            if _NO_SUCH_ADAPTER not in error.text:
+                raise
+        self._may_have_adapter = False
 
     # -- edges of its life -----------------------------------------------------------------------
 
