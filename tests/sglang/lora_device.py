@@ -87,14 +87,20 @@ class Device:
     """Both real engines of one rank."""
 
     def __init__(
-        self, engine: SGLangEngine, folder: Path, way: str, *, lora: LoraConfig = LORA
+        self,
+        engine: SGLangEngine,
+        folder: Path,
+        way: str,
+        *,
+        lora: LoraConfig = LORA,
+        **changes: object,
     ) -> None:
         sleep, base = WAYS[way]
         self.engine = engine
         self.lora = replace(lora, base=base)
         self.manager = ShardingManager(
             engine=engine,
-            config=sglang_config(sleep=sleep),
+            config=sglang_config(sleep=sleep, **changes),
             device=CPU,
             control=ControlGroup(timeout_s=150.0),
             lora=self.lora if self.lora.sends_adapters else None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from hybridrl import activity
 from hybridrl.batch import PromptBatch
-from hybridrl.errors import EngineError, PhaseError, nearest
+from hybridrl.errors import EngineError, LedgerError, PhaseError, nearest
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.workers.rollout.adapter_fit import require_fit
 from hybridrl.workers.rollout.admission import Admission, Ticket
@@ -28,6 +29,7 @@ from hybridrl.workers.rollout.protocol import (
     Response,
     SamplingParams,
     WeightMemory,
+    mismatch,
 )
 from hybridrl.workers.rollout.sampling import check_prompts, check_sampling
 from hybridrl.workers.rollout.server import Server
@@ -252,6 +254,36 @@ class SGLangEngine:
             if _NO_SUCH_ADAPTER not in error.text:
                 raise
         self._may_have_adapter = False
+
+    def expect_weights(self, folder: Path) -> None:
+        """Load the weights of ``folder`` as SGLang loads any model's, copy them, scramble them.
+
+        Raises:
+            PhaseError: the weights are released, or requests are running.
+            EngineError: the server cannot load them.
+        """
+        self._admission.require_idle("expect_weights")
+        self._require_resident("expect_weights", MemoryPart.WEIGHTS)
+        self._server.require_success(
+            "/update_weights_from_disk",
+            model_path=str(folder),
+            load_format="auto",
+            flush_cache=False,
+        )
+        for action in ("snapshot", "reset_tensors"):
+            self._server.require_success("/weights_checker", action=action)
+
+    def require_expected_weights(self) -> None:
+        """Let the server compare its weights with the copy, bit by bit, in its own layout.
+
+        Raises:
+            LedgerError: names the tensors that differ, fused and cut as the server has them.
+        """
+        try:
+            self._server.require_success("/weights_checker", action="compare")
+        except ServerError as error:
+            names = re.findall(r"name=(\S+)", error.text)
+            raise LedgerError(mismatch(names or [error.text])) from error
 
     # -- edges of its life -----------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Collection
 
 import torch
@@ -11,6 +13,7 @@ from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Metrics, Sum, merge
 from hybridrl.workers.sharding.control import ControlGroup, Failures, attempt
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.sharding.weight_proof import temporary_weight_folder
 from hybridrl.workers.sharding.weight_stream import (
     Bucket,
     StreamReport,
@@ -18,6 +21,8 @@ from hybridrl.workers.sharding.weight_stream import (
     stream_weights,
 )
 from hybridrl.workers.train.protocol import TrainEngine, WeightPart
+
+log = logging.getLogger(__name__)
 
 
 class FusedEngines:
@@ -36,6 +41,7 @@ class FusedEngines:
         device: torch.device,
         control: ControlGroup,
         resends_base: bool = True,
+        checks_first_sync: bool = False,
     ) -> None:
         """Put the set together.
 
@@ -47,6 +53,8 @@ class FusedEngines:
             control: the control group of all ranks.
             resends_base: weights that no step changes are sent again after they were released,
                 instead of being kept on the host.
+            checks_first_sync: the first sync to an engine that has started is compared with the
+                same weights from files.
 
         Raises:
             EngineError: a leader has no engine, or another rank has one.
@@ -65,6 +73,7 @@ class FusedEngines:
         self._source: TrainEngine | None = None
         self._ranks_per_engine = tensor_parallel_size
         self._resends_base = resends_base
+        self._checks_first_sync = checks_first_sync
         self._names: dict[WeightPart, frozenset[str]] = {}
         self._bucket_mib = bucket_mib
         self._device = device
@@ -102,7 +111,14 @@ class FusedEngines:
         return self._source
 
     def sync(self) -> Failures:
-        """Stream what the engines lack of the training weights, part by part, base before adapter.
+        """Stream what the engines lack of the training weights; the first time with a proof."""
+        if not self._needs_proof():
+            return self._stream()
+        failures = self._expect(self.require_source()) or self._stream()
+        return failures or self.run("compare_weights", _compare, members=self._everyone)
+
+    def _stream(self) -> Failures:
+        """Stream part by part, base before adapter.
 
         The last part is what steps change: it is sent unless all engines hold this version. The one
         before it is sent where an engine has lost it or never had it.
@@ -129,12 +145,41 @@ class FusedEngines:
             trace.note(synced_bytes=num_bytes)
         return failures
 
+    def distrust(self) -> None:
+        """The next sync sends everything, and proves it again where syncs are proved."""
+        self._synced_version = None
+        if self.managed is not None:
+            self.managed.distrust()
+
     def take_metrics(self) -> Metrics:
         """Return what the syncs since the last call moved, and start anew."""
         metrics, self._metrics = self._metrics, {}
         if self.managed is not None:
             metrics |= self.managed.take_metrics()
         return metrics
+
+    def _needs_proof(self) -> bool:
+        """Return, alike on all ranks, whether an engine of any rank was never compared."""
+        return self._checks_first_sync and self._control.is_true_anywhere(
+            "proof needed", flag=self.managed is not None and not self.managed.is_proved
+        )
+
+    def _expect(self, source: TrainEngine) -> Failures:
+        """Write what is about to be sent to files, and let the engines note what it is to them."""
+        with temporary_weight_folder() as weights:
+            report = stream_weights(
+                source.full_weights(source.weight_parts[0]),
+                None if self.managed is None else weights.write,
+                bucket_bytes=self._bucket_bytes(),
+                control=self._control,
+            )
+            if report.failures:
+                return self._of_engines(report.failures)
+            return self.run(
+                "expect_weights",
+                lambda managed: managed.expect_weights(weights.folder),
+                members=self._everyone,
+            )
 
     def _send(self, part: WeightPart, source: TrainEngine) -> StreamReport:
         deliver: Callable[[Bucket], None] | None = None
@@ -176,3 +221,9 @@ class FusedEngines:
             rank // self._ranks_per_engine: failures[rank]
             for rank in sorted(failures, reverse=True)
         }
+
+
+def _compare(managed: ManagedEngine) -> None:
+    begin = time.perf_counter()
+    managed.require_expected_weights()
+    log.info("first sync proved: engine == trainer, compare_s=%.2f", time.perf_counter() - begin)

@@ -73,6 +73,7 @@ class ShardingManager:
             device=device,
             control=control,
             resends_base=lora is None or lora.base == "resend",
+            checks_first_sync=config.check_first_sync,
         )
         self._life = LifeCycle(
             self._engines,
@@ -139,6 +140,11 @@ class ShardingManager:
         """The optimizer stepped: the next rollout phase sends the weights again, as ``version``."""
         self._engines.trained_version = version
         self.meter.settle()
+
+    def resend_weights(self) -> None:
+        """The next rollout phase sends all weights, whatever the engines are believed to hold."""
+        self.require_training()
+        self._engines.distrust()
 
     @property
     def states(self) -> tuple[State, ...]:
