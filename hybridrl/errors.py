@@ -127,6 +127,10 @@ class EngineError(HybridRLError, RuntimeError):
     """A stage of waking, feeding or putting to sleep a rollout engine failed."""
 
 
+class DriftError(EngineError):
+    """Trainer and rollout engine are not the same policy any more; says by how much, and why."""
+
+
 class LedgerError(EngineError):
     """Rollout weights that were lost on release have not been sent again."""
 

@@ -71,6 +71,17 @@ class RolloutConfig:
     """``ledger`` keeps a host copy of exactly the weights that no sync rewrites; ``always`` of
     all."""
 
+    check_first_sync: bool
+    """Compare the weights of an engine that has just started, after the first sync, with the same
+    weights loaded from files: costs a copy of the model in the temporary folder, once."""
+
+    canary_every_steps: CountOrZero
+    """After every so many steps, and after every wake in between, the engine answers fixed prompts;
+    its log-probs are held against the trainer's, or its own of the same weights. 0 is off."""
+
+    canary_max_drift_nats: Annotated[float, Within(above=0.0, usual=0.1)]
+    """The run stops when a log-prob of a canary is further off, after the cause was looked for."""
+
     bucket_mib: CountOrZero
     """Size of one bucket of the weight stream, in MiB. 0 takes it from free memory."""
 

@@ -19,6 +19,7 @@ from hybridrl.workers.build import (
     build_train_engine,
     build_weight_port,
 )
+from hybridrl.workers.canary import Canary
 from hybridrl.workers.checkpointed import CheckpointedWorker
 from hybridrl.workers.process_group import end_process_group, start_process_group
 from hybridrl.workers.rollout.assemble import assemble_rollouts
@@ -53,6 +54,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         self._policy_version = 0
         self._carried: Metrics = {}
         tensor_parallel_size = spec.rollout.tensor_parallel_size
+        control = ControlGroup(timeout_s=spec.rollout.stage_timeout_s)
         leads = self.rank % tensor_parallel_size == 0
         engine = build_rollout_engine(spec, device) if leads else None
         self.sharding = ShardingManager(
@@ -60,7 +62,7 @@ class ActorRolloutWorker(CheckpointedWorker):
             port=build_weight_port(spec, device, engine=engine),
             config=spec.rollout,
             device=device,
-            control=ControlGroup(timeout_s=spec.rollout.stage_timeout_s),
+            control=control,
             meter=meter,
             lora=spec.lora if spec.lora.sends_adapters else None,
         )
@@ -70,6 +72,14 @@ class ActorRolloutWorker(CheckpointedWorker):
         if self._reference is not None:
             self.sharding.register("reference", self._reference)
         self._loss = build_policy_loss(spec)
+        self._canary = Canary(
+            config=spec.rollout,
+            num_updates_per_step=spec.algorithm.num_updates_per_step,
+            model_folder=spec.model_folder,
+            sharding=self.sharding,
+            control=control,
+            trainer=self._actor,
+        )
         self.start_checkpoints(seed=spec.seed)
         self.register_mesh("train", dp_rank=self._actor.dp_rank, dp_size=self._actor.dp_size)
         self.register_mesh(
@@ -91,13 +101,23 @@ class ActorRolloutWorker(CheckpointedWorker):
         Returns:
             n * G rows, siblings adjacent and in prompt order, stamped with the policy version that
             sampled them. None on a rank that leads no engine.
+
+        Raises:
+            DriftError: on all ranks, where a canary is kept: an engine is not the policy.
         """
+        version = self._policy_version
+        self._canary.take_prompts(prompts)
+        answers, responses = None, None
         with self.sharding.rollout_phase() as engine:
-            if engine is None:
-                return None
-            with self.sharding.meter("generate"), trace.span("sample", prompts=len(prompts)):
-                responses = engine.generate(prompts, sampling)
-        return assemble_rollouts(prompts, responses, policy_version=self._policy_version)
+            if engine is not None:
+                answers = self._canary.ask(engine, version=version)
+                with self.sharding.meter("generate"), trace.span("sample", prompts=len(prompts)):
+                    responses = engine.generate(prompts, sampling)
+        drift = self._canary.judge(answers, version=version)
+        self._carried = merge([self._carried, drift])
+        if responses is None:
+            return None
+        return assemble_rollouts(prompts, responses, policy_version=version)
 
     @register(TRAIN)
     def compute_logprobs(self, rollouts: RolloutBatch) -> LogprobBatch:

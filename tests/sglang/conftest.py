@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from hybridrl.workers.rollout.sglang import SGLangEngine
 from tests.models import make_tiny_model
 from tests.sglang.engines import make_ready, running_engine, server_spec
+from tests.sglang.lora_device import ForgetfulEngine, wake_up
+from tests.workers.train.lora_engines import LORA
 
 FOLDER = Path(__file__).parent
 
@@ -43,3 +46,23 @@ def engine(shared_engine: SGLangEngine, served_model: Path) -> SGLangEngine:
     make_ready(shared_engine, served_model)
     shared_engine.take_metrics()
     return shared_engine
+
+
+@pytest.fixture(scope="session")
+def shared_lora_engine(served_model: Path) -> Iterator[ForgetfulEngine]:
+    """An engine that takes adapters, as long as the session lives."""
+    engine = ForgetfulEngine(replace(server_spec(served_model), lora=LORA), variables={})
+    engine.forget_journal()
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+@pytest.fixture
+def lora_engine(shared_lora_engine: ForgetfulEngine) -> ForgetfulEngine:
+    """The shared engine that takes adapters: awake, with none, its weights not to be trusted."""
+    wake_up(shared_lora_engine)
+    shared_lora_engine.forget_journal()
+    shared_lora_engine.take_metrics()
+    return shared_lora_engine

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from hybridrl.config.lora import LoraConfig
 from hybridrl.errors import EngineError
-from hybridrl.models.adapter_names import is_adapter_name, matrix_names
-
-_NUM_NAMED = 3
+from hybridrl.models.adapter_names import matrix_names
+from hybridrl.workers.rollout.adapter_fit import require_fit
 
 
 class AdaptedLinear(nn.Module):
@@ -67,7 +66,7 @@ class LoadedAdapter:
             EngineError: no tensors, one without an adapter's name, none of this model's, fewer or
                 more than its layers need, or another shape.
         """
-        self._check(tensors)
+        require_fit(tensors, {name: tuple(tensor.shape) for name, tensor in self.tensors.items()})
         for name, tensor in tensors.items():
             self.tensors[name].copy_(tensor)
         self._is_loaded = True
@@ -91,39 +90,3 @@ class LoadedAdapter:
                 "generate was refused: no adapter is loaded, and the frozen model alone is not the "
                 "policy; sync weights first, or set lora.sync=merged"
             )
-
-    def _check(self, tensors: Mapping[str, Tensor]) -> None:
-        if not tensors:
-            raise EngineError("the adapter has no tensors; its lora.target_modules match no layer")
-        foreign = [name for name in tensors if not is_adapter_name(name)]
-        if foreign:
-            raise EngineError(
-                f"{_some(foreign)} came with an adapter and has no lora_A or lora_B in its name; "
-                "send base weights by update_weights"
-            )
-        if not tensors.keys() & self.tensors.keys():
-            raise EngineError(
-                f"the adapter matches none of the {len(self.tensors) // 2} adapted layers: it has "
-                f"{_some(list(tensors))}, the engine has {_some(list(self.tensors))}; trainer and "
-                "engine must have the same lora.target_modules and model.path"
-            )
-        for problem, names in (
-            ("lacks", self.tensors.keys() - tensors.keys()),
-            ("has too much:", tensors.keys() - self.tensors.keys()),
-        ):
-            if names:
-                raise EngineError(
-                    f"the adapter {problem} {_some(sorted(names))}; trainer and engine must have "
-                    "the same lora.target_modules and model.path"
-                )
-        for name, tensor in tensors.items():
-            if tensor.shape != self.tensors[name].shape:
-                raise EngineError(
-                    f"{name} came with shape {list(tensor.shape)}, the engine has "
-                    f"{list(self.tensors[name].shape)}; both must have the same lora.rank"
-                )
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - _NUM_NAMED
-    return ", ".join(names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")

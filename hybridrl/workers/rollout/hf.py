@@ -20,8 +20,9 @@ from hybridrl import activity
 from hybridrl.batch import PromptBatch
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.errors import EngineError, PhaseError, nearest
+from hybridrl.errors import EngineError, LedgerError, PhaseError, nearest
 from hybridrl.metrics import Max, Metrics, merge
+from hybridrl.models.load import WeightFiles
 from hybridrl.workers.rollout.adapted_layers import LoadedAdapter
 from hybridrl.workers.rollout.admission import Admission
 from hybridrl.workers.rollout.decoding import Decoding, RolloutStats
@@ -32,6 +33,7 @@ from hybridrl.workers.rollout.protocol import (
     Response,
     SamplingParams,
     WeightMemory,
+    mismatch,
 )
 from hybridrl.workers.rollout.sampling import check_prompts, check_sampling
 from hybridrl.workers.rollout.tensor_memory import TensorMemory, checksum
@@ -75,6 +77,7 @@ class HFRolloutEngine:
         self._device = device
         self._lora = lora
         self._metrics: Metrics = {}
+        self._expected: dict[str, int] = {}
         self.last_stats: RolloutStats | None = None
         """Of the last generate call that ended well."""
         self.version = -1
@@ -229,6 +232,30 @@ class HFRolloutEngine:
     def finish_update(self, *, version: int) -> None:
         """Note the version. Nothing is derived from weights, and no cache outlives a call."""
         self.version = version
+
+    def expect_weights(self, folder: Path) -> None:
+        """Note the sums of the weights in ``folder``, as they are in this engine's type.
+
+        Raises:
+            ModelError: a file is broken, or holds another shape.
+        """
+        files = WeightFiles(folder)
+        self._expected = {
+            name: checksum(files.read(name, shape=tensor.shape, dtype=tensor.dtype))
+            for name, tensor in self._tensors.items()
+            if name in files.names
+        }
+
+    def require_expected_weights(self) -> None:
+        """Compare.
+
+        Raises:
+            LedgerError: names the tensors that differ.
+        """
+        sums = self.checksums()
+        wrong = [name for name, expected in self._expected.items() if sums[name] != expected]
+        if wrong:
+            raise LedgerError(mismatch(wrong))
 
     def pause(self) -> None:
         """Admit no new request. Idempotent."""

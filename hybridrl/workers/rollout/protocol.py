@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -20,6 +21,7 @@ from hybridrl.metrics import Metrics
 
 Bucket = Sequence[tuple[str, Tensor]]
 """Full tensors by HF name that travel together."""
+_NUM_NAMED = 4
 
 
 class MemoryPart(Enum):
@@ -151,6 +153,16 @@ class WeightPort(Protocol):
         ...
 
 
+def mismatch(names: Sequence[str]) -> str:
+    """Say that these weights did not arrive as they were sent."""
+    more = f" and {len(names) - _NUM_NAMED} more" if names[_NUM_NAMED:] else ""
+    return (
+        f"{len(names)} weights of the rollout engine are not the trainer's after the first sync: "
+        f"{', '.join(names[:_NUM_NAMED])}{more}; every response would be sampled by another model. "
+        "See that trainer and engine load the same model.path, and try rollout.transport=disk"
+    )
+
+
 class RolloutEngine(Protocol):
     """One sampling engine, life cycle as in ``workers/sharding/lifecycle.py``.
 
@@ -197,6 +209,24 @@ class RolloutEngine(Protocol):
         """All buckets of a sync have arrived.
 
         Derived state is rebuilt, caches of old weights are dropped.
+        """
+        ...
+
+    def expect_weights(self, folder: Path) -> None:
+        """Note what the weights in the safetensors of ``folder`` are in this engine; forget them.
+
+        Whatever the weights were before, they are worthless afterwards, until they are sent.
+
+        Raises:
+            EngineError: the files cannot be loaded.
+        """
+        ...
+
+    def require_expected_weights(self) -> None:
+        """Compare what was sent with what ``expect_weights`` noted, bit by bit, and drop the note.
+
+        Raises:
+            LedgerError: names the tensors that differ, by the engine's names.
         """
         ...
 

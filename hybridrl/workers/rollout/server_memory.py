@@ -18,10 +18,16 @@ _TIED_AWAY = "lm_head.weight"
 _ROUNDING = 0.97
 
 
-def shapes_in(folder: Path) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of all tensors in a Hugging Face folder, by name."""
+def base_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all weights that are sent, by the names in the model's files."""
     files = WeightFiles(folder)
-    return {name: files.shape_of(name) for name in files.names}
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    is_tied = bool(config.get("tie_word_embeddings", False))
+    return {
+        name: files.shape_of(name)
+        for name in sorted(files.names)
+        if not (is_tied and name == _TIED_AWAY)
+    }
 
 
 def list_weights(
@@ -37,19 +43,15 @@ def list_weights(
         itemsize: bytes of a number in the server.
         lora: the adapter that the server applies; None: there is none.
     """
-    files = WeightFiles(folder)
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    is_tied = bool(config.get("tie_word_embeddings", False))
-    shapes = {
-        name: files.shape_of(name)
-        for name in sorted(files.names)
-        if not (is_tied and name == _TIED_AWAY)
-    }
-    adapter = dict(_matrices(shapes, lora)) if lora is not None else {}
     return tuple(
         WeightMemory(name, math.prod(shape) * itemsize, is_buffer=False)
-        for name, shape in (shapes | adapter).items()
+        for name, shape in (base_shapes(folder) | adapter_shapes(folder, lora)).items()
     )
+
+
+def adapter_shapes(folder: Path, lora: LoraConfig | None) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of all that an adapter of this model must have; empty without one."""
+    return {} if lora is None else dict(_matrices(base_shapes(folder), lora))
 
 
 def _matrices(

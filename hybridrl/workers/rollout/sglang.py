@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -21,8 +22,9 @@ from torch import Tensor
 from hybridrl import activity
 from hybridrl.batch import PromptBatch
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.errors import EngineError, ModelError, PhaseError, nearest
+from hybridrl.errors import EngineError, LedgerError, ModelError, PhaseError, nearest
 from hybridrl.metrics import Max, Metrics, merge
+from hybridrl.workers.rollout.adapter_fit import require_fit
 from hybridrl.workers.rollout.admission import Admission, Ticket
 from hybridrl.workers.rollout.protocol import (
     Bucket,
@@ -33,11 +35,18 @@ from hybridrl.workers.rollout.protocol import (
     Slot,
     WeightMemory,
     WeightPort,
+    mismatch,
 )
 from hybridrl.workers.rollout.sampling import check_prompts, check_sampling
 from hybridrl.workers.rollout.server import Server
 from hybridrl.workers.rollout.server_arguments import ServerSpec
-from hybridrl.workers.rollout.server_memory import held_bytes, list_weights, shapes_in
+from hybridrl.workers.rollout.server_client import ServerError
+from hybridrl.workers.rollout.server_memory import (
+    adapter_shapes,
+    base_shapes,
+    held_bytes,
+    list_weights,
+)
 from hybridrl.workers.rollout.server_process import end_with_parent
 from hybridrl.workers.rollout.server_requests import ExpertShape, build_groups
 from hybridrl.workers.rollout.server_sampling import GroupSampler, Terms
@@ -61,6 +70,7 @@ ADAPTER = "policy"
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
 _FLUSH_TIMEOUT_S = 20.0
 _STATUS_REFUSED = 3
+_NO_SUCH_ADAPTER = "does not exist"
 
 
 class SGLangEngine:
@@ -93,10 +103,11 @@ class SGLangEngine:
         )
         self._model = json.loads((spec.model_folder / "config.json").read_text(encoding="utf-8"))
         self._experts = _expert_shape(self._model) if spec.rollout.routed_experts else None
-        self._shapes = shapes_in(spec.model_folder)
+        self._shapes = base_shapes(spec.model_folder)
         self._transport = build_transport(
             spec.rollout, _DIALECT, device=device or torch.device(spec.device), leads=True
         )
+        self._adapter_shapes = adapter_shapes(spec.model_folder, spec.lora)
         self._metrics: Metrics = {}
         self.frees_memory = spec.device == "cuda"
         self._boot()
@@ -106,7 +117,7 @@ class SGLangEngine:
         self._admission = Admission()
         self._released: set[MemoryPart] = set()
         self._is_updating = False
-        self._has_adapter = False
+        self._has_adapter = self._may_have_adapter = False
         self.version = -1
         self._metrics = merge([self._metrics, {"time/server_start_s": Max(self._server.start_s)}])
 
@@ -232,7 +243,8 @@ class SGLangEngine:
 
         Raises:
             PhaseError: the weights are released, or requests are running.
-            EngineError: the engine was built without adapters, or the server cannot load it.
+            EngineError: the engine was built without adapters, the adapter does not fit its layers,
+                or the server cannot load it.
         """
         self._admission.require_idle("load_adapter")
         self._require_resident("load_adapter", MemoryPart.WEIGHTS)
@@ -242,6 +254,8 @@ class SGLangEngine:
                 f"an adapter of {len(tensors)} tensors came, and this engine was built without; "
                 "set lora.enabled=true and lora.sync=adapter"
             )
+        require_fit(tensors, self._adapter_shapes)
+        self._may_have_adapter = True  # also should the answer be lost
         self._server.require_success(
             "/load_lora_adapter_from_tensors",
             lora_name=ADAPTER,
@@ -261,9 +275,45 @@ class SGLangEngine:
 
     def unload_adapter(self) -> None:
         """Forget the adapter, if there is one. Idempotent."""
-        if self._has_adapter:
-            self._has_adapter = False
+        self._has_adapter = False
+        if not self._may_have_adapter:
+            return
+        try:
             self._server.require_success("/unload_lora_adapter", lora_name=ADAPTER)
+        except ServerError as error:
+            if _NO_SUCH_ADAPTER not in error.text:
+                raise
+        self._may_have_adapter = False
+
+    def expect_weights(self, folder: Path) -> None:
+        """Load the weights of ``folder`` as SGLang loads any model's, copy them, scramble them.
+
+        Raises:
+            PhaseError: the weights are released, or requests are running.
+            EngineError: the server cannot load them.
+        """
+        self._admission.require_idle("expect_weights")
+        self._require_resident("expect_weights", MemoryPart.WEIGHTS)
+        self._server.require_success(
+            "/update_weights_from_disk",
+            model_path=str(folder),
+            load_format="auto",
+            flush_cache=False,
+        )
+        for action in ("snapshot", "reset_tensors"):
+            self._server.require_success("/weights_checker", action=action)
+
+    def require_expected_weights(self) -> None:
+        """Let the server compare its weights with the copy, bit by bit, in its own layout.
+
+        Raises:
+            LedgerError: names the tensors that differ, fused and cut as the server has them.
+        """
+        try:
+            self._server.require_success("/weights_checker", action="compare")
+        except ServerError as error:
+            names = re.findall(r"name=(\S+)", error.text)
+            raise LedgerError(mismatch(names or [error.text])) from error
 
     # -- edges of its life -----------------------------------------------------------------------
 

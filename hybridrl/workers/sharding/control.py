@@ -107,6 +107,15 @@ class ControlGroup:
         )
         return group
 
+    def gather(self, stage: str, value: T) -> list[T]:
+        """Return, on every rank, the ``value`` of each. Fails as ``largest`` does."""
+        values = [value] * self.world_size
+        self.largest(stage, 0)
+        if self._group is not None:
+            with self.deadline(stage):
+                dist.all_gather_object(values, value, group=self._group)
+        return values
+
     def meet(self, work: str, *, timeout_s: float, key: str) -> None:
         """Wait until all ranks have done ``work``, which may take them longer than a stage.
 

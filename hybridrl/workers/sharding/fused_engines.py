@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Collection
 from functools import partial
 
 import torch
 
 from hybridrl import trace
+from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Metrics, Sum, merge
 from hybridrl.workers.rollout.protocol import Bucket, WeightPort
 from hybridrl.workers.sharding.control import ControlGroup, Failures, Neighbours, attempt
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.weight_pipeline import stream_offers
+from hybridrl.workers.sharding.weight_proof import temporary_weight_folder
 from hybridrl.workers.sharding.weight_stream import (
     StreamReport,
     bucket_bytes_for,
     stream_weights,
 )
 from hybridrl.workers.train.protocol import TrainEngine, WeightPart
+
+log = logging.getLogger(__name__)
 
 
 class FusedEngines:
@@ -33,8 +39,7 @@ class FusedEngines:
         self,
         managed: ManagedEngine | None,
         *,
-        tensor_parallel_size: int,
-        bucket_mib: int,
+        config: RolloutConfig,
         device: torch.device,
         control: ControlGroup,
         port: WeightPort | None = None,
@@ -44,8 +49,8 @@ class FusedEngines:
 
         Args:
             managed: this rank's engine; None on a rank that leads none.
-            tensor_parallel_size: ranks that share an engine.
-            bucket_mib: size of a bucket; 0 takes it from free memory.
+            config: how many ranks share an engine, how large a bucket is, and whether the first
+                sync to an engine that has started is compared with the same weights from files.
             device: where the buckets lie.
             control: the control group of all ranks.
             port: this rank's end of the stream into an engine of another process; None, on all
@@ -56,6 +61,7 @@ class FusedEngines:
         Raises:
             EngineError: a leader has no engine, or another rank has one.
         """
+        tensor_parallel_size = config.tensor_parallel_size
         is_leader = control.rank % tensor_parallel_size == 0
         if is_leader != (managed is not None):
             raise EngineError(
@@ -70,8 +76,9 @@ class FusedEngines:
         self._source: TrainEngine | None = None
         self._ranks_per_engine = tensor_parallel_size
         self._resends_base = resends_base
+        self._checks_first_sync = config.check_first_sync
         self._names: dict[WeightPart, frozenset[str]] = {}
-        self._bucket_mib = bucket_mib
+        self._bucket_mib = config.bucket_mib
         self._device = device
         self._control = control
         self._port = port
@@ -109,7 +116,14 @@ class FusedEngines:
         return self._source
 
     def sync(self) -> Failures:
-        """Stream what the engines lack of the training weights, part by part, base before adapter.
+        """Stream what the engines lack of the training weights; the first time with a proof."""
+        if not self._needs_proof():
+            return self._stream()
+        failures = self._expect(self.require_source()) or self._stream()
+        return failures or self.run("compare_weights", _compare, members=self._everyone)
+
+    def _stream(self) -> Failures:
+        """Stream part by part, base before adapter.
 
         The last part is what steps change: it is sent unless all engines hold this version. The one
         before it is sent where an engine has lost it or never had it.
@@ -136,12 +150,41 @@ class FusedEngines:
             trace.note(synced_bytes=num_bytes)
         return failures
 
+    def distrust(self) -> None:
+        """The next sync sends everything, and proves it again where syncs are proved."""
+        self._synced_version = None
+        if self.managed is not None:
+            self.managed.distrust()
+
     def take_metrics(self) -> Metrics:
         """Return what the syncs since the last call moved, and start anew."""
         metrics, self._metrics = self._metrics, {}
         if self.managed is not None:
             metrics |= self.managed.take_metrics()
         return metrics
+
+    def _needs_proof(self) -> bool:
+        """Return, alike on all ranks, whether an engine of any rank was never compared."""
+        return self._checks_first_sync and self._control.is_true_anywhere(
+            "proof needed", flag=self.managed is not None and not self.managed.is_proved
+        )
+
+    def _expect(self, source: TrainEngine) -> Failures:
+        """Write what is about to be sent to files, and let the engines note what it is to them."""
+        with temporary_weight_folder() as weights:
+            report = stream_weights(
+                source.full_weights(source.weight_parts[0]),
+                None if self.managed is None else weights.write,
+                bucket_bytes=self._bucket_bytes(),
+                control=self._control,
+            )
+            if report.failures:
+                return self._of_engines(report.failures)
+            return self.run(
+                "expect_weights",
+                lambda managed: managed.expect_weights(weights.folder),
+                members=self._everyone,
+            )
 
     def _send(self, part: WeightPart, source: TrainEngine) -> StreamReport:
         if self.managed is not None:
@@ -194,3 +237,9 @@ class FusedEngines:
             rank // self._ranks_per_engine: failures[rank]
             for rank in sorted(failures, reverse=True)
         }
+
+
+def _compare(managed: ManagedEngine) -> None:
+    begin = time.perf_counter()
+    managed.require_expected_weights()
+    log.info("first sync proved: engine == trainer, compare_s=%.2f", time.perf_counter() - begin)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -50,6 +51,8 @@ class ManagedEngine:
         self.ledger = WeightLedger(engine.weight_memory())
         self.sent_names: frozenset[str] = frozenset()
         """What is sent after every release of the weights; known once a policy is attached."""
+        self.is_proved = False
+        """Whether its weights were compared with the trainer's since it started."""
         self._metrics: Metrics = {}
         self._arriving: dict[str, Tensor] = {}
         self._released: set[MemoryPart] = set()
@@ -187,8 +190,28 @@ class ManagedEngine:
         self.ledger.require_covered()
         self.engine.finish_update(version=version)
 
+    def expect_weights(self, folder: Path) -> None:
+        """Let the engine note what the weights in ``folder`` are; they are lost until sent."""
+        self.ledger.boot()
+        self.engine.expect_weights(folder)
+
+    def require_expected_weights(self) -> None:
+        """Compare what was sent with what was noted; this start of the engine is proved then.
+
+        Raises:
+            LedgerError: names the tensors that differ.
+        """
+        self.engine.require_expected_weights()
+        self.is_proved = True
+
+    def distrust(self) -> None:
+        """Take no weight for what it should be until it is sent again."""
+        self.ledger.boot()
+        self.is_proved = False
+
     def restart(self) -> None:
         """Boot the engine anew."""
+        self.is_proved = False
         self.ledger.boot()  # before the fact, as on release
         self.engine.restart()
         self._arriving = {}

@@ -70,8 +70,7 @@ class ShardingManager:
         self._tenants = Tenants(device=device, control=control)
         self._engines = FusedEngines(
             None if engine is None else ManagedEngine.of(engine, config=config, device=device),
-            tensor_parallel_size=config.tensor_parallel_size,
-            bucket_mib=config.bucket_mib,
+            config=config,
             device=device,
             control=control,
             port=port,
@@ -142,6 +141,11 @@ class ShardingManager:
         """The optimizer stepped: the next rollout phase sends the weights again, as ``version``."""
         self._engines.trained_version = version
         self.meter.settle()
+
+    def resend_weights(self) -> None:
+        """The next rollout phase sends all weights, whatever the engines are believed to hold."""
+        self.require_training()
+        self._engines.distrust()
 
     @property
     def states(self) -> tuple[State, ...]:

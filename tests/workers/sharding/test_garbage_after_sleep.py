@@ -94,7 +94,7 @@ class Device:
         if not keeps_books:
             self.managed.ledger = BlindLedger(engine.weight_memory())
         self.set = FusedEngines(
-            self.managed, tensor_parallel_size=1, bucket_mib=0, device=CPU, control=control
+            self.managed, config=config, device=CPU, control=control
         )
         tenants = Tenants(device=CPU, control=control)
         self.life = LifeCycle(

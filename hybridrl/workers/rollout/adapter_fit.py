@@ -1,0 +1,70 @@
+"""Whether an adapter fits an engine, held name by name before the engine is handed anything.
+
+SGLang (0.5.21) does not hold it: an adapter none of whose names it knows is loaded without a word
+and the frozen model answers, one that lacks a matrix or has another rank than it says ends the
+server at the next request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from torch import Tensor
+
+from hybridrl.errors import EngineError
+from hybridrl.models.adapter_names import is_adapter_name
+
+_NUM_NAMED = 3
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def require_fit(tensors: Mapping[str, Tensor], shapes: Shapes) -> None:
+    """Refuse an adapter that is not exactly what the engine's adapted layers take.
+
+    Args:
+        tensors: the adapter, by the names in its file.
+        shapes: what the engine takes, A and B of every adapted layer.
+
+    Raises:
+        EngineError: no tensors, one without an adapter's name, none of this engine's, fewer or more
+            than its layers need, or another shape.
+    """
+    if not tensors:
+        raise EngineError("the adapter has no tensors; its lora.target_modules match no layer")
+    foreign = [name for name in tensors if not is_adapter_name(name)]
+    if foreign:
+        raise EngineError(
+            f"{_some(foreign)} came with an adapter and has no lora_A or lora_B in its name; "
+            "send base weights by update_weights"
+        )
+    _require_names(tensors.keys(), shapes.keys())
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != tuple(shapes[name]):
+            raise EngineError(
+                f"{name} came with shape {list(tensor.shape)}, the engine has "
+                f"{list(shapes[name])}; both must have the same lora.rank"
+            )
+
+
+def _require_names(came: Collection[str], taken: Collection[str]) -> None:
+    if set(came).isdisjoint(taken):
+        raise EngineError(
+            f"the adapter matches none of the {len(taken) // 2} adapted layers: it has "
+            f"{_some(list(came))}, the engine has {_some(list(taken))}; trainer and "
+            "engine must have the same lora.target_modules and model.path"
+        )
+    for problem, names in (
+        ("lacks", set(taken) - set(came)),
+        ("has too much:", set(came) - set(taken)),
+    ):
+        if names:
+            raise EngineError(
+                f"the adapter {problem} {_some(sorted(names))}; trainer and engine must have "
+                "the same lora.target_modules and model.path"
+            )
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _NUM_NAMED
+    return ", ".join(names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,104 @@
+"""The first sync is proved on the real server: what came by the stream is what files would give."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridrl.config.lora import LoraConfig
+from hybridrl.errors import EngineError
+from hybridrl.workers.rollout.sglang import SGLangEngine
+from hybridrl.workers.sharding.control import ControlGroup
+from hybridrl.workers.sharding.fused_engines import FusedEngines
+from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.sharding.weight_proof import WeightFolder
+from hybridrl.workers.train.protocol import TrainEngine
+from tests.sglang.engines import sglang_config
+from tests.sglang.lora_device import GREEDY, PROMPTS, Device, ForgetfulEngine
+from tests.workers.rollout.engines import tokens_of
+from tests.workers.sharding.faulty_streams import tearing
+from tests.workers.train.engines import CPU, build_fsdp2
+from tests.workers.train.lora_engines import LORA, build_lora, randomize, with_lora
+
+FUSED = {
+    "q_proj": "model.layers.1.self_attn.qkv_proj.weight",
+    "down_proj": "model.layers.1.mlp.down_proj.weight",
+    "norm": "model.norm.weight",
+}
+"""What the server calls a tensor of ours that has this word in its name."""
+
+
+def fused(engine: SGLangEngine, trainer: TrainEngine) -> FusedEngines:
+    """The engine as it is synced, without the life cycle, that would restart it after a failure."""
+    config = sglang_config()
+    engine.pause()
+    engine.drain(timeout_s=10.0)
+    engines = FusedEngines(
+        ManagedEngine.of(engine, config=config, device=CPU),
+        config=replace(config, check_first_sync=True),
+        device=CPU,
+        control=ControlGroup(timeout_s=60.0),
+    )
+    engines.attach(trainer)
+    return engines
+
+
+def test_a_true_first_sync_is_proved_and_later_ones_are_only_sent(
+    engine: SGLangEngine, served_model: Path
+) -> None:
+    trainer = build_fsdp2(served_model)
+    engines = fused(engine, trainer)
+    for version in range(3):
+        engines.trained_version = version
+        assert engines.sync() == {}
+        assert engines.managed.is_proved
+        trainer.full_weights = tearing(trainer, word="norm", at_pass=99)
+    engine.continue_generation()
+    assert engine.generate(PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize("lora", [LORA, with_lora(sync="merged")], ids=["adapter", "merged"])
+def test_so_it_is_with_an_adapter_apart_or_merged(
+    lora_engine: ForgetfulEngine, engine: SGLangEngine, served_model: Path, lora: LoraConfig
+) -> None:
+    trainer = build_lora(served_model, lora=lora)
+    randomize(trainer)
+    engines = fused(lora_engine if lora.sends_adapters else engine, trainer)
+    for version in range(2):
+        engines.trained_version = version
+        assert engines.sync() == {}
+    assert engines.managed.is_proved
+
+
+@pytest.mark.parametrize("word", FUSED)
+def test_one_wrong_number_in_the_stream_is_found_by_the_name_of_its_tensor(
+    engine: SGLangEngine, served_model: Path, word: str
+) -> None:
+    trainer = build_fsdp2(served_model)
+    engines = fused(engine, trainer)
+    trainer.full_weights = tearing(trainer, word=word, at_pass=1)
+    (reason,) = engines.sync().values()
+    assert reason.startswith("LedgerError: 1 weights of the rollout engine are not the trainer's")
+    assert FUSED[word] in reason
+    assert not engines.managed.is_proved
+
+
+def test_a_whole_run_begins_with_the_proof_and_goes_on(
+    lora_engine: ForgetfulEngine, served_model: Path
+) -> None:
+    device = Device(lora_engine, served_model, "resend", check_first_sync=True)
+    answers = []
+    for _ in range(2):
+        assert device.mismatch_nats() < 1e-4
+        answers.append(tokens_of(device.sample(GREEDY)))
+        assert device.manager._engines.managed.is_proved
+        device.train()
+    assert answers[0] != answers[1]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"rollout\.check_first_sync=false"):
+        WeightFolder(tmp_path / "missing").write([("w", torch.zeros(2))])

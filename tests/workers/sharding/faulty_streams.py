@@ -1,0 +1,34 @@
+"""Training engines whose weights change on their way, as a broken transport would change them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+
+from torch import Tensor
+
+from hybridrl.workers.train.protocol import TrainEngine, WeightPart
+
+Stream = Callable[..., Iterator[tuple[str, Tensor]]]
+
+
+def tearing(trainer: TrainEngine, *, word: str, at_pass: int) -> Stream:
+    """Return a ``full_weights`` that changes one number of one tensor in one of its passes.
+
+    Args:
+        trainer: whose weights.
+        word: the last tensor with this in its name is changed.
+        at_pass: 0 for the first time that all weights are asked for.
+    """
+    whole, passes = trainer.full_weights, count()
+    last = [spec.name for spec in trainer.weight_specs() if word in spec.name][-1]
+
+    def full_weights(part: WeightPart = WeightPart.BASE) -> Iterator[tuple[str, Tensor]]:
+        is_torn = next(passes) == at_pass
+        for name, tensor in whole(part):
+            if is_torn and name == last:
+                tensor = tensor.clone()
+                tensor.view(-1)[-1] += 1e-3
+            yield name, tensor
+
+    return full_weights

@@ -1,0 +1,84 @@
+"""The first sync to an engine is compared with the same weights from files, on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from hybridrl.workers.rollout.hf import HFRolloutEngine
+from hybridrl.workers.sharding.control import ControlGroup, StageError
+from hybridrl.workers.sharding.manager import ShardingManager
+from hybridrl.workers.sharding.weight_proof import temporary_weight_folder
+from tests.models import make_tiny_model
+from tests.ranks import run_ranks
+from tests.workers.rollout.engines import make_prompts, rollout_config, sampling_params
+from tests.workers.sharding.faulty_streams import tearing
+from tests.workers.train.engines import CPU, build_fsdp2
+
+PROMPTS, SAMPLING = make_prompts((4, 9)), sampling_params(group=2, tokens=4)
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def _sync_with_a_torn_pass(rank: int, folder: Path, torn_rank: int, at_pass: int) -> list[str]:
+    """Sample three times; return what went wrong each time."""
+    config = replace(rollout_config(), check_first_sync=True)
+    engine = HFRolloutEngine(folder, config=config, max_context_tokens=32, device=CPU)
+    manager = ShardingManager(
+        engine=engine, config=config, device=CPU, control=ControlGroup(timeout_s=30.0)
+    )
+    trainer = build_fsdp2(folder)
+    manager.attach_policy(trainer)
+    if rank == torn_rank:
+        trainer.full_weights = tearing(trainer, word="norm", at_pass=at_pass)
+    reasons = []
+    for version in range(3):
+        manager.weights_changed(version=version)
+        try:
+            with manager.rollout_phase():
+                engine.generate(PROMPTS, SAMPLING)
+            reasons.append("")
+        except StageError as error:
+            reasons.append(str(error))
+    return reasons
+
+
+def test_a_true_first_sync_passes_and_nothing_is_compared_later(tiny_model: Path) -> None:
+    # Passes: files, first sync, second sync; the last is torn and nobody looks any more.
+    assert _sync_with_a_torn_pass(0, tiny_model, 0, 2) == ["", "", ""]
+
+
+def test_a_torn_first_sync_is_named_nobody_samples_and_the_next_is_compared_again(
+    tiny_model: Path,
+) -> None:
+    first, *later = _sync_with_a_torn_pass(0, tiny_model, 0, 1)
+    assert "model.norm.weight" in first
+    assert "1 weights of the rollout engine are not the trainer's" in first
+    assert later == ["", ""]
+
+
+@pytest.mark.parametrize("torn_rank", [0, 1])
+def test_all_ranks_hear_of_the_one_whose_engine_is_wrong(tiny_model: Path, torn_rank: int) -> None:
+    for first, *later in run_ranks(2, _sync_with_a_torn_pass, tiny_model, torn_rank, 1):
+        assert f"engine {torn_rank}: LedgerError" in first
+        assert later == ["", ""]
+
+
+def test_a_folder_of_buckets_is_one_that_engines_load_and_is_gone_afterwards(
+    tiny_model: Path,
+) -> None:
+    weights = load_file(tiny_model / "model.safetensors")
+    with temporary_weight_folder() as folder:
+        for item in weights.items():
+            folder.write([item])
+        files = sorted(folder.folder.glob("*.safetensors"))
+        assert len(files) == len(weights)
+        found = {name: t for file in files for name, t in load_file(file).items()}
+        assert found.keys() == weights.keys()
+    assert not folder.folder.exists()
