@@ -20,6 +20,7 @@ from hybridrl.errors import DeadlineError, EngineError
 T = TypeVar("T")
 Body = dict[str, Any]
 
+_KEEP_ALIVE_S = 2.0
 _NOT_SENT = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
 
 
@@ -121,8 +122,12 @@ class ServerClient:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # No limit: the server queues, and knows best what to run next.
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            self._session = aiohttp.ClientSession(
+                # No limit: the server queues, and knows best what to run next. It drops connections
+                # that were idle for 5 s (uvicorn): ours must be dropped before, or a request meets
+                # a connection that is just closing.
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+            )
         return self._session
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -30,6 +31,9 @@ _TELL_EVERY_S = 5.0
 _NUM_LINES = 25
 _LOCAL_HOST = "127.0.0.1"
 _STDIN = 0
+_NOISE = re.compile(r"Ignore import error|DeprecationWarning|FutureWarning|UserWarning|^\s*warn")
+"""What servers say at every start about packages that they do without."""
+
 _PORTS = (20_000, 32_000)
 
 
@@ -108,7 +112,7 @@ class ServerProcess:
             text = self.log_file.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             return f"(its log cannot be read: {error})"
-        lines = [line for line in text.splitlines() if line.strip()]
+        lines = [line for line in text.splitlines() if line.strip() and not _NOISE.search(line)]
         return "\n".join(["last lines of its log:", *(f"  {line}" for line in lines[-num_lines:])])
 
     def end(self) -> None:
