@@ -48,7 +48,12 @@ setup(
         "tokenizers",
     ],
     extras_require={
-        "sglang": ["sglang>=0.5.17", "sglang-router>=0.3.2", "torch_memory_saver>=0.0.10"],
+        "sglang": [
+            "aiohttp",
+            "sglang>=0.5.17",
+            "sglang-router>=0.3.2",
+            "torch_memory_saver>=0.0.10",
+        ],
         "megatron": ["megatron-core>=0.16.1,<0.17"],
         "wandb": ["wandb"],
         "mlflow": ["mlflow"],

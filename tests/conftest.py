@@ -41,6 +41,10 @@ def ray_cluster() -> Iterator[None]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what needs a GPU where there is none."""
+    """Skip what needs a GPU where there is none, or several where there are fewer."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+    several = item.get_closest_marker("gpus")
+    num_devices = torch.cuda.device_count()
+    if several and num_devices < several.args[0]:
+        pytest.skip(f"needs {several.args[0]} CUDA devices, there are {num_devices}")

@@ -21,12 +21,15 @@ _FREE_KEYS = (
     *("trainer.run_dir", "trainer.overwrite", "trainer.export_hf"),
     *("rollout.num_threads", "reward.timeout_s", "reward.on_error"),
     *("rollout.skew_timeout_s", "rollout.drain_timeout_s", "rollout.stage_timeout_s"),
+    *("rollout.start_timeout_s", "rollout.request_timeout_s", "rollout.transport"),
+    *("rollout.memory_fraction", "rollout.cuda_graphs"),
 )
 """What may change freely: it does not say what is learnt."""
 
 _NUMERIC = ("cluster.device", "cluster.num_nodes", "cluster.num_ranks_per_node")
 _THREADS = ("cluster.num_threads_per_rank", "rollout.num_threads")
 _PACKAGES = ("torch", "transformers", "tensordict", "peft", "ray")
+_ENGINES: Mapping[str, tuple[str, ...]] = {"hf": (), "sglang": ("sglang",)}
 _NUM_NAMED = 8
 _SAMPLE_BYTES = 2**20
 
@@ -59,7 +62,7 @@ def environment_of(config: ExperimentConfig) -> Mapping[str, str]:
         "processor": _processor(),
         "python": platform.python_version(),
         "hybridrl": __version__,
-        **{package: version(package) for package in _PACKAGES},
+        **{package: version(package) for package in (*_PACKAGES, *_ENGINES[config.rollout.engine])},
     }
 
 

@@ -158,6 +158,20 @@ def check_rollout_engine(config: ExperimentConfig) -> Iterator[ConfigError]:
         )
 
 
+def check_certificate(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """A proof bit by bit needs an engine that draws from the seeds that it is given."""
+    rollout = config.rollout
+    is_seeded = rollout.engine_args.get("enable_deterministic_inference")
+    if config.mode == "certify" and rollout.engine == "sglang" and not is_seeded:
+        yield ConfigError(
+            "rollout.engine",
+            "sglang",
+            "SGLang draws from a generator of its own, so a resumed run samples other responses",
+            remedies=[("rollout=hf",)],
+            fix="set +rollout.engine_args.enable_deterministic_inference=true, or rollout=hf",
+        )
+
+
 def check_data_source(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Rows come from a built-in task or from files, not both, not neither."""
     data = config.data
@@ -273,7 +287,7 @@ _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
         check_kl_penalty,
         check_sampler_ratio_cap,
     ),
-    "rollout": (check_rollout_engine, check_lora_base),
+    "rollout": (check_rollout_engine, check_lora_base, check_certificate),
     "critic": (check_critic_warmup, check_critic_kernel, check_critic_batch_sizes),
     "batch sizes": (check_batch_sizes,),
     "reward": (check_reward_function,),

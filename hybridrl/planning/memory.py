@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.planning.capacity import capacity_bytes
 from hybridrl.planning.plan import MemoryPlan, Part, Phase, Place
 from hybridrl.planning.rank import CriticRank, Rank, total_bytes
 from hybridrl.planning.roles import AdapterShape, policy_roles
@@ -67,19 +68,27 @@ class _PolicyRank(Rank):
         yield self._phase("export", self._export())
 
     def _engine(self) -> tuple[Part, Part]:
-        weights, kv_cache = self._rollout.weights, self._rollout.kv_cache
-        return Part("rollout weights", weights), Part("KV cache", kv_cache)
+        kv_cache = Part("KV cache", self._rollout.kv_cache, is_measured=self._sees_engine)
+        return self._rollout_weights(), kv_cache
+
+    def _rollout_weights(self) -> Part:
+        return Part("rollout weights", self._rollout.weights, is_measured=self._sees_engine)
+
+    @property
+    def _sees_engine(self) -> bool:
+        return not self._rollout.is_server
 
     def _at_rest(self) -> list[Part]:
         if not self._sleeps:
             return [*self._engine()]
         lora, weights = self.config.lora, self._rollout.weights
         if lora.sends_adapters and lora.base in ("auto", "resident"):
-            return [Part("rollout weights", weights)]
+            return [self._rollout_weights()]
         if self.config.rollout.backup_weights == "ledger":
             keeps_base = lora.sends_adapters and lora.base == "backup"
             weights = keeps_base * self._rollout.base_weights
-        return [Part("backup of rollout weights", weights, Place.HOST)]
+        kept = "backup of rollout weights"
+        return [Part(kept, weights, Place.HOST, is_measured=self._sees_engine)]
 
     def _build(self) -> list[Part]:
         """Training engines load; a rollout engine that sleeps has nothing to keep yet."""
@@ -95,9 +104,7 @@ class _PolicyRank(Rank):
         Of an adapter the base is sent before the first step, when there are no moments yet.
         """
         moments = self._moments(Place.HOST if self._sleeps else Place.DEVICE)
-        engine = (
-            [Part("rollout weights", self._rollout.weights)] if self._sleeps else self._engine()
-        )
+        engine = [self._rollout_weights()] if self._sleeps else self._engine()
         there = [*self._weights(), *engine]
         stream = Part("weight stream", self._bucket())
         if not self.config.lora.sends_adapters:
@@ -179,6 +186,7 @@ class _PolicyRank(Rank):
             self.workload,
             self.max_context_tokens,
             AdapterShape.of(lora, self.shape) if lora.sends_adapters else None,
+            capacity_bytes(self.config.cluster) if self.config.cluster.device == "cuda" else None,
         )
 
     @property

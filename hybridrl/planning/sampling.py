@@ -1,4 +1,4 @@
-"""Memory of the embedded rollout engine on one rank; see ``workers/rollout``.
+"""Memory of a rollout engine on one rank; see ``workers/rollout``.
 
 Legend: N rows that decode together, V vocabulary.
 """
@@ -31,6 +31,14 @@ class RolloutMemory:
     adapter: AdapterShape | None = None
     """Of ``lora.sync=adapter``: the engine applies it beside its weights."""
 
+    device_bytes: int | None = None
+    """Of the GPU on which a server sizes its own cache; None on a CPU, or where nobody said."""
+
+    @property
+    def is_server(self) -> bool:
+        """Whether the engine has processes of its own, which the meter of a rank does not see."""
+        return self.config.engine == "sglang"
+
     @property
     def weights(self) -> int:
         """All weights, divided over the ranks of an engine; and the adapter's."""
@@ -43,12 +51,16 @@ class RolloutMemory:
 
     @property
     def kv_cache(self) -> int:
-        """Keys and values of every slot at full length, allocated once."""
+        """Keys and values, allocated once: of every slot at full length; SGLang takes a share."""
+        if self.is_server and self.device_bytes is not None:
+            return max(0, int(self.config.memory_fraction * self.device_bytes) - self.weights)
         return self._keys_and_values(self.config.num_slots * self.max_context_tokens)
 
     @property
     def sampling(self) -> int:
-        """The most that a call holds besides weights and cache."""
+        """The most that a call holds besides weights and cache; a server counts it as its own."""
+        if self.is_server:
+            return 0
         prefilled = self._keys_and_values(self.workload.prefill_tokens) + self._prefill_logits
         return prefilled + max(self._prefill, self._seating, self._drawing)
 

@@ -17,6 +17,7 @@ from hybridrl.workers.build import (
     build_reference_engine,
     build_rollout_engine,
     build_train_engine,
+    build_weight_port,
 )
 from hybridrl.workers.canary import Canary
 from hybridrl.workers.checkpointed import CheckpointedWorker
@@ -64,8 +65,10 @@ class ActorRolloutWorker(CheckpointedWorker):
         self._carried: Metrics = {}
         tensor_parallel_size = spec.rollout.tensor_parallel_size
         leads = self.rank % tensor_parallel_size == 0
+        engine = build_rollout_engine(spec, device) if leads else None
         self.sharding = ShardingManager(
-            engine=build_rollout_engine(spec, device) if leads else None,
+            engine=engine,
+            port=build_weight_port(spec, device, engine=engine),
             config=spec.rollout,
             device=device,
             control=control,

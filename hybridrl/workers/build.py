@@ -17,7 +17,7 @@ from hybridrl.config.model import ModelConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.planning.frozen_base import BasePlan
 from hybridrl.workers.rollout.hf import HFRolloutEngine
-from hybridrl.workers.rollout.protocol import RolloutEngine
+from hybridrl.workers.rollout.protocol import RolloutEngine, WeightPort
 from hybridrl.workers.rollout.server_arguments import ServerSpec, visible_devices
 from hybridrl.workers.train.critic import FSDP2Critic
 from hybridrl.workers.train.fsdp2 import FSDP2Engine
@@ -127,6 +127,24 @@ def build_rollout_engine(spec: ActorRolloutSpec, device: torch.device) -> Rollou
     return _ROLLOUT_ENGINES[spec.rollout.engine](spec, device)
 
 
+def build_weight_port(
+    spec: ActorRolloutSpec, device: torch.device, *, engine: RolloutEngine | None
+) -> WeightPort | None:
+    """Make this rank's end of the weight stream; None where engines lie in their ranks' processes.
+
+    Args:
+        spec: what the worker runs.
+        device: of this rank.
+        engine: what ``build_rollout_engine`` built here; None on a rank that leads no engine.
+    """
+    if spec.rollout.engine == "hf":
+        return None
+    port: WeightPort = import_module(_SGLANG).weight_port(
+        engine, rollout=spec.rollout, device=device
+    )
+    return port
+
+
 def build_policy_loss(spec: ActorRolloutSpec) -> TokenLoss:
     """Choose the terms of the policy loss."""
     algorithm = spec.algorithm
@@ -195,7 +213,9 @@ def _build_sglang(spec: ActorRolloutSpec, device: torch.device) -> RolloutEngine
         device=spec.device,
     )
     engine: RolloutEngine = import_module(_SGLANG).SGLangEngine(
-        server, variables=visible_devices(device, count=spec.rollout.tensor_parallel_size)
+        server,
+        variables=visible_devices(device, count=spec.rollout.tensor_parallel_size),
+        device=device,
     )
     return engine
 

@@ -85,6 +85,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (("algorithm.sampler_ratio_cap=0.5",), "algorithm.sampler_ratio_cap", "at least 1"),
     (("rollout.tensor_parallel_size=2",), "rollout.tensor_parallel_size", "one rank"),
+    (("mode=certify", "rollout=sglang"), "rollout.engine", "a generator of its own"),
     (
         ("trainer.num_prompts_per_step=15", "cluster.num_ranks_per_node=2"),
         "trainer.num_prompts_per_step",

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from hybridrl.workers.rollout.protocol import Response
 from hybridrl.workers.rollout.sglang import SGLangEngine
 from tests.models import Family, make_tiny_model
 from tests.sglang.engines import (
@@ -38,11 +40,8 @@ def family_engine(
     if family == "qwen3":
         yield request.getfixturevalue("shared_engine")
         return
-    with running_engine(
-        server_spec(
-            make_tiny_model(tmp_path_factory.mktemp("boot"), family, tie_embeddings=TIED[family])
-        )
-    ) as it:
+    folder = make_tiny_model(tmp_path_factory.mktemp("boot"), family, tie_embeddings=TIED[family])
+    with running_engine(server_spec(folder, routed_experts=family == "qwen3_moe")) as it:
         yield it
 
 
@@ -60,5 +59,26 @@ def test_greedy_tokens_and_log_probs_are_those_of_hugging_face_after_each_sync(
         assert tokens_of(found) == tokens_of(expected)
         for response, reference in zip(found, expected, strict=True):
             torch.testing.assert_close(response.logprobs, reference.logprobs, atol=2e-4, rtol=0)
+        if family == "qwen3_moe":
+            check_experts(folder, found)
         answers.append(tokens_of(found))
     assert answers[0] != answers[1] != answers[2]
+
+
+def check_experts(folder: Path, responses: list[Response]) -> None:
+    """The experts of every token but the last are those that Hugging Face's router chooses."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for prompt, response in zip(PROMPTS.token_ids_PL.unbind(), responses, strict=True):
+        row = torch.cat([prompt, response.token_ids])[:-1]
+        with torch.no_grad():
+            output = model(row[None], output_router_logits=True)
+        chosen = torch.stack(
+            [
+                logits.topk(model.config.num_experts_per_tok).indices
+                for logits in output.router_logits
+            ],
+            dim=1,
+        )
+        found = response.routed_experts_LJK
+        assert found is not None
+        assert torch.equal(found.long().sort(-1).values, chosen.sort(-1).values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,11 +38,9 @@ def fused(engine: SGLangEngine, trainer: TrainEngine) -> FusedEngines:
     engine.drain(timeout_s=10.0)
     engines = FusedEngines(
         ManagedEngine.of(engine, config=config, device=CPU),
-        tensor_parallel_size=1,
-        bucket_mib=0,
+        config=replace(config, check_first_sync=True),
         device=CPU,
         control=ControlGroup(timeout_s=60.0),
-        checks_first_sync=True,
     )
     engines.attach(trainer)
     return engines

@@ -13,11 +13,14 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from hybridrl.batch import PromptBatch
 from hybridrl.metrics import Metrics
 
+Bucket = Sequence[tuple[str, Tensor]]
+"""Full tensors by HF name that travel together."""
 _NUM_NAMED = 4
 
 
@@ -65,6 +68,10 @@ class Response:
     is_truncated: bool
     """True if the length limit ended it."""
 
+    routed_experts_LJK: Tensor | None = None
+    """int32 [prompt + response - 1, layers, experts a token], which experts each token went
+    through; the last token was never an input. None unless ``rollout.routed_experts``."""
+
 
 @dataclass(frozen=True, slots=True)
 class WeightMemory:
@@ -80,6 +87,70 @@ class WeightMemory:
 
     Must be backed up to survive a release.
     """
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a tensor lies in a flat buffer."""
+
+    name: str
+    """HF name."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    begin: int
+    """Offset in bytes, a multiple of the item size."""
+
+    end: int
+    """Offset in bytes of what follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A bucket, made ready on one rank for the engine that it shares with its neighbours."""
+
+    slots: tuple[Slot, ...]
+    """What is in it; the same on all ranks, whether they contribute bytes or not."""
+
+    flat: Tensor | None
+    """uint8 [n], the bytes; None on a rank whose bytes are not needed."""
+
+    handle: str
+    """What the server of the engine opens this rank's bytes with; empty if it needs none."""
+
+
+class WeightPort(Protocol):
+    """One rank's end of the weight stream into an engine that lives in another process.
+
+    Every rank of an engine has one and makes an offer for every bucket: the server's rank i reads
+    what rank i offers, on the device that both share. The leader hands the bucket over.
+    """
+
+    def offer(self, bucket: Bucket) -> Offer:
+        """Make a bucket ready; it stays so until the next one but one. Its tensors may be reused.
+
+        Raises:
+            EngineError: a name or shape that the engine does not have, or no room for it.
+        """
+        ...
+
+    def deliver(self, offer: Offer, handles: Sequence[str]) -> None:
+        """Have the server load a bucket, on the leader alone; from any one thread at a time.
+
+        Args:
+            offer: the leader's own.
+            handles: what all ranks of the engine offered for this bucket, in rank order.
+
+        Raises:
+            EngineError: the server refuses it, or is gone.
+            DeadlineError: it does not answer.
+        """
+        ...
+
+    def end_stream(self) -> None:
+        """Let go of all buffers; the stream has ended, well or not. Idempotent."""
+        ...
 
 
 def mismatch(names: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +121,16 @@ class Server:
         Raises:
             EngineError: it says no, and why.
         """
-        answer = self.post(path, **body)
-        if not isinstance(answer, dict) or not answer.get("success", True):
-            reason = answer.get("message") or answer.get("error_message") or answer
-            raise EngineError(f"{path} failed: {reason}")
-        return answer
+        return _successful(path, self.post(path, **body))
+
+    def start(self, path: str, **body: object) -> Future[Body]:
+        """Begin what ``require_success`` does, and go on meanwhile."""
+
+        async def call() -> Body:
+            answer = await self.client.request(path, body, timeout_s=self._timeout_s)
+            return _successful(path, answer)
+
+        return self.client.start(call())
 
     def abort_all(self) -> None:
         """Make all requests end where they are."""
@@ -182,3 +188,10 @@ class Server:
         """Kill the process with all its children. Idempotent."""
         self.client.close()
         self.process.end()
+
+
+def _successful(path: str, answer: Any) -> Body:  # noqa: ANN401 - as ServerClient.call
+    if not isinstance(answer, dict) or not answer.get("success", True):
+        reason = answer.get("message") or answer.get("error_message") or answer
+        raise EngineError(f"{path} failed: {reason}")
+    return answer

@@ -10,6 +10,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import aiohttp
@@ -18,6 +19,9 @@ from hybridrl.errors import DeadlineError, EngineError
 
 T = TypeVar("T")
 Body = dict[str, Any]
+
+_KEEP_ALIVE_S = 2.0
+"""The server drops a connection that was idle for 5 s; one that goes just then loses a request."""
 
 _NOT_SENT = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
 
@@ -69,7 +73,11 @@ class ServerClient:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the client's loop and wait for it."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return self.start(work).result()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the client's loop, and go on meanwhile."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def request(
         self, path: str, body: Body | None = None, *, timeout_s: float, method: str = "POST"
@@ -117,7 +125,8 @@ class ServerClient:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             # No limit: the server queues, and knows best what to run next.
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+            self._session = aiohttp.ClientSession(connector=connector)
         return self._session
 
 

@@ -18,6 +18,18 @@ _TIED_AWAY = "lm_head.weight"
 _ROUNDING = 0.97
 
 
+def base_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all weights that are sent, by the names in the model's files."""
+    files = WeightFiles(folder)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    is_tied = bool(config.get("tie_word_embeddings", False))
+    return {
+        name: files.shape_of(name)
+        for name in sorted(files.names)
+        if not (is_tied and name == _TIED_AWAY)
+    }
+
+
 def list_weights(
     folder: Path, *, itemsize: int, lora: LoraConfig | None
 ) -> tuple[WeightMemory, ...]:
@@ -33,24 +45,13 @@ def list_weights(
     """
     return tuple(
         WeightMemory(name, math.prod(shape) * itemsize, is_buffer=False)
-        for name, shape in (_base_shapes(folder) | adapter_shapes(folder, lora)).items()
+        for name, shape in (base_shapes(folder) | adapter_shapes(folder, lora)).items()
     )
 
 
 def adapter_shapes(folder: Path, lora: LoraConfig | None) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of all that an adapter of this model must have; empty without one."""
-    return {} if lora is None else dict(_matrices(_base_shapes(folder), lora))
-
-
-def _base_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    files = WeightFiles(folder)
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    is_tied = bool(config.get("tie_word_embeddings", False))
-    return {
-        name: files.shape_of(name)
-        for name in sorted(files.names)
-        if not (is_tied and name == _TIED_AWAY)
-    }
+    return {} if lora is None else dict(_matrices(base_shapes(folder), lora))
 
 
 def _matrices(

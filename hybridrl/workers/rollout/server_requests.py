@@ -5,12 +5,14 @@ Token ids travel in both directions: text is never tokenised twice.
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hybridrl.batch import PromptBatch, row_offsets
 from hybridrl.errors import EngineError
@@ -110,11 +112,23 @@ def group_body(
     }
 
 
-def read_answer(item: Mapping[str, Any]) -> Answer:
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """How a mixture-of-experts model routes a token."""
+
+    num_layers: int
+    num_experts_per_token: int
+
+
+def read_answer(item: Mapping[str, Any], *, experts: ExpertShape | None = None) -> Answer:
     """Read what the server says of one response.
 
+    Args:
+        item: the answer.
+        experts: given where the experts of each token were asked for.
+
     Raises:
-        EngineError: log-probs and tokens do not match in number.
+        EngineError: log-probs and tokens do not match in number, or experts are missing.
     """
     meta = item["meta_info"]
     finish = meta["finish_reason"] or {"type": "unfinished"}
@@ -134,5 +148,17 @@ def read_answer(item: Mapping[str, Any]) -> Answer:
         token_ids=torch.tensor(token_ids, dtype=torch.int64),
         logprobs=torch.tensor([entry[0] for entry in entries], dtype=torch.float32),
         is_truncated=reason == "length",
+        routed_experts_LJK=None if experts is None else _read_experts(meta, experts),
     )
     return Answer(response, reason, cached, version)
+
+
+def _read_experts(meta: Mapping[str, Any], shape: ExpertShape) -> Tensor:
+    text = meta.get("routed_experts")
+    if text is None:
+        raise EngineError(
+            "rollout.routed_experts=true, and the server returned none: is the model a mixture of "
+            "experts? Set rollout.routed_experts=false if it is not"
+        )
+    flat = torch.frombuffer(bytearray(b64decode(text)), dtype=torch.int32)
+    return flat.view(-1, shape.num_layers, shape.num_experts_per_token)

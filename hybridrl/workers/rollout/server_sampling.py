@@ -12,6 +12,7 @@ from hybridrl.workers.rollout.protocol import Response, SamplingParams
 from hybridrl.workers.rollout.server_client import ConnectionLostError, ServerClient, ServerError
 from hybridrl.workers.rollout.server_requests import (
     Answer,
+    ExpertShape,
     Group,
     group_body,
     prefill_body,
@@ -34,38 +35,44 @@ class Sampled:
     metrics: Metrics
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """What holds for every request of a call."""
+
+    sampling: SamplingParams
+
+    max_context_tokens: int
+    """A response also ends where it and its prompt fill this."""
+
+    weight_version: str
+    """That every response must come from."""
+
+    timeout_s: float
+    """Seconds one request may take."""
+
+    fields: Mapping[str, object]
+    """Further fields of every request, as the name of its adapter."""
+
+    experts: ExpertShape | None = None
+    """Given where each token's experts are asked for."""
+
+
 class GroupSampler:
     """Samples groups of responses. Used once."""
 
     def __init__(
-        self,
-        client: ServerClient,
-        *,
-        sampling: SamplingParams,
-        max_context_tokens: int,
-        extra: Mapping[str, object],
-        weight_version: str,
-        timeout_s: float,
-        on_cut_off: Callable[[int], None],
+        self, client: ServerClient, terms: Terms, *, on_cut_off: Callable[[int], None]
     ) -> None:
         """Prepare.
 
         Args:
             client: of the server.
-            sampling: how to sample.
-            max_context_tokens: a response also ends where it and its prompt fill this.
-            extra: fields of every request, as the name of its adapter.
-            weight_version: that every response must come from.
-            timeout_s: seconds one request may take.
+            terms: of all requests.
             on_cut_off: told how many responses are missing before they are asked for again; raises
                 if they were cut off on purpose.
         """
         self._client = client
-        self._sampling = sampling
-        self._max_context_tokens = max_context_tokens
-        self._extra = extra
-        self._weight_version = weight_version
-        self._timeout_s = timeout_s
+        self._terms = terms
         self._on_cut_off = on_cut_off
         self._answers: dict[tuple[int, int], Answer] = {}
         self._num_open = 0
@@ -120,18 +127,19 @@ class GroupSampler:
         """Ask for one group; return why a response of it was cut off, or an empty text."""
         try:
             if len(group.siblings) > 1:
-                await self._ask(prefill_body(group, self._sampling, self._extra))
+                await self._ask(prefill_body(group, self._terms.sampling, self._terms.fields))
             num_tokens = min(
-                self._sampling.max_response_tokens, self._max_context_tokens - len(group.token_ids)
+                self._terms.sampling.max_response_tokens,
+                self._terms.max_context_tokens - len(group.token_ids),
             )
             items = await self._ask(
-                group_body(group, self._sampling, self._extra, num_tokens=num_tokens)
+                group_body(group, self._terms.sampling, self._terms.fields, num_tokens=num_tokens)
             )
         finally:
             self._num_open -= 1
         reason = ""
         for sibling, item in zip(group.siblings, items, strict=True):
-            answer = read_answer(item)
+            answer = read_answer(item, experts=self._terms.experts)
             if answer.response is None:
                 reason = answer.reason
             else:
@@ -141,15 +149,15 @@ class GroupSampler:
 
     async def _ask(self, body: dict[str, object]) -> list[dict[str, object]]:
         answer: list[dict[str, object]] = await self._client.request(
-            "/generate", body, timeout_s=self._timeout_s
+            "/generate", body, timeout_s=self._terms.timeout_s
         )
         return answer
 
     def _require_version(self, answer: Answer) -> None:
-        if answer.weight_version != self._weight_version:
+        if answer.weight_version != self._terms.weight_version:
             raise EngineError(
                 f"a response was sampled by weights of version {answer.weight_version}, and the "
-                f"policy is at {self._weight_version}; somebody else updates this server"
+                f"policy is at {self._terms.weight_version}; somebody else updates this server"
             )
 
     def _left_of(self, group: Group) -> Group:

@@ -14,35 +14,48 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-import torch.multiprocessing
+import torch
 from torch import Tensor
 
 from hybridrl import activity
 from hybridrl.batch import PromptBatch
-from hybridrl.errors import EngineError, LedgerError, PhaseError, nearest
+from hybridrl.config.rollout import RolloutConfig
+from hybridrl.errors import EngineError, LedgerError, ModelError, PhaseError, nearest
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.workers.rollout.adapter_fit import require_fit
 from hybridrl.workers.rollout.admission import Admission, Ticket
 from hybridrl.workers.rollout.protocol import (
+    Bucket,
     MemoryPart,
+    Offer,
     Response,
     SamplingParams,
+    Slot,
     WeightMemory,
+    WeightPort,
     mismatch,
 )
 from hybridrl.workers.rollout.sampling import check_prompts, check_sampling
 from hybridrl.workers.rollout.server import Server
 from hybridrl.workers.rollout.server_arguments import ServerSpec
 from hybridrl.workers.rollout.server_client import ServerError
-from hybridrl.workers.rollout.server_memory import adapter_shapes, held_bytes, list_weights
+from hybridrl.workers.rollout.server_memory import (
+    adapter_shapes,
+    base_shapes,
+    held_bytes,
+    list_weights,
+)
 from hybridrl.workers.rollout.server_process import end_with_parent
-from hybridrl.workers.rollout.server_requests import build_groups
-from hybridrl.workers.rollout.server_sampling import GroupSampler
+from hybridrl.workers.rollout.server_requests import ExpertShape, build_groups
+from hybridrl.workers.rollout.server_sampling import GroupSampler, Terms
+from hybridrl.workers.rollout.weight_ports import Dialect, FollowerPort, build_transport
 
 try:
-    from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+    from sglang.srt.utils import MultiprocessingSerializer, init_custom_process_group
+    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 except ImportError as err:
     raise ImportError(
         "rollout=sglang needs SGLang: pip install 'hybridrl[sglang]' (on a CPU: make sglang-cpu), "
@@ -67,15 +80,18 @@ class SGLangEngine:
     with top-p or top-k they are not of the truncated distribution (SGLang gives no others).
     """
 
-    def __init__(self, spec: ServerSpec, *, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self, spec: ServerSpec, *, variables: Mapping[str, str], device: torch.device | None = None
+    ) -> None:
         """Start the server.
 
         Args:
             spec: what it serves.
             variables: environment of the server, as the devices that it may see.
+            device: of this process; None is the first of its kind.
 
         Raises:
-            EngineError: it did not start.
+            EngineError: it did not start, or its process cannot share memory with it.
             DeadlineError: not in time.
             ModelError: the folder has no weights, or a broken file.
         """
@@ -85,9 +101,12 @@ class SGLangEngine:
         self._weights = list_weights(
             spec.model_folder, itemsize=_ITEMSIZE[spec.rollout.dtype], lora=spec.lora
         )
-        if spec.device == "cpu":
-            # Handles of memory are names then: a server that is no child of ours can open them.
-            torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+        self._model = json.loads((spec.model_folder / "config.json").read_text(encoding="utf-8"))
+        self._experts = _expert_shape(self._model) if spec.rollout.routed_experts else None
+        self._shapes = base_shapes(spec.model_folder)
+        self._transport = build_transport(
+            spec.rollout, _DIALECT, device=device or torch.device(spec.device), leads=True
+        )
         self._adapter_shapes = adapter_shapes(spec.model_folder, spec.lora)
         self._metrics: Metrics = {}
         self.frees_memory = spec.device == "cuda"
@@ -118,7 +137,7 @@ class SGLangEngine:
         with self._admission.admit(len(prompts) * sampling.num_responses_per_prompt) as ticket:
             self._require_resident("generate", *MemoryPart)
             self._require_adapter()
-            vocab_size = self._vocab_size()
+            vocab_size: int = self._model["vocab_size"]
             check_sampling(sampling, vocab_size=vocab_size)
             limit = self._spec.max_context_tokens
             check_prompts(prompts, max_context_tokens=limit, vocab_size=vocab_size)
@@ -131,29 +150,25 @@ class SGLangEngine:
             return sampled.responses
 
     def _sampler(self, sampling: SamplingParams, ticket: Ticket) -> GroupSampler:
-        extra: dict[str, object] = {}
+        fields: dict[str, object] = {}
         if self._spec.lora is not None:
-            extra["lora_path"] = ADAPTER
-        if self._spec.rollout.routed_experts:
-            extra["return_routed_experts"] = True
-        return GroupSampler(
-            self._server.client,
+            fields["lora_path"] = ADAPTER
+        if self._experts is not None:
+            fields["return_routed_experts"] = True
+        terms = Terms(
             sampling=sampling,
             max_context_tokens=self._spec.max_context_tokens,
-            extra=extra,
             weight_version=str(self.version),
             timeout_s=self._spec.rollout.request_timeout_s,
-            on_cut_off=ticket.check,
+            fields=fields,
+            experts=self._experts,
         )
+        return GroupSampler(self._server.client, terms, on_cut_off=ticket.check)
 
     def take_metrics(self) -> Metrics:
         """Return what happened since the last time, and start anew."""
         metrics, self._metrics = self._metrics, {}
         return metrics
-
-    def _vocab_size(self) -> int:
-        config = json.loads((self._spec.model_folder / "config.json").read_text(encoding="utf-8"))
-        return int(config["vocab_size"])
 
     def _require_resident(self, what: str, *parts: MemoryPart) -> None:
         for part in parts:
@@ -174,27 +189,47 @@ class SGLangEngine:
         return self._weights
 
     def update_weights(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Hand a bucket of full tensors over, by HF name, through memory that both map.
+        """Hand a bucket of full tensors over, by HF name, all of it from this process.
 
         Raises:
             PhaseError: the weights are released, or requests are running.
             EngineError: the server has no such tensor, or cannot take it.
         """
+        offer = self.offer(tensors)
+        others = (self._transport.handle(offer) for _ in range(1, self._num_ranks))
+        try:
+            self.deliver(offer, [offer.handle, *others])
+        finally:
+            self.end_stream()
+
+    def offer(self, bucket: Bucket) -> Offer:
+        """Make a bucket ready, as the leader; see ``WeightPort``."""
+        for name, tensor in bucket:
+            shape = self._shapes.get(name)
+            if shape != tuple(tensor.shape):  # told it, SGLang would end itself
+                raise EngineError(
+                    f"{name} of shape {list(tensor.shape)} was to be sent, and the files of "
+                    f"{self._spec.model_folder} have "
+                    + (f"{list(shape)}" if shape else nearest(name, list(self._shapes)))
+                )
+        return self._transport.offer(bucket)
+
+    def deliver(self, offer: Offer, handles: Sequence[str]) -> None:
+        """Have the server load a bucket; see ``WeightPort``."""
         self._admission.require_idle("update_weights")
         self._require_resident("update_weights", MemoryPart.WEIGHTS)
-        self._begin_update()
-        bucket = FlattenedTensorBucket(named_tensors=[(n, t.detach()) for n, t in tensors])
-        flat = bucket.get_flattened_tensor()
-        payload = {"flattened_tensor": flat, "metadata": bucket.get_metadata()}
-        self._server.require_success(
-            "/update_weights_from_tensor",
-            serialized_named_tensors=[_serialized(payload)] * self._num_ranks,
-            load_format="flattened_bucket",
-            flush_cache=False,
-        )
+        if self._transport.in_session and not self._is_updating:
+            self._server.require_success("/begin_weight_update")
+            self._is_updating = True
+        self._transport.deliver(self._server, offer, handles)
+
+    def end_stream(self) -> None:
+        """Let go of all buffers. Idempotent."""
+        self._transport.free()
 
     def finish_update(self, *, version: int) -> None:
         """Close the update, and stamp all later responses with ``version``."""
+        self._transport.finish(self._server)
         if self._is_updating:
             self._server.require_success("/end_weight_update")
             self._is_updating = False
@@ -202,11 +237,6 @@ class SGLangEngine:
             "/update_weight_version", new_version=str(version), abort_all_requests=False
         )
         self.version = version
-
-    def _begin_update(self) -> None:
-        if not self._is_updating:
-            self._server.require_success("/begin_weight_update")
-            self._is_updating = True
 
     def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the whole adapter; every request names it from here on.
@@ -239,7 +269,7 @@ class SGLangEngine:
                 "bias": "none",
                 "lora_dropout": 0.0,
             },
-            serialized_named_tensors=[_serialized(dict(tensors))] * self._num_ranks,
+            serialized_named_tensors=[_serialized(dict(tensors)) for _ in range(self._num_ranks)],
         )
         self._has_adapter = True
 
@@ -353,11 +383,48 @@ class SGLangEngine:
         """Kill the server with all that it runs; idempotent."""
         self._admission.pause()
         self._server.end()
+        self._transport.forget()
+
+
+def weight_port(
+    engine: SGLangEngine | None, *, rollout: RolloutConfig, device: torch.device
+) -> WeightPort:
+    """Return this rank's end of the weight stream: the engine itself where there is one."""
+    return engine or FollowerPort(build_transport(rollout, _DIALECT, device=device, leads=False))
+
+
+def _handle(flat: Tensor, slots: Sequence[Slot]) -> str:
+    metadata = [
+        FlattenedTensorMetadata(
+            name=slot.name,
+            shape=torch.Size(slot.shape),
+            dtype=slot.dtype,
+            start_idx=slot.begin,
+            end_idx=slot.end,
+            numel=slot.end - slot.begin,
+        )
+        for slot in slots
+    ]
+    return _serialized({"flattened_tensor": flat, "metadata": metadata})
+
+
+def _expert_shape(model: Mapping[str, Any]) -> ExpertShape:
+    if "num_experts_per_tok" not in model:
+        raise ModelError(
+            f"rollout.routed_experts=true, and model_type={model['model_type']!r} has no experts; "
+            "set rollout.routed_experts=false"
+        )
+    return ExpertShape(model["num_hidden_layers"], model["num_experts_per_tok"])
 
 
 def _serialized(payload: object) -> str:
     text: str = MultiprocessingSerializer.serialize(payload, output_str=True)
     return text
+
+
+_DIALECT = Dialect(
+    encode=_handle, join=init_custom_process_group, prepare_ipc=monkey_patch_torch_reductions
+)
 
 
 def serve(file: Path) -> None:

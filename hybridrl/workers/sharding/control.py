@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
@@ -71,7 +71,7 @@ class ControlGroup:
             return {}
         reasons: list[str | None] = [reason] * self.world_size
         if self._group is not None:
-            with self._deadline(stage):
+            with self.deadline(stage):
                 dist.all_gather_object(reasons, reason, group=self._group)
         return {rank: text for rank, text in enumerate(reasons) if text is not None}
 
@@ -90,7 +90,7 @@ class ControlGroup:
             return value
         stage_id = zlib.crc32(stage.encode())
         votes = torch.tensor([value, stage_id, -stage_id])
-        with self._deadline(stage):
+        with self.deadline(stage):
             dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
         largest, highest_id, minus_lowest_id = (int(vote) for vote in votes)
         if highest_id != -minus_lowest_id:
@@ -100,12 +100,19 @@ class ControlGroup:
             )
         return largest
 
+    def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """Create a gloo group of some ranks; a collective call of all."""
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks), backend="gloo", timeout=timedelta(seconds=self._timeout_s)
+        )
+        return group
+
     def gather(self, stage: str, value: T) -> list[T]:
         """Return, on every rank, the ``value`` of each. Fails as ``largest`` does."""
         values = [value] * self.world_size
         self.largest(stage, 0)
         if self._group is not None:
-            with self._deadline(stage):
+            with self.deadline(stage):
                 dist.all_gather_object(values, value, group=self._group)
         return values
 
@@ -121,13 +128,14 @@ class ControlGroup:
             DeadlineError: a rank did not come in time.
         """
         if self._group is not None:
-            with self._deadline(work, timeout_s=timeout_s, key=key):
+            with self.deadline(work, timeout_s=timeout_s, key=key):
                 dist.monitored_barrier(self._group, timeout=timedelta(seconds=timeout_s))
 
     @contextmanager
-    def _deadline(
+    def deadline(
         self, stage: str, *, timeout_s: float | None = None, key: str = "rollout.stage_timeout_s"
     ) -> Iterator[None]:
+        """Turn the timeout of a collective into a DeadlineError that names ``stage``."""
         try:
             with activity.doing(f"wait for all ranks after {stage}", waits=True):
                 yield
@@ -149,6 +157,40 @@ class ControlGroup:
         if failures:
             raise StageError(stage, failures) from error
         return result  # type: ignore[return-value]  # no failure anywhere, so none here
+
+
+class Neighbours:
+    """The ranks that share an engine: adjacent ones, of which the first leads."""
+
+    def __init__(self, control: ControlGroup, *, size: int) -> None:
+        """Create the groups of all engines; a collective call of all ranks.
+
+        Args:
+            control: the control group of all ranks.
+            size: ranks that share an engine.
+        """
+        self._control = control
+        self._size = size
+        self._leader = control.rank // size * size
+        self._group = None
+        for first in range(0, control.world_size if size > 1 else 0, size):
+            group = control.subgroup(range(first, first + size))
+            if first == self._leader:
+                self._group = group
+
+    def gather(self, item: str) -> list[str]:
+        """Return, on the leader, what each of the ranks gave, in rank order; elsewhere nothing.
+
+        Raises:
+            DeadlineError: a rank did not come in time.
+        """
+        if self._group is None:
+            return [item]
+        is_leader = self._control.rank == self._leader
+        items: list[str] | None = [""] * self._size if is_leader else None
+        with self._control.deadline("gather of offers"):
+            dist.gather_object(item, items, dst=self._leader, group=self._group)
+        return items or []
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:

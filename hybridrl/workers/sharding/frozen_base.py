@@ -50,7 +50,9 @@ def settle_base(
         facts = control.gather("measure lora.base", mine)
     base, why = choose_base(plan, facts)
     if lora.sends_adapters and control.rank == 0:
-        log.info("lora.base=auto: %s, because %s", base, why)
+        # Of a worker's log only warnings reach the user, and copies cost seconds of every step.
+        level = logging.INFO if base == "resident" else logging.WARNING
+        log.log(level, "lora.base=auto: %s, because %s", base, why)
     return replace(lora, base=base)
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 
 import torch
 
 from hybridrl import trace
+from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Metrics, Sum, merge
-from hybridrl.workers.sharding.control import ControlGroup, Failures, attempt
+from hybridrl.workers.rollout.protocol import Bucket, WeightPort
+from hybridrl.workers.sharding.control import ControlGroup, Failures, Neighbours, attempt
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.sharding.weight_pipeline import stream_offers
 from hybridrl.workers.sharding.weight_proof import temporary_weight_folder
 from hybridrl.workers.sharding.weight_stream import (
-    Bucket,
     StreamReport,
     bucket_bytes_for,
     stream_weights,
@@ -36,29 +39,29 @@ class FusedEngines:
         self,
         managed: ManagedEngine | None,
         *,
-        tensor_parallel_size: int,
-        bucket_mib: int,
+        config: RolloutConfig,
         device: torch.device,
         control: ControlGroup,
+        port: WeightPort | None = None,
         resends_base: bool = True,
-        checks_first_sync: bool = False,
     ) -> None:
         """Put the set together.
 
         Args:
             managed: this rank's engine; None on a rank that leads none.
-            tensor_parallel_size: ranks that share an engine.
-            bucket_mib: size of a bucket; 0 takes it from free memory.
+            config: how many ranks share an engine, how large a bucket is, and whether the first
+                sync to an engine that has started is compared with the same weights from files.
             device: where the buckets lie.
             control: the control group of all ranks.
+            port: this rank's end of the stream into an engine of another process; None, on all
+                ranks, where engines lie in their leader's process.
             resends_base: weights that no step changes are sent again after they were released,
                 instead of being kept on the host.
-            checks_first_sync: the first sync to an engine that has started is compared with the
-                same weights from files.
 
         Raises:
             EngineError: a leader has no engine, or another rank has one.
         """
+        tensor_parallel_size = config.tensor_parallel_size
         is_leader = control.rank % tensor_parallel_size == 0
         if is_leader != (managed is not None):
             raise EngineError(
@@ -73,11 +76,13 @@ class FusedEngines:
         self._source: TrainEngine | None = None
         self._ranks_per_engine = tensor_parallel_size
         self._resends_base = resends_base
-        self._checks_first_sync = checks_first_sync
+        self._checks_first_sync = config.check_first_sync
         self._names: dict[WeightPart, frozenset[str]] = {}
-        self._bucket_mib = bucket_mib
+        self._bucket_mib = config.bucket_mib
         self._device = device
         self._control = control
+        self._port = port
+        self._neighbours = Neighbours(control, size=1 if port is None else tensor_parallel_size)
         self._metrics: Metrics = {}
 
     def attach(self, source: TrainEngine) -> None:
@@ -182,17 +187,28 @@ class FusedEngines:
             )
 
     def _send(self, part: WeightPart, source: TrainEngine) -> StreamReport:
-        deliver: Callable[[Bucket], None] | None = None
         if self.managed is not None:
             self.managed.begin_part(self._names[part])
-            is_adapter = part is WeightPart.ADAPTER
-            deliver = self.managed.receive_adapter if is_adapter else self.managed.receive
-        return stream_weights(
-            source.full_weights(part),
-            deliver,
-            bucket_bytes=self._bucket_bytes(),
+        weights, bucket_bytes = source.full_weights(part), self._bucket_bytes()
+        if self._port is None or part is WeightPart.ADAPTER:
+            return stream_weights(
+                weights, self._receiver(part), bucket_bytes=bucket_bytes, control=self._control
+            )
+        receiver = None if self.managed is None else self.managed.receive_offer
+        return stream_offers(
+            weights,
+            self._port,
+            deliver=None if receiver is None else partial(receiver, self._port),
+            bucket_bytes=bucket_bytes,
             control=self._control,
+            neighbours=self._neighbours,
         )
+
+    def _receiver(self, part: WeightPart) -> Callable[[Bucket], None] | None:
+        if self.managed is None:
+            return None
+        is_adapter = part is WeightPart.ADAPTER
+        return self.managed.receive_adapter if is_adapter else self.managed.receive
 
     @property
     def _everyone(self) -> range:

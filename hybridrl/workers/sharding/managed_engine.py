@@ -14,7 +14,7 @@ from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError
 from hybridrl.metrics import Metrics, Sum, merge
 from hybridrl.models.adapter_names import is_adapter_name
-from hybridrl.workers.rollout.protocol import MemoryPart, RolloutEngine
+from hybridrl.workers.rollout.protocol import MemoryPart, Offer, RolloutEngine, WeightPort
 from hybridrl.workers.sharding.ledger import WeightLedger
 from hybridrl.workers.sharding.memory import empty_cache, free_bytes, wait_until_freed
 
@@ -137,6 +137,11 @@ class ManagedEngine:
         """Copy one bucket into the engine and enter it in the ledger."""
         self.engine.update_weights(tensors)
         self.ledger.receive([name for name, _ in tensors])
+
+    def receive_offer(self, port: WeightPort, offer: Offer, handles: Sequence[str]) -> None:
+        """Have the engine's server load one bucket and enter it in the ledger."""
+        port.deliver(offer, handles)
+        self.ledger.receive([slot.name for slot in offer.slots])
 
     def begin_part(self, names: Collection[str]) -> None:
         """A pass of a sync is about to send these; what is left of a torn one is dropped."""

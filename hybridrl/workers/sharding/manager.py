@@ -13,7 +13,7 @@ from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Max, Metrics
-from hybridrl.workers.rollout.protocol import RolloutEngine
+from hybridrl.workers.rollout.protocol import RolloutEngine, WeightPort
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.fused_engines import FusedEngines
 from hybridrl.workers.sharding.lifecycle import Depth, LifeCycle
@@ -45,6 +45,7 @@ class ShardingManager:
         control: ControlGroup,
         meter: PeakMeter | None = None,
         lora: LoraConfig | None = None,
+        port: WeightPort | None = None,
     ) -> None:
         """Take over a rollout engine that has just started and put it to sleep. A collective call.
 
@@ -58,6 +59,7 @@ class ShardingManager:
             control: the control group of all ranks.
             meter: measures each stage; one made before the engine knows what the engine takes.
             lora: given where the engine applies an adapter: says how its frozen weights sleep.
+            port: this rank's end of the weight stream; None where engines lie in our processes.
         """
         self.meter = meter or PeakMeter(device)
         self._control = control
@@ -68,12 +70,11 @@ class ShardingManager:
         self._tenants = Tenants(device=device, control=control)
         self._engines = FusedEngines(
             None if engine is None else ManagedEngine.of(engine, config=config, device=device),
-            tensor_parallel_size=config.tensor_parallel_size,
-            bucket_mib=config.bucket_mib,
+            config=config,
             device=device,
             control=control,
+            port=port,
             resends_base=lora is None or lora.base == "resend",
-            checks_first_sync=config.check_first_sync,
         )
         self._life = LifeCycle(
             self._engines,

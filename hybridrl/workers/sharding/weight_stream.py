@@ -13,10 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hybridrl.workers.rollout.protocol import Bucket
 from hybridrl.workers.sharding.control import ControlGroup, Failures, attempt
 from hybridrl.workers.sharding.memory import free_bytes
-
-Bucket = list[tuple[str, Tensor]]
 
 _SHARE_OF_FREE = 0.1
 _DEFAULT_BUCKET_BYTES = 256 * 2**20
@@ -42,7 +41,7 @@ def bucket_bytes_for(configured_mib: int, device: torch.device) -> int:
 
 def buckets(weights: Iterable[tuple[str, Tensor]], *, bucket_bytes: int) -> Iterator[Bucket]:
     """Gather tensors until the next would exceed ``bucket_bytes``; a larger one goes alone."""
-    bucket: Bucket = []
+    bucket: list[tuple[str, Tensor]] = []
     filled = 0
     for name, tensor in weights:
         if bucket and filled + tensor.nbytes > bucket_bytes:

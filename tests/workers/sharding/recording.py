@@ -20,13 +20,19 @@ from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, SupervisedBa
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError
 from hybridrl.metrics import Metrics
-from hybridrl.workers.rollout.protocol import MemoryPart, Response, SamplingParams, WeightMemory
+from hybridrl.workers.rollout.protocol import (
+    Bucket,
+    MemoryPart,
+    Response,
+    SamplingParams,
+    WeightMemory,
+)
 from hybridrl.workers.sharding.control import ControlGroup, Failures, attempt
 from hybridrl.workers.sharding.lifecycle import Depth, LifeCycle
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.states import State
 from hybridrl.workers.sharding.tenants import Tenants
-from hybridrl.workers.sharding.weight_stream import Bucket, buckets
+from hybridrl.workers.sharding.weight_stream import buckets
 from hybridrl.workers.train.protocol import TokenLoss, TrainState, WeightPart, WeightSpec
 
 CPU = torch.device("cpu")

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -355,8 +355,8 @@ def test_all_ranks_go_through_the_same_calls() -> None:
 def _agreed_bucket_bytes(rank: int) -> int:
     engines = FusedEngines(
         _managed_engine(rank),
-        tensor_parallel_size=1,
-        bucket_mib=3 - rank,  # as if taken from free memory, of which rank 1 has less
+        # As if taken from free memory, of which rank 1 has less.
+        config=replace(rollout_config(), bucket_mib=3 - rank),
         device=CPU,
         control=ControlGroup(timeout_s=20.0),
     )

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hybridrl.workers.rollout.protocol import Bucket
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.weight_stream import (
-    Bucket,
     StreamReport,
     bucket_bytes_for,
     buckets,

@@ -33,6 +33,43 @@ def test_bits_that_are_no_number_come_back_too() -> None:
     assert torch.equal(tensor.view(torch.int32), pattern)
 
 
+@pytest.mark.parametrize("slab_bytes", [1, 7, 16, 4096])
+def test_bytes_are_the_same_however_storages_lie_across_pieces_of_host_memory(
+    slab_bytes: int,
+) -> None:
+    tensors = [torch.arange(n, dtype=torch.int32) + 100 * n for n in (5, 0, 1, 9, 16)]
+    expected = [tensor.tolist() for tensor in tensors]
+    for _cycle in range(2):
+        parked = ParkedTensors(tensors, slab_bytes=slab_bytes)
+        assert resident_bytes(tensors) == 0
+        parked.restore()
+        assert [tensor.tolist() for tensor in tensors] == expected
+
+
+@pytest.mark.gpu
+def test_pinned_copies_bring_every_bit_back_in_each_of_two_cycles() -> None:
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    sizes = (1, 3_000_001, 2**22, 77)
+    tensors = [
+        torch.randint(-(2**31), 2**31, (n,), dtype=torch.int32, device="cuda", generator=generator)
+        for n in sizes
+    ]
+    expected = [tensor.cpu() for tensor in tensors]
+    for _cycle in range(2):
+        ParkedTensors(tensors, slab_bytes=2**22).restore()
+        assert all(torch.equal(t.cpu(), e) for t, e in zip(tensors, expected, strict=True))
+
+
+@pytest.mark.gpu
+def test_pinned_host_memory_is_no_more_than_what_lies_in_it_and_one_piece() -> None:
+    tensors = [torch.zeros(5 * 2**20 + 1, dtype=torch.uint8, device="cuda") for _ in range(8)]
+    before = torch.cuda.host_memory_stats()["active_bytes.current"]
+    parked = ParkedTensors(tensors, slab_bytes=2**22)
+    taken = torch.cuda.host_memory_stats()["active_bytes.current"] - before
+    parked.restore()
+    assert taken <= 8 * (5 * 2**20 + 1) + 2**22
+
+
 @pytest.mark.gpu
 def test_device_memory_is_given_back() -> None:
     tensor = torch.arange(2**24, device="cuda")

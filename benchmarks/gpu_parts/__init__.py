@@ -1,0 +1,1 @@
+"""Parts of ``benchmarks/gpu.py``: one idea a file. ``registry.py`` lists them."""

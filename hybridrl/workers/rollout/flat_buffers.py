@@ -1,0 +1,120 @@
+"""Buckets of the weight stream packed end to end into memory that another process can open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hybridrl import env
+from hybridrl.errors import EngineError
+from hybridrl.workers.rollout.protocol import Bucket, Slot
+
+Allocate = Callable[[int], Tensor]
+
+_UNSHAREABLE = (
+    ("LD_PRELOAD", "torch_memory_saver"),
+    ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
+    ("PYTORCH_ALLOC_CONF", "expandable_segments:True"),
+)
+
+
+def lay_out(bucket: Bucket) -> tuple[Slot, ...]:
+    """Place tensors end to end, those with the widest numbers first.
+
+    No padding is needed then: every tensor begins at a multiple of its item size, without which its
+    bytes could not be viewed as numbers.
+    """
+    slots: list[Slot] = []
+    end = 0
+    for name, tensor in sorted(bucket, key=lambda item: -item[1].element_size()):
+        slots.append(Slot(name, tensor.dtype, tuple(tensor.shape), end, end + tensor.nbytes))
+        end = slots[-1].end
+    return tuple(slots)
+
+
+class FlatBuffers:
+    """A ring of byte buffers, each allocated when first used and again when it is too small."""
+
+    def __init__(self, *, count: int, allocate: Allocate) -> None:
+        """Allocate nothing yet.
+
+        Args:
+            count: buckets that stay readable at the same time.
+            allocate: makes a uint8 [n] tensor of n bytes.
+        """
+        self._allocate = allocate
+        self._ring: list[Tensor | None] = [None] * count
+        self._next = 0
+
+    def pack(self, bucket: Bucket) -> tuple[Tensor, tuple[Slot, ...]]:
+        """Copy a bucket into the next buffer.
+
+        Returns:
+            uint8 [n], the buffer's first n bytes, readable until ``count`` - 1 further buckets are
+            packed; and where each tensor lies. The copies are finished, on a GPU too.
+        """
+        slots = lay_out(bucket)
+        num_bytes = slots[-1].end if slots else 0
+        flat = self._take(num_bytes)[:num_bytes]
+        tensors = dict(bucket)
+        for slot in slots:
+            tensor = tensors[slot.name].detach()
+            target = flat[slot.begin : slot.end].view(slot.dtype).view(slot.shape)
+            target.copy_(tensor, non_blocking=tensor.is_cuda)
+        if flat.is_cuda:
+            # Another process is about to read, and knows nothing of our streams.
+            torch.cuda.current_stream(flat.device).synchronize()
+        return flat, slots
+
+    def free(self) -> None:
+        """Let go of the memory. Idempotent."""
+        self._ring = [None] * len(self._ring)
+
+    def _take(self, num_bytes: int) -> Tensor:
+        place, self._next = self._next, (self._next + 1) % len(self._ring)
+        buffer = self._ring[place]
+        if buffer is None or len(buffer) < num_bytes:
+            self._ring[place] = None  # before its successor is allocated
+            largest = max((len(other) for other in self._ring if other is not None), default=0)
+            buffer = self._ring[place] = self._allocate(max(num_bytes, largest))
+        return buffer
+
+
+def allocate_shared(num_bytes: int) -> Tensor:
+    """Return memory of the host that other processes can map by its name.
+
+    Raises:
+        EngineError: there is not enough.
+    """
+    try:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        buffer.share_memory_()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise EngineError(
+            f"no {num_bytes / 2**20:.0f} MiB of shared memory for a bucket of weights: {error}; "
+            "give /dev/shm more room (docker run --shm-size=8g), lower rollout.bucket_mib, or set "
+            "rollout.transport=disk"
+        ) from error
+    return buffer
+
+
+def allocator_of(device: torch.device) -> Allocate:
+    """Return what makes memory on ``device`` that another process can open.
+
+    On a GPU that is what cudaMalloc returns. Two ways to allocate give something else: pages that
+    torch_memory_saver maps, which cannot be exported, and segments that grow in place.
+
+    Raises:
+        EngineError: this process allocates so; the servers alone run under torch_memory_saver.
+    """
+    if device.type == "cpu":
+        return allocate_shared
+    for name, word in _UNSHAREABLE:
+        if word in env.get(name):
+            raise EngineError(
+                f"{name}={env.get(name)!r}: CUDA IPC cannot export the memory of this process; "
+                f"unset {name} for the trainer, or set rollout.transport=disk"
+            )
+    return lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8, device=device)

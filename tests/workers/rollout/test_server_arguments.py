@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybridrl.config.lora import LoraConfig
+from hybridrl.workers.rollout.server_arguments import (
+    ServerSpec,
+    build_arguments,
+    environment,
+    visible_devices,
+)
+from tests.config.values import config_of
+from tests.workers.rollout.engines import rollout_config
+
+
+def spec_of(*, lora: LoraConfig | None = None, device: str = "cuda", **changes: Any) -> ServerSpec:
+    return ServerSpec(
+        model_folder=Path("/models/m"),
+        rollout=replace(rollout_config(), engine="sglang", **changes),
+        lora=lora,
+        max_context_tokens=100,
+        seed=2**31 + 5,
+        device=device,
+    )
+
+
+def arguments_of(spec: ServerSpec) -> dict[str, object]:
+    return build_arguments(spec, name="me", port=20_000)
+
+
+def test_the_typed_keys_become_the_names_that_sglang_knows() -> None:
+    spec = spec_of(num_slots=7, memory_fraction=0.6, cuda_graphs=True, tensor_parallel_size=2)
+    found = arguments_of(spec)
+    expected = {
+        "model_path": "/models/m",
+        "served_model_name": "me",
+        "port": 20_000,
+        "host": "127.0.0.1",
+        "max_running_requests": 7,
+        "mem_fraction_static": 0.6,
+        "tp_size": 2,
+        "disable_cuda_graph": False,
+        "enable_memory_saver": True,
+        "random_seed": 5,
+        "load_format": "dummy",
+    }
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_whatever_else_is_given_passes_through_as_json_has_it() -> None:
+    spec = spec_of(engine_args={"cuda_graph_bs": (1, 2), "schedule_policy": "lpm", "x": None})
+    found = arguments_of(spec)
+    assert (found["cuda_graph_bs"], found["schedule_policy"], found["x"]) == ([1, 2], "lpm", None)
+
+
+def test_a_cpu_gets_no_memory_saver_and_no_graphs() -> None:
+    found = arguments_of(spec_of(device="cpu", cuda_graphs=True))
+    assert (found["device"], found["enable_memory_saver"]) == ("cpu", False)
+    assert found["disable_cuda_graph"] is True
+    assert environment(spec_of(device="cpu"))["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("base", "backup_weights", "sleep", "keeps"),
+    [
+        ("backup", "ledger", True, True),
+        ("resident", "ledger", True, False),
+        ("resend", "ledger", True, False),
+        ("resident", "always", True, True),
+        ("backup", "always", False, False),
+    ],
+)
+def test_a_host_copy_is_kept_only_where_the_ledger_needs_one(
+    base: str, backup_weights: str, sleep: bool, keeps: bool
+) -> None:
+    lora = replace(config_of("lora=default").lora, base=base)
+    spec = spec_of(lora=lora, backup_weights=backup_weights, sleep=sleep)
+    assert arguments_of(spec)["enable_weights_cpu_backup"] is keeps
+
+
+def test_full_fine_tuning_keeps_no_host_copy() -> None:
+    assert arguments_of(spec_of())["enable_weights_cpu_backup"] is False
+
+
+def test_an_adapter_tells_its_rank_and_layers() -> None:
+    found = arguments_of(spec_of(lora=config_of("lora=default").lora))
+    assert (found["enable_lora"], found["max_lora_rank"]) == (True, 16)
+    assert "q_proj" in str(found["lora_target_modules"])
+
+
+def test_expandable_segments_never_reach_a_server_on_a_gpu() -> None:
+    variables = environment(spec_of())
+    assert variables["PYTORCH_CUDA_ALLOC_CONF"] == variables["PYTORCH_ALLOC_CONF"] == ""
+    assert variables["NCCL_GRAPH_REGISTER"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("listed", "expected"),
+    [("", "2,3"), ("4,5,6,7", "6,7"), ("GPU-a,GPU-b,GPU-c,GPU-d", "GPU-c,GPU-d")],
+)
+def test_a_server_sees_the_gpus_of_its_ranks_by_the_names_that_this_process_has(
+    monkeypatch: pytest.MonkeyPatch, listed: str, expected: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    found = visible_devices(torch.device("cuda", 2), count=2)
+    assert found == {"CUDA_VISIBLE_DEVICES": expected}
+    assert visible_devices(torch.device("cpu"), count=2) == {}

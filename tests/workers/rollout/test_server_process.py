@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hybridrl.errors import DeadlineError, EngineError
+from hybridrl.processes import members_of
+from hybridrl.workers.rollout.server_process import ServerProcess, free_port
+
+SERVER = """
+import subprocess, sys, time
+from hybridrl.workers.rollout.server_process import end_with_parent
+end_with_parent()
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def running(script: str) -> Iterator[ServerProcess]:
+    server = ServerProcess([sys.executable, "-c", textwrap.dedent(script)], name="the server")
+    try:
+        yield server
+    finally:
+        server.end()
+
+
+def says(server: ServerProcess, word: str) -> bool:
+    return word in server.log_file.read_text(encoding="utf-8")
+
+
+def wait_until_gone(session: int, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while members_of(session):
+        assert time.monotonic() < deadline, members_of(session)
+        time.sleep(0.05)
+
+
+def test_a_server_is_ready_when_it_says_so_and_ends_with_its_children_and_its_log() -> None:
+    with running(SERVER) as server:
+        took_s = server.wait_until_ready(lambda: says(server, "up"), timeout_s=60.0)
+        assert took_s > 0
+        assert len(members_of(server.pid)) == 2
+        server.require_alive("anything")
+    assert not members_of(server.pid)
+    assert not server.log_file.exists()
+    server.end()  # twice is a no-op
+
+
+def test_a_server_that_ends_before_it_is_ready_is_told_with_its_last_words() -> None:
+    with (
+        running("import sys; print('no such model'); sys.exit(3)") as server,
+        pytest.raises(EngineError, match=r"the server ended with status 3\n.*\n  no such mod"),
+    ):
+        server.wait_until_ready(lambda: False, timeout_s=60.0)
+
+
+def test_a_server_that_was_killed_is_told_with_the_signal() -> None:
+    with running("import time; time.sleep(600)") as server:
+        os.kill(server.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="was killed by SIGKILL"):
+            server.wait_until_ready(lambda: False, timeout_s=60.0)
+
+
+def test_a_server_that_does_not_answer_in_time_names_the_key() -> None:
+    with (
+        running("import time; print('compiling', flush=True); time.sleep(600)") as server,
+        pytest.raises(DeadlineError, match=r"rollout\.start_timeout_s=1 s"),
+    ):
+        server.wait_until_ready(lambda: False, timeout_s=1.0)
+
+
+def test_no_server_outlives_a_parent_that_was_killed(tmp_path: Path) -> None:
+    parent_script = tmp_path / "parent.py"
+    parent_script.write_text(
+        "import sys, time\n"
+        "from hybridrl.workers.rollout.server_process import ServerProcess\n"
+        f"server = ServerProcess([sys.executable, '-c', {SERVER!r}], name='the server')\n"
+        "server.wait_until_ready(lambda: 'up' in server.log_file.read_text(), timeout_s=60.0)\n"
+        "print(server.pid, server.log_file, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    parent = subprocess.Popen([sys.executable, str(parent_script)], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    session, log_file = parent.stdout.readline().split()
+    try:
+        assert len(members_of(int(session))) == 2
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    wait_until_gone(int(session))
+    Path(log_file.decode()).unlink()
+
+
+def test_a_free_port_is_no_port_that_a_system_gives_away() -> None:
+    taken = [free_port() for _ in range(20)]
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert all(20_000 <= port < min(32_000, lowest) for port in taken)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", taken[-1]))

@@ -1,0 +1,171 @@
+"""Generate calls against a small server that samples nothing but keeps SGLang's form of answers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+
+from hybridrl.batch import PromptBatch, jagged
+from hybridrl.errors import EngineError
+from hybridrl.workers.rollout.protocol import SamplingParams
+from hybridrl.workers.rollout.sampling import response_keys
+from hybridrl.workers.rollout.server_client import ServerClient, ServerError
+from hybridrl.workers.rollout.server_requests import build_groups, read_answer
+from hybridrl.workers.rollout.server_sampling import GroupSampler, Terms
+from tests.workers.rollout.answering import Answering, Body, answering
+
+SAMPLING = SamplingParams(
+    num_responses_per_prompt=3, max_response_tokens=4, temperature=1.0, stop_token_ids=(9,)
+)
+PROMPTS = PromptBatch(
+    token_ids_PL=jagged([torch.tensor([1, 2, 3]), torch.tensor([4, 5])]),
+    prompt_index_P=torch.tensor([7, 8]),
+    seed_P=torch.tensor([70, 80]),
+    batch_size=[2],
+)
+
+
+def item(prompt: list[int], parameters: Body, *, finish: str = "length") -> Body:
+    """The answer to one response: its tokens are the prompt's first one, over and over."""
+    tokens = [prompt[0]] * parameters["max_new_tokens"]
+    return {
+        "output_ids": tokens,
+        "meta_info": {
+            "finish_reason": {"type": finish, "message": "Aborted"},
+            "output_token_logprobs": [[-0.5, token, None] for token in tokens],
+            "cached_tokens": len(prompt) - 1,
+            "weight_version": "5",
+        },
+    }
+
+
+class Sampler:
+    """Answers /generate; ``finish`` says why a response ended, by seed and how often it came."""
+
+    def __init__(self, finish: Callable[[int, int], str]) -> None:
+        self._finish = finish
+        self.times: Counter[int] = Counter()
+
+    async def __call__(self, _: str, body: Body) -> web.StreamResponse:
+        parameters = body["sampling_params"]
+        if isinstance(parameters, dict):
+            return web.json_response(item(body["input_ids"], parameters))
+        answers = []
+        for prompt, wanted in zip(body["input_ids"], parameters, strict=True):
+            seed = wanted["sampling_seed"]
+            self.times[seed] += 1
+            answers.append(item(prompt, wanted, finish=self._finish(seed, self.times[seed])))
+        return web.json_response(answers)
+
+
+@contextmanager
+def sampling_from(
+    answer: Callable[[str, Body], Any], *, version: str = "5", on_cut_off: Any = lambda _: None
+) -> Iterator[tuple[Answering, GroupSampler]]:
+    with answering(answer) as server:
+        client = ServerClient(server.url, name="the server", require_alive=lambda _: None)
+        terms = Terms(
+            sampling=SAMPLING,
+            max_context_tokens=6,
+            weight_version=version,
+            timeout_s=30.0,
+            fields={"lora_path": "policy"},
+        )
+        sampler = GroupSampler(client, terms, on_cut_off=on_cut_off)
+        try:
+            yield server, sampler
+        finally:
+            client.close()
+
+
+def test_each_sibling_has_the_random_stream_that_the_embedded_engine_gives_it() -> None:
+    groups = build_groups(PROMPTS, SAMPLING)
+    assert [group.token_ids for group in groups] == [[1, 2, 3], [4, 5]]
+    keys = response_keys(PROMPTS.seed_P.repeat_interleave(3), torch.arange(3).repeat(2))
+    seeds = [seed for group in groups for seed in group.seeds]
+    assert seeds == [int(key) & 0x7FFFFFFF for key in keys]
+    assert len(set(seeds)) == 6
+
+
+def test_a_group_is_prefilled_once_and_then_asked_for_as_a_whole() -> None:
+    with sampling_from(Sampler(lambda _, __: "length")) as (server, sampler):
+        sampled = sampler.run(build_groups(PROMPTS, SAMPLING))
+    bodies = [body for _, body in server.asked]
+    prefills = [body for body in bodies if isinstance(body["sampling_params"], dict)]
+    wholes = [body for body in bodies if isinstance(body["sampling_params"], list)]
+    assert sorted(body["input_ids"] for body in prefills) == [[1, 2, 3], [4, 5]]
+    assert all(body["sampling_params"]["max_new_tokens"] == 0 for body in prefills)
+    assert sorted(len(body["input_ids"]) for body in wholes) == [3, 3]
+    assert all(body["lora_path"] == "policy" for body in bodies)
+    assert [r.token_ids.tolist() for r in sampled.responses] == [[1] * 3] * 3 + [[4] * 4] * 3
+    assert all(r.is_truncated for r in sampled.responses)
+    assert sampled.metrics["rollout/prefix_cache_hit_fraction"].value == pytest.approx(9 / 15)
+
+
+def test_a_response_that_was_cut_off_is_asked_for_again_and_it_alone() -> None:
+    victim = build_groups(PROMPTS, SAMPLING)[1].seeds[2]
+    answer = Sampler(lambda seed, time: "abort" if seed == victim and time < 3 else "stop")
+    told: list[int] = []
+    with sampling_from(answer, on_cut_off=told.append) as (_, sampler):
+        sampled = sampler.run(build_groups(PROMPTS, SAMPLING))
+    assert len(sampled.responses) == 6
+    assert not any(r.is_truncated for r in sampled.responses)
+    assert answer.times[victim] == 3
+    assert sum(answer.times.values()) == 8
+    assert told == [1, 1]
+    assert sampled.metrics["rollout/retried_requests"].value == 2
+
+
+def test_a_response_that_is_cut_off_three_times_is_reported_and_nothing_is_scored() -> None:
+    with (
+        sampling_from(Sampler(lambda _, __: "abort")) as (_, sampler),
+        pytest.raises(EngineError, match=r"6 of 6 responses were cut off 3 times.*Aborted"),
+    ):
+        sampler.run(build_groups(PROMPTS, SAMPLING))
+
+
+def test_what_was_cut_off_on_purpose_is_not_asked_for_again() -> None:
+    def refuse(count: int) -> None:
+        raise EngineError(f"aborted {count}")
+
+    answer = Sampler(lambda _, __: "abort")
+    with (
+        sampling_from(answer, on_cut_off=refuse) as (_, sampler),
+        pytest.raises(EngineError, match="aborted 6"),
+    ):
+        sampler.run(build_groups(PROMPTS, SAMPLING))
+    assert sum(answer.times.values()) == 6
+
+
+def test_a_response_of_other_weights_is_refused() -> None:
+    with (
+        sampling_from(Sampler(lambda _, __: "stop"), version="6") as (_, sampler),
+        pytest.raises(EngineError, match="weights of version 5, and the policy is at 6"),
+    ):
+        sampler.run(build_groups(PROMPTS, SAMPLING))
+
+
+def test_a_request_that_is_refused_is_not_repeated() -> None:
+    asked = 0
+
+    async def refuse(_: str, __: Body) -> web.StreamResponse:
+        nonlocal asked
+        asked += 1
+        return web.json_response({"error": {"message": "context too long"}}, status=400)
+
+    with sampling_from(refuse) as (_, sampler), pytest.raises(ServerError, match="too long"):
+        sampler.run(build_groups(PROMPTS, SAMPLING))
+    assert asked == 2  # one a group
+
+
+def test_log_probs_of_other_tokens_are_refused() -> None:
+    torn = item([1], {"max_new_tokens": 2})
+    torn["meta_info"]["output_token_logprobs"].pop()
+    with pytest.raises(EngineError, match="2 tokens and log-probs of 1 others"):
+        read_answer(torn)
