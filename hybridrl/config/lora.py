@@ -44,9 +44,10 @@ class LoraConfig:
     """What rollout engines get: ``adapter`` the frozen weights once and then A and B alone,
     ``merged`` W + scaling B A under W's name, every time."""
 
-    base: Literal["resident", "backup", "resend"]
+    base: Literal["auto", "resident", "backup", "resend"]
     """Frozen weights of a sleeping engine under ``sync=adapter``: ``resident`` stay on the device,
-    ``backup`` wait on the host, ``resend`` are dropped and sent again."""
+    ``backup`` wait on the host, ``resend`` are dropped and sent again. ``auto`` takes ``resident``
+    where the memory plan fits, else the quicker of the others as measured, and logs why."""
 
     init_from: str | None
     """A peft adapter folder to start from; null draws A from the seed and sets B to 0. A KL penalty

@@ -67,7 +67,7 @@ def check_lora_dropout(config: ExperimentConfig) -> Iterator[ConfigError]:
 def check_lora_base(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Where frozen weights sleep matters only if they are kept apart and engines sleep."""
     lora = config.lora
-    if not lora.enabled or lora.base == "resident":
+    if not lora.enabled or lora.base in ("auto", "resident"):
         return
     ignored = [
         (is_ignored, why, remedy)

@@ -82,7 +82,7 @@ class _PolicyRank(Rank):
         if not self._sleeps:
             return [*self._engine()]
         lora, weights = self.config.lora, self._rollout.weights
-        if lora.sends_adapters and lora.base == "resident":
+        if lora.sends_adapters and lora.base in ("auto", "resident"):
             return [self._rollout_weights()]
         if self.config.rollout.backup_weights == "ledger":
             keeps_base = lora.sends_adapters and lora.base == "backup"

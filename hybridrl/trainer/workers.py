@@ -10,6 +10,7 @@ from typing import cast
 
 from hybridrl.config.cluster import ClusterConfig
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.planning.frozen_base import plan_base
 from hybridrl.single_controller import RayWorkerGroup, Worker, WorkerGroup
 from hybridrl.trainer.checkpoints import Saver
 from hybridrl.trainer.cluster import start_fused_group, start_group
@@ -97,6 +98,8 @@ def build_actor_spec(config: ExperimentConfig, folder: Path) -> ActorRolloutSpec
         num_total_updates=config.num_policy_updates,
         max_response_tokens=config.rollout.max_response_tokens,
         max_context_tokens=config.max_row_tokens,
+        num_ranks_per_node=config.cluster.num_ranks_per_node,
+        base_plan=plan_base(config),
         collective_timeout_s=config.cluster.collective_timeout_s,
     )
 

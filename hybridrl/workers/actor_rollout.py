@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace as replace_dispatch
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from hybridrl.workers.process_group import end_process_group, start_process_grou
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.protocol import SamplingParams
 from hybridrl.workers.sharding.control import ControlGroup
+from hybridrl.workers.sharding.frozen_base import settle_base
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.train.checkpoint import Notes
@@ -32,7 +33,7 @@ from hybridrl.workers.train.protocol import LearningEngine
 
 TRAIN = dispatch_by_mesh("train")
 ROLLOUT = dispatch_by_mesh("rollout")
-TRAIN_METRICS = replace_dispatch(
+TRAIN_METRICS = replace(
     TRAIN, name="TRAIN_METRICS", collect=lambda _, parts: merge(parts), gives=Parts.OTHER
 )
 
@@ -48,13 +49,21 @@ class ActorRolloutWorker(CheckpointedWorker):
         device = start_process_group(
             device=spec.device, local_rank=self.local_rank, timeout_s=spec.collective_timeout_s
         )
+        control = ControlGroup(timeout_s=spec.rollout.stage_timeout_s)
+        lora = settle_base(
+            spec.lora,
+            plan=spec.base_plan,
+            device=device,
+            control=control,
+            num_ranks_per_node=spec.num_ranks_per_node,
+        )
+        spec = replace(spec, lora=lora)
         meter = PeakMeter(device)
         meter.begin("build")
         self._spec = spec
         self._policy_version = 0
         self._carried: Metrics = {}
         tensor_parallel_size = spec.rollout.tensor_parallel_size
-        control = ControlGroup(timeout_s=spec.rollout.stage_timeout_s)
         leads = self.rank % tensor_parallel_size == 0
         engine = build_rollout_engine(spec, device) if leads else None
         self.sharding = ShardingManager(

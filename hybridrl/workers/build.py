@@ -15,6 +15,7 @@ from hybridrl.config.critic import CriticConfig
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.model import ModelConfig
 from hybridrl.config.rollout import RolloutConfig
+from hybridrl.planning.frozen_base import BasePlan
 from hybridrl.workers.rollout.hf import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import RolloutEngine, WeightPort
 from hybridrl.workers.rollout.server_arguments import ServerSpec, visible_devices
@@ -67,6 +68,10 @@ class ActorRolloutSpec(TrainSpec):
 
     max_context_tokens: int
     """Longest prompt plus longest response of training and evaluation: sizes the KV cache."""
+
+    num_ranks_per_node: int
+    base_plan: BasePlan | None
+    """What ``lora.base=auto`` is decided by."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

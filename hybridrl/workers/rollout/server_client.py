@@ -21,6 +21,8 @@ T = TypeVar("T")
 Body = dict[str, Any]
 
 _KEEP_ALIVE_S = 2.0
+"""The server drops a connection that was idle for 5 s; one that goes just then loses a request."""
+
 _NOT_SENT = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
 
 
@@ -122,12 +124,9 @@ class ServerClient:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                # No limit: the server queues, and knows best what to run next. It drops connections
-                # that were idle for 5 s (uvicorn): ours must be dropped before, or a request meets
-                # a connection that is just closing.
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
-            )
+            # No limit: the server queues, and knows best what to run next.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+            self._session = aiohttp.ClientSession(connector=connector)
         return self._session
 
 

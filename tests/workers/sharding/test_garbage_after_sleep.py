@@ -93,9 +93,7 @@ class Device:
         self.managed = ManagedEngine.of(engine, config=config, device=CPU)
         if not keeps_books:
             self.managed.ledger = BlindLedger(engine.weight_memory())
-        self.set = FusedEngines(
-            self.managed, config=config, device=CPU, control=control
-        )
+        self.set = FusedEngines(self.managed, config=config, device=CPU, control=control)
         tenants = Tenants(device=CPU, control=control)
         self.life = LifeCycle(
             self.set, host=tenants, depth=Depth.EVERYTHING, observe=lambda stage: nullcontext()

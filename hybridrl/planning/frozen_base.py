@@ -1,0 +1,97 @@
+"""Where the frozen weights of a sleeping rollout engine wait, under ``lora.base=auto``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.planning.memory import plan_memory
+
+Base = Literal["resident", "backup", "resend"]
+
+_DEVICE_MARGIN = 1.1  # the plan is within 10% of what was measured, docs/memory.md
+_HOST_MARGIN = 1.2
+_GIB = 2**30
+_WITH_ENGINE = ("build", "generate")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BasePlan:
+    """What the driver knows before a worker starts."""
+
+    base_bytes: int
+    """Frozen weights of one engine on one rank, with its adapter."""
+
+    peak_bytes: int
+    """Device memory while training, frozen weights of the engine included."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFacts:
+    """What a rank measured on its empty device."""
+
+    free_device_bytes: int
+    free_host_bytes: int
+    """Its share of what the node has."""
+
+    host_bytes_per_s: float
+    """To pinned memory and back, the mean of both."""
+
+    resend_bytes_per_s: float
+    """Gathered from all ranks and copied on the device."""
+
+
+def plan_base(config: ExperimentConfig) -> BasePlan | None:
+    """Compute what the choice needs to know; None if there is nothing to choose.
+
+    Raises:
+        ModelError: as ``plan_memory``.
+    """
+    lora = config.lora
+    sleeps = config.rollout.sleep and config.cluster.device == "cuda"
+    if not lora.sends_adapters or lora.base != "auto" or not sleeps:
+        return None
+    plan = plan_memory(replace(config, lora=replace(lora, base="resident")))
+    training = [phase for phase in plan.phases if phase.name not in _WITH_ENGINE]
+    return BasePlan(
+        base_bytes=max(
+            part.num_bytes
+            for phase in training
+            for part in phase.parts
+            if part.name == "rollout weights"
+        ),
+        peak_bytes=max(plan.peak_bytes(phase) for phase in training),
+    )
+
+
+def choose_base(plan: BasePlan | None, ranks: Sequence[RankFacts]) -> tuple[Base, str]:
+    """Choose, for all ranks alike, by the one that has least.
+
+    Resident costs no time, so it is taken where the plan says that it fits. Else the copy that
+    takes less time: to the host and back, or from the trainer again. Host memory that is short
+    leaves only the latter.
+
+    Args:
+        plan: None where host and device are the same memory, or engines do not sleep.
+        ranks: what each measured; not looked at without a plan.
+
+    Returns:
+        The choice, and why, with the numbers.
+    """
+    if plan is None:
+        return "resident", "there is no device memory to win by moving it"
+    free = min(rank.free_device_bytes for rank in ranks)
+    needed = int(plan.peak_bytes * _DEVICE_MARGIN)
+    fits = f"training needs {needed / _GIB:.1f} GiB with it, {free / _GIB:.1f} GiB are free"
+    if needed <= free:
+        return "resident", fits
+    host = min(rank.free_host_bytes for rank in ranks)
+    if host < plan.base_bytes * _HOST_MARGIN:
+        short = f"the host has {host / _GIB:.1f} GiB for {plan.base_bytes / _GIB:.1f} GiB"
+        return "resend", f"{fits}; {short}"
+    backup_s = 2 * plan.base_bytes / min(rank.host_bytes_per_s for rank in ranks)
+    resend_s = plan.base_bytes / min(rank.resend_bytes_per_s for rank in ranks)
+    times = f"{fits}; to the host and back takes {backup_s:.2f} s, again {resend_s:.2f} s a step"
+    return ("backup" if backup_s <= resend_s else "resend"), times

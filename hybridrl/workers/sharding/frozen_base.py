@@ -1,0 +1,101 @@
+"""Measures what ``lora.base=auto`` is decided by, and decides it for all ranks alike."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hybridrl.config.lora import LoraConfig
+from hybridrl.planning.frozen_base import BasePlan, RankFacts, choose_base
+from hybridrl.workers.sharding.control import ControlGroup
+from hybridrl.workers.sharding.memory import empty_cache, free_bytes
+
+log = logging.getLogger(__name__)
+
+_PROBE_BYTES = 256 * 2**20
+_MEMINFO = Path("/proc/meminfo")
+
+
+def settle_base(
+    lora: LoraConfig,
+    *,
+    plan: BasePlan | None,
+    device: torch.device,
+    control: ControlGroup,
+    num_ranks_per_node: int,
+) -> LoraConfig:
+    """Replace ``base=auto`` by what it means here, and log why. A collective call.
+
+    Call it before any engine is built: free memory is that of an empty device.
+
+    Args:
+        lora: the section as configured; returned as it is where nothing is to be chosen.
+        plan: what the driver computed.
+        device: of this rank.
+        control: the control group of all ranks.
+        num_ranks_per_node: that share the host's memory.
+    """
+    if lora.base != "auto":
+        return lora
+    facts = []
+    if plan is not None:
+        mine = _measure(device, num_ranks_per_node)
+        empty_cache(device)
+        facts = control.gather("measure lora.base", mine)
+    base, why = choose_base(plan, facts)
+    if lora.sends_adapters and control.rank == 0:
+        # Of a worker's log only warnings reach the user, and copies cost seconds of every step.
+        level = logging.INFO if base == "resident" else logging.WARNING
+        log.log(level, "lora.base=auto: %s, because %s", base, why)
+    return replace(lora, base=base)
+
+
+def _measure(device: torch.device, num_ranks_per_node: int) -> RankFacts:
+    """Copy a probe both ways. Unproved: it ran on no GPU yet."""
+    there = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
+    here = torch.empty(_PROBE_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    away = _bytes_per_s(lambda: here.copy_(there), device)
+    back = _bytes_per_s(lambda: there.copy_(here), device)
+    resend = _bytes_per_s(_resender(there), device)
+    return RankFacts(
+        free_device_bytes=free_bytes(device) or 0,
+        free_host_bytes=_free_host_bytes() // num_ranks_per_node,
+        host_bytes_per_s=2 / (1 / away + 1 / back),
+        resend_bytes_per_s=resend,
+    )
+
+
+def _resender(probe: torch.Tensor) -> Callable[[], object]:
+    """What a byte that is sent again goes through: gathered from the ranks, copied once."""
+    target = torch.empty_like(probe)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if world_size == 1:
+        return lambda: target.copy_(probe)
+    shard = probe[: _PROBE_BYTES // world_size]
+    gathered = target[: len(shard) * world_size]
+    return lambda: (dist.all_gather_into_tensor(gathered, shard), probe.copy_(target))
+
+
+def _bytes_per_s(copy: Callable[[], object], device: torch.device) -> float:
+    copy()  # the first pays for what is set up once
+    empty_cache(device)
+    begin = time.perf_counter()
+    copy()
+    empty_cache(device)  # waits for the kernels
+    return _PROBE_BYTES / max(1e-9, time.perf_counter() - begin)
+
+
+def _free_host_bytes() -> int:
+    """Return what a new process can take; 0 where the kernel does not say."""
+    try:
+        lines = _MEMINFO.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else 0
