@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridrl.batch import PromptBatch
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.workers.rollout.protocol import Offer
 from hybridrl.workers.rollout.sglang import SGLangEngine
@@ -157,13 +158,10 @@ def test_weights_do_not_change_under_running_requests_and_each_response_is_of_it
     engine: SGLangEngine, folders: list[Path]
 ) -> None:
     prompts = make_prompts(tuple(2 + n % 20 for n in range(40)))
-    greedy = sampling_params(group=2, tokens=12, temperature=0.0)
     for version, folder in enumerate(folders):
         send_folder(engine, folder, version=version)
         answers: list[list[int]] = []
-        thread = threading.Thread(
-            target=lambda: answers.extend(tokens_of(engine.generate(prompts, greedy)))
-        )
+        thread = threading.Thread(target=_answer, args=(engine, prompts, answers))
         thread.start()
         norm = weights_of(folder)["model.norm.weight"]
         num_refused = 0
@@ -177,3 +175,8 @@ def test_weights_do_not_change_under_running_requests_and_each_response_is_of_it
         thread.join()
         expected = greedy_of_hugging_face(folder, prompts, num_tokens=12)
         assert answers == [tokens for tokens in tokens_of(expected) for _ in range(2)]
+
+
+def _answer(engine: SGLangEngine, prompts: PromptBatch, answers: list[list[int]]) -> None:
+    greedy = sampling_params(group=2, tokens=12, temperature=0.0)
+    answers.extend(tokens_of(engine.generate(prompts, greedy)))

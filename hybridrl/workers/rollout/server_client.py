@@ -20,6 +20,7 @@ from hybridrl.errors import DeadlineError, EngineError
 T = TypeVar("T")
 Body = dict[str, Any]
 
+_KEEP_IDLE_S = 2.0
 _NOT_SENT = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
 
 
@@ -122,7 +123,10 @@ class ServerClient:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             # No limit: the server queues, and knows best what to run next.
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            # Idle connections end on our side: a server that drops them first (SGLang's after 5 s)
+            # may do so just when the next request is written, and then that request is lost.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S)
+            self._session = aiohttp.ClientSession(connector=connector)
         return self._session
 
 

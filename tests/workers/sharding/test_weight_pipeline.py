@@ -1,4 +1,4 @@
-"""Streams into engines of other processes: who offers, who delivers, and who learns of a failure."""
+"""Streams into engines of other processes: who offers, delivers, learns of a failure."""
 
 from __future__ import annotations
 
