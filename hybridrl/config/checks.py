@@ -172,6 +172,25 @@ def check_certificate(config: ExperimentConfig) -> Iterator[ConfigError]:
         )
 
 
+def check_transport(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Weights travel only to an engine of another process, and NCCL wants a GPU for each end."""
+    key, transport = "rollout.transport", config.rollout.transport
+    if config.rollout.engine == "hf" and transport != "auto":
+        yield ConfigError(
+            key,
+            transport,
+            "would be ignored: rollout.engine=hf has its weights in the trainer's process",
+            remedies=[(f"{key}=auto",)],
+        )
+    elif transport == "broadcast" and config.cluster.device == "cuda":
+        yield ConfigError(
+            key,
+            transport,
+            "NCCL takes one process of a group on a GPU, and engines share theirs with the trainer",
+            remedies=[(f"{key}=auto",), (f"{key}=disk",)],
+        )
+
+
 def check_data_source(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Rows come from a built-in task or from files, not both, not neither."""
     data = config.data
@@ -287,7 +306,7 @@ _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
         check_kl_penalty,
         check_sampler_ratio_cap,
     ),
-    "rollout": (check_rollout_engine, check_lora_base, check_certificate),
+    "rollout": (check_rollout_engine, check_transport, check_lora_base, check_certificate),
     "critic": (check_critic_warmup, check_critic_kernel, check_critic_batch_sizes),
     "batch sizes": (check_batch_sizes,),
     "reward": (check_reward_function,),

@@ -86,6 +86,29 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("algorithm.sampler_ratio_cap=0.5",), "algorithm.sampler_ratio_cap", "at least 1"),
     (("rollout.tensor_parallel_size=2",), "rollout.tensor_parallel_size", "one rank"),
     (("mode=certify", "rollout=sglang"), "rollout.engine", "a generator of its own"),
+    (("rollout.transport=disk",), "rollout.transport", "ignored"),
+    (
+        (
+            "rollout=sglang",
+            "cluster=one_gpu",
+            "model.attention=varlen",
+            "actor.compute_dtype=bfloat16",
+            "rollout.transport=broadcast",
+        ),
+        "rollout.transport",
+        "NCCL",
+    ),
+    (
+        (
+            "rollout=sglang",
+            "rollout.tensor_parallel_size=4",
+            "cluster.num_nodes=2",
+            "cluster.ray_address=auto",
+            "cluster.num_ranks_per_node=2",
+        ),
+        "trainer.num_prompts_per_step",
+        "2 ranks per node must be a multiple of rollout.tensor_parallel_size=4",
+    ),
     (
         ("trainer.num_prompts_per_step=15", "cluster.num_ranks_per_node=2"),
         "trainer.num_prompts_per_step",

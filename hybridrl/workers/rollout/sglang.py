@@ -104,8 +104,8 @@ class SGLangEngine:
         self._model = json.loads((spec.model_folder / "config.json").read_text(encoding="utf-8"))
         self._experts = _expert_shape(self._model) if spec.rollout.routed_experts else None
         self._shapes = base_shapes(spec.model_folder)
-        self._transport = build_transport(
-            spec.rollout, _DIALECT, device=device or torch.device(spec.device), leads=True
+        self.transport = build_transport(
+            spec.rollout, DIALECT, device=device or torch.device(spec.device), leads=True
         )
         self._adapter_shapes = adapter_shapes(spec.model_folder, spec.lora)
         self._metrics: Metrics = {}
@@ -196,7 +196,7 @@ class SGLangEngine:
             EngineError: the server has no such tensor, or cannot take it.
         """
         offer = self.offer(tensors)
-        others = (self._transport.handle(offer) for _ in range(1, self._num_ranks))
+        others = (self.transport.handle(offer) for _ in range(1, self._num_ranks))
         try:
             self.deliver(offer, [offer.handle, *others])
         finally:
@@ -212,24 +212,24 @@ class SGLangEngine:
                     f"{self._spec.model_folder} have "
                     + (f"{list(shape)}" if shape else nearest(name, list(self._shapes)))
                 )
-        return self._transport.offer(bucket)
+        return self.transport.offer(bucket)
 
     def deliver(self, offer: Offer, handles: Sequence[str]) -> None:
         """Have the server load a bucket; see ``WeightPort``."""
         self._admission.require_idle("update_weights")
         self._require_resident("update_weights", MemoryPart.WEIGHTS)
-        if self._transport.in_session and not self._is_updating:
+        if self.transport.in_session and not self._is_updating:
             self._server.require_success("/begin_weight_update")
             self._is_updating = True
-        self._transport.deliver(self._server, offer, handles)
+        self.transport.deliver(self._server, offer, handles)
 
     def end_stream(self) -> None:
         """Let go of all buffers. Idempotent."""
-        self._transport.free()
+        self.transport.free()
 
     def finish_update(self, *, version: int) -> None:
         """Close the update, and stamp all later responses with ``version``."""
-        self._transport.finish(self._server)
+        self.transport.finish(self._server)
         if self._is_updating:
             self._server.require_success("/end_weight_update")
             self._is_updating = False
@@ -383,14 +383,14 @@ class SGLangEngine:
         """Kill the server with all that it runs; idempotent."""
         self._admission.pause()
         self._server.end()
-        self._transport.forget()
+        self.transport.forget()
 
 
 def weight_port(
     engine: SGLangEngine | None, *, rollout: RolloutConfig, device: torch.device
 ) -> WeightPort:
     """Return this rank's end of the weight stream: the engine itself where there is one."""
-    return engine or FollowerPort(build_transport(rollout, _DIALECT, device=device, leads=False))
+    return engine or FollowerPort(build_transport(rollout, DIALECT, device=device, leads=False))
 
 
 def _handle(flat: Tensor, slots: Sequence[Slot]) -> str:
@@ -422,9 +422,10 @@ def _serialized(payload: object) -> str:
     return text
 
 
-_DIALECT = Dialect(
+DIALECT = Dialect(
     encode=_handle, join=init_custom_process_group, prepare_ipc=monkey_patch_torch_reductions
 )
+"""What transports of weights need of SGLang."""
 
 
 def serve(file: Path) -> None:

@@ -1,0 +1,169 @@
+"""Bytes per second of each transport of weights into a real SGLang server, against a memcpy.
+
+    python -m benchmarks.weight_sync [--bucket-mib 64] [--rounds 5]
+
+Needs SGLang; a random Qwen3 of 96 M parameters in float32 is made on the spot. Every round sends
+all weights once by each transport, and copies the same bytes once within this process. The last
+line is the cost of a bucket that holds next to nothing: HTTP, the scheduler, one small copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from hybridrl.config.load import load_config
+from hybridrl.workers.rollout.server_arguments import ServerSpec
+from hybridrl.workers.rollout.sglang import DIALECT, SGLangEngine
+from hybridrl.workers.rollout.weight_ports import build_transport
+from hybridrl.workers.sharding.control import ControlGroup, Neighbours
+from hybridrl.workers.sharding.weight_pipeline import stream_offers
+
+TRANSPORTS = ("shared", "broadcast", "disk")
+NUM_SMALL_BUCKETS = 50
+CPU = torch.device("cpu")
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bucket-mib", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    logging.disable(logging.INFO)
+    with tempfile.TemporaryDirectory() as root:
+        folder = make_model(Path(root))
+        engine = start(folder)
+        try:
+            measure(engine, load_file(folder / "model.safetensors"), arguments)
+        finally:
+            engine.shutdown()
+
+
+def make_model(root: Path) -> Path:
+    """Write a random Qwen3 of 96 M parameters."""
+    shape = Qwen3Config(
+        vocab_size=32_000,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(shape).save_pretrained(root / "model")
+    return root / "model"
+
+
+def start(folder: Path) -> SGLangEngine:
+    """Start a small server, paused, with made-up weights."""
+    rollout = load_config(["rollout=sglang"]).rollout
+    engine = SGLangEngine(
+        ServerSpec(
+            model_folder=folder,
+            rollout=replace(rollout, num_slots=4, dtype="float32"),
+            lora=None,
+            max_context_tokens=64,
+            seed=0,
+            device="cpu",
+        ),
+        variables={},
+    )
+    engine.pause()
+    engine.drain(timeout_s=10.0)
+    return engine
+
+
+def measure(
+    engine: SGLangEngine, weights: dict[str, Tensor], arguments: argparse.Namespace
+) -> None:
+    """Send the weights in rounds, the transports taking turns."""
+    num_bytes = sum(tensor.nbytes for tensor in weights.values())
+    seconds: dict[str, list[float]] = {name: [] for name in ("memcpy", *TRANSPORTS)}
+    for _ in range(1 + arguments.rounds):
+        seconds["memcpy"].append(timed(lambda: [t.clone() for t in weights.values()]))
+        for name in TRANSPORTS:
+            use(engine, name)
+            seconds[name].append(
+                timed(lambda: send(engine, weights, bucket_bytes=arguments.bucket_mib * 2**20))
+            )
+    copied = statistics.median(seconds["memcpy"][1:])
+    write(f"{num_bytes / 2**20:.0f} MiB in buckets of {arguments.bucket_mib} MiB, median of ")
+    write(f"{arguments.rounds} rounds after one to warm up\n\n")
+    write("| transport | seconds | GB/s | times memcpy | ms a tiny bucket |\n")
+    write("|---|---:|---:|---:|---:|\n")
+    for name, every in seconds.items():
+        median = statistics.median(every[1:])
+        tiny = "" if name == "memcpy" else f"{1e3 * tiny_bucket(engine, name, weights):.1f}"
+        rate = num_bytes / median / 1e9
+        write(f"| {name} | {median:.3f} | {rate:.2f} | {median / copied:.1f} | {tiny} |\n")
+
+
+def use(engine: SGLangEngine, transport: str) -> None:
+    """Let weights take another way from here on."""
+    engine.transport.forget()
+    rollout = replace(load_config(["rollout=sglang"]).rollout, transport=transport)
+    engine.transport = build_transport(rollout, DIALECT, device=CPU, leads=True)
+
+
+def send(engine: SGLangEngine, weights: dict[str, Tensor], *, bucket_bytes: int) -> None:
+    """Stream all weights, as a sync does, and close the update."""
+    control = ControlGroup(timeout_s=60.0)
+    report = stream_offers(
+        iter(weights.items()),
+        engine,
+        deliver=engine.deliver,
+        bucket_bytes=bucket_bytes,
+        control=control,
+        neighbours=Neighbours(control, size=1),
+    )
+    if report.failures:
+        raise RuntimeError(report.failures[0])
+    engine.finish_update(version=0)
+
+
+def tiny_bucket(engine: SGLangEngine, transport: str, weights: dict[str, Tensor]) -> float:
+    """Return the seconds that a bucket of one norm takes, on disk its file alone."""
+    use(engine, transport)
+    norm = {"model.norm.weight": weights["model.norm.weight"]}
+    send(engine, norm, bucket_bytes=1)
+    offer = engine.offer(list(norm.items()))
+
+    def deliver() -> None:
+        handle = engine.transport.handle(offer)  # each is good for one opening
+        engine.deliver(offer, [handle])
+
+    took = [timed(deliver) for _ in range(NUM_SMALL_BUCKETS)]
+    engine.end_stream()
+    engine.finish_update(version=0)
+    return statistics.median(took)
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Return the seconds that ``action`` takes."""
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+def write(text: str) -> None:
+    """Print without a newline of its own."""
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()

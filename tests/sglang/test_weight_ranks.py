@@ -1,0 +1,56 @@
+"""Two ranks share a server of two ranks: each offers its own bytes, one talks to the server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridrl.workers.rollout.sglang import SGLangEngine, weight_port
+from tests.models import make_tiny_model
+from tests.ranks import run_ranks
+from tests.sglang.engines import running_engine, server_spec, weights_of
+from tests.sglang.test_tensor_parallel import one_core_each
+from tests.sglang.weights import assert_serves, broken_off, stream
+
+CPU = torch.device("cpu")
+
+
+def _send_from(rank: int, engine: SGLangEngine | None, folders: list[Path]) -> list[str]:
+    """Two streams that arrive, and before each one that breaks off on the rank that only offers."""
+    rollout = server_spec(folders[0], tensor_parallel_size=2).rollout
+    port = weight_port(engine, rollout=rollout, device=CPU)
+    reasons = []
+    for version, folder in enumerate(folders):
+        if engine is not None:
+            engine.pause()
+            engine.drain(timeout_s=10.0)
+        whole = weights_of(folder)
+        broken = broken_off(folder, after=12) if rank == 1 else iter(whole.items())
+        reasons.append(stream(engine, broken, port=port, num_ranks=2).failures[1])
+        report = stream(engine, iter(whole.items()), port=port, num_ranks=2)
+        assert not report.failures
+        assert report.num_tensors == len(whole)
+        if engine is not None:
+            engine.finish_update(version=version)
+            engine.continue_generation()
+            assert_serves(engine, folder)
+    return reasons
+
+
+def _serve_or_offer(rank: int, folders: list[Path]) -> list[str]:
+    if rank == 1:
+        return _send_from(rank, None, folders)
+    spec = server_spec(folders[0], tensor_parallel_size=2)
+    with running_engine(spec, variables=one_core_each(2)) as engine:
+        return _send_from(rank, engine, folders)
+
+
+@pytest.mark.nightly
+def test_a_server_of_two_ranks_is_fed_by_two_and_survives_a_stream_that_breaks_off(
+    tmp_path: Path,
+) -> None:
+    folders = [make_tiny_model(tmp_path / str(seed), seed=seed) for seed in range(2)]
+    answers = run_ranks(2, _serve_or_offer, folders, deadline_s=220.0)
+    assert answers == [["OSError: gathering failed"] * 2] * 2

@@ -1,0 +1,182 @@
+"""Each way for weights into a server, and what a failure in the middle leaves behind."""
+
+from __future__ import annotations
+
+import resource
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridrl.batch import PromptBatch
+from hybridrl.errors import EngineError, PhaseError
+from hybridrl.workers.rollout.protocol import Offer
+from hybridrl.workers.rollout.sglang import SGLangEngine
+from tests.models import make_tiny_model
+from tests.sglang.engines import greedy_of_hugging_face, weights_of
+from tests.sglang.weights import (
+    assert_serves,
+    broken_off,
+    send_folder,
+    stream,
+    use_transport,
+)
+from tests.workers.rollout.engines import make_prompts, sampling_params, tokens_of
+
+TRANSPORTS = ["shared", "broadcast", "disk"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("models")
+    return [make_tiny_model(root / str(seed), seed=seed) for seed in (11, 12)]
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files go during a test."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest, engine: SGLangEngine) -> Iterator[str]:
+    use_transport(engine, request.param)
+    yield request.param
+    use_transport(engine, "shared")
+
+
+@pytest.mark.usefixtures("transport")
+def test_after_each_of_three_streams_the_server_answers_as_hugging_face(
+    engine: SGLangEngine, folders: list[Path], scratch: Path
+) -> None:
+    for version, folder in enumerate([*folders, folders[0]]):
+        report = send_folder(engine, folder, version=version)
+        assert report.num_buckets > 2
+        assert report.num_bytes == sum(t.nbytes for t in weights_of(folder).values())
+        assert engine.version == version
+        assert_serves(engine, folder)
+    assert not list(scratch.glob("hybridrl-weights-*"))
+
+
+@pytest.mark.usefixtures("transport")
+def test_a_stream_that_breaks_off_in_the_trainer_is_sent_whole_the_next_time(
+    engine: SGLangEngine, folders: list[Path]
+) -> None:
+    for version, folder in enumerate(folders):
+        engine.pause()
+        engine.drain(timeout_s=10.0)
+        report = stream(engine, broken_off(folder, after=12), port=engine)
+        assert report.failures == {0: "OSError: gathering failed"}
+        send_folder(engine, folder, version=version)
+        assert_serves(engine, folder)
+
+
+@pytest.mark.usefixtures("transport")
+def test_a_tensor_of_wrong_shape_is_refused_before_it_can_end_the_server(
+    engine: SGLangEngine, folders: list[Path]
+) -> None:
+    weights = weights_of(folders[0])
+    weights["model.norm.weight"] = torch.zeros(3)
+    report = stream(engine, iter(weights.items()), port=engine)
+    assert "model.norm.weight of shape [3] was to be sent" in report.failures[0]
+    report = stream(engine, iter([("model.nrom.weight", torch.zeros(3))]), port=engine)
+    assert "did you mean" in report.failures[0]
+    send_folder(engine, folders[0], version=1)
+    assert_serves(engine, folders[0])
+
+
+@pytest.mark.parametrize("transport", ["shared", "broadcast"], indirect=True)
+@pytest.mark.usefixtures("transport")
+def test_a_status_400_in_the_middle_is_reported_and_leaves_nobody_waiting(
+    engine: SGLangEngine, folders: list[Path]
+) -> None:
+    num_delivered = 0
+
+    def after_the_update_was_closed(offer: Offer, handles: Sequence[str]) -> None:
+        nonlocal num_delivered
+        num_delivered += 1
+        if num_delivered == 2:
+            engine._server.require_success("/end_weight_update")
+        engine.deliver(offer, handles)
+
+    for version, folder in enumerate(folders):
+        num_delivered = 0
+        report = stream(
+            engine,
+            iter(weights_of(folder).items()),
+            port=engine,
+            deliver=after_the_update_was_closed,
+        )
+        assert (report.num_buckets, num_delivered) == (1, 2)
+        assert "status 400" in report.failures[0]
+        assert "must run between begin_weight_update" in report.failures[0]
+        engine._server.require_success("/begin_weight_update")
+        send_folder(engine, folder, version=version)
+        assert_serves(engine, folder)
+
+
+@pytest.mark.parametrize("transport", ["broadcast"], indirect=True)
+@pytest.mark.usefixtures("transport")
+def test_a_broadcast_that_the_server_took_and_cannot_load_is_reported(
+    engine: SGLangEngine, folders: list[Path]
+) -> None:
+    engine.pause()
+    engine.drain(timeout_s=10.0)
+    for version, folder in enumerate(folders):
+        engine.update_weights(list(weights_of(folder).items())[:2])
+        offer = engine.transport.offer([("model.norm.weight", torch.zeros(3))])
+        with pytest.raises(EngineError, match="Failed to update parameter online"):
+            engine.deliver(offer, [offer.handle])
+        send_folder(engine, folder, version=version)
+        assert_serves(engine, folder)
+
+
+@pytest.mark.parametrize("transport", ["disk"], indirect=True)
+@pytest.mark.usefixtures("transport")
+def test_a_full_disk_is_a_named_error_and_the_next_stream_arrives(
+    engine: SGLangEngine, folders: list[Path], scratch: Path
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for version, folder in enumerate(folders):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        try:
+            report = stream(engine, iter(weights_of(folder).items()), port=engine)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert "MiB are free" in report.failures[0]
+        assert "point TMPDIR at a larger disk" in report.failures[0]
+        assert not list(scratch.glob("hybridrl-weights-*"))
+        send_folder(engine, folder, version=version)
+        assert_serves(engine, folder)
+
+
+def test_weights_do_not_change_under_running_requests_and_each_response_is_of_its_version(
+    engine: SGLangEngine, folders: list[Path]
+) -> None:
+    prompts = make_prompts(tuple(2 + n % 20 for n in range(40)))
+    for version, folder in enumerate(folders):
+        send_folder(engine, folder, version=version)
+        answers: list[list[int]] = []
+        thread = threading.Thread(target=_answer, args=(engine, prompts, answers))
+        thread.start()
+        norm = weights_of(folder)["model.norm.weight"]
+        num_refused = 0
+        while thread.is_alive():
+            try:  # what would ruin the answers comes only once the engine is seen to be busy
+                engine.update_weights([("model.norm.weight", norm * (num_refused == 0))])
+            except PhaseError:
+                num_refused += 1
+            thread.join(0.005)
+        assert num_refused
+        thread.join()
+        expected = greedy_of_hugging_face(folder, prompts, num_tokens=12)
+        assert answers == [tokens for tokens in tokens_of(expected) for _ in range(2)]
+
+
+def _answer(engine: SGLangEngine, prompts: PromptBatch, answers: list[list[int]]) -> None:
+    greedy = sampling_params(group=2, tokens=12, temperature=0.0)
+    answers.extend(tokens_of(engine.generate(prompts, greedy)))

@@ -1,0 +1,78 @@
+"""Streams of weights into real SGLang servers, and whether they serve them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybridrl.workers.rollout.protocol import WeightPort
+from hybridrl.workers.rollout.sglang import DIALECT, SGLangEngine
+from hybridrl.workers.rollout.weight_ports import build_transport
+from hybridrl.workers.sharding.control import ControlGroup, Neighbours
+from hybridrl.workers.sharding.weight_pipeline import Deliver, stream_offers
+from hybridrl.workers.sharding.weight_stream import StreamReport
+from tests.sglang.engines import greedy_of_hugging_face, sglang_config, weights_of
+from tests.workers.rollout.engines import make_prompts, sampling_params, tokens_of
+
+PROMPTS = make_prompts((1, 7, 33))
+GREEDY = sampling_params(group=1, tokens=8, temperature=0.0)
+BUCKET_BYTES = 2**14
+"""Several buckets of the tiny model."""
+
+
+def use_transport(engine: SGLangEngine, transport: str) -> None:
+    """Let a server that serves many tests get its weights by another way from here on."""
+    engine.transport.forget()
+    config = sglang_config(transport=transport)
+    engine.transport = build_transport(config, DIALECT, device=torch.device("cpu"), leads=True)
+
+
+def stream(
+    engine: SGLangEngine | None,
+    weights: Iterator[tuple[str, Tensor]],
+    *,
+    port: WeightPort,
+    deliver: Deliver | None = None,
+    num_ranks: int = 1,
+) -> StreamReport:
+    """Send weights as ``FusedEngines`` does; a collective call."""
+    control = ControlGroup(timeout_s=60.0)
+    return stream_offers(
+        weights,
+        port,
+        deliver=deliver or (None if engine is None else engine.deliver),
+        bucket_bytes=BUCKET_BYTES,
+        control=control,
+        neighbours=Neighbours(control, size=num_ranks),
+    )
+
+
+def send_folder(engine: SGLangEngine, folder: Path, *, version: int) -> StreamReport:
+    """Stream a folder's weights into an awake engine, and wake it again."""
+    engine.pause()
+    engine.drain(timeout_s=10.0)
+    report = stream(engine, iter(weights_of(folder).items()), port=engine)
+    assert not report.failures
+    engine.finish_update(version=version)
+    engine.continue_generation()
+    return report
+
+
+def broken_off(folder: Path, *, after: int) -> Iterator[tuple[str, Tensor]]:
+    """Weights whose gathering fails when ``after`` tensors were sent."""
+    for number, item in enumerate(weights_of(folder).items()):
+        if number == after:
+            raise OSError("gathering failed")
+        yield item
+
+
+def assert_serves(engine: SGLangEngine, folder: Path) -> None:
+    """The engine answers greedily as Hugging Face does with the folder's weights."""
+    expected = greedy_of_hugging_face(folder, PROMPTS, num_tokens=8)
+    found = engine.generate(PROMPTS, GREEDY)
+    assert tokens_of(found) == tokens_of(expected)
+    for response, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(response.logprobs, reference.logprobs, atol=2e-4, rtol=0)
