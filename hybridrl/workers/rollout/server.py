@@ -13,10 +13,13 @@ import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hybridrl import env
 from hybridrl.errors import ConfigError, ConfigErrors, DeadlineError, EngineError, nearest
+from hybridrl.workers.rollout.memory_saver import MemorySaverFacts, require_no_obstacle
 from hybridrl.workers.rollout.server_agreement import require_able, require_as_asked
 from hybridrl.workers.rollout.server_arguments import (
     ServerSpec,
@@ -37,6 +40,7 @@ log = logging.getLogger(__name__)
 Body = dict[str, Any]
 
 _CHILD = "hybridrl.workers.rollout.sglang"
+_MEMORY_SAVER = "torch_memory_saver"
 _NUM_STARTS = 3
 _PROBE_TIMEOUT_S = 5.0
 _FLUSH_WAIT_S = 1.0
@@ -76,14 +80,21 @@ class Server:
     def _start(self, spec: ServerSpec, variables: Mapping[str, str]) -> None:
         port = free_port()
         arguments = build_arguments(spec, name=self.name, port=port)
+        variables = {**environment(spec), **variables}
+        require_no_obstacle(
+            MemorySaverFacts(
+                device=spec.device,
+                variables=env.everything() | variables,
+                arguments=arguments,
+                is_installed=find_spec(_MEMORY_SAVER) is not None,
+            )
+        )
         with tempfile.NamedTemporaryFile(
             "w", prefix="hybridrl-server-", suffix=".json", delete=False
         ) as file:
             json.dump(arguments, file)
         self.process = ServerProcess(
-            [sys.executable, "-m", _CHILD, file.name],
-            name="SGLang",
-            variables={**environment(spec), **variables},
+            [sys.executable, "-m", _CHILD, file.name], name="SGLang", variables=variables
         )
         self.client = ServerClient(
             f"http://127.0.0.1:{port}", name="SGLang", require_alive=self.process.require_alive

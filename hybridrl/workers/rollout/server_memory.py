@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from hybridrl.config.lora import LoraConfig
+from hybridrl.errors import EngineError, ModelError, nearest
 from hybridrl.models.adapter_names import matrix_names
 from hybridrl.models.load import WeightFiles
 from hybridrl.workers.rollout.protocol import MemoryPart, WeightMemory
 
 _WEIGHT = ".weight"
+_EMBEDDING = "model.embed_tokens.weight"
+_NUM_COMPARED = 2000
 _TIED_AWAY = "lm_head.weight"
 _ROUNDING = 0.97
 
@@ -56,6 +61,54 @@ def _matrices(
             name_a, name_b = matrix_names(layer)
             yield name_a, (lora.rank, inputs)
             yield name_b, (outputs, lora.rank)
+
+
+def require_whole_vocabulary(folder: Path) -> None:
+    """Refuse a folder whose embedding has other rows than its config.json says.
+
+    The server takes its size from config.json, the trainer from the tensor.
+
+    Raises:
+        ModelError: both numbers.
+    """
+    files = WeightFiles(folder)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    expected = config.get("vocab_size")
+    for name in (_EMBEDDING, _TIED_AWAY):
+        rows = files.shape_of(name)[0] if name in files.names else expected
+        if rows != expected:
+            raise ModelError(
+                f"{folder}: {name} has {rows} rows, and config.json says vocab_size={expected}; "
+                "SGLang would be built for another vocabulary than the trainer's: save the model "
+                "again with the right config.json"
+            )
+
+
+def require_known(
+    tensors: Sequence[tuple[str, Tensor]], known: Mapping[str, WeightMemory], *, itemsize: int
+) -> None:
+    """Refuse what a server would drop without an error: it only logs names that it does not know.
+
+    Args:
+        tensors: by Hugging Face name.
+        known: what the server has, by name.
+        itemsize: bytes of a number in the server.
+
+    Raises:
+        EngineError: a name or a size that the server does not have.
+    """
+    for name, tensor in tensors:
+        if name not in known:
+            raise EngineError(
+                f"{name} came with the weights, and the rollout engine has no such tensor; "
+                f"{nearest(name, list(known)[:_NUM_COMPARED])}"
+            )
+        expected = known[name].num_bytes // itemsize
+        if tensor.numel() != expected:
+            raise EngineError(
+                f"{name} came with {tensor.numel()} numbers {list(tensor.shape)}, and the rollout "
+                f"engine has {expected}: trainer and engine must be built from the same folder"
+            )
 
 
 def held_bytes(info: Mapping[str, Any], part: MemoryPart) -> int:

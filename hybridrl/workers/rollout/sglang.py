@@ -33,7 +33,12 @@ from hybridrl.workers.rollout.sampling import check_prompts, check_sampling
 from hybridrl.workers.rollout.server import Server, refusal_of
 from hybridrl.workers.rollout.server_arguments import ServerSpec
 from hybridrl.workers.rollout.server_capabilities import Capability
-from hybridrl.workers.rollout.server_memory import held_bytes, list_weights
+from hybridrl.workers.rollout.server_memory import (
+    held_bytes,
+    list_weights,
+    require_known,
+    require_whole_vocabulary,
+)
 from hybridrl.workers.rollout.server_process import end_with_parent
 from hybridrl.workers.rollout.server_requests import build_groups
 from hybridrl.workers.rollout.server_sampling import GroupSampler
@@ -74,11 +79,13 @@ class SGLangEngine:
             EngineError: it did not start.
             DeadlineError: not in time.
             ConfigErrors: ``rollout.engine_args`` names an argument that SGLang does not have.
-            ModelError: the folder has no weights, or a broken file.
+            ModelError: the folder has no weights, a broken file, or another vocabulary than it
+                says.
         """
         self._spec = spec
         self._variables = dict(variables)
         self._num_ranks = spec.rollout.tensor_parallel_size
+        require_whole_vocabulary(spec.model_folder)
         self._weights = list_weights(
             spec.model_folder, itemsize=_ITEMSIZE[spec.rollout.dtype], lora=spec.lora
         )
@@ -178,6 +185,8 @@ class SGLangEngine:
         """
         self._admission.require_idle("update_weights")
         self._require_resident("update_weights", MemoryPart.WEIGHTS)
+        known = {weight.name: weight for weight in self._weights}
+        require_known(tensors, known, itemsize=_ITEMSIZE[self._spec.rollout.dtype])
         self._begin_update()
         bucket = FlattenedTensorBucket(named_tensors=[(n, t.detach()) for n, t in tensors])
         flat = bucket.get_flattened_tensor()

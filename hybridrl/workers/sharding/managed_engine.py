@@ -16,6 +16,7 @@ from hybridrl.models.adapter_names import is_adapter_name
 from hybridrl.workers.rollout.protocol import MemoryPart, RolloutEngine
 from hybridrl.workers.sharding.ledger import WeightLedger
 from hybridrl.workers.sharding.memory import empty_cache, free_bytes, wait_until_freed
+from hybridrl.workers.sharding.memory_table import Holder, device_figures, memory_table
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,8 @@ class ManagedEngine:
         self.ledger = WeightLedger(engine.weight_memory())
         self.sent_names: frozenset[str] = frozenset()
         """What is sent after every release of the weights; known once a policy is attached."""
+        self.neighbours: Callable[[], Sequence[Holder]] = tuple
+        """Who else holds memory of the device, for the error of an engine that finds no room."""
         self._metrics: Metrics = {}
         self._arriving: dict[str, Tensor] = {}
         self._released: set[MemoryPart] = set()
@@ -209,8 +212,20 @@ class ManagedEngine:
         """Allocate what was released, and nothing else: an engine may refuse, or leak, the rest."""
         if part in self._released:
             empty_cache(self._device)
-            self.engine.resume(part)
+            try:
+                self.engine.resume(part)
+            except EngineError as error:
+                raise EngineError(f"{error}\n{self._memory(part)}") from error
             self._released.remove(part)
+
+    def _memory(self, wanted: MemoryPart) -> str:
+        """Say who holds the memory in which ``wanted`` may not have found room."""
+        return memory_table(
+            f"the rollout engine could not resume its {wanted.value}; memory of {self._device}",
+            [Holder(f"engine {p.value}", self.engine.resident_bytes(p)) for p in MemoryPart],
+            self.neighbours(),
+            device_figures(self._device),
+        )
 
     def _add(self, name: str, amount: int) -> None:
         self._metrics = merge([self._metrics, {name: Sum(amount)}])
