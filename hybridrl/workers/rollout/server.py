@@ -32,7 +32,7 @@ from hybridrl.workers.rollout.server_capabilities import (
     ServerCapabilities,
     read_capabilities,
 )
-from hybridrl.workers.rollout.server_client import ConnectionLostError, ServerClient, ServerError
+from hybridrl.workers.rollout.server_client import ServerClient, ServerError
 from hybridrl.workers.rollout.server_process import ServerProcess, free_port
 
 log = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class Server:
         try:
             info = self.server_info()
             self.client.call("/health", timeout_s=_PROBE_TIMEOUT_S, method="GET")
-        except (ConnectionLostError, ServerError, DeadlineError):
+        except (EngineError, DeadlineError):  # whoever waits for it sees if it is gone
             return False
         if info.get("served_model_name") != self.name:
             raise EngineError(f"another server answers on the port of SGLang: {_IN_USE[0]}")
