@@ -58,6 +58,7 @@ def test_of_200_requests_under_drain_all_are_answered_or_reported_in_two_cycles(
         assert isinstance(aborted, Sum)
         assert 0 < aborted.value <= NUM_REQUESTS
         impatient.release_cache()
+        assert impatient.take_metrics()["memory/unmoved_releases"] == Sum(2)
         impatient.resume_cache()
         impatient.continue_generation()
 
@@ -68,6 +69,19 @@ def test_of_200_requests_under_drain_all_are_answered_or_reported_in_two_cycles(
             assert [len(r.token_ids) for r in call.result()] == [20] * NUM_REQUESTS
         assert "rollout/aborted_requests" not in patient.take_metrics()
         patient.continue_generation()
+
+
+@pytest.mark.timeout(60)
+def test_requests_that_somebody_else_cuts_off_are_asked_for_again_and_whole_twice(
+    engine: SGLangEngine,
+) -> None:
+    for _ in range(2):
+        with generating(engine, PROMPTS, sampling_params(group=8, tokens=40)) as call:
+            server_of(engine).abort_all()
+            assert [len(r.token_ids) for r in call.result()] == [40] * NUM_REQUESTS
+        retried = engine.take_metrics()["rollout/retried_requests"]
+        assert isinstance(retried, Sum)
+        assert retried.value > 0
 
 
 @pytest.mark.timeout(60)

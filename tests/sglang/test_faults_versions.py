@@ -7,11 +7,13 @@ import logging
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from hybridrl.config.lora import LoraConfig
 from hybridrl.errors import EngineError
 from hybridrl.workers.rollout import server
 from hybridrl.workers.rollout.protocol import MemoryPart
@@ -19,6 +21,7 @@ from hybridrl.workers.rollout.server_process import free_port
 from hybridrl.workers.rollout.sglang import SGLangEngine
 from tests.sglang.engines import running_engine, server_spec, sync, weights_of
 from tests.sglang.recorded_server import MODULE, calls_in
+from tests.workers.train.lora_engines import with_lora
 
 Start = Callable[..., AbstractContextManager[SGLangEngine]]
 
@@ -35,12 +38,16 @@ def start(served_model: Path, calls: Path, monkeypatch: pytest.MonkeyPatch) -> S
 
     @contextmanager
     def started(
-        version: str, changes: dict[str, object] | None = None, **keys: object
+        version: str,
+        changes: dict[str, object] | None = None,
+        *,
+        lora: LoraConfig | None = None,
+        **keys: object,
     ) -> Iterator[SGLangEngine]:
         monkeypatch.setenv("RECORDED_VERSION", version)
         monkeypatch.setenv("RECORDED_CALLS", str(calls))
         monkeypatch.setenv("RECORDED_CHANGES", json.dumps(changes or {}))
-        with running_engine(server_spec(served_model, **keys)) as engine:
+        with running_engine(replace(server_spec(served_model, **keys), lora=lora)) as engine:
             yield engine
 
     return started
@@ -160,3 +167,17 @@ def test_a_tensor_that_the_server_would_drop_in_silence_is_refused(
     with start("0.5.21") as engine, pytest.raises(EngineError, match=word):
         engine.update_weights([tensor])
     assert calls_in(calls) == []
+
+
+def test_an_adapter_of_a_higher_rank_than_the_servers_is_refused(
+    served_model: Path, start: Start, calls: Path
+) -> None:
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    inputs = weights_of(served_model)["model.layers.0.self_attn.q_proj.weight"].shape[1]
+    with start("0.5.21", lora=with_lora(rank=4)) as engine:
+        engine.load_adapter({name: torch.zeros(4, inputs)})
+        with pytest.raises(EngineError, match=rf"came with {8 * inputs} numbers \[8, {inputs}\]"):
+            engine.load_adapter({name: torch.zeros(8, inputs)})
+    ((path, body),) = calls_in(calls)
+    assert path == "/load_lora_adapter_from_tensors"
+    assert body["config_dict"]["r"] == 4

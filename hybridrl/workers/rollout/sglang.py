@@ -185,8 +185,7 @@ class SGLangEngine:
         """
         self._admission.require_idle("update_weights")
         self._require_resident("update_weights", MemoryPart.WEIGHTS)
-        known = {weight.name: weight for weight in self._weights}
-        require_known(tensors, known, itemsize=_ITEMSIZE[self._spec.rollout.dtype])
+        self._require_known(tensors)
         self._begin_update()
         bucket = FlattenedTensorBucket(named_tensors=[(n, t.detach()) for n, t in tensors])
         flat = bucket.get_flattened_tensor()
@@ -208,6 +207,10 @@ class SGLangEngine:
         )
         self.version = version
 
+    def _require_known(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        known = {weight.name: weight for weight in self._weights}
+        require_known(tensors, known, itemsize=_ITEMSIZE[self._spec.rollout.dtype])
+
     def _begin_update(self) -> None:
         if not self._is_updating and self._server.capabilities.can(Capability.UPDATE_SESSION):
             self._server.require_success("/begin_weight_update")
@@ -228,6 +231,7 @@ class SGLangEngine:
                 f"an adapter of {len(tensors)} tensors came, and this engine was built without; "
                 "set lora.enabled=true and lora.sync=adapter"
             )
+        self._require_known(list(tensors.items()))
         self._server.require_success(
             "/load_lora_adapter_from_tensors",
             lora_name=ADAPTER,

@@ -200,6 +200,7 @@ class ManagedEngine:
         self.engine.release(part, backup=backup)
         self._released.add(part)
         if not self.engine.frees_memory:
+            self._add("memory/unmoved_releases", 1)
             return
         wait_until_freed(
             self._resident(part),
