@@ -42,6 +42,12 @@ from hybridrl.config.model_checks import (
     check_starter_shape,
     check_starter_warmup_batch,
 )
+from hybridrl.config.server_checks import (
+    check_drain_fits_its_stage,
+    check_engine_args,
+    check_server_reads_the_model,
+    check_sglang_is_installed,
+)
 from hybridrl.errors import ConfigError
 
 Rule = Callable[[ExperimentConfig], Iterator[ConfigError]]
@@ -306,7 +312,16 @@ _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
         check_kl_penalty,
         check_sampler_ratio_cap,
     ),
-    "rollout": (check_rollout_engine, check_transport, check_lora_base, check_certificate),
+    "rollout": (
+        check_rollout_engine,
+        check_transport,
+        check_lora_base,
+        check_certificate,
+        check_sglang_is_installed,
+        check_engine_args,
+        check_drain_fits_its_stage,
+        check_server_reads_the_model,
+    ),
     "critic": (check_critic_warmup, check_critic_kernel, check_critic_batch_sizes),
     "batch sizes": (check_batch_sizes,),
     "reward": (check_reward_function,),

@@ -8,6 +8,12 @@ from typing import Annotated, Literal
 
 from hybridrl.config.limits import ArgumentValue, Count, CountOrZero, Seconds, Within
 
+ABORT_GRACE_S = 10.0
+"""Seconds that the requests of a draining server may take to end once they were aborted."""
+
+FLUSH_TIMEOUT_S = 20.0
+"""Seconds in which a server must prove that it is idle after that."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:

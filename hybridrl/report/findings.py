@@ -29,6 +29,7 @@ RULES: tuple[Rule, ...] = (
     running.requests_aborted,
     learning.gradient_always_clipped,
     running.generate_dominates,
+    running.memory_did_not_move,
 )
 
 

@@ -113,3 +113,18 @@ def requests_aborted(evidence: Evidence) -> Finding | None:
         text=f"{sum(values):g} generation requests did not finish before the engine was drained.",
         remedies=evidence.scaled("rollout.drain_timeout_s", 2),
     )
+
+
+def memory_did_not_move(evidence: Evidence) -> Finding | None:
+    """The life cycle ran, and its figures about memory say nothing."""
+    values = evidence.history.get("memory/unmoved_releases").finite
+    if not sum(values):
+        return None
+    return Finding(
+        severity="note",
+        title="Memory did not move",
+        text="SGLang on a CPU answers release and resume without freeing anything: the order of "
+        "the stages was the real one, but their figures of memory and time prove nothing for a "
+        "GPU.",
+        remedies=("rollout.sleep=false",),
+    )

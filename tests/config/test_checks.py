@@ -1,5 +1,6 @@
 import json
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from hybridrl.errors import ConfigError, ConfigErrors
 from tests.config.values import config_of, values_of, with_overrides
 
 LORA = ("lora=default",)
+SGLANG = ("rollout=sglang",)
 ADAPTER = (
     *("lora=default", "lora.init_from=adapter", "lora.rank=2", "lora.alpha=2"),
     *("lora.target_modules=[o_proj,q_proj]", "model.starter.num_layers=1"),
@@ -84,6 +86,29 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "expected gradient is 0",
     ),
     (("algorithm.sampler_ratio_cap=0.5",), "algorithm.sampler_ratio_cap", "at least 1"),
+    (("rollout.engine_args={chunked_prefill_size: 512}",), "rollout.engine_args", "ignored"),
+    (
+        (*SGLANG, "rollout.engine_args={port: 1, chunked_prefill_size: 512}"),
+        "rollout.engine_args.port",
+        "looks for a free one",
+    ),
+    (
+        (*SGLANG, "rollout.engine_args={mem_fraction_static: 0.5}"),
+        "rollout.engine_args.mem_fraction_static",
+        "rollout.memory_fraction says that",
+    ),
+    (
+        (*SGLANG, "rollout.engine_args={max_lora_rank: 64, lora_backend: triton}"),
+        "rollout.engine_args.max_lora_rank",
+        "lora.rank says that",
+    ),
+    ((*SGLANG, "rollout.stage_timeout_s=50"), "rollout.stage_timeout_s", "30 s more"),
+    ((*SGLANG, "rollout.stage_timeout_s=20"), "rollout.stage_timeout_s", "30 s more"),
+    (
+        (*SGLANG, "model.starter=null", "model.path=tied_moe"),
+        "model.path",
+        "does not tie that of qwen3_moe",
+    ),
     (("rollout.tensor_parallel_size=2",), "rollout.tensor_parallel_size", "one rank"),
     (("mode=certify", "rollout=sglang"), "rollout.engine", "a generator of its own"),
     (("rollout.transport=disk",), "rollout.transport", "ignored"),
@@ -186,6 +211,7 @@ BROKEN_FILES = [
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in {
         "model/config.json": '{"max_position_embeddings": 64}',
+        "tied_moe/config.json": '{"model_type": "qwen3_moe", "tie_word_embeddings": true}',
         "empty/README": "",
         "train.jsonl": '{"prompt": "1", "answer": "1"}\n',
         "empty.jsonl": "",
@@ -258,7 +284,24 @@ def test_every_rule_has_an_example_that_breaks_it() -> None:
         rule for mode in ("train", "sft") for group in rules_of(mode).values() for rule in group
     }
     silent = {rule.__name__ for rule in rules if not any(run((rule,), e) for e in examples)}
-    assert silent == set()
+    assert silent == {"check_sglang_is_installed"}  # its test takes SGLang away
+
+
+def test_a_run_on_sglang_without_sglang_is_told_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    (violation,) = violations_of(*SGLANG)
+    assert (violation.key, violation.remedies) == ("rollout.engine", (("rollout.engine=hf",),))
+    assert "pip install 'hybridrl[sglang]'" in str(violation)
+    assert config_of(*SGLANG, "rollout.engine=hf").rollout.engine == "hf"
+
+
+def test_what_sglang_alone_knows_passes_through() -> None:
+    given = config_of(
+        *SGLANG, "rollout.engine_args={chunked_prefill_size: 512, lora_backend: triton}"
+    )
+    assert given.rollout.engine_args == {"chunked_prefill_size": 512, "lora_backend": "triton"}
 
 
 def test_all_violations_of_all_sections_are_reported_at_once() -> None:

@@ -66,6 +66,7 @@ BAD: dict[str, dict[str, Curve | list[float]]] = {
     "Responses could not be scored": {"reward__failed_fraction": lambda at: 0.05},
     "Many responses are cut off": {"rollout__truncated_fraction": lambda at: at / 100},
     "Requests were cut off": {"rollout__aborted_requests": lambda at: float(at == 3)},
+    "Memory did not move": {"memory__unmoved_releases": lambda at: 3.0},
     "The gradient is clipped nearly always": {"policy__grad_norm": lambda at: 3.0},
     "Sampling takes most of the time": {
         "time__generate_s": lambda at: 9.0,

@@ -89,18 +89,25 @@ class Admission:
         with self._changed:
             self._is_paused = False
 
-    def drain(self, timeout_s: float, *, abort: Callable[[], None] = _nothing) -> int:
+    def drain(
+        self,
+        timeout_s: float,
+        *,
+        abort: Callable[[], None] = _nothing,
+        grace_s: float = _ABORT_GRACE_S,
+    ) -> int:
         """Wait until the running call ended; abort it at the deadline.
 
         Args:
             timeout_s: seconds until then.
             abort: makes requests that run elsewhere end; called at the deadline.
+            grace_s: seconds that an aborted call may take to end.
 
         Returns:
             The number of requests aborted.
 
         Raises:
-            DeadlineError: the aborted call did not reach its next check within a minute.
+            DeadlineError: the aborted call did not reach its next check within ``grace_s``.
         """
         with self._changed:
             ticket = self._running
@@ -109,9 +116,9 @@ class Admission:
             ticket.is_cancelled = True
         abort()
         with self._changed:
-            if not self._changed.wait_for(lambda: self._running is not ticket, _ABORT_GRACE_S):
+            if not self._changed.wait_for(lambda: self._running is not ticket, grace_s):
                 raise DeadlineError(
-                    f"{ticket.num_requests} requests ignored their abort for {_ABORT_GRACE_S:.0f} "
+                    f"{ticket.num_requests} requests ignored their abort for {grace_s:.0f} "
                     "s: a decode step hangs; restart the engine"
                 )
             return ticket.num_aborted

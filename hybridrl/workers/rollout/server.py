@@ -12,14 +12,28 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hybridrl.errors import DeadlineError, EngineError
-from hybridrl.workers.rollout.server_arguments import ServerSpec, build_arguments, environment
-from hybridrl.workers.rollout.server_client import ConnectionLostError, ServerClient, ServerError
+from hybridrl import env
+from hybridrl.errors import ConfigError, ConfigErrors, DeadlineError, EngineError, nearest
+from hybridrl.workers.rollout.memory_saver import MemorySaverFacts, require_no_obstacle
+from hybridrl.workers.rollout.server_agreement import require_able, require_as_asked
+from hybridrl.workers.rollout.server_arguments import (
+    ServerSpec,
+    build_arguments,
+    environment,
+)
+from hybridrl.workers.rollout.server_capabilities import (
+    OPENAPI_ROUTE,
+    Capability,
+    ServerCapabilities,
+    read_capabilities,
+)
+from hybridrl.workers.rollout.server_client import ServerClient, ServerError
 from hybridrl.workers.rollout.server_process import ServerProcess, free_port
 
 log = logging.getLogger(__name__)
@@ -27,9 +41,12 @@ log = logging.getLogger(__name__)
 Body = dict[str, Any]
 
 _CHILD = "hybridrl.workers.rollout.sglang"
+_MEMORY_SAVER = "torch_memory_saver"
 _NUM_STARTS = 3
 _PROBE_TIMEOUT_S = 5.0
-_FLUSH_EVERY_S = 0.2
+_FLUSH_WAIT_S = 1.0
+_LEAST_WAIT_S = 0.5
+_REFUSED = "refused: "
 _IN_USE = ("address already in use", "Address already in use", "EADDRINUSE")
 
 
@@ -44,8 +61,10 @@ class Server:
             variables: environment besides what every server gets, as the devices that it sees.
 
         Raises:
-            EngineError: it did not start; with the last lines of its log.
+            EngineError: it did not start, with the last lines of its log; or it cannot do, or did
+                not do, what it was asked for.
             DeadlineError: it did not answer within ``rollout.start_timeout_s``.
+            ConfigErrors: it has no argument of a name in ``rollout.engine_args``.
         """
         self.name = f"hybridrl-{uuid.uuid4().hex[:12]}"
         self._timeout_s = spec.rollout.stage_timeout_s
@@ -62,14 +81,21 @@ class Server:
     def _start(self, spec: ServerSpec, variables: Mapping[str, str]) -> None:
         port = free_port()
         arguments = build_arguments(spec, name=self.name, port=port)
+        variables = {**environment(spec), **variables}
+        require_no_obstacle(
+            MemorySaverFacts(
+                device=spec.device,
+                variables=env.everything() | variables,
+                arguments=arguments,
+                is_installed=find_spec(_MEMORY_SAVER) is not None,
+            )
+        )
         with tempfile.NamedTemporaryFile(
             "w", prefix="hybridrl-server-", suffix=".json", delete=False
         ) as file:
             json.dump(arguments, file)
         self.process = ServerProcess(
-            [sys.executable, "-m", _CHILD, file.name],
-            name="SGLang",
-            variables={**environment(spec), **variables},
+            [sys.executable, "-m", _CHILD, file.name], name="SGLang", variables=variables
         )
         self.client = ServerClient(
             f"http://127.0.0.1:{port}", name="SGLang", require_alive=self.process.require_alive
@@ -79,12 +105,35 @@ class Server:
                 self._answers, timeout_s=spec.rollout.start_timeout_s
             )
             self.info = self.server_info()
+            require_as_asked(arguments, self.info)
+            self.capabilities = self._read_capabilities()
+            require_able(self.capabilities, spec)
+        except EngineError as error:
+            refused = refused_arguments(self.process.tail(), arguments)
+            self.end()
+            if refused:
+                raise ConfigErrors(refused) from error
+            raise
         except BaseException:
             self.end()
             raise
         finally:
             Path(file.name).unlink(missing_ok=True)
-        log.info("SGLang answers: version=%s took_s=%.1f", self.info["version"], self.start_s)
+
+    def _read_capabilities(self) -> ServerCapabilities:
+        try:
+            openapi = self.client.call(OPENAPI_ROUTE, timeout_s=self._timeout_s, method="GET")
+        except ServerError:  # hidden by the user: DISABLE_OPENAPI_DOC
+            openapi = None
+        capabilities = read_capabilities(self.info, openapi)
+        lacking = [each.name.lower() for each in Capability if not capabilities.can(each)]
+        log.info(
+            "SGLang answers: version=%s took_s=%.1f without=%s",
+            capabilities.version,
+            self.start_s,
+            ",".join(lacking) or "nothing",
+        )
+        return capabilities
 
     def _answers(self) -> bool:
         """Whether it is there and has served a request of its own; a stranger is not waited for."""
@@ -93,7 +142,7 @@ class Server:
         try:
             info = self.server_info()
             self.client.call("/health", timeout_s=_PROBE_TIMEOUT_S, method="GET")
-        except (ConnectionLostError, ServerError, DeadlineError):
+        except (EngineError, DeadlineError):  # whoever waits for it sees if it is gone
             return False
         if info.get("served_model_name") != self.name:
             raise EngineError(f"another server answers on the port of SGLang: {_IN_USE[0]}")
@@ -139,26 +188,47 @@ class Server:
     def hold(self, *, timeout_s: float) -> None:
         """Let nobody in any more, and see that nothing runs and no cache of old weights is left.
 
-        Requests that are still running are cut off, whoever sent them.
+        Requests that are still running are cut off, whoever sent them, also those that somebody
+        else's pause keeps.
 
         Raises:
             DeadlineError: it is still busy at the deadline; how many run and wait.
         """
         deadline = time.monotonic() + timeout_s
-        self.post("/pause_generation", mode="abort")
         while True:
             try:
-                self.client.call("/flush_cache", timeout_s=self._timeout_s)
-            except ServerError as error:
+                self._empty(deadline)
+            except (ServerError, DeadlineError) as error:
                 log.info("SGLang is still busy: %s", error)
                 if time.monotonic() > deadline:
                     raise DeadlineError(
                         f"SGLang is still busy {timeout_s:g} s after its requests were aborted "
-                        f"({self.load()}), so its memory cannot be released: {error.text}"
+                        f"({self.load()}), so its memory cannot be released: {error}"
                     ) from error
-                time.sleep(_FLUSH_EVERY_S)
+                self.post("/continue_generation")  # what is paused cannot end
             else:
                 return
+
+    def _empty(self, deadline: float) -> None:
+        """Abort all, close the door, and have the server itself prove that it is idle.
+
+        In this order because ``/pause_generation`` looks only once a second whether all requests
+        have ended (0.5.17 to 0.5.23); on an idle server it returns at once.
+
+        Raises:
+            ServerError: requests are left.
+            DeadlineError: no answer until the deadline.
+        """
+
+        def left_s() -> float:
+            return max(_LEAST_WAIT_S, deadline - time.monotonic())
+
+        self.client.call("/abort_request", {"abort_all": True}, timeout_s=left_s())
+        wait_s = min(_FLUSH_WAIT_S, left_s())
+        self.client.call(f"/flush_cache?timeout={wait_s:.2f}", timeout_s=wait_s + left_s())
+        self.client.call("/pause_generation", {"mode": "abort"}, timeout_s=left_s())
+        # Once more: a request may have come in before the door was closed.
+        self.client.call("/flush_cache", timeout_s=left_s())
 
     def let_in(self) -> None:
         """Serve again."""
@@ -173,12 +243,20 @@ class Server:
         self.post("/resume_memory_occupation", tags=[tag])
 
     def load(self) -> str:
-        """Say how many requests run and wait, for a message."""
+        """Say how many requests run and wait, for a message: the figures may be seconds old."""
         try:
-            loads = self.client.call("/v1/loads", timeout_s=_PROBE_TIMEOUT_S, method="GET")
+            answer = self.client.call("/v1/loads", timeout_s=_PROBE_TIMEOUT_S, method="GET")
         except (EngineError, DeadlineError) as error:
             return f"it does not say how many requests run: {error}"
-        return f"{loads}"
+        loads = answer.get("loads", []) if isinstance(answer, dict) else []
+        return (
+            ", ".join(
+                f"{load.get('num_running_reqs')} requests running and "
+                f"{load.get('num_waiting_reqs')} waiting"
+                for load in loads
+            )
+            or f"it does not say how many requests run: {answer}"
+        )
 
     def require_alive(self, what: str) -> None:
         """Raise EngineError with the end of its log if the process is gone."""
@@ -195,3 +273,28 @@ def _successful(path: str, answer: Any) -> Body:  # noqa: ANN401 - as ServerClie
         reason = answer.get("message") or answer.get("error_message") or answer
         raise EngineError(f"{path} failed: {reason}")
     return answer
+
+
+def refused_arguments(log_text: str, arguments: Mapping[str, object]) -> list[ConfigError]:
+    """Find in a server's log which arguments it does not have; ``refusal_of`` wrote the lines.
+
+    Args:
+        log_text: what the server wrote.
+        arguments: that it was started with.
+    """
+    lines = [line.strip() for line in log_text.splitlines()]
+    found = [json.loads(line.removeprefix(_REFUSED)) for line in lines if line.startswith(_REFUSED)]
+    return [
+        ConfigError(
+            f"rollout.engine_args.{name}",
+            arguments[name],
+            "the installed SGLang has no such argument",
+            fix,
+        )
+        for name, fix in found
+    ]
+
+
+def refusal_of(name: str, known: Sequence[str]) -> str:
+    """Write the line that ``refused_arguments`` reads."""
+    return _REFUSED + json.dumps([name, nearest(name, known)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -55,6 +55,7 @@ class ServerClient:
         self._require_alive = require_alive
         self._loop = asyncio.new_event_loop()
         self._session: aiohttp.ClientSession | None = None
+        self._open_work: set[asyncio.Future[Any]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name=name)
         self._thread.start()
 
@@ -102,15 +103,30 @@ class ServerClient:
             raise ServerError(path, answer.status, _message_of(text))
         return _parsed(text)
 
-    async def settle(self, work: Sequence[Awaitable[T]]) -> list[T | EngineError | DeadlineError]:
-        """Await all, and return for each its result or the error of ours that it raised."""
-        results = await asyncio.gather(*work, return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException) and not isinstance(
-                result, EngineError | DeadlineError
-            ):
-                raise result
-        return results  # type: ignore[return-value]  # others were raised
+    async def settle(
+        self, work: Sequence[Coroutine[Any, Any, T]]
+    ) -> list[T | EngineError | DeadlineError]:
+        """Await all, and return for each its result or the error of ours that it raised.
+
+        What ``cut_off`` cancelled counts as a lost connection.
+        """
+        tasks = [asyncio.ensure_future(each) for each in work]
+        self._open_work.update(tasks)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        self._open_work.difference_update(tasks)
+        return [_known(result) for result in results]
+
+    def cut_off(self, *, after_s: float) -> None:
+        """Stop waiting for everything that is settled, unless it ends within ``after_s``.
+
+        A server that sees a connection close aborts its request.
+        """
+
+        def cancel() -> None:
+            for task in self._open_work:
+                task.cancel()
+
+        self._loop.call_soon_threadsafe(self._loop.call_later, after_s, cancel)
 
     def close(self) -> None:
         """Drop all connections and end the thread. Idempotent."""
@@ -128,6 +144,14 @@ class ServerClient:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector)
         return self._session
+
+
+def _known(result: T | BaseException) -> T | EngineError | DeadlineError:
+    if isinstance(result, asyncio.CancelledError):
+        return ConnectionLostError("it was cut off while the engine drained")
+    if isinstance(result, BaseException) and not isinstance(result, EngineError | DeadlineError):
+        raise result
+    return result
 
 
 def _parsed(text: str) -> Any:  # noqa: ANN401

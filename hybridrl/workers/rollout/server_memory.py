@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.lora import LoraConfig
+from hybridrl.errors import ModelError
 from hybridrl.models.adapter_names import matrix_names
 from hybridrl.models.load import WeightFiles
 from hybridrl.workers.rollout.protocol import MemoryPart, WeightMemory
 
 _WEIGHT = ".weight"
+_EMBEDDING = "model.embed_tokens.weight"
+_NUM_COMPARED = 2000
 _TIED_AWAY = "lm_head.weight"
 _ROUNDING = 0.97
 
@@ -64,6 +67,27 @@ def _matrices(
             name_a, name_b = matrix_names(layer)
             yield name_a, (lora.rank, inputs)
             yield name_b, (outputs, lora.rank)
+
+
+def require_whole_vocabulary(folder: Path) -> None:
+    """Refuse a folder whose embedding has other rows than its config.json says.
+
+    The server takes its size from config.json, the trainer from the tensor.
+
+    Raises:
+        ModelError: both numbers.
+    """
+    files = WeightFiles(folder)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    expected = config.get("vocab_size")
+    for name in (_EMBEDDING, _TIED_AWAY):
+        rows = files.shape_of(name)[0] if name in files.names else expected
+        if rows != expected:
+            raise ModelError(
+                f"{folder}: {name} has {rows} rows, and config.json says vocab_size={expected}; "
+                "SGLang would be built for another vocabulary than the trainer's: save the model "
+                "again with the right config.json"
+            )
 
 
 def held_bytes(info: Mapping[str, Any], part: MemoryPart) -> int:

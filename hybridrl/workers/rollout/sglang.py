@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hybridrl import activity
 from hybridrl.batch import PromptBatch
-from hybridrl.config.rollout import RolloutConfig
+from hybridrl.config.rollout import ABORT_GRACE_S, FLUSH_TIMEOUT_S, RolloutConfig
 from hybridrl.errors import EngineError, LedgerError, ModelError, PhaseError, nearest
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.workers.rollout.adapter_fit import require_fit
@@ -38,14 +38,16 @@ from hybridrl.workers.rollout.protocol import (
     mismatch,
 )
 from hybridrl.workers.rollout.sampling import check_prompts, check_sampling
-from hybridrl.workers.rollout.server import Server
+from hybridrl.workers.rollout.server import Server, refusal_of
 from hybridrl.workers.rollout.server_arguments import ServerSpec
+from hybridrl.workers.rollout.server_capabilities import Capability
 from hybridrl.workers.rollout.server_client import ServerError
 from hybridrl.workers.rollout.server_memory import (
     adapter_shapes,
     base_shapes,
     held_bytes,
     list_weights,
+    require_whole_vocabulary,
 )
 from hybridrl.workers.rollout.server_process import end_with_parent
 from hybridrl.workers.rollout.server_requests import ExpertShape, build_groups
@@ -68,7 +70,6 @@ ADAPTER = "policy"
 """What our one adapter is called at the server."""
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
-_FLUSH_TIMEOUT_S = 20.0
 _STATUS_REFUSED = 3
 _NO_SUCH_ADAPTER = "does not exist"
 
@@ -93,11 +94,14 @@ class SGLangEngine:
         Raises:
             EngineError: it did not start, or its process cannot share memory with it.
             DeadlineError: not in time.
-            ModelError: the folder has no weights, or a broken file.
+            ConfigErrors: ``rollout.engine_args`` names an argument that SGLang does not have.
+            ModelError: the folder has no weights, a broken file, or another vocabulary than it
+                says.
         """
         self._spec = spec
         self._variables = dict(variables)
         self._num_ranks = spec.rollout.tensor_parallel_size
+        require_whole_vocabulary(spec.model_folder)
         self._weights = list_weights(
             spec.model_folder, itemsize=_ITEMSIZE[spec.rollout.dtype], lora=spec.lora
         )
@@ -218,7 +222,8 @@ class SGLangEngine:
         """Have the server load a bucket; see ``WeightPort``."""
         self._admission.require_idle("update_weights")
         self._require_resident("update_weights", MemoryPart.WEIGHTS)
-        if self.transport.in_session and not self._is_updating:
+        has_sessions = self._server.capabilities.can(Capability.UPDATE_SESSION)
+        if has_sessions and self.transport.in_session and not self._is_updating:
             self._server.require_success("/begin_weight_update")
             self._is_updating = True
         self.transport.deliver(self._server, offer, handles)
@@ -329,9 +334,14 @@ class SGLangEngine:
             DeadlineError: it stays busy; how many requests run and wait.
         """
         self._server.require_alive("drain")
-        aborted = self._admission.drain(timeout_s, abort=self._server.abort_all)
-        self._server.hold(timeout_s=_FLUSH_TIMEOUT_S)
+        aborted = self._admission.drain(timeout_s, abort=self._cut_off, grace_s=ABORT_GRACE_S)
+        self._server.hold(timeout_s=FLUSH_TIMEOUT_S)
         return aborted
+
+    def _cut_off(self) -> None:
+        """End our requests, also those that the server does not answer or does not know yet."""
+        self._server.client.cut_off(after_s=ABORT_GRACE_S / 2)
+        self._server.abort_all()
 
     def release(self, part: MemoryPart, *, backup: frozenset[str] = frozenset()) -> None:
         """Free a part's memory. What ``backup`` names survives where the server keeps a copy.
@@ -348,7 +358,8 @@ class SGLangEngine:
                 f"{len(backup)} weights must survive the release, and the server was started "
                 "without a host copy; set lora.base=backup, or rollout.backup_weights=always"
             )
-        self._server.release_memory(part.value)
+        if self._can_release(part):
+            self._server.release_memory(part.value)
         self._released.add(part)
 
     def resume(self, part: MemoryPart) -> None:
@@ -360,8 +371,14 @@ class SGLangEngine:
         """
         if part not in self._released:
             raise PhaseError(f"{part.name} is resident; only what was released can be resumed")
-        self._server.resume_memory(part.value)
+        if self._can_release(part):
+            self._server.resume_memory(part.value)
         self._released.remove(part)
+
+    def _can_release(self, part: MemoryPart) -> bool:
+        """Whether a part survives its release: older servers lose what captured graphs read."""
+        is_graph = part is MemoryPart.CUDA_GRAPH
+        return not is_graph or self._server.capabilities.can(Capability.KEEP_CUDA_GRAPHS)
 
     def continue_generation(self) -> None:
         """Admit requests again. Idempotent."""
@@ -370,14 +387,24 @@ class SGLangEngine:
 
     def resident_bytes(self, part: MemoryPart) -> int:
         """Return at least how many bytes a part holds; 0 where the server cannot free it."""
-        if part in self._released or not self.frees_memory:
+        if part in self._released or not self.frees_memory or not self._can_release(part):
             return 0
         return held_bytes(self._server.info, part)
 
     def restart(self) -> None:
-        """Kill the server and start another; its weights are random again."""
+        """Kill the server and start another; its weights are random again.
+
+        Raises:
+            EngineError: it did not start, or is of another version than the one before.
+        """
         self.shutdown()
+        before = self._server.capabilities
         self._boot()
+        try:
+            before.require_same_version(self._server.info)
+        except EngineError:
+            self.shutdown()
+            raise
 
     def shutdown(self) -> None:
         """Kill the server with all that it runs; idempotent."""
@@ -440,10 +467,7 @@ def serve(file: Path) -> None:
     unknown = [name for name in arguments if name not in known]
     if unknown:
         for name in unknown:
-            sys.stderr.write(
-                f"rollout.engine_args.{name}={arguments[name]!r}: SGLang has no such argument; "
-                f"{nearest(name, known)}\n"
-            )
+            sys.stderr.write(refusal_of(name, known) + "\n")
         raise SystemExit(_STATUS_REFUSED)
     run_server(server_args(**arguments))
 

@@ -17,6 +17,7 @@ from hybridrl.models.adapter_names import is_adapter_name
 from hybridrl.workers.rollout.protocol import MemoryPart, Offer, RolloutEngine, WeightPort
 from hybridrl.workers.sharding.ledger import WeightLedger
 from hybridrl.workers.sharding.memory import empty_cache, free_bytes, wait_until_freed
+from hybridrl.workers.sharding.memory_table import Holder, device_figures, memory_table
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ class ManagedEngine:
         """What is sent after every release of the weights; known once a policy is attached."""
         self.is_proved = False
         """Whether its weights were compared with the trainer's since it started."""
+        self.neighbours: Callable[[], Sequence[Holder]] = tuple
+        """Who else holds memory of the device, for the error of an engine that finds no room."""
         self._metrics: Metrics = {}
         self._arriving: dict[str, Tensor] = {}
         self._released: set[MemoryPart] = set()
@@ -225,6 +228,7 @@ class ManagedEngine:
         self.engine.release(part, backup=backup)
         self._released.add(part)
         if not self.engine.frees_memory:
+            self._add("memory/unmoved_releases", 1)
             return
         wait_until_freed(
             self._resident(part),
@@ -237,8 +241,20 @@ class ManagedEngine:
         """Allocate what was released, and nothing else: an engine may refuse, or leak, the rest."""
         if part in self._released:
             empty_cache(self._device)
-            self.engine.resume(part)
+            try:
+                self.engine.resume(part)
+            except EngineError as error:
+                raise EngineError(f"{error}\n{self._memory(part)}") from error
             self._released.remove(part)
+
+    def _memory(self, wanted: MemoryPart) -> str:
+        """Say who holds the memory in which ``wanted`` may not have found room."""
+        return memory_table(
+            f"the rollout engine could not resume its {wanted.value}; memory of {self._device}",
+            [Holder(f"engine {p.value}", self.engine.resident_bytes(p)) for p in MemoryPart],
+            self.neighbours(),
+            device_figures(self._device),
+        )
 
     def _add(self, name: str, amount: int) -> None:
         self._metrics = merge([self._metrics, {name: Sum(amount)}])

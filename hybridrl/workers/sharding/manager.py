@@ -15,6 +15,7 @@ from hybridrl.errors import PhaseError
 from hybridrl.metrics import Max, Metrics
 from hybridrl.workers.rollout.protocol import RolloutEngine, WeightPort
 from hybridrl.workers.sharding.control import ControlGroup
+from hybridrl.workers.sharding.expandable_segments import ordinary_segments
 from hybridrl.workers.sharding.fused_engines import FusedEngines
 from hybridrl.workers.sharding.lifecycle import Depth, LifeCycle
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
@@ -76,6 +77,8 @@ class ShardingManager:
             port=port,
             resends_base=lora is None or lora.base == "resend",
         )
+        if self._engines.managed is not None:
+            self._engines.managed.neighbours = self._tenants.holders
         self._life = LifeCycle(
             self._engines,
             host=self._tenants,
@@ -115,13 +118,15 @@ class ShardingManager:
         self._engines.require_source()
         self._is_rollout_open = True
         try:
-            self._life.sleep()  # a no-op, unless the last phase could not put the engines to sleep
-            self._life.wake()
-            try:
-                yield None if self._engines.managed is None else self._engines.managed.engine
-            finally:
-                self._wait_for_ranks()
+            with ordinary_segments():
+                # sleep is a no-op, unless the last phase could not put the engines to sleep
                 self._life.sleep()
+                self._life.wake()
+                try:
+                    yield None if self._engines.managed is None else self._engines.managed.engine
+                finally:
+                    self._wait_for_ranks()
+                    self._life.sleep()
         finally:
             self._is_rollout_open = False
 

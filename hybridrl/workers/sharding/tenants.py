@@ -9,6 +9,7 @@ import torch
 from hybridrl.errors import PhaseError
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.memory import empty_cache
+from hybridrl.workers.sharding.memory_table import Holder
 from hybridrl.workers.train.protocol import TrainState
 
 
@@ -46,6 +47,14 @@ class Tenants:
             raise PhaseError(f"tenant {name!r} is registered already; one training engine per role")
         self._tenants[name] = tenant
 
+    def holders(self) -> list[Holder]:
+        """Return what each tenant holds on the device, part by part."""
+        return [
+            Holder(f"{name} {part.value}", tenant.resident_bytes(part))
+            for name, tenant in self._tenants.items()
+            for part in TrainState
+        ]
+
     def make_room(self) -> None:
         """Gradients and optimizer state leave."""
         self._control.everywhere("make_room", self._offload_all_but_parameters)
@@ -73,10 +82,9 @@ class Tenants:
             tenant.offload(TrainState.PARAMETERS)
         empty_cache(self._device)
         left = [
-            f"{name} {part.value} {size / 2**20:.1f} MiB"
-            for name, tenant in self._tenants.items()
-            for part in TrainState
-            if (size := tenant.resident_bytes(part))
+            f"{holder.name} {holder.num_bytes / 2**20:.1f} MiB"
+            for holder in self.holders()
+            if holder.num_bytes
         ]
         if left:
             raise PhaseError(

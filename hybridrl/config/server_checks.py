@@ -1,0 +1,121 @@
+"""Rules about the SGLang server that rollout engines start."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.lora_checks import model_values
+from hybridrl.config.rollout import ABORT_GRACE_S, FLUSH_TIMEOUT_S
+from hybridrl.errors import ConfigError
+
+_TYPED: Mapping[str, str] = {
+    "model_path": "model.path",
+    "tokenizer_path": "model.path",
+    "context_length": "data.max_prompt_tokens and rollout.max_response_tokens",
+    "random_seed": "seed",
+    "device": "cluster.device",
+    "dtype": "rollout.dtype",
+    "tp_size": "rollout.tensor_parallel_size",
+    "mem_fraction_static": "rollout.memory_fraction",
+    "max_running_requests": "rollout.num_slots",
+    "disable_cuda_graph": "rollout.cuda_graphs",
+    "enable_return_routed_experts": "rollout.routed_experts",
+    "enable_memory_saver": "rollout.sleep",
+    "enable_weights_cpu_backup": "rollout.backup_weights, or lora.base=backup",
+    "enable_lora": "lora.enabled",
+    "lora_paths": "lora.init_from",
+    "max_lora_rank": "lora.rank",
+    "lora_target_modules": "lora.target_modules",
+}
+"""Arguments of SGLang that follow from a key of ours."""
+
+_OURS: Mapping[str, str] = {
+    "host": "the server listens on its own machine alone",
+    "port": "each server looks for a free one",
+    "served_model_name": "it tells a server from a stranger on its port",
+    "load_format": "weights are sent by the trainer, not read",
+    "skip_tokenizer_init": "requests carry token ids in both directions",
+    "max_loras_per_batch": "there is one adapter",
+    "max_loaded_loras": "there is one adapter",
+    "dp_size": "each group of rollout.tensor_parallel_size ranks has a server of its own",
+    "pp_size": "a server is tensor-parallel alone",
+    "nnodes": "a server lies on one node",
+    "node_rank": "a server lies on one node",
+    "api_key": "the server listens on its own machine alone",
+}
+"""Arguments of SGLang that are not to be chosen, and why."""
+
+
+def check_engine_args(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """What has a key of its own is typed there; else two keys would say different things."""
+    rollout = config.rollout
+    if rollout.engine_args and rollout.engine != "sglang":
+        yield ConfigError(
+            "rollout.engine_args",
+            dict(rollout.engine_args),
+            f"would be ignored: they are SGLang's, and rollout.engine={rollout.engine}",
+            remedies=[("rollout.engine_args={}",)],
+            fix="set rollout.engine_args={}, or rollout=sglang",
+        )
+        return
+    for name, value in rollout.engine_args.items():
+        key = f"rollout.engine_args.{name}"
+        if name in _TYPED:
+            rule, fix = f"{_TYPED[name]} says that", f"set {_TYPED[name]}, and ~{key}"
+        elif name in _OURS:
+            rule, fix = f"is not to be chosen: {_OURS[name]}", f"leave it out, or add ~{key}"
+        else:
+            continue
+        yield ConfigError(key, value, rule, fix, remedies=[(f"~{key}",)])
+
+
+def check_sglang_is_installed(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """SGLang is an extra: a run should not learn that it is missing from its workers."""
+    if config.rollout.engine == "sglang" and find_spec("sglang") is None:
+        yield ConfigError(
+            "rollout.engine",
+            "sglang",
+            "SGLang is not installed",
+            fix="pip install 'hybridrl[sglang]' (on a CPU: make sglang-cpu), or set "
+            "rollout.engine=hf",
+            remedies=[("rollout.engine=hf",)],
+        )
+
+
+def check_drain_fits_its_stage(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Ranks wait for a draining one no longer than a stage may take."""
+    rollout = config.rollout
+    after_s = ABORT_GRACE_S + FLUSH_TIMEOUT_S
+    needed_s = rollout.drain_timeout_s + after_s
+    if rollout.engine != "sglang" or rollout.stage_timeout_s >= needed_s:
+        return
+    remedies = [(f"rollout.stage_timeout_s={math.ceil(needed_s)}",)]
+    if rollout.stage_timeout_s > after_s:
+        remedies.append((f"rollout.drain_timeout_s={rollout.stage_timeout_s - after_s:g}",))
+    yield ConfigError(
+        "rollout.stage_timeout_s",
+        rollout.stage_timeout_s,
+        f"to drain SGLang may take rollout.drain_timeout_s={rollout.drain_timeout_s:g} and, until "
+        f"aborted requests have ended and the server has shown that it is idle, {after_s:g} s more",
+        remedies=remedies,
+    )
+
+
+def check_server_reads_the_model(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """SGLang (seen with 0.5.21) leaves a tied head of Qwen3-MoE as it was made: at random."""
+    values = model_values(config)
+    if config.rollout.engine != "sglang" or not values.get("tie_word_embeddings", False):
+        return
+    if values.get("model_type") == "qwen3_moe":
+        yield ConfigError(
+            "model.path",
+            config.model.path,
+            "its output embedding is tied (tie_word_embeddings), and SGLang does not tie that of "
+            "qwen3_moe: it would sample from a random one",
+            fix="set rollout.engine=hf, or untie it: save lm_head.weight, and "
+            "tie_word_embeddings=false in config.json",
+            remedies=[("rollout.engine=hf",)],
+        )

@@ -1,0 +1,145 @@
+"""A server that is killed is named, restarted by the life cycle, and the next phase works."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridrl.batch import PromptBatch
+from hybridrl.errors import EngineError
+from hybridrl.workers.rollout.protocol import MemoryPart, Response, SamplingParams
+from hybridrl.workers.rollout.sglang import SGLangEngine
+from hybridrl.workers.sharding.control import ControlGroup, StageError
+from hybridrl.workers.sharding.manager import ShardingManager
+from hybridrl.workers.sharding.states import State
+from tests.sglang.engines import server_spec, sglang_config
+from tests.sglang.strangers import generating, kill_scheduler, kill_server
+from tests.workers.rollout.engines import make_prompts, sampling_params, tokens_of
+from tests.workers.train.engines import CPU, build_fsdp2
+
+PROMPTS = make_prompts((4, 9))
+GREEDY = sampling_params(group=1, tokens=6, temperature=0.0)
+LONG = sampling_params(group=8, tokens=80)
+NUM_CYCLES = 2
+EXIT_TIMEOUT_S = 30
+
+
+class MortalEngine(SGLangEngine):
+    """Loses its server on entering a method."""
+
+    dies_in = ""
+    kill: Callable[[SGLangEngine], None] = staticmethod(kill_server)
+
+    def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> list[Response]:
+        if self.dies_in != "generate":
+            return super().generate(prompts, sampling)
+        self.dies_in = ""
+        many = make_prompts([5] * 25)
+        with generating(self, many, LONG) as call:
+            self.kill(self)
+            return call.result()
+
+    def update_weights(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        self._die_if_due("update_weights")
+        super().update_weights(tensors)
+
+    def release(self, part: MemoryPart, *, backup: frozenset[str] = frozenset()) -> None:
+        self._die_if_due("release")
+        super().release(part, backup=backup)
+
+    def _die_if_due(self, method: str) -> None:
+        if self.dies_in == method:
+            self.dies_in = ""
+            self.kill(self)
+
+
+@dataclass(frozen=True)
+class Device:
+    """The engine, and who owns the device that it shares with an actor."""
+
+    engine: MortalEngine
+    manager: ShardingManager
+
+    def rollout(self) -> list[list[int]]:
+        with self.manager.rollout_phase() as serving:
+            assert serving is self.engine
+            return tokens_of(serving.generate(PROMPTS, GREEDY))
+
+
+@pytest.fixture(scope="module")
+def device(served_model: Path) -> Iterator[Device]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    engine = MortalEngine(server_spec(served_model, sleep=True), variables={})
+    control = ControlGroup(timeout_s=60.0)
+    try:
+        manager = ShardingManager(
+            engine=engine, config=sglang_config(sleep=True), device=CPU, control=control
+        )
+        manager.attach_policy(build_fsdp2(served_model))
+        yield Device(engine, manager)
+    finally:
+        engine.shutdown()
+        dist.destroy_process_group()
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("method", "kill"),
+    [("generate", kill_scheduler), ("update_weights", kill_server), ("release", kill_server)],
+)
+def test_a_server_killed_in_a_stage_is_named_and_the_next_phases_sample_as_before(
+    device: Device, method: str, kill: Callable[[SGLangEngine], None]
+) -> None:
+    before = [device.rollout() for _ in range(NUM_CYCLES)]
+    assert before[0] == before[1]
+    device.engine.dies_in, device.engine.kill = method, kill  # type: ignore[method-assign]
+    if method == "release":  # the responses are there already; what is broken is mended at once
+        assert device.rollout() == before[0]
+        assert device.engine.dies_in == ""
+    else:
+        device.manager.weights_changed(version=7)
+        with pytest.raises((EngineError, StageError), match=r"SGLang|sync failed on engine 0"):
+            device.rollout()
+    after = [device.rollout() for _ in range(NUM_CYCLES)]
+    assert after == before
+    assert device.manager.states == (State.ASLEEP,)
+    device.manager.require_training()
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from hybridrl.workers.rollout.sglang import SGLangEngine
+from tests.sglang.engines import server_spec
+SGLangEngine(server_spec(Path(sys.argv[1])), variables={})
+"""
+
+
+@pytest.mark.timeout(120)
+def test_no_process_is_left_of_a_server_whose_worker_is_killed(served_model: Path) -> None:
+    worker = subprocess.Popen([sys.executable, "-c", CHILD, str(served_model)])
+    try:
+        family: list[psutil.Process] = []
+        while not any("scheduler" in process.name() for process in family):
+            assert worker.poll() is None
+            time.sleep(0.2)
+            family = living(psutil.Process(worker.pid).children(recursive=True))
+    finally:
+        worker.kill()
+        worker.wait()
+    _, left = psutil.wait_procs(family, timeout=EXIT_TIMEOUT_S)
+    assert living(left) == []
+
+
+def living(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run: one that nobody has waited for is no process any more."""
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

@@ -1,0 +1,183 @@
+"""What an engine asks of each release, and refuses; servers answer as they were recorded."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridrl.config.lora import LoraConfig
+from hybridrl.errors import EngineError
+from hybridrl.workers.rollout import server
+from hybridrl.workers.rollout.protocol import MemoryPart
+from hybridrl.workers.rollout.server_process import free_port
+from hybridrl.workers.rollout.sglang import SGLangEngine
+from tests.sglang.engines import running_engine, server_spec, sync, weights_of
+from tests.sglang.recorded_server import MODULE, calls_in
+from tests.workers.train.lora_engines import with_lora
+
+Start = Callable[..., AbstractContextManager[SGLangEngine]]
+
+
+@pytest.fixture
+def calls(tmp_path: Path) -> Path:
+    return tmp_path / "calls.jsonl"
+
+
+@pytest.fixture
+def start(served_model: Path, calls: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Starts an engine on a recorded server of a version."""
+    monkeypatch.setattr(server, "_CHILD", MODULE)
+
+    @contextmanager
+    def started(
+        version: str,
+        changes: dict[str, object] | None = None,
+        *,
+        lora: LoraConfig | None = None,
+        **keys: object,
+    ) -> Iterator[SGLangEngine]:
+        monkeypatch.setenv("RECORDED_VERSION", version)
+        monkeypatch.setenv("RECORDED_CALLS", str(calls))
+        monkeypatch.setenv("RECORDED_CHANGES", json.dumps(changes or {}))
+        with running_engine(replace(server_spec(served_model, **keys), lora=lora)) as engine:
+            yield engine
+
+    return started
+
+
+@pytest.mark.parametrize(("version", "has_sessions"), [("0.5.17", False), ("0.5.21", True)])
+def test_an_update_is_bracketed_where_the_release_wants_it(
+    start: Start, served_model: Path, calls: Path, version: str, has_sessions: bool
+) -> None:
+    with start(version) as engine:
+        for number in range(2):
+            sync(engine, weights_of(served_model), version=number)
+    paths = [path for path, _ in calls_in(calls)]
+    assert paths.count("/update_weights_from_tensor") == 4
+    assert paths.count("/begin_weight_update") == (2 if has_sessions else 0)
+    assert paths.count("/end_weight_update") == (2 if has_sessions else 0)
+
+
+@pytest.mark.parametrize(("version", "keeps_graphs"), [("0.5.17", False), ("0.5.21", True)])
+def test_graph_memory_is_released_only_where_graphs_survive_it(
+    start: Start, calls: Path, version: str, keeps_graphs: bool
+) -> None:
+    with start(version) as engine:
+        for _ in range(2):
+            engine.pause()
+            engine.drain(timeout_s=5.0)
+            for part in MemoryPart:
+                engine.release(part)
+            for part in MemoryPart:
+                engine.resume(part)
+    tags = [body["tags"][0] for path, body in calls_in(calls) if path.startswith("/release_")]
+    graph = ["cuda_graph"] if keeps_graphs else []
+    assert tags == ["weights", "kv_cache", *graph] * 2
+
+
+def test_a_drain_ends_in_a_flush_behind_a_closed_door(start: Start, calls: Path) -> None:
+    with start("0.5.21") as engine:
+        engine.pause()
+        engine.drain(timeout_s=5.0)
+    paths = [path for path, _ in calls_in(calls)]
+    assert paths == [
+        "/abort_request",
+        "/flush_cache?timeout=1.00",
+        "/pause_generation",
+        "/flush_cache",
+    ]
+
+
+def test_what_a_server_lacks_is_one_line_of_the_log(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), start("0.5.17"):
+        lines = [r.getMessage() for r in caplog.records if "SGLang answers" in r.getMessage()]
+    (line,) = lines
+    assert "version=0.5.17" in line
+    assert "update_session,ready_route" in line
+
+
+def test_a_server_of_another_version_than_before_is_refused_at_a_restart(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start("0.5.21") as engine:
+        engine.restart()
+        monkeypatch.setenv("RECORDED_VERSION", "0.5.23")
+        with pytest.raises(EngineError, match=r"now is SGLang 0\.5\.23.*restart the run"):
+            engine.restart()
+        with pytest.raises(EngineError, match="SGLang"):
+            engine.drain(timeout_s=1.0)
+
+
+@pytest.mark.parametrize("name", ["dtype", "context_length", "tp_size"])
+def test_a_server_that_changed_its_arguments_is_refused(start: Start, name: str) -> None:
+    with (
+        pytest.raises(EngineError, match=f"{name}='other' instead of"),
+        start("0.5.21", {name: "other"}),
+    ):
+        raise AssertionError("it may not start")
+
+
+def test_routed_experts_are_refused_where_the_server_does_not_return_them(start: Start) -> None:
+    changes = {"enable_return_routed_experts": True}
+    with start("0.5.21", changes, routed_experts=True):
+        pass
+    expected = "enable_return_routed_experts=False instead of True"
+    with (
+        pytest.raises(EngineError, match=expected),
+        start("0.5.21", {"enable_return_routed_experts": False}, routed_experts=True),
+    ):
+        raise AssertionError("it may not start")
+
+
+def test_a_port_that_another_process_took_is_left_to_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        ports = iter([taken, taken, free_port()])
+        monkeypatch.setattr(server, "free_port", lambda: next(ports))
+        monkeypatch.setattr(server, "_PROBE_TIMEOUT_S", 0.3)
+        with start("0.5.21") as engine:
+            assert engine._server.info["port"] != taken
+        assert next(ports, None) is None
+
+
+@pytest.mark.parametrize(
+    ("tensor", "word"),
+    [
+        (("model.embed_token.weight", torch.zeros(64, 32)), "did you mean 'model.embed_tokens"),
+        (("model.norm.weight", torch.zeros(7)), r"came with 7 numbers \[7\]"),
+    ],
+)
+def test_a_tensor_that_the_server_would_drop_in_silence_is_refused(
+    start: Start, calls: Path, tensor: tuple[str, torch.Tensor], word: str
+) -> None:
+    with start("0.5.21") as engine, pytest.raises(EngineError, match=word):
+        engine.update_weights([tensor])
+    assert calls_in(calls) == []
+
+
+def test_an_adapter_of_a_higher_rank_than_the_servers_is_refused(
+    served_model: Path, start: Start, calls: Path
+) -> None:
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    inputs = weights_of(served_model)["model.layers.0.self_attn.q_proj.weight"].shape[1]
+    with start("0.5.21", lora=with_lora(rank=4)) as engine:
+        engine.load_adapter({name: torch.zeros(4, inputs)})
+        with pytest.raises(EngineError, match=rf"came with {8 * inputs} numbers \[8, {inputs}\]"):
+            engine.load_adapter({name: torch.zeros(8, inputs)})
+    ((path, body),) = calls_in(calls)
+    assert path == "/load_lora_adapter_from_tensors"
+    assert body["config_dict"]["r"] == 4
