@@ -45,7 +45,9 @@ def _serve_or_offer(rank: int, folders: list[Path]) -> list[str]:
     if rank == 1:
         return _send_from(rank, None, folders)
     spec = server_spec(folders[0], tensor_parallel_size=2)
-    with running_engine(spec, variables=one_core_each(2)) as engine:
+    # Ranks of a test join the store of their parent; those of the server must make their own.
+    variables = one_core_each(2) | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
+    with running_engine(spec, variables=variables) as engine:
         return _send_from(rank, engine, folders)
 
 
