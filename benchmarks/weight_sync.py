@@ -25,6 +25,8 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hybridrl.config.load import load_config
+from hybridrl.config.rollout import RolloutConfig
+from hybridrl.main import compose
 from hybridrl.workers.rollout.server_arguments import ServerSpec
 from hybridrl.workers.rollout.sglang import DIALECT, SGLangEngine
 from hybridrl.workers.rollout.weight_ports import build_transport
@@ -69,9 +71,14 @@ def make_model(root: Path) -> Path:
     return root / "model"
 
 
+def rollout_config() -> RolloutConfig:
+    """Return the section as ``rollout=sglang`` has it."""
+    return load_config(compose(["rollout=sglang", "trainer.run_dir=unused"])).rollout
+
+
 def start(folder: Path) -> SGLangEngine:
     """Start a small server, paused, with made-up weights."""
-    rollout = load_config(["rollout=sglang"]).rollout
+    rollout = rollout_config()
     engine = SGLangEngine(
         ServerSpec(
             model_folder=folder,
@@ -116,7 +123,7 @@ def measure(
 def use(engine: SGLangEngine, transport: str) -> None:
     """Let weights take another way from here on."""
     engine.transport.forget()
-    rollout = replace(load_config(["rollout=sglang"]).rollout, transport=transport)
+    rollout = replace(rollout_config(), transport=transport)
     engine.transport = build_transport(rollout, DIALECT, device=CPU, leads=True)
 
 

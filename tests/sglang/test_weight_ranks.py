@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hybridrl.workers.rollout.sglang import SGLangEngine, weight_port
 from tests.models import make_tiny_model
@@ -20,6 +21,7 @@ CPU = torch.device("cpu")
 def _send_from(rank: int, engine: SGLangEngine | None, folders: list[Path]) -> list[str]:
     """Two streams that arrive, and before each one that breaks off on the rank that only offers."""
     rollout = server_spec(folders[0], tensor_parallel_size=2).rollout
+    dist.barrier()  # one of us has waited for the server, longer than a stage may take
     port = weight_port(engine, rollout=rollout, device=CPU)
     reasons = []
     for version, folder in enumerate(folders):
@@ -43,7 +45,9 @@ def _serve_or_offer(rank: int, folders: list[Path]) -> list[str]:
     if rank == 1:
         return _send_from(rank, None, folders)
     spec = server_spec(folders[0], tensor_parallel_size=2)
-    with running_engine(spec, variables=one_core_each(2)) as engine:
+    # Ranks of a test join the store of their parent; those of the server must make their own.
+    variables = one_core_each(2) | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
+    with running_engine(spec, variables=variables) as engine:
         return _send_from(rank, engine, folders)
 
 
