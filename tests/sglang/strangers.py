@@ -56,17 +56,17 @@ def kill_scheduler(engine: SGLangEngine) -> None:
     schedulers_of(engine)[0].kill()
 
 
-def stranger_asks(engine: SGLangEngine, *, num_tokens: int) -> Body:
-    """A request that the engine knows nothing of; returns its answer."""
-    answer: Body = server_of(engine).client.call(
+def stranger_asks(engine: SGLangEngine, *, num_requests: int) -> list[Body]:
+    """Requests that the engine knows nothing of, long ones; returns their answers."""
+    answers: list[Body] = server_of(engine).client.call(
         "/generate",
         {
-            "input_ids": [1, 2, 3],
-            "sampling_params": {"max_new_tokens": num_tokens, "ignore_eos": True},
+            "input_ids": [[1, 2, 3]] * num_requests,
+            "sampling_params": {"max_new_tokens": 90, "ignore_eos": True},
         },
         timeout_s=60.0,
     )
-    return answer
+    return answers
 
 
 def wait_until_running(engine: SGLangEngine) -> None:

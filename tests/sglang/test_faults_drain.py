@@ -107,12 +107,13 @@ def test_a_request_of_somebody_else_that_never_ends_does_not_hold_the_drain_up_t
 ) -> None:
     for _ in range(2):
         with ThreadPoolExecutor(max_workers=1) as pool:
-            theirs = pool.submit(stranger_asks, engine, num_tokens=90)
+            theirs = pool.submit(stranger_asks, engine, num_requests=NUM_REQUESTS)
             wait_until_running(engine)
             server_of(engine).post("/pause_generation", mode=mode)
             engine.pause()
             assert engine.drain(timeout_s=0.3) == 0
-            assert theirs.result()["meta_info"]["finish_reason"]["type"] == "abort"
+            reasons = {each["meta_info"]["finish_reason"]["type"] for each in theirs.result()}
+            assert "abort" in reasons
         engine.continue_generation()
         require_serving(engine)
 
