@@ -16,6 +16,7 @@ _LOST_PEER = re.compile(
     r"|^(?:RuntimeError|StageError|EngineError): .*(?:closed by peer|reset by peer|Broken pipe"
     r"|Timed out waiting|timeout caused pair closure|failed to pass monitoredBarrier"
     r"|communicator was aborted)"
+    r"|\bServerDiedError: "
 )
 """What an error says, on one line after its type, when a process that it talked to went away."""
 
@@ -129,6 +130,10 @@ class EngineError(HybridRLError, RuntimeError):
 
 class DriftError(EngineError):
     """Trainer and rollout engine are not the same policy any more; says by how much, and why."""
+
+
+class ServerDiedError(EngineError):
+    """The process of a rollout server is gone: killed, out of memory, or ended by itself."""
 
 
 class LedgerError(EngineError):

@@ -66,3 +66,18 @@ def test_a_death_a_hang_and_their_consequences_are_restartable(error: HybridRLEr
 )
 def test_what_the_same_code_would_do_again_is_not(error: BaseException) -> None:
     assert not is_restartable(error)
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_lost"),
+    [
+        ("StageError: drain failed on engine 0: ServerDiedError: SGLang was killed", True),
+        ("ServerDiedError: /generate: SGLang was killed by SIGKILL", True),
+        ("EngineError: it did not start: SGLang ended with status 3", False),
+    ],
+)
+def test_a_server_that_died_is_worth_new_processes_and_one_that_never_started_is_not(
+    cause: str, is_lost: bool
+) -> None:
+    error = RemoteCallError(rank=0, host="h", method="generate", cause=cause, traceback="")
+    assert is_restartable(error) is is_lost

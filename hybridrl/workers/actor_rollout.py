@@ -24,6 +24,7 @@ from hybridrl.workers.checkpointed import CheckpointedWorker
 from hybridrl.workers.process_group import end_process_group, start_process_group
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.protocol import SamplingParams
+from hybridrl.workers.rollout.server_arguments import device_name
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.frozen_base import settle_base
 from hybridrl.workers.sharding.manager import ShardingManager
@@ -65,7 +66,9 @@ class ActorRolloutWorker(CheckpointedWorker):
         self._carried: Metrics = {}
         tensor_parallel_size = spec.rollout.tensor_parallel_size
         leads = self.rank % tensor_parallel_size == 0
-        engine = build_rollout_engine(spec, device) if leads else None
+        gpus = control.gather("devices", device_name(device))
+        mine = gpus[self.rank : self.rank + tensor_parallel_size]
+        engine = build_rollout_engine(spec, device, gpus=mine) if leads else None
         self.sharding = ShardingManager(
             engine=engine,
             port=build_weight_port(spec, device, engine=engine),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +18,7 @@ from hybridrl.config.rollout import RolloutConfig
 from hybridrl.planning.frozen_base import BasePlan
 from hybridrl.workers.rollout.hf import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import RolloutEngine, WeightPort
-from hybridrl.workers.rollout.server_arguments import ServerSpec, visible_devices
+from hybridrl.workers.rollout.server_arguments import ServerSpec, device_name, show_devices
 from hybridrl.workers.train.critic import FSDP2Critic
 from hybridrl.workers.train.fsdp2 import FSDP2Engine
 from hybridrl.workers.train.losses import PolicyGradientLoss
@@ -122,9 +122,18 @@ def build_critic_engine(spec: CriticSpec, device: torch.device) -> CriticEngine:
     return _CRITIC_ENGINES[spec.critic.engine](spec, device)
 
 
-def build_rollout_engine(spec: ActorRolloutSpec, device: torch.device) -> RolloutEngine:
-    """Start the rollout engine that this rank leads."""
-    return _ROLLOUT_ENGINES[spec.rollout.engine](spec, device)
+def build_rollout_engine(
+    spec: ActorRolloutSpec, device: torch.device, *, gpus: Sequence[str] = ()
+) -> RolloutEngine:
+    """Start the rollout engine that this rank leads.
+
+    Args:
+        spec: what the worker runs.
+        device: of this rank.
+        gpus: of all ranks that share the engine, by ``device_name``; left out where it is this
+            rank's alone.
+    """
+    return _ROLLOUT_ENGINES[spec.rollout.engine](spec, device, gpus or [device_name(device)])
 
 
 def build_weight_port(
@@ -193,7 +202,7 @@ def _build_fsdp2_critic(spec: CriticSpec, device: torch.device) -> CriticEngine:
     )
 
 
-def _build_hf(spec: ActorRolloutSpec, device: torch.device) -> RolloutEngine:
+def _build_hf(spec: ActorRolloutSpec, device: torch.device, _gpus: Sequence[str]) -> RolloutEngine:
     return HFRolloutEngine(
         spec.model_folder,
         config=spec.rollout,
@@ -203,7 +212,9 @@ def _build_hf(spec: ActorRolloutSpec, device: torch.device) -> RolloutEngine:
     )
 
 
-def _build_sglang(spec: ActorRolloutSpec, device: torch.device) -> RolloutEngine:
+def _build_sglang(
+    spec: ActorRolloutSpec, device: torch.device, gpus: Sequence[str]
+) -> RolloutEngine:
     server = ServerSpec(
         model_folder=spec.model_folder,
         rollout=spec.rollout,
@@ -213,9 +224,7 @@ def _build_sglang(spec: ActorRolloutSpec, device: torch.device) -> RolloutEngine
         device=spec.device,
     )
     engine: RolloutEngine = import_module(_SGLANG).SGLangEngine(
-        server,
-        variables=visible_devices(device, count=spec.rollout.tensor_parallel_size),
-        device=device,
+        server, variables=show_devices(gpus), device=device
     )
     return engine
 
@@ -229,7 +238,8 @@ _SCORING_ENGINES: dict[str, Callable[[TrainSpec, torch.device], ScoringEngine]] 
 _CRITIC_ENGINES: dict[str, Callable[[CriticSpec, torch.device], CriticEngine]] = {
     "fsdp2": _build_fsdp2_critic
 }
-_ROLLOUT_ENGINES: dict[str, Callable[[ActorRolloutSpec, torch.device], RolloutEngine]] = {
+_BuildRollout = Callable[[ActorRolloutSpec, torch.device, Sequence[str]], RolloutEngine]
+_ROLLOUT_ENGINES: dict[str, _BuildRollout] = {
     "hf": _build_hf,
     "sglang": _build_sglang,
 }

@@ -5,7 +5,7 @@ Only names and values; nothing here imports SGLang.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,22 +118,25 @@ def environment(spec: ServerSpec) -> Mapping[str, str]:
     }
 
 
-def visible_devices(device: torch.device, *, count: int) -> Mapping[str, str]:
-    """Return the variable that shows a server the GPUs of its ranks, which are adjacent on a node.
+def device_name(device: torch.device) -> str:
+    """Name this process's GPU as other processes of the node know it; empty on a CPU.
 
-    Ray shows a rank all GPUs of its node (``single_controller``), numbered as its local ranks are.
-
-    Args:
-        device: of the rank that leads.
-        count: ranks that share the server.
+    Ray shows each rank its own GPU alone, under the number 0.
     """
     if device.type != "cuda":
-        return {}
-    numbers = range(device.index, device.index + count)
-    listed = env.get("CUDA_VISIBLE_DEVICES")
-    known = [name for name in listed.split(",") if name]
-    names = [known[number] if known else str(number) for number in numbers]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
+        return ""
+    listed = [name for name in env.get("CUDA_VISIBLE_DEVICES").split(",") if name]
+    index = device.index or 0
+    return listed[index] if listed else str(index)
+
+
+def show_devices(names: Sequence[str]) -> Mapping[str, str]:
+    """Return the variable that shows a server these GPUs, and no other; nothing on a CPU.
+
+    Args:
+        names: of the ranks that share the server, in rank order, by ``device_name``.
+    """
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names)} if all(names) else {}
 
 
 def _adapter_arguments(lora: LoraConfig, device: str) -> Arguments:

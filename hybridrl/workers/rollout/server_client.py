@@ -77,7 +77,14 @@ class ServerClient:
         return self.start(work).result()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the client's loop, and go on meanwhile."""
+        """Run a coroutine on the client's loop, and go on meanwhile.
+
+        Raises:
+            EngineError: the client was closed.
+        """
+        if self._loop.is_closed():
+            work.close()
+            raise EngineError(f"{self._name} was ended, and is asked for something; restart it")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def request(

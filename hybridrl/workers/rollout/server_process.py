@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hybridrl import activity, env
-from hybridrl.errors import DeadlineError, EngineError
+from hybridrl.errors import DeadlineError, EngineError, ServerDiedError
 from hybridrl.processes import kill_session
 
 log = logging.getLogger(__name__)
@@ -77,11 +77,13 @@ class ServerProcess:
         """Refuse to go on with a server that is gone.
 
         Raises:
-            EngineError: how it ended, and the last lines of its log.
+            ServerDiedError: how it ended, and the last lines of its log.
         """
         status = self.exit_status()
         if status is not None:
-            raise EngineError(f"{what}: {self.name} {_ended(status)}\n{self.tail()}")
+            raise ServerDiedError(
+                f"{what}: {self.name} (process {self.pid}) {_ended(status)}\n{self.tail()}"
+            )
 
     def wait_until_ready(self, is_ready: Callable[[], bool], *, timeout_s: float) -> float:
         """Poll ``is_ready`` until it is true, and return the seconds since the start.
@@ -90,6 +92,12 @@ class ServerProcess:
             EngineError: the server ended before; with the last lines of its log.
             DeadlineError: it was not ready in time; likewise.
         """
+        try:
+            return self._wait(is_ready, timeout_s)
+        except ServerDiedError as error:  # it would do so again: no restart can be expected to help
+            raise EngineError(str(error)) from error
+
+    def _wait(self, is_ready: Callable[[], bool], timeout_s: float) -> float:
         told = self._begin
         with activity.doing(f"wait for {self.name} to start"):
             while not is_ready():

@@ -11,8 +11,9 @@ from hybridrl.config.lora import LoraConfig
 from hybridrl.workers.rollout.server_arguments import (
     ServerSpec,
     build_arguments,
+    device_name,
     environment,
-    visible_devices,
+    show_devices,
 )
 from tests.config.values import config_of
 from tests.workers.rollout.engines import rollout_config
@@ -100,13 +101,16 @@ def test_expandable_segments_never_reach_a_server_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("listed", "expected"),
-    [("", "2,3"), ("4,5,6,7", "6,7"), ("GPU-a,GPU-b,GPU-c,GPU-d", "GPU-c,GPU-d")],
+    ("listed", "index", "expected"), [("", 2, "2"), ("4,5,6,7", 3, "7"), ("GPU-b", 0, "GPU-b")]
 )
-def test_a_server_sees_the_gpus_of_its_ranks_by_the_names_that_this_process_has(
-    monkeypatch: pytest.MonkeyPatch, listed: str, expected: str
+def test_a_gpu_is_named_as_other_processes_of_the_node_know_it(
+    monkeypatch: pytest.MonkeyPatch, listed: str, index: int, expected: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
-    found = visible_devices(torch.device("cuda", 2), count=2)
-    assert found == {"CUDA_VISIBLE_DEVICES": expected}
-    assert visible_devices(torch.device("cpu"), count=2) == {}
+    assert device_name(torch.device("cuda", index)) == expected
+    assert device_name(torch.device("cpu")) == ""
+
+
+def test_a_server_sees_the_gpus_of_all_its_ranks_in_their_order() -> None:
+    assert show_devices(["GPU-b", "GPU-a"]) == {"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-a"}
+    assert show_devices(["", ""]) == {}

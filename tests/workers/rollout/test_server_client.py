@@ -87,3 +87,10 @@ def test_requests_run_at_the_same_time() -> None:
     with answering(meet) as server, client_of(server.url) as client:
         requests = [client.request("/meet", {}, timeout_s=60.0) for _ in range(50)]
         assert client.run(client.settle(requests)) == ["met"] * 50
+
+
+def test_a_client_that_was_closed_says_so() -> None:
+    with client_of("http://127.0.0.1:1") as client:
+        client.close()
+        with pytest.raises(EngineError, match="the server was ended"):
+            client.call("/json", {}, timeout_s=1.0)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.errors import DeadlineError, EngineError
+from hybridrl.errors import DeadlineError, ServerDiedError
 from hybridrl.processes import members_of
 from hybridrl.workers.rollout.server_process import ServerProcess, free_port
 
@@ -61,16 +61,21 @@ def test_a_server_is_ready_when_it_says_so_and_ends_with_its_children_and_its_lo
 def test_a_server_that_ends_before_it_is_ready_is_told_with_its_last_words() -> None:
     with (
         running("import sys; print('no such model'); sys.exit(3)") as server,
-        pytest.raises(EngineError, match=r"the server ended with status 3\n.*\n  no such mod"),
+        pytest.raises(
+            ServerDiedError,
+            match=r"the server \(process \d+\) ended with status 3\n.*\n  no such mod",
+        ),
     ):
         server.wait_until_ready(lambda: False, timeout_s=60.0)
 
 
-def test_a_server_that_was_killed_is_told_with_the_signal() -> None:
+def test_a_server_that_was_killed_is_told_with_the_signal_and_counts_as_a_lost_process() -> None:
     with running("import time; time.sleep(600)") as server:
+        server.require_alive("generate")
         os.kill(server.pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match="was killed by SIGKILL"):
-            server.wait_until_ready(lambda: False, timeout_s=60.0)
+        wait_until_gone(server.pid)
+        with pytest.raises(ServerDiedError, match=r"generate: the server .* was killed by SIGKILL"):
+            server.require_alive("generate")
 
 
 def test_a_server_that_does_not_answer_in_time_names_the_key() -> None:
