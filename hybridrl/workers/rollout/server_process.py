@@ -63,6 +63,8 @@ class ServerProcess:
                 env=env.everything() | {"PYTHONPATH": env.python_path()} | dict(variables or {}),
             )
         self._begin = time.monotonic()
+        self._num_boring_bytes = 0
+        """Of its log: what was said before it was ready."""
 
     @property
     def pid(self) -> int:
@@ -93,7 +95,9 @@ class ServerProcess:
             DeadlineError: it was not ready in time; likewise.
         """
         try:
-            return self._wait(is_ready, timeout_s)
+            took_s = self._wait(is_ready, timeout_s)
+            self._num_boring_bytes = self.log_file.stat().st_size
+            return took_s
         except ServerDiedError as error:  # it would do so again: no restart can be expected to help
             raise EngineError(str(error)) from error
 
@@ -115,11 +119,12 @@ class ServerProcess:
         return time.monotonic() - self._begin
 
     def tail(self, num_lines: int = _NUM_LINES) -> str:
-        """Return the last lines of its log."""
+        """Return the last lines of its log; of a server that was ready those since then."""
         try:
-            text = self.log_file.read_text(encoding="utf-8", errors="replace")
+            log = self.log_file.read_bytes()[self._num_boring_bytes :]
         except OSError as error:
             return f"(its log cannot be read: {error})"
+        text = log.decode("utf-8", errors="replace")
         lines = [line for line in text.splitlines() if line.strip() and not _NOISE.search(line)]
         return "\n".join(["last lines of its log:", *(f"  {line}" for line in lines[-num_lines:])])
 
