@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.errors import DeadlineError, ServerDiedError
+from hybridrl.errors import DeadlineError, EngineError, ServerDiedError
 from hybridrl.processes import members_of
 from hybridrl.workers.rollout.server_process import ServerProcess, free_port
 
@@ -60,9 +60,9 @@ def test_a_server_is_ready_when_it_says_so_and_ends_with_its_children_and_its_lo
 
 
 def test_a_server_that_ends_before_it_is_ready_is_told_with_its_last_words() -> None:
-    with running("import sys; print('no such model'); sys.exit(3)") as server:
-        with pytest.raises(EngineError) as caught:
-            server.wait_until_ready(lambda: False, timeout_s=60.0)
+    dies = "import sys; print('no such model'); sys.exit(3)"
+    with running(dies) as server, pytest.raises(EngineError) as caught:
+        server.wait_until_ready(lambda: False, timeout_s=60.0)
     assert "ended with status 3\nlast lines of its log:\n  no such model" in str(caught.value)
     assert type(caught.value) is EngineError  # new processes would meet the same
 
