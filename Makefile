@@ -49,6 +49,8 @@ $(SGLANG_STAMP): $(STAMP) $(SGLANG)/requirements.txt $(wildcard $(SGLANG)/stand_
 	@touch $@
 
 sglang-cpu: $(SGLANG_STAMP)
+	@echo "SGLang is ready (what pip said is missing is for CUDA). Now:"
+	@echo "  source $(VENV)/bin/activate && python -m hybridrl.main rollout=sglang"
 
 train: $(STAMP)
 	@$(BIN)/python -m hybridrl.main $(ARGS)

@@ -86,8 +86,8 @@ def check_batch_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Rows of a step divide evenly over rollout engines, training ranks and mini-batches."""
     sizes = BatchSizes.of(config)
     rules = sizes.broken_rules()
-    if not rules:
-        return
+    if not rules or sizes.num_ranks_per_node % sizes.tensor_parallel_size:
+        return  # of the latter check_engines_lie_within_nodes speaks
     fixed = {"num_minibatches"} if config.algorithm.old_logprobs == "current" else set()
     alternatives = nearest_legal(sizes, fixed=fixed)
     before = asdict(sizes)
@@ -97,6 +97,24 @@ def check_batch_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
     ]
     yield ConfigError(
         _KEYS["num_prompts"], sizes.num_prompts, rule=" and ".join(rules), remedies=remedies
+    )
+
+
+def check_engines_lie_within_nodes(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Ranks that share a rollout engine lie on one node."""
+    sizes = BatchSizes.of(config)
+    ranks, size = sizes.num_ranks_per_node, sizes.tensor_parallel_size
+    if ranks % size == 0:
+        return
+    largest = max(n for n in range(1, size) if ranks % n == 0)
+    yield ConfigError(
+        "rollout.tensor_parallel_size",
+        size,
+        f"ranks that share an engine lie on one node, so it must divide "
+        f"cluster.num_ranks_per_node={ranks}",
+        fix=f"set rollout.tensor_parallel_size={largest}, or cluster.num_ranks_per_node={size} "
+        f"where a node has {size} devices",
+        remedies=[(f"rollout.tensor_parallel_size={largest}",)],
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from hybridrl.config.adapter_checks import check_lora_init_from
-from hybridrl.config.batch_sizes import check_batch_sizes
+from hybridrl.config.batch_sizes import check_batch_sizes, check_engines_lie_within_nodes
 from hybridrl.config.cluster_checks import (
     check_nodes_have_a_cluster,
     check_object_store,
@@ -323,7 +323,7 @@ _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
         check_server_reads_the_model,
     ),
     "critic": (check_critic_warmup, check_critic_kernel, check_critic_batch_sizes),
-    "batch sizes": (check_batch_sizes,),
+    "batch sizes": (check_batch_sizes, check_engines_lie_within_nodes),
     "reward": (check_reward_function,),
     "evaluation": (check_eval_has_data,),
 }

@@ -131,8 +131,8 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
             "cluster.ray_address=auto",
             "cluster.num_ranks_per_node=2",
         ),
-        "trainer.num_prompts_per_step",
-        "2 ranks per node must be a multiple of rollout.tensor_parallel_size=4",
+        "rollout.tensor_parallel_size",
+        "must divide cluster.num_ranks_per_node=2",
     ),
     (
         ("trainer.num_prompts_per_step=15", "cluster.num_ranks_per_node=2"),
