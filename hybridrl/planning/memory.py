@@ -22,6 +22,7 @@ _MIB = 2**20
 _FLOAT32 = 4
 _CPU_BUCKET = 256 * _MIB  # workers/sharding/weight_stream.py
 _CUDA_BUCKET_SHARE = 0.1  # of free memory, as there; free is taken as half of 80 GiB
+_SERVER = 1300 * _MIB  # of host memory before any weights, unshared; measured with SGLang 0.5.21
 _EXPORT_FILE = 4 * 2**30  # workers/train/export.py
 
 
@@ -66,6 +67,12 @@ class _PolicyRank(Rank):
             yield self._phase("critic_update", self._critic_update())
         yield self._phase("update", self._policy_update())
         yield self._phase("export", self._export())
+
+    def _phase(self, name: str, parts: list[Part]) -> Phase:
+        if self._sees_engine:
+            return super()._phase(name, parts)
+        server = Part("SGLang's processes", _SERVER, Place.HOST, is_measured=False)
+        return super()._phase(name, [*parts, server])
 
     def _engine(self) -> tuple[Part, Part]:
         kv_cache = Part("KV cache", self._rollout.kv_cache, is_measured=self._sees_engine)

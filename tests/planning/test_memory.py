@@ -161,6 +161,17 @@ def test_on_a_gpu_a_sleeping_engine_and_the_training_state_are_never_there_toget
     assert both <= {p.name for p in phase(asleep, "sync").parts}
 
 
+def test_sglang_takes_its_share_of_a_gpu_and_its_memory_is_no_part_of_the_ranks() -> None:
+    sizes = ("cluster.device_memory_gib=80", "rollout.memory_fraction=0.5")
+    plan = plan_of("rollout=sglang", *GPU, *sizes, "rollout.sleep=true")
+    held = [part(plan, "generate", name) for name in ("rollout weights", "KV cache")]
+    assert sum(held) == 40 * 2**30
+    generate = phase(plan, "generate")
+    assert plan.measured_bytes(generate) < plan.peak_bytes(generate) - sum(held)
+    assert part(plan, "update", "SGLang's processes") > 2**30
+    assert part(plan_of(*GPU), "update", "SGLang's processes") == 0
+
+
 def test_a_cpu_keeps_on_one_memory_what_a_gpu_would_send_to_the_host() -> None:
     plan = plan_of("rollout.sleep=true")
     generate = phase(plan, "generate")
