@@ -51,7 +51,10 @@ WHERE = "in step "
 _MAX_FILE_CHARACTERS = 8 * 2**20
 _TAIL_LINES = 200
 _NUM_METRIC_LINES = 20
-_PACKAGES = ("torch", "ray", "transformers", "tensordict", "numpy", "peft", "safetensors")
+_PACKAGES = (
+    *("torch", "ray", "transformers", "tensordict", "numpy", "peft", "safetensors"),
+    *("sglang", "torch_memory_saver"),
+)
 _SELF_EXPLAINING = (
     ConfigError,
     ConfigErrors,

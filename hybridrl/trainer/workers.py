@@ -51,6 +51,7 @@ def start_workers(
     """
     actor_spec, critic_spec = build_actor_spec(config, folder), build_critic_spec(config, folder)
     reports = record.keep_reports
+    cluster = _patient(config)
     with ExitStack() as opened:
 
         def start(cluster: ClusterConfig, cls: type[Worker], spec: object) -> RayWorkerGroup:
@@ -60,21 +61,27 @@ def start_workers(
 
         if config.has_critic_pool:
             pool = replace(config.cluster, num_ranks_per_node=config.critic.num_ranks_per_node)
-            policy = start(config.cluster, ActorRolloutWorker, actor_spec)
+            policy = start(cluster, ActorRolloutWorker, actor_spec)
             yield _as_workers(policy, start(pool, CriticWorker, critic_spec))
         elif config.has_critic:
             roles = {
                 "actor": (ActorRolloutWorker, actor_spec),
                 "critic": (CriticWorker, critic_spec),
             }
-            fused = opened.enter_context(
-                start_fused_group(config.cluster, roles, on_failure=reports)
-            )
+            fused = opened.enter_context(start_fused_group(cluster, roles, on_failure=reports))
             opened.enter_context(record.watching(fused.spans))
             groups = fused.spawn(roles)
             yield _as_workers(groups["actor"], groups["critic"])
         else:
-            yield _as_workers(start(config.cluster, ActorRolloutWorker, actor_spec))
+            yield _as_workers(start(cluster, ActorRolloutWorker, actor_spec))
+
+
+def _patient(config: ExperimentConfig) -> ClusterConfig:
+    """Let the policy's workers take as long as the servers that they start may take."""
+    if config.rollout.engine == "hf":
+        return config.cluster
+    limit_s = config.cluster.start_timeout_s + config.rollout.start_timeout_s
+    return replace(config.cluster, start_timeout_s=limit_s)
 
 
 def _as_workers(policy: WorkerGroup, critic: WorkerGroup | None = None) -> Workers:
