@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import psutil
 import pytest
 
 from tests.runs.small import read_metrics
 
-NUM_STEPS = 60  # of the default 100: evaluated 0.50 -> 0.65 here, 0.75 at the end
+NUM_STEPS = 40  # of the default 100; the mean reward of a step goes 0.33 -> 0.47 here
 TIMEOUT_S = 280  # 25 s of CPU for the server, 1 to 2 s a step
 
 
@@ -28,8 +29,9 @@ def test_the_default_task_is_learnt_on_sglang_and_no_process_is_left(tmp_path: P
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = read_metrics(tmp_path / "run")
-    rewards = [line["eval/reward/mean"] for line in lines if "eval/reward/mean" in line]
-    assert rewards[-1] > rewards[0] + 0.05
+    rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
+    # Not the evaluation, whose 128 greedy answers go up and down by more than that.
+    assert fmean(rewards[-15:]) > fmean(rewards[:10]) + 0.05
     mismatch = "policy/sampler_mismatch_nats/max"
     assert len([line for line in lines if line.get(mismatch, 1.0) < 1e-3]) == NUM_STEPS
     hits = [line["rollout/prefix_cache_hit_fraction"] for line in lines[2:]]
