@@ -55,8 +55,8 @@ sglang-cpu: $(SGLANG_STAMP)
 train: $(STAMP)
 	@$(BIN)/python -m hybridrl.main $(ARGS)
 
-# SGLang's tests in a process of their own: what SGLang imports crashed the interpreter at the very
-# end of a process in which all other tests had run, too. With ARGS one process runs what they say.
+# SGLang's tests in a process of their own, the only one that imports it. With ARGS one process runs
+# what they say.
 test: $(SGLANG_STAMP)
 ifeq ($(strip $(ARGS)),)
 	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not nightly" --ignore tests/sglang

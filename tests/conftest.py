@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +39,31 @@ def ray_cluster() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+class _Ending:
+    """Ends the process when all is reported, past the end of the interpreter.
+
+    There the libraries of torch, gloo, Ray and SGLang are torn down in one process, in whatever
+    order: seen to crash after a whole run had passed, which no test can be blamed for.
+    """
+
+    def __init__(self) -> None:
+        self._status = 0
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        self._status = int(exitstatus)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        ray.shutdown()  # what else would be done then
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(self._status)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Ending())
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
