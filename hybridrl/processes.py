@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,15 +22,17 @@ def members_of(session: int) -> list[int]:
     return [pid for pid in pids if _lives_in(session, process_stat(pid))]
 
 
-def kill_session(session: int) -> None:
-    """Kill all processes of a session at once, as a loss of power does. Twice is a no-op."""
+def kill_session(leader: subprocess.Popen[bytes]) -> None:
+    """Kill a child that leads a session, and all processes in it, as a loss of power does.
+
+    Twice is a no-op. The child's exit status stays with ``leader``.
+    """
     deadline = time.monotonic() + _KILL_WAIT_S
-    while (members := members_of(session)) and time.monotonic() < deadline:
+    while (members := members_of(leader.pid)) and time.monotonic() < deadline:
         for pid in members:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        with suppress(ChildProcessError):  # what is dead and not asked for stays in the list
-            os.waitpid(session, os.WNOHANG)
+        leader.poll()  # what is dead and not asked for stays in the list
         time.sleep(_POLL_S)
 
 

@@ -57,8 +57,7 @@ class Child:
 
     def kill(self) -> None:
         """Kill driver, Ray and ranks at once, as a loss of power does. Twice is a no-op."""
-        kill_session(self.pid)
-        self._process.poll()
+        kill_session(self._process)
 
     def tail(self, num_lines: int = 12) -> str:
         """Return the last lines that it said."""

@@ -9,7 +9,7 @@ import pytest
 from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.hf import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import MemoryPart, Response
-from hybridrl.workers.rollout.server_memory import adapter_shapes
+from hybridrl.workers.rollout.server_memory import adapter_shapes, base_shapes
 from hybridrl.workers.rollout.sglang import SGLangEngine
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.states import State
@@ -127,7 +127,7 @@ def test_a_server_that_died_gets_base_and_adapter_before_it_serves_again(
         lora_engine.load_adapter(torn)
         with pytest.raises(EngineError, match=r"SGLang (was killed|ended)"):
             lora_engine.generate(PROMPTS, GREEDY)
-    lora_engine._adapter_shapes = adapter_shapes(served_model, LORA)
+    lora_engine._adapter_shapes = adapter_shapes(base_shapes(served_model), LORA)
     lora_engine.forget_journal()
     assert device.mismatch_nats() < 1e-4
     expected = {spec.name for part in WeightPart for spec in device.trainer.weight_specs(part)}

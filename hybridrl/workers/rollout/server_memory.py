@@ -16,12 +16,14 @@ from hybridrl.workers.rollout.protocol import MemoryPart, WeightMemory
 
 _WEIGHT = ".weight"
 _EMBEDDING = "model.embed_tokens.weight"
-_NUM_COMPARED = 2000
 _TIED_AWAY = "lm_head.weight"
 _ROUNDING = 0.97
 
 
-def base_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def base_shapes(folder: Path) -> Shapes:
     """Return the shapes of all weights that are sent, by the names in the model's files."""
     files = WeightFiles(folder)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -33,33 +35,28 @@ def base_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     }
 
 
-def list_weights(
-    folder: Path, *, itemsize: int, lora: LoraConfig | None
-) -> tuple[WeightMemory, ...]:
-    """List what must be sent to a server before it may sample, by the names in the model's files.
+def list_weights(shapes: Shapes, *, itemsize: int) -> tuple[WeightMemory, ...]:
+    """List what must be sent to a server before it may sample.
 
     Buffers (rotary tables, scales) are not among them: SGLang itself copies them before its weights
     are released and puts them back afterwards.
 
     Args:
-        folder: the Hugging Face folder.
+        shapes: of all weights, and of the matrices of an adapter that the server applies.
         itemsize: bytes of a number in the server.
-        lora: the adapter that the server applies; None: there is none.
     """
     return tuple(
         WeightMemory(name, math.prod(shape) * itemsize, is_buffer=False)
-        for name, shape in (base_shapes(folder) | adapter_shapes(folder, lora)).items()
+        for name, shape in shapes.items()
     )
 
 
-def adapter_shapes(folder: Path, lora: LoraConfig | None) -> dict[str, tuple[int, ...]]:
+def adapter_shapes(base: Shapes, lora: LoraConfig | None) -> Shapes:
     """Return names and shapes of all that an adapter of this model must have; empty without one."""
-    return {} if lora is None else dict(_matrices(base_shapes(folder), lora))
+    return {} if lora is None else dict(_matrices(base, lora))
 
 
-def _matrices(
-    shapes: Mapping[str, tuple[int, ...]], lora: LoraConfig
-) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _matrices(shapes: Shapes, lora: LoraConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     for name, shape in shapes.items():
         layer = name.removesuffix(_WEIGHT)
         if layer != name and layer.rpartition(".")[2] in lora.modules:

@@ -132,7 +132,7 @@ class ServerProcess:
         """Kill it with all its children, and forget its log. Idempotent."""
         if self._process.stdin is not None:
             self._process.stdin.close()
-        kill_session(self.pid)
+        kill_session(self._process)
         self._process.wait()
         self.log_file.unlink(missing_ok=True)
 

@@ -102,16 +102,16 @@ class SGLangEngine:
         self._variables = dict(variables)
         self._num_ranks = spec.rollout.tensor_parallel_size
         require_whole_vocabulary(spec.model_folder)
+        self._shapes = base_shapes(spec.model_folder)
+        self._adapter_shapes = adapter_shapes(self._shapes, spec.lora)
         self._weights = list_weights(
-            spec.model_folder, itemsize=_ITEMSIZE[spec.rollout.dtype], lora=spec.lora
+            {**self._shapes, **self._adapter_shapes}, itemsize=_ITEMSIZE[spec.rollout.dtype]
         )
         self._model = json.loads((spec.model_folder / "config.json").read_text(encoding="utf-8"))
         self._experts = _expert_shape(self._model) if spec.rollout.routed_experts else None
-        self._shapes = base_shapes(spec.model_folder)
         self.transport = build_transport(
             spec.rollout, DIALECT, device=device or torch.device(spec.device), leads=True
         )
-        self._adapter_shapes = adapter_shapes(spec.model_folder, spec.lora)
         self._metrics: Metrics = {}
         self.frees_memory = spec.device == "cuda"
         self._boot()

@@ -7,7 +7,12 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.config.lora import LoraConfig
 from hybridrl.workers.rollout.protocol import MemoryPart
-from hybridrl.workers.rollout.server_memory import held_bytes, list_weights
+from hybridrl.workers.rollout.server_memory import (
+    adapter_shapes,
+    base_shapes,
+    held_bytes,
+    list_weights,
+)
 from tests.config.values import config_of
 from tests.models import make_tiny_model
 
@@ -17,18 +22,21 @@ def test_weights_are_those_of_the_model_with_tied_ones_once(tmp_path: Path, is_t
     folder = make_tiny_model(tmp_path, tie_embeddings=is_tied)
     model = AutoModelForCausalLM.from_pretrained(folder)
     found = {
-        weight.name: weight.num_bytes for weight in list_weights(folder, itemsize=2, lora=None)
+        weight.name: weight.num_bytes for weight in list_weights(base_shapes(folder), itemsize=2)
     }
     assert found == {name: 2 * p.numel() for name, p in model.named_parameters()}
 
 
 def test_an_adapter_adds_two_matrices_a_layer_named_as_in_its_file(tmp_path: Path) -> None:
-    lora: LoraConfig = config_of("lora=default", "lora.rank=2", "lora.target_modules=[q_proj]").lora
+    overrides = ("lora=default", "lora.rank=2", "lora.target_modules=[q_proj]")
+    lora: LoraConfig = config_of(*overrides).lora
     folder = make_tiny_model(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    plain = {weight.name for weight in list_weights(folder, itemsize=4, lora=None)}
+    base = base_shapes(folder)
+    plain = {weight.name for weight in list_weights(base, itemsize=4)}
     found = {
-        weight.name: weight.num_bytes for weight in list_weights(folder, itemsize=4, lora=lora)
+        weight.name: weight.num_bytes
+        for weight in list_weights({**base, **adapter_shapes(base, lora)}, itemsize=4)
     }
     adapter = {name: size for name, size in found.items() if name not in plain}
     assert len(adapter) == 2 * model.config.num_hidden_layers
