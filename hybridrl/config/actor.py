@@ -44,8 +44,8 @@ class OptimizerConfig:
 class EngineConfig:
     """A training engine: what actor and critic have in common."""
 
-    engine: Literal["fsdp2"]
-    """Training engine."""
+    engine: Literal["fsdp2", "megatron"]
+    """Training engine: PyTorch's FSDP2, or megatron-core cut as the ``megatron`` section says."""
 
     max_tokens_per_microbatch: Count
     """Packed tokens per forward pass and rank; a single longer row still runs, alone."""

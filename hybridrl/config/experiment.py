@@ -15,6 +15,7 @@ from hybridrl.config.data import DataConfig
 from hybridrl.config.eval import EvalConfig
 from hybridrl.config.limits import CountOrZero
 from hybridrl.config.lora import LoraConfig
+from hybridrl.config.megatron import MegatronConfig
 from hybridrl.config.model import ModelConfig
 from hybridrl.config.reward import RewardConfig
 from hybridrl.config.rollout import RolloutConfig
@@ -43,6 +44,9 @@ class ExperimentConfig:
 
     critic: CriticConfig
     """How the critic is trained. Nothing of it is built unless ``algorithm.name=ppo``."""
+
+    megatron: MegatronConfig
+    """How models that train on megatron-core are cut."""
 
     lora: LoraConfig
     """Adapters instead of the whole model."""
@@ -89,6 +93,13 @@ class ExperimentConfig:
     def max_row_tokens(self) -> int:
         """Longest prompt plus longest response, in tokens."""
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def num_train_groups(self) -> int:
+        """Data-parallel ranks of the policy's training: those that have rows of their own."""
+        if self.actor.engine != "megatron":
+            return self.cluster.num_ranks
+        return self.cluster.num_ranks // self.megatron.model_parallel_size
 
     @property
     def has_critic(self) -> bool:

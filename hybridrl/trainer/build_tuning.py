@@ -200,6 +200,7 @@ def _build_spec(config: ExperimentConfig, folder: Path) -> TrainSpec:
         model_folder=folder.absolute(),
         model=config.model,
         actor=config.actor,
+        megatron=config.megatron,
         lora=config.lora,
         seed=config.seed,
         device=config.cluster.device,

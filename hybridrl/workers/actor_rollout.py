@@ -93,7 +93,7 @@ class ActorRolloutWorker(CheckpointedWorker):
             trainer=self._actor,
         )
         self.start_checkpoints(seed=spec.seed)
-        self.register_mesh("train", dp_rank=self._actor.dp_rank, dp_size=self._actor.dp_size)
+        self.register_train_mesh(self._actor)
         self.register_mesh(
             "rollout",
             dp_rank=self.rank // tensor_parallel_size,

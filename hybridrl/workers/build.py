@@ -13,6 +13,7 @@ from hybridrl.config.actor import ActorConfig
 from hybridrl.config.algorithm import AlgorithmConfig
 from hybridrl.config.critic import CriticConfig
 from hybridrl.config.lora import LoraConfig
+from hybridrl.config.megatron import MegatronConfig
 from hybridrl.config.model import ModelConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.planning.frozen_base import BasePlan
@@ -41,6 +42,7 @@ class TrainSpec:
 
     model: ModelConfig
     actor: ActorConfig
+    megatron: MegatronConfig
     lora: LoraConfig
 
     seed: int
@@ -83,6 +85,7 @@ class CriticSpec:
 
     model: ModelConfig
     critic: CriticConfig
+    megatron: MegatronConfig
 
     seed: int
     """Of the run."""

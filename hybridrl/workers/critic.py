@@ -37,7 +37,7 @@ class CriticWorker(CheckpointedWorker):
             self._sharding.register("critic", self._engine)
         self._seconds: Metrics = {}
         self.start_checkpoints(seed=spec.seed)
-        self.register_mesh("train", dp_rank=self._engine.dp_rank, dp_size=self._engine.dp_size)
+        self.register_train_mesh(self._engine)
 
     @register(TRAIN, blocking=False)
     def compute_values(self, rollouts: RolloutBatch) -> ValueBatch:

@@ -24,7 +24,7 @@ class SupervisedWorker(CheckpointedWorker):
         )
         self._engine = build_train_engine(spec, device)
         self.start_checkpoints(seed=spec.seed)
-        self.register_mesh("train", dp_rank=self._engine.dp_rank, dp_size=self._engine.dp_size)
+        self.register_train_mesh(self._engine)
 
     @register(TRAIN_METRICS)
     def fit(self, batch: SupervisedBatch) -> Metrics:

@@ -140,6 +140,7 @@ class AdapterSwitchedOff:
     def __init__(self, policy: FSDP2LoraEngine) -> None:
         self._policy = policy
         self.dp_rank, self.dp_size = policy.dp_rank, policy.dp_size
+        self.leads = policy.leads
 
     def compute_logprobs(
         self, rows: RolloutBatch | SupervisedBatch, *, temperature: float

@@ -94,6 +94,9 @@ class ShardedEngine(Protocol):
     dp_rank: int
     dp_size: int
 
+    leads: bool
+    """Whether this rank answers for its data-parallel rank: one of those that share a model does."""
+
     def offload(self, part: TrainState) -> None:
         """Move a part to host memory and free its device memory. Twice is a no-op."""
         ...

@@ -57,6 +57,9 @@ class ShardedModel(Generic[Model]):
     dp_size: int
     """Number of data-parallel ranks."""
 
+    leads: bool = True
+    """Every rank has rows of its own."""
+
     def __init__(
         self,
         folder: Path,

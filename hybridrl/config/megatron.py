@@ -1,0 +1,65 @@
+"""The ``megatron`` section: how models that train on megatron-core are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from hybridrl.config.limits import ArgumentValue, Count, NotNegative
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MegatronConfig:
+    """Parallel sizes and kernels of every engine named ``megatron``: policy, reference, critic.
+
+    Mirrors hydra_configs/megatron/*.yaml. Ranks that are not needed for tensor, pipeline and
+    context parallelism are data-parallel, and share the optimizer's state.
+    """
+
+    tensor_parallel_size: Count
+    """Ranks that share each matrix; they exchange activations twice a layer, so keep them on one
+    node."""
+
+    sequence_parallel: bool
+    """Let tensor-parallel ranks share norms and residuals as well, each a part of the tokens."""
+
+    pipeline_parallel_size: Count
+    """Ranks that have a stretch of layers each."""
+
+    num_virtual_stages: Count
+    """Stretches of layers on each pipeline rank: more make shorter bubbles and more messages."""
+
+    context_parallel_size: Count
+    """Ranks that share the tokens of a row in attention. Needs TransformerEngine."""
+
+    expert_parallel_size: Count
+    """Ranks, of those with other rows or other tokens, that share the experts of a layer."""
+
+    expert_tensor_parallel_size: Count
+    """Ranks that share the matrices of one expert."""
+
+    layers: Literal["auto", "local", "transformer_engine"]
+    """Whose kernels compute a layer: TransformerEngine's, or megatron-core's own with the attention
+    that FSDP2 has. ``auto`` is TransformerEngine where it is installed."""
+
+    overlap_communication: bool
+    """Sum gradients and gather parameters while other layers compute. CUDA only."""
+
+    load_balance_coefficient: NotNegative
+    """Weight of the load-balance loss of mixture-of-experts layers (arXiv:2006.16668). 0 is off."""
+
+    replay_routing: bool
+    """Send each token through the experts that the rollout engine sent it through. Needs
+    ``rollout.routed_experts=true``."""
+
+    transformer_args: Mapping[str, ArgumentValue]
+    """Further fields of megatron-core's TransformerConfig by their names, as fp8; handed on as they
+    are. What has a key of its own here is refused."""
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that together hold one copy of the model's dense layers."""
+        return (
+            self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
+        )
