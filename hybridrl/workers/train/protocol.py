@@ -95,7 +95,7 @@ class ShardedEngine(Protocol):
     dp_size: int
 
     leads: bool
-    """Whether this rank answers for its data-parallel rank: one of those that share a model does."""
+    """Whether this rank answers for its data-parallel rank, as one of those that share a model."""
 
     def offload(self, part: TrainState) -> None:
         """Move a part to host memory and free its device memory. Twice is a no-op."""
