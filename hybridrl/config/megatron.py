@@ -60,6 +60,4 @@ class MegatronConfig:
     @property
     def model_parallel_size(self) -> int:
         """Ranks that together hold one copy of the model's dense layers."""
-        return (
-            self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
-        )
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
