@@ -23,6 +23,9 @@ from hybridrl.batch import (
 )
 from hybridrl.metrics import Metrics
 
+NamedTensors = Iterator[tuple[str, Tensor]]
+"""Weights by name, one at a time."""
+
 
 class TrainState(Enum):
     """Parts of a training engine that leave the device separately."""
@@ -182,7 +185,7 @@ class TrainEngine(ScoringEngine, LearningEngine, Protocol):
         """Name what ``full_weights`` will yield, in its order."""
         ...
 
-    def full_weights(self, part: WeightPart = WeightPart.BASE) -> Iterator[tuple[str, Tensor]]:
+    def full_weights(self, part: WeightPart = WeightPart.BASE) -> NamedTensors:
         """Yield each weight of a part whole, one at a time. Every rank must exhaust it."""
         ...
 
