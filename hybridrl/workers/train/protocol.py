@@ -22,6 +22,7 @@ from hybridrl.batch import (
     ValueBatch,
 )
 from hybridrl.metrics import Metrics
+from hybridrl.workers.train.places import CheckpointTensor
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 """Weights by name, one at a time."""
@@ -121,8 +122,11 @@ class LearningEngine(ShardedEngine, Protocol):
         """Optimizer steps taken, skipped ones not counted: all that the schedule remembers."""
         ...
 
-    def checkpoint_tensors(self) -> Mapping[str, Tensor]:
+    def checkpoint_tensors(self) -> Mapping[str, CheckpointTensor]:
         """Name this rank's live tensors (shards, if sharded) that a resumed run needs.
+
+        Names are those of FSDP2's parameters and moments, and every rank gives all names, with
+        ``ShardedPieces`` of nothing for what others hold: so any engine resumes any other's run.
 
         They are the parameters that learn and, once a step was taken, the optimizer's moments.
         Whoever fills them with others puts the engine where these were taken.
