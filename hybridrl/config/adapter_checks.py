@@ -123,8 +123,8 @@ def _other_settings(
 
 def _other_model(config: ExperimentConfig, folder: Path, shapes: Shapes) -> Iterator[ConfigError]:
     sizes, num_layers = linear_sizes(config), model_values(config).get("num_hidden_layers")
-    if sizes is None or not isinstance(num_layers, int):
-        return
+    if sizes is None or not isinstance(num_layers, int) or model_values(config).get("num_experts"):
+        return  # experts have names of their own; whoever loads the adapter compares them
     expected: dict[str, tuple[int, ...]] = {}
     for layer in range(num_layers):
         for module in (name for name in config.lora.modules if name in sizes):

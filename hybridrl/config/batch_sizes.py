@@ -32,6 +32,12 @@ class BatchSizes:
     num_nodes: int
     tensor_parallel_size: int
 
+    model_parallel_size: int = 1
+    """Ranks that train on the same rows, because each has a part of the model."""
+
+    world_multiple: int = 1
+    """What the number of ranks must be a multiple of."""
+
     @classmethod
     def of(cls, config: ExperimentConfig) -> Self:
         """Collect the sizes from their sections."""
@@ -45,12 +51,23 @@ class BatchSizes:
             tensor_parallel_size=1
             if config.rollout.engine == "hf"
             else config.rollout.tensor_parallel_size,
+            model_parallel_size=config.megatron.model_parallel_size
+            if config.actor.engine == "megatron"
+            else 1,
+            world_multiple=config.megatron.world_multiple
+            if "cluster.num_ranks_per_node" in config.megatron_worlds
+            else 1,
         )
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that train: rows of a mini-batch are divided over all of them."""
+        """Ranks that train."""
         return self.num_nodes * self.num_ranks_per_node
+
+    @property
+    def num_groups(self) -> int:
+        """Data-parallel ranks: rows of a mini-batch are divided over them. At least 1."""
+        return max(1, self.num_ranks // self.model_parallel_size)
 
     @property
     def num_engines(self) -> int:
@@ -60,8 +77,10 @@ class BatchSizes:
     def broken_rules(self) -> tuple[str, ...]:
         """Say in words what does not divide; nothing if all does."""
         num_rows = self.num_prompts * self.num_responses
-        shares = self.num_ranks * self.num_minibatches
+        shares = self.num_groups * self.num_minibatches
         rules = []
+        if self.num_ranks % self.world_multiple:
+            rules.append(f"{self.num_ranks} ranks must be a multiple of {self.world_multiple}")
         if self.num_ranks_per_node % self.tensor_parallel_size:
             rules.append(
                 f"{self.num_ranks_per_node} ranks per node must be a multiple of "
@@ -76,10 +95,18 @@ class BatchSizes:
         if num_rows % shares:
             rules.append(
                 f"{num_rows} rows ({self.num_prompts} prompts x {self.num_responses} responses) "
-                f"must be a multiple of {shares} ({self.num_ranks} ranks x "
+                f"must be a multiple of {shares} ({self._spell_groups()} x "
                 f"{self.num_minibatches} mini-batches)"
             )
         return tuple(rules)
+
+    def _spell_groups(self) -> str:
+        if self.model_parallel_size == 1:
+            return f"{self.num_ranks} ranks"
+        return (
+            f"{self.num_groups} data-parallel ranks, of {self.model_parallel_size} ranks with "
+            "parts of one model each,"
+        )
 
 
 def check_batch_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -88,6 +115,8 @@ def check_batch_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
     rules = sizes.broken_rules()
     if not rules or sizes.num_ranks_per_node % sizes.tensor_parallel_size:
         return  # of the latter check_engines_lie_within_nodes speaks
+    if sizes.num_ranks % sizes.world_multiple:
+        return  # of this check_parallel_sizes speaks
     fixed = {"num_minibatches"} if config.algorithm.old_logprobs == "current" else set()
     alternatives = nearest_legal(sizes, fixed=fixed)
     before = asdict(sizes)
@@ -156,8 +185,8 @@ def _candidates(sizes: BatchSizes, name: str) -> list[int]:
     """Return the other values worth trying: neighbours, and the nearest multiples of a divisor."""
     value = asdict(sizes)[name]
     tried = set(range(value - _REACH, value + _REACH + 1))
-    shares = sizes.num_ranks * sizes.num_minibatches
-    for step in (sizes.num_engines, sizes.num_ranks, shares, sizes.tensor_parallel_size):
+    shares = sizes.num_groups * sizes.num_minibatches
+    for step in (sizes.num_engines, sizes.num_groups, shares, sizes.tensor_parallel_size):
         tried |= {value // step * step, (value // step + 1) * step}
     if name == "num_ranks_per_node":
         tried = {n for n in range(1, value)}

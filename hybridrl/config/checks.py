@@ -14,11 +14,17 @@ from hybridrl.config.cluster_checks import (
     check_nodes_have_a_cluster,
     check_object_store,
     check_ray_address,
+    check_worker_setup_hook,
 )
 from hybridrl.config.critic_checks import (
     check_critic_batch_sizes,
     check_critic_kernel,
     check_critic_warmup,
+)
+from hybridrl.config.data_checks import (
+    check_data_source,
+    check_eval_has_data,
+    check_sort_digits,
 )
 from hybridrl.config.disk_checks import (
     check_data_files,
@@ -33,8 +39,20 @@ from hybridrl.config.lora_checks import (
     check_lora_rank,
     check_lora_targets,
 )
+from hybridrl.config.megatron_checks import (
+    check_layer_kernels,
+    check_master_weights,
+    check_megatron_is_installed,
+    check_megatron_is_used,
+    check_megatron_reads_the_model,
+    check_parallel_sizes,
+    check_routing,
+    check_routing_replay,
+    check_transformer_args,
+)
 from hybridrl.config.model_checks import (
     check_attention_runs_on_device,
+    check_engines_know_the_model,
     check_model_folder,
     check_model_source,
     check_starter_context,
@@ -197,95 +215,15 @@ def check_transport(config: ExperimentConfig) -> Iterator[ConfigError]:
         )
 
 
-def check_data_source(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Rows come from a built-in task or from files, not both, not neither."""
-    data = config.data
-    if data.task is None and not data.train_files:
-        yield ConfigError(
-            "data.train_files",
-            [],
-            "a run needs data files or a built-in task",
-            remedies=[("data=sort_digits",)],
-            fix="set data.train_files=[FILE.jsonl], or data=sort_digits",
-        )
-    for key, files in (
-        ("data.train_files", data.train_files),
-        ("data.eval_files", data.eval_files),
-    ):
-        if data.task is not None and files:
-            yield ConfigError(
-                key,
-                list(files),
-                f"would be ignored, because data.task={data.task} makes its own rows",
-                remedies=[(f"{key}=[]",)],
-                fix=f"set {key}=[], or data.task=null to read files",
-            )
-
-
-def check_eval_has_data(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Evaluation on files needs files."""
-    data = config.data
-    if config.eval.every_num_steps and data.task is None and not data.eval_files:
-        yield ConfigError(
-            "eval.every_num_steps",
-            config.eval.every_num_steps,
-            "there is nothing to evaluate on: data.eval_files is empty",
-            remedies=[("eval.every_num_steps=0",)],
-            fix="set data.eval_files=[FILE.jsonl], or eval.every_num_steps=0",
-        )
-
-
-def check_sort_digits(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Numbers have a shortest and a longest length, and prompt and answer have room for them."""
-    data = config.data
-    if data.task != "sort_digits":
-        return
-    if data.min_digits > data.max_digits:
-        yield ConfigError(
-            "data.min_digits",
-            data.min_digits,
-            f"must be at most data.max_digits={data.max_digits}",
-            remedies=[(f"data.min_digits={data.max_digits}",)],
-        )
-    # One token a digit; the prompt ends in '=' and the answer in the end-of-text token.
-    room = min(data.max_prompt_tokens, config.rollout.max_response_tokens) - 1
-    if data.max_digits > room:
-        yield ConfigError(
-            "data.max_digits",
-            data.max_digits,
-            f"a number takes a token a digit and one more, in data.max_prompt_tokens="
-            f"{data.max_prompt_tokens} and rollout.max_response_tokens="
-            f"{config.rollout.max_response_tokens}",
-            remedies=_room_for_digits(config, room),
-        )
-
-
-def _room_for_digits(config: ExperimentConfig, room: int) -> list[tuple[str, ...]]:
-    num_tokens = config.data.max_digits + 1
-    prompt = max(num_tokens, config.data.max_prompt_tokens)
-    response = max(num_tokens, config.rollout.max_response_tokens)
-    longer: tuple[str, ...] = (
-        f"data.max_prompt_tokens={prompt}",
-        f"rollout.max_response_tokens={response}",
-    )
-    starter = config.model.starter
-    if starter is not None and starter.max_position_embeddings < prompt + response:
-        longer += (f"model.starter.max_position_embeddings={prompt + response}",)
-    shorter: tuple[str, ...] = (f"data.max_digits={room}",)
-    if config.data.min_digits > room:
-        shorter += (f"data.min_digits={room}",)
-    return [shorter, longer] if room >= 1 else [longer]
-
-
 def check_sft_batch(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Rows of a supervised step divide evenly over the ranks."""
-    size, num_ranks = config.sft.batch_size, config.cluster.num_ranks
+    """Rows of a supervised step divide evenly over the ranks that have rows of their own."""
+    size, num_ranks = config.sft.batch_size, config.num_train_groups
     if size % num_ranks:
         legal = [n for n in (size // num_ranks * num_ranks, -(-size // num_ranks) * num_ranks) if n]
         yield ConfigError(
             "sft.batch_size",
             size,
-            f"must be a multiple of {num_ranks} ranks",
+            f"must be a multiple of {num_ranks} ranks with rows of their own",
             remedies=[(f"sft.batch_size={n}",) for n in legal],
         )
 
@@ -299,10 +237,26 @@ _COMMON_RULES: Mapping[str, tuple[Rule, ...]] = {
         check_starter_reads_plain_text,
         check_attention_runs_on_device,
         check_model_folder,
+        check_engines_know_the_model,
+    ),
+    "megatron": (
+        check_megatron_is_used,
+        check_megatron_is_installed,
+        check_megatron_reads_the_model,
+        check_parallel_sizes,
+        check_layer_kernels,
+        check_master_weights,
+        check_routing,
+        check_transformer_args,
     ),
     "lora": (check_lora_targets, check_lora_rank, check_lora_dropout, check_lora_init_from),
     "data": (check_data_source, check_data_files, check_sort_digits),
-    "cluster": (check_nodes_have_a_cluster, check_ray_address, check_object_store),
+    "cluster": (
+        check_nodes_have_a_cluster,
+        check_ray_address,
+        check_object_store,
+        check_worker_setup_hook,
+    ),
     "run folder": (check_run_folder, check_trackers),
 }
 _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
@@ -321,6 +275,7 @@ _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
         check_engine_args,
         check_drain_fits_its_stage,
         check_server_reads_the_model,
+        check_routing_replay,
     ),
     "critic": (check_critic_warmup, check_critic_kernel, check_critic_batch_sizes),
     "batch sizes": (check_batch_sizes, check_engines_lie_within_nodes),

@@ -36,6 +36,11 @@ class ClusterConfig:
     """An existing Ray cluster (``auto``, ``HOST:PORT`` or ``ray://HOST:PORT``). Null takes
     ``$RAY_ADDRESS``, which `ray job submit` sets, and without it starts Ray on this machine."""
 
+    worker_setup_hook: str | None
+    """A function without arguments, as ``package.module.function``, that each worker process calls
+    first: before engines are built, after Ray has set the environment. For what has to happen in
+    every process: register a tokenizer or a model class, load a kernel, attach a debugger."""
+
     object_store_mib: CountOrZero
     """Memory of Ray's object store on this machine, MiB, at least 80. What does not fit goes to
     disk, slowly. 0 leaves Ray's choice, 30 % of the memory."""

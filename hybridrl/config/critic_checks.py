@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
+from hybridrl.config.batch_sizes import BatchSizes
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ConfigError
 
@@ -37,8 +39,8 @@ def check_critic_kernel(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_critic_batch_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Rows of a step divide evenly over the critic's ranks and mini-batches."""
-    num_rows, num_ranks = config.num_rows_per_step, config.num_critic_ranks
+    """Rows of a step divide evenly over the critic's data-parallel ranks and mini-batches."""
+    num_rows, num_ranks = config.num_rows_per_step, config.num_critic_groups
     wanted = config.critic.num_minibatches
     if not config.has_critic or num_rows % (num_ranks * wanted) == 0:
         return
@@ -50,7 +52,12 @@ def check_critic_batch_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
         remedies: list[tuple[str, ...]] = [(f"critic.num_minibatches={n}",) for n in nearest]
     elif config.has_critic_pool:
         key, value = "critic.num_ranks_per_node", config.critic.num_ranks_per_node
-        remedies = [("critic.num_ranks_per_node=1", "critic.num_minibatches=1")]
+        fewest = _fewest_critic_ranks(config)
+        remedies = [(f"critic.num_ranks_per_node={fewest}", "critic.num_minibatches=1")]
+    elif num_ranks != config.num_train_groups:  # one engine is cut, the other is not
+        key, value = "trainer.num_prompts_per_step", config.trainer.num_prompts_per_step
+        multiple = _common_multiple(config)
+        remedies = [(f"{key}={-(-value // multiple) * multiple}",)]
     else:
         return  # the policy's own rows do not divide either, and check_batch_sizes says so
     yield ConfigError(
@@ -60,3 +67,18 @@ def check_critic_batch_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
         f"the critic x {wanted} mini-batches)",
         remedies=remedies,
     )
+
+
+def _fewest_critic_ranks(config: ExperimentConfig) -> int:
+    """Return the fewest ranks per node that megatron-core can cut, if it trains the critic."""
+    if config.critic.engine != "megatron":
+        return 1
+    multiple = config.megatron.world_multiple
+    return multiple // math.gcd(multiple, config.cluster.num_nodes)
+
+
+def _common_multiple(config: ExperimentConfig) -> int:
+    """Return a number of prompts of which every multiple divides for both models and engines."""
+    policy = config.num_train_groups * config.algorithm.num_minibatches
+    critic = config.num_critic_groups * config.critic.num_minibatches
+    return math.lcm(policy, critic, BatchSizes.of(config).num_engines)

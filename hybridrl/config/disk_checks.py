@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import itertools
 import os
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.python_files import functions_at_top_level, names_at_top_level
 from hybridrl.config.reward import BUILT_IN_REWARDS
 from hybridrl.errors import ConfigError, nearest
 
@@ -65,25 +65,11 @@ def check_reward_function(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 def _find_function(key: str, file: Path, name: str) -> Iterator[ConfigError]:
     try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        functions, names = functions_at_top_level(file), names_at_top_level(file)
     except (SyntaxError, UnicodeDecodeError, OSError) as err:
         yield ConfigError(key, f"{file}:{name}", f"not a Python file: {err}", fix=f"mend {file}")
         return
-    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-    bound = [
-        target.id
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    ]
-    imported = [
-        alias.asname or alias.name
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    ]
-    if name not in (*functions, *bound, *imported):
+    if name not in names:
         yield ConfigError(
             key,
             f"{file}:{name}",

@@ -97,9 +97,7 @@ class ExperimentConfig:
     @property
     def num_train_groups(self) -> int:
         """Data-parallel ranks of the policy's training: those that have rows of their own."""
-        if self.actor.engine != "megatron":
-            return self.cluster.num_ranks
-        return self.cluster.num_ranks // self.megatron.model_parallel_size
+        return self._num_groups(self.actor.engine, self.cluster.num_ranks)
 
     @property
     def has_critic(self) -> bool:
@@ -117,6 +115,33 @@ class ExperimentConfig:
         if not self.has_critic_pool:
             return self.cluster.num_ranks
         return self.cluster.num_nodes * self.critic.num_ranks_per_node
+
+    @property
+    def num_critic_groups(self) -> int:
+        """Data-parallel ranks of the critic's training."""
+        return self._num_groups(self.critic.engine, self.num_critic_ranks)
+
+    @property
+    def megatron_worlds(self) -> dict[str, int]:
+        """Ranks of each worker group that megatron-core cuts, by the key that says how many a node.
+
+        Empty where no model of this run trains on it.
+        """
+        has_critic = self.has_critic and self.mode != "sft"
+        engines = {self.actor.engine}
+        if has_critic and not self.has_critic_pool:
+            engines.add(self.critic.engine)
+        worlds = {}
+        if "megatron" in engines:
+            worlds["cluster.num_ranks_per_node"] = self.cluster.num_ranks
+        if has_critic and self.has_critic_pool and self.critic.engine == "megatron":
+            worlds["critic.num_ranks_per_node"] = self.num_critic_ranks
+        return worlds
+
+    def _num_groups(self, engine: str, num_ranks: int) -> int:
+        if engine != "megatron":
+            return num_ranks
+        return max(1, num_ranks // self.megatron.model_parallel_size)
 
     @property
     def num_policy_updates(self) -> int:

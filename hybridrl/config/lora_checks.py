@@ -94,6 +94,8 @@ def linear_sizes(config: ExperimentConfig) -> Sizes | None:
         return None
     hidden, num_heads, num_kv_heads, inner = (int(str(values[name])) for name in needed)
     head = int(str(values.get("head_dim") or hidden // num_heads))
+    if values.get("num_experts"):
+        inner = int(str(values.get("moe_intermediate_size") or inner))
     return {
         "q_proj": (num_heads * head, hidden),
         "k_proj": (num_kv_heads * head, hidden),
@@ -112,6 +114,7 @@ def model_values(config: ExperimentConfig) -> Mapping[str, object]:
         if starter is None:
             return {}
         return {
+            "model_type": "qwen3",
             "hidden_size": starter.hidden_size,
             "num_attention_heads": starter.num_attention_heads,
             "num_key_value_heads": starter.num_key_value_heads,

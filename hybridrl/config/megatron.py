@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -60,6 +61,18 @@ class MegatronConfig:
     @property
     def model_parallel_size(self) -> int:
         """Ranks that together hold one copy of the model's dense layers."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
+
+    @property
+    def expert_parallel_ranks(self) -> int:
+        """Ranks that together hold one copy of the model's experts."""
         return (
-            self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
+            self.expert_parallel_size
+            * self.expert_tensor_parallel_size
+            * self.pipeline_parallel_size
         )
+
+    @property
+    def world_multiple(self) -> int:
+        """What the number of ranks must be a multiple of."""
+        return math.lcm(self.model_parallel_size, self.expert_parallel_ranks)

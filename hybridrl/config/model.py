@@ -7,6 +7,13 @@ from typing import Annotated, Literal
 
 from hybridrl.config.limits import Count, CountOrZero, Within
 
+TRANSFORMERS_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+"""Architectures of the engines that run transformers' own code, ``fsdp2`` and ``hf``: those whose
+packed forward pass is proved equal to the one by single rows."""
+
+MEGATRON_MODEL_TYPES = (*TRANSFORMERS_MODEL_TYPES, "qwen3_moe")
+"""Architectures that are converted to megatron-core and back."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StarterConfig:

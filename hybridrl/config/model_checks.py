@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.lora_checks import model_values
+from hybridrl.config.model import MEGATRON_MODEL_TYPES, TRANSFORMERS_MODEL_TYPES
 from hybridrl.errors import ConfigError
 
 
@@ -72,15 +74,15 @@ def check_starter_context(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_starter_warmup_batch(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Rows of a warm-up step divide evenly over the ranks."""
-    starter, num_ranks = config.model.starter, config.cluster.num_ranks
+    """Rows of a warm-up step divide evenly over the ranks that have rows of their own."""
+    starter, num_ranks = config.model.starter, config.num_train_groups
     if starter is None or not starter.num_warmup_steps or config.model.path is not None:
         return
     size = starter.warmup_batch_size
     if size % num_ranks:
         key = "model.starter.warmup_batch_size"
         legal = [n for n in (size // num_ranks * num_ranks, -(-size // num_ranks) * num_ranks) if n]
-        rule = f"must be a multiple of {num_ranks} ranks"
+        rule = f"must be a multiple of {num_ranks} ranks with rows of their own"
         yield ConfigError(key, size, rule, remedies=[(f"{key}={n}",) for n in legal])
 
 
@@ -133,6 +135,27 @@ def check_model_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
             f"{config.rollout.max_response_tokens}",
             remedies=_shorter_rows(config, context),
         )
+
+
+def check_engines_know_the_model(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """What megatron-core alone trains, or SGLang alone serves, is given to no other engine."""
+    model_type = str(model_values(config).get("model_type"))
+    if model_type in TRANSFORMERS_MODEL_TYPES or model_type not in MEGATRON_MODEL_TYPES:
+        return  # of what nobody knows models/load.py speaks
+    samples = config.mode != "sft"
+    for key, engine, remedy, is_asked in (
+        ("actor.engine", config.actor.engine, "actor=megatron", True),
+        ("critic.engine", config.critic.engine, "critic=megatron", samples and config.has_critic),
+        ("rollout.engine", config.rollout.engine, "rollout=sglang", samples),
+    ):
+        if is_asked and engine in ("fsdp2", "hf"):
+            yield ConfigError(
+                key,
+                engine,
+                f"runs {', '.join(TRANSFORMERS_MODEL_TYPES)}, and model.path={config.model.path} "
+                f"is a {model_type}",
+                remedies=[(remedy,)],
+            )
 
 
 def _shorter_rows(config: ExperimentConfig, context: int) -> list[tuple[str, ...]]:

@@ -115,7 +115,5 @@ def check_server_reads_the_model(config: ExperimentConfig) -> Iterator[ConfigErr
             config.model.path,
             "its output embedding is tied (tie_word_embeddings), and SGLang does not tie that of "
             "qwen3_moe: it would sample from a random one",
-            fix="set rollout.engine=hf, or untie it: save lm_head.weight, and "
-            "tie_word_embeddings=false in config.json",
-            remedies=[("rollout.engine=hf",)],
+            fix="untie it: save lm_head.weight, and tie_word_embeddings=false in config.json",
         )

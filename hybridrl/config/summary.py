@@ -31,7 +31,9 @@ def _numbers(config: ExperimentConfig) -> list[str]:
         "rows a step": f"{num_rows} ({config.trainer.num_prompts_per_step} prompts x "
         f"{config.rollout.num_responses_per_prompt} responses), "
         f"{num_rows // algorithm.num_minibatches} an update, "
-        f"{num_rows // algorithm.num_minibatches // cluster.num_ranks} of them a rank",
+        f"{num_rows // algorithm.num_minibatches // config.num_train_groups} of them a rank"
+        f"{'' if config.actor.engine == 'fsdp2' else ' that has rows of its own'}",
+        **_of_megatron(config),
         "updates": f"{config.num_policy_updates} ({num_updates} a step x "
         f"{config.num_policy_updates // num_updates} steps)",
         "tokens": f"at most {config.max_row_tokens} a row, "
@@ -42,6 +44,18 @@ def _numbers(config: ExperimentConfig) -> list[str]:
         "run folder": config.trainer.run_dir,
     }
     return [f"{name:<12} {value}" for name, value in numbers.items()]
+
+
+def _of_megatron(config: ExperimentConfig) -> dict[str, str]:
+    if not config.megatron_worlds:
+        return {}
+    megatron = config.megatron
+    return {
+        "megatron": f"tensor {megatron.tensor_parallel_size} x pipeline "
+        f"{megatron.pipeline_parallel_size} x context {megatron.context_parallel_size}, "
+        f"{config.num_train_groups} data-parallel; experts over {megatron.expert_parallel_size} "
+        f"x {megatron.expert_tensor_parallel_size} ranks"
+    }
 
 
 def _of_critic(config: ExperimentConfig) -> dict[str, str]:

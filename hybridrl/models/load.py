@@ -21,10 +21,11 @@ from transformers import (
     PreTrainedModel,
 )
 
+from hybridrl.config.model import TRANSFORMERS_MODEL_TYPES
 from hybridrl.errors import ModelError, nearest
 from hybridrl.models.packed import PACKED_ATTENTION
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+SUPPORTED_MODEL_TYPES = TRANSFORMERS_MODEL_TYPES
 """Architectures whose packed forward pass is proved equal to the one by single rows."""
 
 _INDEX = "model.safetensors.index.json"

@@ -68,6 +68,9 @@ class GroupLimits:
     on_failure: OnFailure
     """Told what every rank did, before ranks are stopped because of a failure."""
 
+    set_up: Callable[[], object] | None = None
+    """Called in each process before its workers are constructed."""
+
 
 class RankActors:
     """Actors in rank order, shared by a group and the groups spawned from it.
@@ -131,7 +134,7 @@ class RankActors:
                 "pass plain data and build the object in the worker"
             ) from error
         refs = [
-            actor.host_build.remote(environment, shared_roles)
+            actor.host_build.remote(environment, shared_roles, self.limits.set_up)
             for actor, environment in zip(
                 self.actors, rank_environments(self._locations, port), strict=True
             )

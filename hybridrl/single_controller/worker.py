@@ -145,11 +145,25 @@ class WorkerHost:
             self._port.close()
         return port
 
-    def host_build(self, environment: dict[str, str], roles: dict[str, Role]) -> None:
-        """Construct the workers in order, in an environment that holds their rendezvous."""
+    def host_build(
+        self,
+        environment: dict[str, str],
+        roles: dict[str, Role],
+        set_up: Callable[[], object] | None = None,
+    ) -> None:
+        """Construct the workers in order, in an environment that holds their rendezvous.
+
+        Args:
+            environment: of this rank.
+            roles: by prefix.
+            set_up: called before any of them.
+        """
         for name, value in environment.items():
             env.set_value(name, value)
         log.set_where(f"rank {environment['RANK']}")
+        if set_up is not None:
+            with activity.doing("set_up()"):
+                set_up()
         for prefix, role in roles.items():
             worker = role.cls.__new__(role.cls, *role.args, **role.kwargs)
             worker.fused = self.workers

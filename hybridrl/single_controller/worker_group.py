@@ -141,13 +141,15 @@ class RayWorkerGroup(WorkerGroup):
         start_timeout_s: seconds for starting the processes, and again for the constructors.
         on_failure: told what every rank did when one died or hung, before all are stopped, or when
             an error leaves the group's ``with`` block; see `RankReport`.
+        set_up: called without arguments in each process, once, before workers are constructed and
+            after the environment is set. It is pickled, so it must be importable on the ranks.
 
     Raises:
         ResourceError: the pool does not get its resources.
-        RemoteCallError: a constructor raised.
+        RemoteCallError: a constructor raised, or ``set_up``.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one group, once
         self,
         resource_pool: RayResourcePool,
         ray_cls_with_init: RayClassWithInitArgs,
@@ -157,6 +159,7 @@ class RayWorkerGroup(WorkerGroup):
         grace_s: float = 5.0,
         start_timeout_s: float = 300.0,
         on_failure: OnFailure | None = None,
+        set_up: Callable[[], object] | None = None,
     ) -> None:
         roles = ray_cls_with_init.roles
         limits = GroupLimits(
@@ -165,6 +168,7 @@ class RayWorkerGroup(WorkerGroup):
             start_timeout_s=start_timeout_s,
             env_vars=env_vars or {},
             on_failure=on_failure or _tell_nobody,
+            set_up=set_up,
         )
         actors = RankActors(resource_pool, roles, limits)
         try:

@@ -57,7 +57,7 @@ def build_actor_critic(
 
     def balance_for_critic(batch: CriticBatch) -> CriticBatch:
         return _balance(
-            batch, dp_size=config.num_critic_ranks, num_minibatches=config.critic.num_minibatches
+            batch, dp_size=config.num_critic_groups, num_minibatches=config.critic.num_minibatches
         )
 
     actor_critic = ActorCriticOptimization(
@@ -98,7 +98,7 @@ def _balance_for_policy(config: ExperimentConfig) -> Callable[[TrainBatch], Trai
     def balance(batch: TrainBatch) -> TrainBatch:
         return _balance(
             batch,
-            dp_size=config.cluster.num_ranks,
+            dp_size=config.num_train_groups,
             num_minibatches=config.algorithm.num_minibatches,
         )
 

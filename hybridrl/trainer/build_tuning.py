@@ -176,7 +176,7 @@ def _build_loop(
         rows=examples.rows,
         sampler=examples.sampler,
         batch_size=config.sft.batch_size,
-        dp_size=config.cluster.num_ranks,
+        dp_size=config.num_train_groups,
         # A warm-up is one phase of a run, and shows its steps instead.
         on_phase=record.phase if isinstance(record, RunRecord) else None,
     )

@@ -13,6 +13,7 @@ from ray._private import services
 
 from hybridrl import env, trace
 from hybridrl.config.cluster import ClusterConfig
+from hybridrl.config.setup_hook import SetupHook
 from hybridrl.errors import ResourceError
 from hybridrl.single_controller import (
     OnFailure,
@@ -168,7 +169,7 @@ def start_group(
 
     Raises:
         ResourceError: the cluster lacks the resources; names what is asked for and what there is.
-        RemoteCallError: a constructor raised.
+        RemoteCallError: a constructor raised, or ``cluster.worker_setup_hook``.
     """
     return _start_group(cluster, RayClassWithInitArgs(worker, *args), on_failure)
 
@@ -188,7 +189,7 @@ def start_fused_group(
 
     Raises:
         ResourceError: the cluster lacks the resources; names what is asked for and what there is.
-        RemoteCallError: a constructor raised.
+        RemoteCallError: a constructor raised, or ``cluster.worker_setup_hook``.
     """
     classes = {prefix: RayClassWithInitArgs(cls, spec) for prefix, (cls, spec) in roles.items()}
     return _start_group(cluster, create_colocated_worker_cls(classes), on_failure)
@@ -212,6 +213,7 @@ def _start_group(
             timeout_s=cluster.call_timeout_s,
             start_timeout_s=cluster.start_timeout_s,
             on_failure=on_failure,
+            set_up=SetupHook(cluster.worker_setup_hook) if cluster.worker_setup_hook else None,
         )
     if len(ray.nodes()) > 1:
         log.info("%s", group.describe_places())

@@ -10,10 +10,17 @@ from safetensors.numpy import save_file
 from hybridrl.config.checks import rules_of, run
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config, read_config
+from hybridrl.config.megatron_checks import UNUSED
 from hybridrl.errors import ConfigError, ConfigErrors
 from tests.config.values import config_of, values_of, with_overrides
 
 LORA = ("lora=default",)
+MEGATRON = ("actor=megatron",)
+FOUR = (*MEGATRON, "cluster.num_ranks_per_node=4")
+GPUS = ("cluster=one_gpu", "cluster.num_ranks_per_node=8")
+MOE = (*MEGATRON, "rollout=sglang", "model.starter=null", "model.path=moe")
+PP2 = ("megatron.pipeline_parallel_size=2",)
+TP2 = ("megatron.tensor_parallel_size=2",)
 SGLANG = ("rollout=sglang",)
 ADAPTER = (
     *("lora=default", "lora.init_from=adapter", "lora.rank=2", "lora.alpha=2"),
@@ -157,6 +164,14 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("data.max_digits=300",), "data.max_digits", "a token a digit"),
     (("rollout.max_response_tokens=1",), "data.max_digits", "max_response_tokens=1"),
     (("cluster.num_nodes=2",), "cluster.num_nodes", "this machine alone"),
+    (
+        ("cluster.worker_setup_hook=install",),
+        "cluster.worker_setup_hook",
+        "package.module.function",
+    ),
+    (("cluster.worker_setup_hook=nopkg.a.b",), "cluster.worker_setup_hook", "no module nopkg"),
+    (("cluster.worker_setup_hook=json.nomod.b",), "cluster.worker_setup_hook", "module json.nomod"),
+    (("cluster.worker_setup_hook=json.lods",), "cluster.worker_setup_hook", "no 'lods' at its top"),
     (("cluster.ray_address=somewhere",), "cluster.ray_address", "HOST:PORT"),
     (("cluster.object_store_mib=40",), "cluster.object_store_mib", "at least 80 MiB"),
     (
@@ -193,12 +208,194 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ((*ADAPTER, "model.starter.num_layers=2"), "lora.init_from", "layers.1.self_attn.o_proj"),
     ((*ADAPTER, "lora.init_from=dora"), "lora.init_from", "use_dora=True is not supported"),
     (("tracking.trackers=[tensorboard,wandb]",), "tracking.trackers", "not installed: wandb"),
+    (TP2, "megatron.tensor_parallel_size", "would be ignored"),
+    (("megatron.transformer_args={fp8: hybrid}",), "megatron.transformer_args", "would be ignored"),
+    (
+        ("critic.engine=megatron", "megatron.replay_routing=true"),
+        "megatron.replay_routing",
+        "would be ignored",
+    ),
+    ((*MEGATRON, *TP2), "cluster.num_ranks_per_node", "multiple of 2: tensor 2 x pipeline 1"),
+    (
+        ("algorithm=ppo", "critic=megatron", *TP2, "cluster.num_ranks_per_node=3"),
+        "cluster.num_ranks_per_node",
+        "ranks over all nodes, 3, must be a multiple of 2",
+    ),
+    (
+        ("algorithm=ppo", "critic=megatron", *TP2, "critic.placement=own_pool"),
+        "critic.num_ranks_per_node",
+        "ranks over all nodes, 1, must be a multiple of 2",
+    ),
+    (
+        (*MEGATRON, "cluster.num_ranks_per_node=6", "megatron.tensor_parallel_size=6"),
+        "megatron.tensor_parallel_size",
+        "divide the model's 2 key-value heads",
+    ),
+    (
+        (*FOUR, "megatron.tensor_parallel_size=4"),
+        "megatron.tensor_parallel_size",
+        "divide the model's 6 query heads",
+    ),
+    (
+        (*FOUR, *TP2, "model.starter.intermediate_size=511"),
+        "megatron.tensor_parallel_size",
+        "511 columns inside the MLP",
+    ),
+    (
+        (*MEGATRON, "cluster.num_ranks_per_node=3", "megatron.pipeline_parallel_size=3"),
+        "megatron.pipeline_parallel_size",
+        "divide the model's 4 layers",
+    ),
+    (
+        (*FOUR, *PP2, "megatron.num_virtual_stages=3"),
+        "megatron.num_virtual_stages",
+        "divide the 2 layers of a pipeline rank",
+    ),
+    (
+        (*FOUR, "megatron.num_virtual_stages=2"),
+        "megatron.num_virtual_stages",
+        "pipeline_parallel_size of at least 2",
+    ),
+    ((*FOUR, "megatron.sequence_parallel=true"), "megatron.sequence_parallel", "tokens are shared"),
+    (
+        (*FOUR, "megatron.expert_parallel_size=2"),
+        "megatron.expert_parallel_size",
+        "no experts to share",
+    ),
+    (
+        (*FOUR, "megatron.expert_tensor_parallel_size=2"),
+        "megatron.expert_tensor_parallel_size",
+        "no experts to share",
+    ),
+    (
+        (*FOUR, "megatron.context_parallel_size=2"),
+        "megatron.context_parallel_size",
+        "TransformerEngine's, on CUDA",
+    ),
+    (
+        (*MEGATRON, *GPUS, "megatron.context_parallel_size=2", "megatron.layers=local"),
+        "megatron.context_parallel_size",
+        "layers other than local",
+    ),
+    (
+        (*MEGATRON, "cluster.num_ranks_per_node=64", "megatron.context_parallel_size=64"),
+        "megatron.context_parallel_size",
+        "cut in 128 pieces, 2 a rank, and the longest has 48 tokens",
+    ),
+    (
+        (*MOE, *GPUS, "megatron.expert_parallel_size=3", "cluster.num_ranks_per_node=6"),
+        "megatron.expert_parallel_size",
+        "divide the model's 8 experts",
+    ),
+    (
+        (*MOE, *GPUS, "megatron.expert_tensor_parallel_size=4"),
+        "megatron.expert_tensor_parallel_size",
+        "34 columns inside an expert",
+    ),
+    (
+        (*MOE, *GPUS, "megatron.expert_parallel_size=8", *PP2),
+        "cluster.num_ranks_per_node",
+        "multiple of 16, for experts: expert 8 x expert tensor 1 x pipeline 2",
+    ),
+    ((*MOE, *GPUS, *TP2), "megatron.sequence_parallel", "tokens of its own"),
+    (
+        (*FOUR, "megatron.layers=transformer_engine"),
+        "megatron.layers",
+        "runs on CUDA alone",
+    ),
+    (
+        (*MEGATRON, *GPUS, "megatron.layers=transformer_engine"),
+        "megatron.layers",
+        "TransformerEngine is not installed",
+    ),
+    (
+        (*FOUR, "megatron.overlap_communication=true"),
+        "megatron.overlap_communication",
+        "on CUDA streams",
+    ),
+    ((*MEGATRON, "model.dtype=bfloat16"), "model.dtype", "weights in float32 in the optimizer"),
+    (
+        ("algorithm=ppo", "critic=megatron", *LORA, "model.dtype=bfloat16"),
+        "model.dtype",
+        "weights in float32 in the optimizer",
+    ),
+    (
+        (*MEGATRON, "megatron.load_balance_coefficient=0.01"),
+        "megatron.load_balance_coefficient",
+        "no experts to route",
+    ),
+    (
+        (*MEGATRON, *SGLANG, "megatron.replay_routing=true", "rollout.routed_experts=true"),
+        "megatron.replay_routing",
+        "no experts to route",
+    ),
+    ((*MOE, "megatron.replay_routing=true"), "megatron.replay_routing", "does not say which"),
+    (
+        (*MEGATRON, "megatron.transformer_args={sequence_parallel: true, fp8: hybrid}"),
+        "megatron.transformer_args.sequence_parallel",
+        "megatron.sequence_parallel says that",
+    ),
+    (
+        (*MEGATRON, "megatron.transformer_args={num_query_groups: 2}"),
+        "megatron.transformer_args.num_query_groups",
+        "config.json says that",
+    ),
+    (
+        (*MEGATRON, "megatron.transformer_args={attention_dropout: 0.1}"),
+        "megatron.transformer_args.attention_dropout",
+        "not be the one that sampled",
+    ),
+    (
+        (*MEGATRON, "model.starter=null", "model.path=mamba"),
+        "model.path",
+        "converters for llama, qwen2, qwen3, qwen3_moe",
+    ),
+    ((*MOE, "actor=fsdp2"), "actor.engine", "runs llama, qwen2, qwen3, and model.path=moe is a"),
+    ((*MOE, "rollout=hf"), "rollout.engine", "runs llama, qwen2, qwen3, and model.path=moe is a"),
+    (
+        (
+            *(*FOUR, *TP2, "trainer.num_prompts_per_step=4", "rollout.num_responses_per_prompt=9"),
+            *("algorithm.num_minibatches=8", "algorithm.old_logprobs=recompute"),
+        ),
+        "trainer.num_prompts_per_step",
+        "2 data-parallel ranks, of 2 ranks with parts",
+    ),
+    (
+        (
+            *(*FOUR, *TP2, "algorithm=ppo", "critic.num_minibatches=1"),
+            *("trainer.num_prompts_per_step=10", "rollout.num_responses_per_prompt=1"),
+        ),
+        "trainer.num_prompts_per_step",
+        "4 ranks of the critic",
+    ),
+    (
+        (*FOUR, *TP2, "mode=sft", "sft.batch_size=63"),
+        "sft.batch_size",
+        "multiple of 2 ranks with rows",
+    ),
     (
         ("mode=sft", "cluster.num_ranks_per_node=3", "model.starter.warmup_batch_size=63"),
         "sft.batch_size",
         "multiple of 3",
     ),
 ]
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "intermediate_size": 100,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 34,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "tie_word_embeddings": False,
+}
 FILES = ["data.task=null", "eval.every_num_steps=0"]
 BROKEN_FILES = [
     ("nowhere.jsonl", "does not exist"),
@@ -212,6 +409,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in {
         "model/config.json": '{"max_position_embeddings": 64}',
         "tied_moe/config.json": '{"model_type": "qwen3_moe", "tie_word_embeddings": true}',
+        "moe/config.json": json.dumps(QWEN3_MOE),
+        "mamba/config.json": '{"model_type": "mamba", "max_position_embeddings": 64}',
         "empty/README": "",
         "train.jsonl": '{"prompt": "1", "answer": "1"}\n',
         "empty.jsonl": "",
@@ -284,7 +483,8 @@ def test_every_rule_has_an_example_that_breaks_it() -> None:
         rule for mode in ("train", "sft") for group in rules_of(mode).values() for rule in group
     }
     silent = {rule.__name__ for rule in rules if not any(run((rule,), e) for e in examples)}
-    assert silent == {"check_sglang_is_installed"}  # its test takes SGLang away
+    # Their tests take SGLang and megatron-core away.
+    assert silent == {"check_sglang_is_installed", "check_megatron_is_installed"}
 
 
 def test_a_run_on_sglang_without_sglang_is_told_how_to_get_it(
@@ -295,6 +495,91 @@ def test_a_run_on_sglang_without_sglang_is_told_how_to_get_it(
     assert (violation.key, violation.remedies) == ("rollout.engine", (("rollout.engine=hf",),))
     assert "pip install 'hybridrl[sglang]'" in str(violation)
     assert config_of(*SGLANG, "rollout.engine=hf").rollout.engine == "hf"
+
+
+@pytest.mark.parametrize("missing", ["megatron", "megatron.core"])
+def test_a_run_on_megatron_without_it_is_told_how_to_get_it(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    (violation,) = violations_of(*MEGATRON)
+    assert (violation.key, violation.remedies) == ("actor.engine", (("actor.engine=fsdp2",),))
+    assert "pip install 'hybridrl[megatron]'" in str(violation)
+    assert config_of(*MEGATRON, "actor.engine=fsdp2").megatron_worlds == {}
+    (violation,) = violations_of("algorithm=ppo", "critic=megatron")
+    assert violation.remedies == (("critic.engine=fsdp2",),)
+
+
+def test_context_parallelism_is_accepted_where_transformer_engine_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = (*MEGATRON, *GPUS, "megatron.context_parallel_size=2")
+    assert violations_of(*given)[0].key == "megatron.context_parallel_size"
+    (tmp_path / "transformer_engine.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert config_of(*given).num_train_groups == 4
+    assert config_of(*given, "megatron.layers=transformer_engine").num_train_groups == 4
+
+
+def test_all_sizes_that_do_not_divide_are_told_at_once_each_with_shapes_that_work() -> None:
+    given = (
+        *(*MOE, *GPUS, "cluster.num_ranks_per_node=6", "megatron.tensor_parallel_size=3"),
+        *("megatron.pipeline_parallel_size=3", "megatron.expert_parallel_size=5"),
+        "trainer.num_prompts_per_step=18",
+    )
+    found = violations_of(*given)
+    assert {violation.key for violation in found} == {
+        "cluster.num_ranks_per_node",
+        "megatron.tensor_parallel_size",
+        "megatron.pipeline_parallel_size",
+        "megatron.sequence_parallel",
+        "megatron.expert_parallel_size",
+    }
+    for violation in found:
+        assert violation.remedies
+        for remedy in violation.remedies:
+            assert load_config(with_overrides(values_of(*given), remedy)) is not None, remedy
+
+
+def test_a_section_that_divides_is_accepted_and_counts_its_data_parallel_ranks() -> None:
+    config = config_of(
+        *(*MEGATRON, *SGLANG, *TP2, *PP2, "megatron.num_virtual_stages=2"),
+        *("cluster.num_ranks_per_node=8", "megatron.sequence_parallel=true"),
+    )
+    assert (config.num_train_groups, config.num_critic_groups) == (2, 8)
+    assert config.megatron_worlds == {"cluster.num_ranks_per_node": 8}
+    moe = config_of(
+        *(*MOE, *GPUS, *TP2, "megatron.sequence_parallel=true", "rollout.routed_experts=true"),
+        *("megatron.expert_parallel_size=8", "megatron.replay_routing=true"),
+        "megatron.load_balance_coefficient=0.001",
+    )
+    assert moe.num_train_groups == 4
+
+
+def test_what_learns_keeps_float32_but_a_frozen_base_need_not() -> None:
+    assert config_of(*MEGATRON, *LORA, "model.dtype=bfloat16").model.dtype == "bfloat16"
+
+
+def test_the_section_that_nobody_changed_is_that_of_the_file() -> None:
+    assert config_of().megatron == UNUSED
+
+
+def test_what_megatron_alone_knows_passes_through() -> None:
+    given = config_of(*MEGATRON, "megatron.transformer_args={fp8: hybrid}")
+    assert given.megatron.transformer_args == {"fp8": "hybrid"}
+
+
+def test_a_hook_that_is_there_is_accepted_and_its_module_is_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "unread_hooks.py").write_text("raise SystemExit\ndef install(): ...\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        config = config_of("cluster.worker_setup_hook=unread_hooks.install")
+        assert config.cluster.worker_setup_hook == "unread_hooks.install"
+        (violation,) = violations_of("cluster.worker_setup_hook=unread_hooks.sub.install")
+        assert "there is no module unread_hooks.sub" in violation.rule
+        (tmp_path / "broken_hooks.py").write_text("def install(:\n")
+        (violation,) = violations_of("cluster.worker_setup_hook=broken_hooks.install")
+        assert "is not a Python file" in violation.rule
 
 
 def test_what_sglang_alone_knows_passes_through() -> None:

@@ -24,6 +24,9 @@ from hybridrl.batch import (
 from hybridrl.metrics import Metrics
 from hybridrl.workers.train.places import CheckpointTensor
 
+NamedTensors = Iterator[tuple[str, Tensor]]
+"""Weights by name, one at a time."""
+
 
 class TrainState(Enum):
     """Parts of a training engine that leave the device separately."""
@@ -96,7 +99,7 @@ class ShardedEngine(Protocol):
     dp_size: int
 
     leads: bool
-    """Whether this rank answers for its data-parallel rank: one of those that share a model does."""
+    """Whether this rank answers for its data-parallel rank, as one of those that share a model."""
 
     def offload(self, part: TrainState) -> None:
         """Move a part to host memory and free its device memory. Twice is a no-op."""
@@ -186,7 +189,7 @@ class TrainEngine(ScoringEngine, LearningEngine, Protocol):
         """Name what ``full_weights`` will yield, in its order."""
         ...
 
-    def full_weights(self, part: WeightPart = WeightPart.BASE) -> Iterator[tuple[str, Tensor]]:
+    def full_weights(self, part: WeightPart = WeightPart.BASE) -> NamedTensors:
         """Yield each weight of a part whole, one at a time. Every rank must exhaust it."""
         ...
 

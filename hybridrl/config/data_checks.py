@@ -1,0 +1,88 @@
+"""Rules about where rows come from, and how long they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.errors import ConfigError
+
+
+def check_data_source(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Rows come from a built-in task or from files, not both, not neither."""
+    data = config.data
+    if data.task is None and not data.train_files:
+        yield ConfigError(
+            "data.train_files",
+            [],
+            "a run needs data files or a built-in task",
+            remedies=[("data=sort_digits",)],
+            fix="set data.train_files=[FILE.jsonl], or data=sort_digits",
+        )
+    for key, files in (
+        ("data.train_files", data.train_files),
+        ("data.eval_files", data.eval_files),
+    ):
+        if data.task is not None and files:
+            yield ConfigError(
+                key,
+                list(files),
+                f"would be ignored, because data.task={data.task} makes its own rows",
+                remedies=[(f"{key}=[]",)],
+                fix=f"set {key}=[], or data.task=null to read files",
+            )
+
+
+def check_eval_has_data(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Evaluation on files needs files."""
+    data = config.data
+    if config.eval.every_num_steps and data.task is None and not data.eval_files:
+        yield ConfigError(
+            "eval.every_num_steps",
+            config.eval.every_num_steps,
+            "there is nothing to evaluate on: data.eval_files is empty",
+            remedies=[("eval.every_num_steps=0",)],
+            fix="set data.eval_files=[FILE.jsonl], or eval.every_num_steps=0",
+        )
+
+
+def check_sort_digits(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Numbers have a shortest and a longest length, and prompt and answer have room for them."""
+    data = config.data
+    if data.task != "sort_digits":
+        return
+    if data.min_digits > data.max_digits:
+        yield ConfigError(
+            "data.min_digits",
+            data.min_digits,
+            f"must be at most data.max_digits={data.max_digits}",
+            remedies=[(f"data.min_digits={data.max_digits}",)],
+        )
+    # One token a digit; the prompt ends in '=' and the answer in the end-of-text token.
+    room = min(data.max_prompt_tokens, config.rollout.max_response_tokens) - 1
+    if data.max_digits > room:
+        yield ConfigError(
+            "data.max_digits",
+            data.max_digits,
+            f"a number takes a token a digit and one more, in data.max_prompt_tokens="
+            f"{data.max_prompt_tokens} and rollout.max_response_tokens="
+            f"{config.rollout.max_response_tokens}",
+            remedies=_room_for_digits(config, room),
+        )
+
+
+def _room_for_digits(config: ExperimentConfig, room: int) -> list[tuple[str, ...]]:
+    num_tokens = config.data.max_digits + 1
+    prompt = max(num_tokens, config.data.max_prompt_tokens)
+    response = max(num_tokens, config.rollout.max_response_tokens)
+    longer: tuple[str, ...] = (
+        f"data.max_prompt_tokens={prompt}",
+        f"rollout.max_response_tokens={response}",
+    )
+    starter = config.model.starter
+    if starter is not None and starter.max_position_embeddings < prompt + response:
+        longer += (f"model.starter.max_position_embeddings={prompt + response}",)
+    shorter: tuple[str, ...] = (f"data.max_digits={room}",)
+    if config.data.min_digits > room:
+        shorter += (f"data.min_digits={room}",)
+    return [shorter, longer] if room >= 1 else [longer]

@@ -1,0 +1,298 @@
+"""Ranks, heads, layers and experts must divide each other: checked and solved together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from itertools import combinations, islice, product
+from typing import Any, Self
+
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.lora_checks import model_values
+
+Sizes = Mapping[str, int | bool]
+"""Values by key."""
+
+Broken = tuple[str, str]
+"""The key that is named, and the rule that it breaks."""
+
+_RANKS = "cluster.num_ranks_per_node"
+_CRITIC_RANKS = "critic.num_ranks_per_node"
+_MOST_CHANGES = 3
+_NEAREST = 5  # legal values of each size that are tried
+_MOST_CPU_RANKS = 8
+_ONES: Sizes = {
+    "megatron.tensor_parallel_size": 1,
+    "megatron.sequence_parallel": False,
+    "megatron.pipeline_parallel_size": 1,
+    "megatron.num_virtual_stages": 1,
+    "megatron.context_parallel_size": 1,
+    "megatron.expert_parallel_size": 1,
+    "megatron.expert_tensor_parallel_size": 1,
+}
+"""The shape that divides everything."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShapeFacts:
+    """What shapes are held against. A size that config.json does not say is 0: all divide it."""
+
+    num_heads: int
+    num_key_value_heads: int
+    num_layers: int
+
+    intermediate_size: int
+    """Of dense layers; 0 if every layer has experts."""
+
+    num_experts: int
+    """Of a mixture-of-experts layer; 0 if there is none."""
+
+    expert_intermediate_size: int
+
+    has_transformer_engine: bool
+    """It is installed."""
+
+    @classmethod
+    def of(cls, config: ExperimentConfig) -> Self:
+        """Read config.json, and look around."""
+        values = model_values(config)
+
+        def size(name: str) -> int:
+            value = values.get(name)
+            return value if isinstance(value, int) else 0
+
+        num_experts = size("num_experts")
+        is_sparse = num_experts and size("decoder_sparse_step") <= 1
+        has_dense = not is_sparse or bool(values.get("mlp_only_layers"))
+        return cls(
+            num_heads=size("num_attention_heads"),
+            num_key_value_heads=size("num_key_value_heads") or size("num_attention_heads"),
+            num_layers=size("num_hidden_layers"),
+            intermediate_size=size("intermediate_size") if has_dense else 0,
+            num_experts=num_experts,
+            expert_intermediate_size=size("moe_intermediate_size"),
+            has_transformer_engine=has_transformer_engine(),
+        )
+
+
+def has_transformer_engine() -> bool:
+    """Look whether TransformerEngine is installed, without importing it."""
+    return find_spec("transformer_engine") is not None
+
+
+def broken_sizes(config: ExperimentConfig, facts: ShapeFacts) -> Iterator[Broken]:
+    """Yield every rule that the parallel sizes of ``config`` break; none without megatron."""
+    if config.megatron_worlds:
+        for rule in (_worlds, _tensor, _sequence, _pipeline, _context, _experts):
+            yield from rule(config, facts)
+
+
+def _worlds(config: ExperimentConfig, facts: ShapeFacts) -> Iterator[Broken]:
+    sizes = config.megatron
+    for key, num_ranks in config.megatron_worlds.items():
+        ranks = f"ranks over all nodes, {num_ranks}, must be a multiple of"
+        if num_ranks % sizes.model_parallel_size:
+            yield (
+                key,
+                f"{ranks} {sizes.model_parallel_size}: tensor {sizes.tensor_parallel_size} x "
+                f"pipeline {sizes.pipeline_parallel_size} x context {sizes.context_parallel_size}",
+            )
+        if facts.num_experts and num_ranks % sizes.expert_parallel_ranks:
+            yield (
+                key,
+                f"{ranks} {sizes.expert_parallel_ranks}, for experts: expert "
+                f"{sizes.expert_parallel_size} x expert tensor "
+                f"{sizes.expert_tensor_parallel_size} x pipeline {sizes.pipeline_parallel_size}",
+            )
+
+
+def _tensor(config: ExperimentConfig, facts: ShapeFacts) -> Iterator[Broken]:
+    size = config.megatron.tensor_parallel_size
+    for number, what in (
+        (facts.num_heads, "query heads"),
+        (facts.num_key_value_heads, "key-value heads"),
+        (facts.intermediate_size, "columns inside the MLP (intermediate_size)"),
+    ):
+        if number % size:
+            yield "megatron.tensor_parallel_size", f"must divide the model's {number} {what}"
+
+
+def _sequence(config: ExperimentConfig, facts: ShapeFacts) -> Iterator[Broken]:
+    key, sizes = "megatron.sequence_parallel", config.megatron
+    if sizes.sequence_parallel and sizes.tensor_parallel_size == 1:
+        yield key, "tokens are shared by tensor-parallel ranks, and tensor_parallel_size=1"
+    if facts.num_experts and sizes.tensor_parallel_size > 1 and not sizes.sequence_parallel:
+        yield (
+            key,
+            "megatron-core trains experts beside tensor_parallel_size="
+            f"{sizes.tensor_parallel_size} only where each of those ranks has tokens of its own",
+        )
+
+
+def _pipeline(config: ExperimentConfig, facts: ShapeFacts) -> Iterator[Broken]:
+    sizes = config.megatron
+    num_stages, num_virtual = sizes.pipeline_parallel_size, sizes.num_virtual_stages
+    if facts.num_layers % num_stages:
+        yield (
+            "megatron.pipeline_parallel_size",
+            f"must divide the model's {facts.num_layers} layers",
+        )
+    elif facts.num_layers % (num_stages * num_virtual):
+        yield (
+            "megatron.num_virtual_stages",
+            f"must divide the {facts.num_layers // num_stages} layers of a pipeline rank",
+        )
+    if num_virtual > 1 and num_stages == 1:
+        yield "megatron.num_virtual_stages", "needs pipeline_parallel_size of at least 2"
+
+
+def _context(config: ExperimentConfig, facts: ShapeFacts) -> Iterator[Broken]:
+    key, size = "megatron.context_parallel_size", config.megatron.context_parallel_size
+    if size == 1:
+        return
+    has_kernel = config.megatron.layers != "local" and facts.has_transformer_engine
+    if config.cluster.device != "cuda" or not has_kernel:
+        yield (
+            key,
+            "attention over several ranks is TransformerEngine's, on CUDA: needs cluster.device="
+            "cuda, the package transformer_engine, and layers other than local",
+        )
+    if config.max_row_tokens < 2 * size:
+        yield (
+            key,
+            f"a row is cut in {2 * size} pieces, 2 a rank, and the longest has "
+            f"{config.max_row_tokens} tokens",
+        )
+
+
+def _experts(config: ExperimentConfig, facts: ShapeFacts) -> Iterator[Broken]:
+    sizes = config.megatron
+    for name, size, number, what in (
+        ("expert_parallel_size", sizes.expert_parallel_size, facts.num_experts, "experts"),
+        (
+            "expert_tensor_parallel_size",
+            sizes.expert_tensor_parallel_size,
+            facts.expert_intermediate_size,
+            "columns inside an expert (moe_intermediate_size)",
+        ),
+    ):
+        if size > 1 and not facts.num_experts:
+            yield f"megatron.{name}", "the model has no experts to share"
+        elif number % size:
+            yield f"megatron.{name}", f"must divide the model's {number} {what}"
+
+
+def value_of(config: ExperimentConfig, key: str) -> int | bool:
+    """Return the value of one of the keys that ``broken_sizes`` names."""
+    if key == _RANKS:
+        return config.cluster.num_ranks_per_node
+    if key == _CRITIC_RANKS:
+        return config.critic.num_ranks_per_node
+    return _sizes(config)[key]
+
+
+def _sizes(config: ExperimentConfig) -> dict[str, int | bool]:
+    sizes = config.megatron
+    return {
+        "megatron.tensor_parallel_size": sizes.tensor_parallel_size,
+        "megatron.sequence_parallel": sizes.sequence_parallel,
+        "megatron.pipeline_parallel_size": sizes.pipeline_parallel_size,
+        "megatron.num_virtual_stages": sizes.num_virtual_stages,
+        "megatron.context_parallel_size": sizes.context_parallel_size,
+        "megatron.expert_parallel_size": sizes.expert_parallel_size,
+        "megatron.expert_tensor_parallel_size": sizes.expert_tensor_parallel_size,
+    }
+
+
+def with_sizes(config: ExperimentConfig, changes: Sizes) -> ExperimentConfig:
+    """Return ``config`` with other sizes, by key."""
+    names: dict[str, Any] = {
+        key.partition(".")[2]: value for key, value in changes.items() if key.startswith("megatron")
+    }
+    config = replace(config, megatron=replace(config.megatron, **names))
+    if _RANKS in changes:
+        config = replace(
+            config, cluster=replace(config.cluster, num_ranks_per_node=changes[_RANKS])
+        )
+    if _CRITIC_RANKS in changes:
+        config = replace(
+            config, critic=replace(config.critic, num_ranks_per_node=changes[_CRITIC_RANKS])
+        )
+    return config
+
+
+def nearest_shapes(
+    config: ExperimentConfig, *, is_fit: Callable[[ExperimentConfig], bool], at_most: int = 3
+) -> list[Sizes]:
+    """Return changes of sizes that make all of them legal, by key: the fewest, the nearest first.
+
+    Distance is the sum of ``|log(new / old)|``. GPUs are never added; ranks on CPUs are.
+
+    Args:
+        config: whose sizes break a rule.
+        is_fit: what else a shape must pass; where none does, it is not asked.
+        at_most: how many to return.
+    """
+    facts = ShapeFacts.of(config)
+    candidates = _candidates(config, facts)
+    legal: list[Sizes] = []
+    for num_changes in range(1, _MOST_CHANGES + 1):
+        for keys in combinations(candidates, num_changes):
+            for values in product(*(candidates[key] for key in keys)):
+                changes = dict(zip(keys, values, strict=True))
+                if next(broken_sizes(with_sizes(config, changes), facts), None) is None:
+                    legal.append(changes)
+        legal.sort(key=lambda changes: _distance(config, changes))
+        fit = islice((c for c in legal if is_fit(with_sizes(config, c))), at_most)
+        if found := list(fit):
+            return found
+    return legal[:at_most] or [
+        {key: new for key, new in _ONES.items() if new != value_of(config, key)}
+    ]
+
+
+def _candidates(config: ExperimentConfig, facts: ShapeFacts) -> dict[str, list[int | bool]]:
+    """Return the other values worth trying of each size: legal by themselves, and near."""
+    sizes = config.megatron
+    most = max(config.megatron_worlds.values(), default=1)
+    heads = math.gcd(facts.num_heads, facts.num_key_value_heads, facts.intermediate_size)
+    found: dict[str, list[int | bool]] = {
+        "megatron.tensor_parallel_size": _divisors(heads, sizes.tensor_parallel_size, most),
+        "megatron.pipeline_parallel_size": _divisors(
+            facts.num_layers, sizes.pipeline_parallel_size, most
+        ),
+        "megatron.num_virtual_stages": _divisors(
+            facts.num_layers, sizes.num_virtual_stages, facts.num_layers or 1
+        ),
+        "megatron.context_parallel_size": _divisors(0, sizes.context_parallel_size, most),
+        "megatron.expert_parallel_size": _divisors(
+            facts.num_experts or 1, sizes.expert_parallel_size, most
+        ),
+        "megatron.expert_tensor_parallel_size": _divisors(
+            facts.expert_intermediate_size or 1, sizes.expert_tensor_parallel_size, most
+        ),
+    }
+    found["megatron.sequence_parallel"] = [not sizes.sequence_parallel]
+    for key in config.megatron_worlds:
+        ranks = value_of(config, key)
+        most_ranks = max(_MOST_CPU_RANKS, ranks) if config.cluster.device == "cpu" else ranks
+        found[key] = _divisors(0, ranks, most_ranks)
+    return {key: values for key, values in found.items() if values}
+
+
+def _divisors(number: int, value: int, most: int) -> list[int | bool]:
+    """Return the divisors of ``number`` up to ``most`` that are nearest to ``value``, and 1."""
+    legal = [n for n in range(1, most + 1) if number % n == 0 and n != value]
+    nearest = sorted(legal, key=lambda n: abs(math.log(n / value)))[:_NEAREST]
+    return list(dict.fromkeys([*nearest, *legal[:1]]))
+
+
+def _distance(config: ExperimentConfig, changes: Sizes) -> float:
+    """Switching sequence parallelism costs nothing: it is a matter of course with tensors."""
+    return sum(
+        abs(math.log(value / value_of(config, key)))
+        for key, value in changes.items()
+        if key != "megatron.sequence_parallel"
+    )
