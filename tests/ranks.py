@@ -1,7 +1,8 @@
 """Run a function on real gloo ranks, one process each: ``run_ranks(2, check)``.
 
-The processes are forked from a server that has imported torch and the training engine once, so two
+The processes are forked from a server that has imported torch and the training engines once, so two
 ranks start in a fraction of a second instead of in two imports. The server ends with the session.
+It has megatron-core too, with its stand-ins: they change what megatron sees, and nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import torch
 import torch.distributed as dist
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
-_FORKSERVER.set_forkserver_preload(["hybridrl.workers.train.lora", "tests.ranks"])
+_FORKSERVER.set_forkserver_preload(
+    ["hybridrl.workers.train.lora", "tests.ranks", "tests.megatron.preloaded"]
+)
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",

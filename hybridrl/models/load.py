@@ -7,7 +7,7 @@ is sharded as it is filled never stands whole in anybody's memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,11 +76,42 @@ class WeightFiles:
             )
         return tensor.to(dtype)
 
+    def read_box(self, name: str, box: Sequence[tuple[int, int]]) -> Tensor:
+        """Read a part of one tensor to host memory, in the type it is stored in.
+
+        Args:
+            name: of the tensor.
+            box: begin and end along each of its dimensions.
+        """
+        part: Tensor = self._file_with(name).get_slice(name)[
+            tuple(slice(begin, end) for begin, end in box)
+        ]
+        return part
+
     def _file_with(self, name: str) -> Any:  # noqa: ANN401 - safetensors ships no types
         file_name = self._file_of[name]
         if file_name not in self._open:
             self._open[file_name] = _open_safetensors(self._folder / file_name)
         return self._open[file_name]
+
+
+def read_model_type(folder: Path) -> str:
+    """Read which architecture a Hugging Face folder is of.
+
+    Raises:
+        ModelError: no such folder, or no usable ``config.json``.
+    """
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is no folder; set model.path to a Hugging Face model folder")
+    if not path.is_file():
+        raise ModelError(f"{folder} has no config.json; set model.path to a Hugging Face folder")
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["model_type"])
+    except (ValueError, KeyError, TypeError) as err:
+        raise ModelError(
+            f"{path} holds no model_type ({err}); set model.path to a Hugging Face model folder"
+        ) from err
 
 
 def build_empty_model(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
@@ -175,20 +206,10 @@ def finish_model(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def _check_model_type(folder: Path) -> None:
-    path = folder / "config.json"
-    if not folder.is_dir():
-        raise ModelError(f"{folder} is no folder; set model.path to a Hugging Face model folder")
-    if not path.is_file():
-        raise ModelError(f"{folder} has no config.json; set model.path to a Hugging Face folder")
-    try:
-        model_type = str(json.loads(path.read_text(encoding="utf-8"))["model_type"])
-    except (ValueError, KeyError, TypeError) as err:
-        raise ModelError(
-            f"{path} holds no model_type ({err}); set model.path to a Hugging Face model folder"
-        ) from err
+    model_type = read_model_type(folder)
     if model_type not in SUPPORTED_MODEL_TYPES:
         raise ModelError(
-            f"{path}: model_type={model_type!r} cannot be trained here: "
+            f"{folder / 'config.json'}: model_type={model_type!r} cannot be trained here: "
             f"{nearest(model_type, SUPPORTED_MODEL_TYPES)} Set model.path to such a model"
         )
 

@@ -5,10 +5,24 @@ Legend: S scored tokens, H hidden, V vocabulary, C tokens of one chunk.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class VocabShard:
+    """Which rows of the output embedding this rank has, where several ranks share it."""
+
+    begin: int
+    """Token id of the first row."""
+
+    group: dist.ProcessGroup
+    """The ranks that share it."""
 
 
 def token_logprobs(
@@ -19,6 +33,7 @@ def token_logprobs(
     temperature: float,
     chunk_tokens: int,
     needs_entropy_gradient: bool = False,
+    shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Score each target token, and measure the entropy of its whole distribution.
 
@@ -27,25 +42,27 @@ def token_logprobs(
 
     Args:
         hidden_SH: float [S, H], the model's last hidden states, after its last norm.
-        weight_VH: float [V, H], the output embedding.
-        targets_S: int64 [S], in [0, V).
+        weight_VH: float [V, H], the output embedding, or this rank's rows of it.
+        targets_S: int64 [S], in [0, V) of the whole vocabulary.
         temperature: divides the logits, > 0.
         chunk_tokens: rows of logits that exist in float32 at one time, >= 1.
         needs_entropy_gradient: whether a loss on the entropies is to be differentiated.
+        shard: set where ranks share the vocabulary; one collective then joins what they found, and
+            the gradient of ``hidden_SH`` is this rank's part, to be summed over them.
 
     Returns:
         Log-probs and entropies, both float32 [S] nats. Gradients reach ``hidden_SH`` and
         ``weight_VH`` from the log-probs, and from the entropies if asked for.
     """
     logprobs_S, entropies_S = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_SH, weight_VH, targets_S, temperature, chunk_tokens, needs_entropy_gradient
+        hidden_SH, weight_VH, targets_S, temperature, chunk_tokens, needs_entropy_gradient, shard
     )
     return logprobs_S, entropies_S
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913 - torch hands tensors and settings over one by one
         ctx: Any,  # noqa: ANN401
         hidden_SH: Tensor,
         weight_VH: Tensor,
@@ -53,19 +70,25 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         needs_entropy_gradient: bool,  # noqa: FBT001
+        shard: VocabShard | None,
     ) -> tuple[Tensor, Tensor]:
-        logprobs_S = hidden_SH.new_empty(len(targets_S), dtype=torch.float32)
-        logsumexp_S = torch.empty_like(logprobs_S)
-        entropies_S = torch.empty_like(logprobs_S)
-        for begin in range(0, len(targets_S), chunk_tokens):
-            chunk = slice(begin, begin + chunk_tokens)
+        targets_S, is_own_S = _own_targets(targets_S, len(weight_VH), shard)
+        logprobs_S = hidden_SH.new_zeros(len(targets_S), dtype=torch.float32)
+        logsumexp_S = torch.full_like(logprobs_S, -torch.inf)
+        entropies_S = torch.zeros_like(logprobs_S)
+        for chunk in _chunks(targets_S, weight_VH, chunk_tokens):
             logits_CV = _logits(hidden_SH[chunk], weight_VH, temperature)
             logsumexp_C = torch.logsumexp(logits_CV, dim=1)
             all_logprobs_CV = logits_CV.sub_(logsumexp_C[:, None])
             logprobs_S[chunk] = all_logprobs_CV.gather(1, targets_S[chunk, None])[:, 0]
             entropies_S[chunk] = -torch.linalg.vecdot(all_logprobs_CV.exp(), all_logprobs_CV)
             logsumexp_S[chunk] = logsumexp_C
-        ctx.save_for_backward(hidden_SH, weight_VH, targets_S, logsumexp_S, entropies_S)
+        if shard is not None:
+            logprobs_S.masked_fill_(~is_own_S, -torch.inf)
+            logprobs_S, logsumexp_S, entropies_S = _join(
+                logprobs_S, logsumexp_S, entropies_S, group=shard.group
+            )
+        ctx.save_for_backward(hidden_SH, weight_VH, targets_S, is_own_S, logsumexp_S, entropies_S)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
         ctx.needs_entropy_gradient = needs_entropy_gradient
         if not needs_entropy_gradient:
@@ -78,19 +101,19 @@ class _TokenLogprobs(torch.autograd.Function):
         *grads_S: Tensor,
     ) -> tuple[Tensor | None, ...]:
         logprob_grads_S, entropy_grads_S = grads_S
-        hidden_SH, weight_VH, targets_S, logsumexp_S, entropies_S = ctx.saved_tensors
-        hidden_grad_SH = torch.empty_like(hidden_SH)
+        hidden_SH, weight_VH, targets_S, is_own_S, logsumexp_S, entropies_S = ctx.saved_tensors
+        target_grads_S = logprob_grads_S.masked_fill(~is_own_S, 0.0)
+        hidden_grad_SH = torch.zeros_like(hidden_SH)
         weight_grad_VH = None
         if ctx.needs_input_grad[1]:  # not of a frozen model
             # Float32 over the chunks: a sum of many bfloat16 parts would lose the small ones.
             weight_grad_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
-        for begin in range(0, len(targets_S), ctx.chunk_tokens):
-            chunk = slice(begin, begin + ctx.chunk_tokens)
+        for chunk in _chunks(targets_S, weight_VH, ctx.chunk_tokens):
             logits_CV = _logits(hidden_SH[chunk], weight_VH, ctx.temperature)
             all_logprobs_CV = logits_CV.sub_(logsumexp_S[chunk, None])
             probs_CV = all_logprobs_CV.exp()
             slopes_CV = probs_CV * -logprob_grads_S[chunk, None]
-            slopes_CV.scatter_add_(1, targets_S[chunk, None], logprob_grads_S[chunk, None])
+            slopes_CV.scatter_add_(1, targets_S[chunk, None], target_grads_S[chunk, None])
             if ctx.needs_entropy_gradient:
                 surprise_CV = all_logprobs_CV.add_(entropies_S[chunk, None])
                 slopes_CV -= entropy_grads_S[chunk, None] * probs_CV * surprise_CV
@@ -100,7 +123,46 @@ class _TokenLogprobs(torch.autograd.Function):
                 weight_grad_VH += slopes_CV.T @ hidden_SH[chunk]
         if weight_grad_VH is not None:
             weight_grad_VH = weight_grad_VH.to(weight_VH.dtype)
-        return hidden_grad_SH, weight_grad_VH, None, None, None, None
+        return hidden_grad_SH, weight_grad_VH, None, None, None, None, None
+
+
+def _chunks(targets_S: Tensor, weight_VH: Tensor, chunk_tokens: int) -> Iterator[slice]:
+    """Cut the targets; a rank that has no row of the embedding has nothing to compute."""
+    num_targets = len(targets_S) if len(weight_VH) else 0
+    for begin in range(0, num_targets, chunk_tokens):
+        yield slice(begin, begin + chunk_tokens)
+
+
+def _own_targets(
+    targets_S: Tensor, num_rows: int, shard: VocabShard | None
+) -> tuple[Tensor, Tensor]:
+    """Return each target's row here (0 if another rank has it), and whether it is here."""
+    if shard is None:
+        return targets_S, torch.ones_like(targets_S, dtype=torch.bool)
+    rows_S = targets_S - shard.begin
+    is_own_S = (rows_S >= 0) & (rows_S < num_rows)
+    return rows_S.masked_fill(~is_own_S, 0), is_own_S
+
+
+def _join(
+    logprobs_S: Tensor, logsumexp_S: Tensor, entropies_S: Tensor, *, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Make distributions over parts of the vocabulary one over all of it; one collective.
+
+    With the parts' weights w the whole has the entropy sum of w (entropy - log w). A target that is
+    not in a part has the log-prob -inf there.
+    """
+    mine_3S = torch.stack([logprobs_S, logsumexp_S, entropies_S])
+    everyone = [torch.empty_like(mine_3S) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine_3S, group=group)
+    logprobs_RS, logsumexp_RS, entropies_RS = torch.stack(everyone, dim=1)
+    whole_S = torch.logsumexp(logsumexp_RS, dim=0)
+    weights_RS = (logsumexp_RS - whole_S).exp()
+    return (
+        (logprobs_RS + logsumexp_RS - whole_S).amax(dim=0),
+        whole_S,
+        (weights_RS * entropies_RS + torch.special.entr(weights_RS)).sum(dim=0),
+    )
 
 
 def _logits(hidden_CH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:

@@ -90,8 +90,9 @@ def test_stopping_a_sweep_lets_its_job_end_and_begins_no_other(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     program = f"""
-import pathlib, sys
+import pathlib, signal, sys
 from hybridrl.trainer.sweep import build_jobs, run_sweep
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 folder = pathlib.Path({str(tmp_path)!r})
 job = '''
 import pathlib, signal, sys, time

@@ -18,13 +18,8 @@ from hybridrl.errors import CheckpointError, RemoteCallError, WorkerDiedError
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.trainer.checkpoints import Checkpointer
 from hybridrl.trainer.resume import origin_of
-from hybridrl.workers.train.shard_files import (
-    Part,
-    Place,
-    ShardReader,
-    is_unchanged,
-    write_parts,
-)
+from hybridrl.workers.train.places import Part, Place
+from hybridrl.workers.train.shard_files import ShardReader, is_unchanged, write_parts
 from tests.config.values import config_of
 
 

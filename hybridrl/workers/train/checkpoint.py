@@ -19,9 +19,9 @@ from torch import Tensor
 
 from hybridrl.checkpoint.manifest import FileEntry
 from hybridrl.errors import CheckpointError
+from hybridrl.workers.train.places import Part
 from hybridrl.workers.train.protocol import LearningEngine
-from hybridrl.workers.train.shard_files import Part, Place, ShardReader, write_parts
-from hybridrl.workers.train.shards import local_shard
+from hybridrl.workers.train.shard_files import ShardReader, parts_of, write_parts
 
 Notes = Mapping[str, object]
 """Small state besides tensors, as JSON has it."""
@@ -46,7 +46,11 @@ class CheckpointWriter:
         """
         if self._writing is not None:
             wait([self._writing])
-        parts = {name: _copy(tensor) for name, tensor in engine.checkpoint_tensors().items()}
+        parts = {
+            key: _copy(part)
+            for name, tensor in engine.checkpoint_tensors().items()
+            for key, part in parts_of(name, tensor)
+        }
         everything = {"num_updates": engine.num_updates, "random": _random_state(), **notes}
         self._writing = self._thread.submit(_write, path, parts, everything)
 
@@ -96,11 +100,11 @@ def seed_generators(seed: int, *, rank: int) -> None:
     torch.manual_seed(own_seed)
 
 
-def _copy(tensor: Tensor) -> Part:
-    values = local_shard(tensor.detach())
+def _copy(part: Part) -> Part:
     # A GPU's bytes land in pinned memory, so that the copy runs at the bus's speed.
+    values = part.values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-    return Part(host.copy_(values), Place.of(tensor))
+    return Part(host.copy_(values), part.place)
 
 
 def _write(path: Path, parts: Mapping[str, Part], notes: Notes) -> FileEntry:

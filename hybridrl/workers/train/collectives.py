@@ -12,16 +12,18 @@ from hybridrl import activity
 
 
 class Ranks:
-    """The data-parallel ranks: all of the default process group, or this process alone.
+    """Ranks that work in step: a process group, or this process alone.
 
     Args:
         device: where tensors must lie for the group's backend.
+        group: None is all ranks.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, group: dist.ProcessGroup | None = None) -> None:
         self._device = device
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.size = dist.get_world_size() if dist.is_initialized() else 1
+        self._group = group
+        self.rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self.size = dist.get_world_size(group) if dist.is_initialized() else 1
 
     def gather(self, numbers: Sequence[int]) -> Tensor:
         """Return every rank's ``n`` numbers, int64 [size, n], on the host."""
@@ -31,21 +33,21 @@ class Ranks:
             everyone = [mine]
         else:
             with activity.doing("all_gather", waits=True):
-                dist.all_gather(everyone, mine)
+                dist.all_gather(everyone, mine, group=self._group)
         return torch.stack(everyone).cpu()
 
     def sum(self, values: Tensor) -> Tensor:
         """Add a tensor over ranks, in place; every rank gets the same bits."""
         if self.size > 1:
             with activity.doing("all_reduce", waits=True):
-                dist.all_reduce(values)
+                dist.all_reduce(values, group=self._group)
         return values
 
     def share_text(self, text: str) -> str:
-        """Return rank 0's text on every rank; doubles as a barrier."""
+        """Return the first rank's text on every rank; doubles as a barrier."""
         if self.size == 1:
             return text
         box = [text]
         with activity.doing("broadcast", waits=True):
-            dist.broadcast_object_list(box, src=0, device=self._device)
+            dist.broadcast_object_list(box, group=self._group, group_src=0, device=self._device)
         return box[0]

@@ -10,16 +10,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybridrl.batch import SupervisedBatch, TrainBatch, jagged_from, row_lengths
+from hybridrl.batch import SupervisedBatch, TrainBatch
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.model import ModelConfig
 from hybridrl.errors import ModelError
-from hybridrl.metrics import Metrics, Sum
+from hybridrl.metrics import Metrics
 from hybridrl.workers.train.gradient_steps import GradientSteps, Learner
 from hybridrl.workers.train.losses import SupervisedLoss
 from hybridrl.workers.train.optimizer import GuardedAdamW
 from hybridrl.workers.train.packing import Pack
-from hybridrl.workers.train.protocol import TokenLoss, TokenLossInputs, TrainState, WeightPart
+from hybridrl.workers.train.policy_rows import as_train_batch, count_pack, loss_inputs
+from hybridrl.workers.train.protocol import TokenLoss, TrainState, WeightPart
 from hybridrl.workers.train.scorer import FSDP2Scorer
 from hybridrl.workers.train.shards import Adapt
 
@@ -84,11 +85,18 @@ class FSDP2Engine(Learner, FSDP2Scorer):
         self._require("update()", *TrainState)
 
         def loss_share(pack: Pack, weights_S: Tensor) -> tuple[Tensor, Metrics]:
-            scored = self.model(
+            logprobs_S, entropy_S = self.model(
                 pack.tokens, temperature, needs_entropy_gradient=loss.needs_entropy_gradient
             )
-            share, metrics = loss(self._loss_inputs(batch, pack, weights_S, *scored))
-            return share, metrics | _count_pack(pack)
+            inputs = loss_inputs(
+                batch,
+                pack,
+                weights_S=weights_S,
+                current_logprobs_S=logprobs_S,
+                entropy_S=entropy_S,
+            )
+            share, metrics = loss(inputs)
+            return share, metrics | count_pack(pack)
 
         return self._steps.take(
             self._packing.cut(batch.token_ids_BL, batch.response_mask_BL),
@@ -99,18 +107,8 @@ class FSDP2Engine(Learner, FSDP2Scorer):
 
     def fit(self, batch: SupervisedBatch) -> Metrics:
         """Take one optimizer step on the mean negative log-likelihood of the masked tokens."""
-        nothing_BL = jagged_from(
-            torch.zeros(batch.token_ids_BL.values().shape), row_lengths(batch.token_ids_BL)
-        )
-        rows = TrainBatch(
-            token_ids_BL=batch.token_ids_BL,
-            response_mask_BL=batch.response_mask_BL,
-            advantages_BL=nothing_BL,
-            sampler_logprobs_BL=nothing_BL,
-            batch_size=batch.batch_size,
-        )
         return self.update(
-            rows,
+            as_train_batch(batch),
             loss=SupervisedLoss(),
             aggregation="token_mean",
             temperature=1.0,
@@ -130,33 +128,3 @@ class FSDP2Engine(Learner, FSDP2Scorer):
 
     def _tensors(self, part: TrainState) -> list[Tensor]:
         return super()._tensors(part) + self._steps.tensors(part)
-
-    def _loss_inputs(
-        self, batch: TrainBatch, pack: Pack, weights_S: Tensor, *scored_S: Tensor
-    ) -> TokenLossInputs:
-        """Lay the batch's columns beside the current log-probs and entropies, both [S]."""
-        current_S, entropy_S = scored_S
-
-        def at_scored(column_BL: Tensor) -> Tensor:
-            return column_BL.values()[pack.place_S].to(self._device)
-
-        old_BL, reference_BL = batch.old_logprobs_BL, batch.reference_logprobs_BL
-        return TokenLossInputs(
-            current_logprobs_T=current_S,
-            entropy_T=entropy_S,
-            weights_T=weights_S,
-            advantages_T=at_scored(batch.advantages_BL),
-            sampler_logprobs_T=at_scored(batch.sampler_logprobs_BL),
-            old_logprobs_T=current_S.detach() if old_BL is None else at_scored(old_BL),
-            reference_logprobs_T=None if reference_BL is None else at_scored(reference_BL),
-        )
-
-
-def _count_pack(pack: Pack) -> Metrics:
-    if not len(pack.place_S):
-        return {}
-    return {
-        "data/train_tokens": Sum(len(pack.tokens.token_ids_T)),
-        "data/loss_tokens": Sum(len(pack.place_S)),
-        "data/microbatches": Sum(1),
-    }

@@ -16,7 +16,7 @@ from hybridrl.config.actor import EngineConfig
 from hybridrl.metrics import Max, Metrics, Sum, merge
 from hybridrl.models.packed_model import PackedModel
 from hybridrl.workers.train.collectives import Ranks
-from hybridrl.workers.train.optimizer import GuardedAdamW
+from hybridrl.workers.train.optimizer import GuardedAdamW, StepResult
 from hybridrl.workers.train.packing import Pack
 from hybridrl.workers.train.packs import Packs
 from hybridrl.workers.train.protocol import TrainState
@@ -26,6 +26,45 @@ LossShare = Callable[[Pack, Tensor], tuple[Tensor, Metrics]]
 """From a pack and the weight of each scored token [S] to the pack's share of the global loss and
 metrics. A filler, which scores nothing, gives a 0 that carries a gradient, and no metrics: its
 backward pass keeps the rank in step with the others."""
+
+
+def global_weights(
+    response_lengths_B: Tensor, *, aggregation: str, max_response_tokens: int, ranks: Ranks
+) -> Tensor:
+    """Return the weight of each token of each row in the *global* loss [B]; one collective.
+
+    Args:
+        response_lengths_B: of this rank's rows.
+        aggregation: how tokens weigh; see ``algorithms/aggregate.py``.
+        max_response_tokens: the fixed length of one of the aggregations.
+        ranks: the data-parallel ranks.
+    """
+    mine = [int(response_lengths_B.sum()), len(response_lengths_B)]
+    num_tokens, num_rows = ranks.gather(mine).sum(dim=0).tolist()
+    return token_weights(
+        response_lengths_B,
+        aggregation=aggregation,
+        num_tokens_global=num_tokens,
+        num_sequences_global=num_rows,
+        max_response_tokens=max_response_tokens,
+    )
+
+
+def step_metrics(result: StepResult, *, area: str, counts: bool) -> Metrics:
+    """Tell what an optimizer step did.
+
+    Args:
+        result: the same on all ranks.
+        area: ``policy`` or ``critic``.
+        counts: True on one rank alone, since counts of ranks are added.
+    """
+    metrics: Metrics = {f"{area}/lr": Max(result.lr)}
+    if not result.is_skipped:
+        metrics[f"{area}/grad_norm"] = Max(result.grad_norm)
+    if counts:
+        metrics[f"{area}/updates"] = Sum(int(not result.is_skipped))
+        metrics[f"{area}/skipped_updates"] = Sum(int(result.is_skipped))
+    return metrics
 
 
 class GradientSteps:
@@ -86,13 +125,11 @@ class GradientSteps:
             max_response_tokens: the fixed length of one of the aggregations.
         """
         self.optimizer.drop_gradients()  # of an update that a loss broke off
-        num_tokens, num_rows = self._count_globally(packs.response_lengths_B)
-        weights_B = token_weights(
+        weights_B = global_weights(
             packs.response_lengths_B,
             aggregation=aggregation,
-            num_tokens_global=num_tokens,
-            num_sequences_global=num_rows,
             max_response_tokens=max_response_tokens,
+            ranks=self._ranks,
         )
         total_loss = torch.zeros((), device=self._device)
         parts: list[Metrics] = []
@@ -120,11 +157,6 @@ class GradientSteps:
         }
         return {f"model.{name}": parameter for name, parameter in learning.items()} | moments
 
-    def _count_globally(self, response_lengths_B: Tensor) -> tuple[int, int]:
-        mine = [int(response_lengths_B.sum()), len(response_lengths_B)]
-        num_tokens, num_rows = self._ranks.gather(mine).sum(dim=0).tolist()
-        return num_tokens, num_rows
-
     def _reduce_gradients(self, *, now: bool) -> None:
         """Let ranks exchange gradients in the last backward pass of a step alone."""
         fsdp = as_fsdp(self._model)
@@ -132,15 +164,8 @@ class GradientSteps:
             fsdp.set_requires_gradient_sync(now)
 
     def _finish(self, total_loss: Tensor) -> Metrics:
-        """Step; what is the same on all ranks is summed up by rank 0 alone."""
         result = self.optimizer.step(total_loss)
-        metrics: Metrics = {f"{self._area}/lr": Max(result.lr), **self.constants}
-        if not result.is_skipped:
-            metrics[f"{self._area}/grad_norm"] = Max(result.grad_norm)
-        if self._ranks.rank == 0:
-            metrics[f"{self._area}/updates"] = Sum(int(not result.is_skipped))
-            metrics[f"{self._area}/skipped_updates"] = Sum(int(result.is_skipped))
-        return metrics
+        return self.constants | step_metrics(result, area=self._area, counts=self._ranks.rank == 0)
 
 
 class Learner:

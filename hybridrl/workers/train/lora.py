@@ -20,8 +20,8 @@ from hybridrl.models.adapter import WEIGHTS_FILE, Adapter
 from hybridrl.models.adapter_names import ADAPTER_NAME, file_name, hf_name, is_adapter_name
 from hybridrl.workers.train.export import whole_folder
 from hybridrl.workers.train.fsdp2 import FSDP2Engine
-from hybridrl.workers.train.protocol import TrainState, WeightPart, WeightSpec
-from hybridrl.workers.train.sharded import NamedTensors
+from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightPart, WeightSpec
+from hybridrl.workers.train.residence import write_on_first
 from hybridrl.workers.train.shards import full_tensor
 
 
@@ -107,7 +107,7 @@ class FSDP2LoraEngine(FSDP2Engine):
                 save_file(tensors, unfinished / WEIGHTS_FILE, metadata={"format": "pt"})
                 self._adapter.save_settings(unfinished, base_model=self._folder)
 
-        self._write(self.full_weights(WeightPart.ADAPTER), write)
+        write_on_first(self._ranks, self.full_weights(WeightPart.ADAPTER), write)
 
     def compute_frozen_logprobs(
         self, rows: RolloutBatch | SupervisedBatch, *, temperature: float

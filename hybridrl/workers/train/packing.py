@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hybridrl.batch import response_lengths, row_lengths
 from hybridrl.errors import DataError
@@ -59,6 +60,7 @@ class RowPacker:
         response_mask_BL: bool, jagged.
         kernel: the attention that packs are laid out for.
         device: where the model computes.
+        multiple: packs get as many tokens more, which belong to no row, as make them divisible.
 
     Raises:
         DataError: a row begins with a response token, which no token predicts.
@@ -71,7 +73,9 @@ class RowPacker:
         *,
         kernel: AttentionKernel,
         device: torch.device,
+        multiple: int = 1,
     ) -> None:
+        self._multiple = multiple
         self._token_ids = token_ids_BL.values()
         self._mask = response_mask_BL.values()
         self._kernel = kernel
@@ -107,14 +111,14 @@ class RowPacker:
         own_S = self._mask[place_T + 1].nonzero()[:, 0]
         shared_S, shared_row_S, shared_place_S = self._score_by_shared(rows, stretches, ends_K)
         place_S = torch.cat([place_T[own_S] + 1, shared_place_S])
+        segments = [Segment(s.num_tokens, p) for s, p in zip(stretches, prefixes, strict=True)]
+        num_missing = -len(place_T) % self._multiple
+        if num_missing:
+            segments.append(Segment(num_missing))
         tokens = PackedTokens(
-            token_ids_T=self._token_ids[place_T].to(self._device),
-            positions_T=positions_T.to(self._device),
-            layout=build_layout(
-                [Segment(s.num_tokens, p) for s, p in zip(stretches, prefixes, strict=True)],
-                kernel=self._kernel,
-                device=self._device,
-            ),
+            token_ids_T=pad(self._token_ids[place_T], (0, num_missing)).to(self._device),
+            positions_T=pad(positions_T, (0, num_missing)).to(self._device),
+            layout=build_layout(segments, kernel=self._kernel, device=self._device),
             scored_S=torch.cat([own_S, shared_S]).to(self._device),
             targets_S=self._token_ids[place_S].to(self._device),
         )
@@ -197,9 +201,11 @@ class RowPacker:
     def _filler(self) -> Pack:
         nothing_S = torch.zeros(0, dtype=torch.int64)
         tokens = PackedTokens(
-            token_ids_T=torch.zeros(1, dtype=torch.int64, device=self._device),
-            positions_T=torch.zeros(1, dtype=torch.int64, device=self._device),
-            layout=build_layout([Segment(1)], kernel=self._kernel, device=self._device),
+            token_ids_T=torch.zeros(self._multiple, dtype=torch.int64, device=self._device),
+            positions_T=torch.zeros(self._multiple, dtype=torch.int64, device=self._device),
+            layout=build_layout(
+                [Segment(self._multiple)], kernel=self._kernel, device=self._device
+            ),
             scored_S=nothing_S.to(self._device),
             targets_S=nothing_S.to(self._device),
         )

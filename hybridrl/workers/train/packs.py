@@ -54,14 +54,27 @@ class Packing:
     device: torch.device
     """Where the model computes."""
 
+    multiple: int = 1
+    """Of which each pack's tokens are a multiple, where ranks share them evenly."""
+
+    group_size: int = 1
+    """Of which the number of packs is a multiple, where a schedule asks for it."""
+
     def cut(self, token_ids_BL: Tensor, response_mask_BL: Tensor) -> Packs:
         """Plan this rank's rows, both jagged. A collective call.
 
         Raises:
             DataError: a row begins with a response token, which no token predicts.
         """
-        packer = RowPacker(token_ids_BL, response_mask_BL, kernel=self.kernel, device=self.device)
+        packer = RowPacker(
+            token_ids_BL,
+            response_mask_BL,
+            kernel=self.kernel,
+            device=self.device,
+            multiple=self.multiple,
+        )
         plan = packer.plan(self.max_tokens)
         longest = int(self.ranks.gather([len(plan)]).max())
-        fillers: list[list[int]] = [[]] * (max(longest, 1) - len(plan))
+        num_packs = -(-max(longest, 1) // self.group_size) * self.group_size
+        fillers: list[list[int]] = [[]] * (num_packs - len(plan))
         return Packs(packer, plan + fillers)

@@ -22,6 +22,10 @@ from hybridrl.batch import (
     ValueBatch,
 )
 from hybridrl.metrics import Metrics
+from hybridrl.workers.train.places import CheckpointTensor
+
+NamedTensors = Iterator[tuple[str, Tensor]]
+"""Weights by name, one at a time."""
 
 
 class TrainState(Enum):
@@ -118,8 +122,11 @@ class LearningEngine(ShardedEngine, Protocol):
         """Optimizer steps taken, skipped ones not counted: all that the schedule remembers."""
         ...
 
-    def checkpoint_tensors(self) -> Mapping[str, Tensor]:
+    def checkpoint_tensors(self) -> Mapping[str, CheckpointTensor]:
         """Name this rank's live tensors (shards, if sharded) that a resumed run needs.
+
+        Names are those of FSDP2's parameters and moments, and every rank gives all names, with
+        ``ShardedPieces`` of nothing for what others hold: so any engine resumes any other's run.
 
         They are the parameters that learn and, once a step was taken, the optimizer's moments.
         Whoever fills them with others puts the engine where these were taken.
@@ -182,7 +189,7 @@ class TrainEngine(ScoringEngine, LearningEngine, Protocol):
         """Name what ``full_weights`` will yield, in its order."""
         ...
 
-    def full_weights(self, part: WeightPart = WeightPart.BASE) -> Iterator[tuple[str, Tensor]]:
+    def full_weights(self, part: WeightPart = WeightPart.BASE) -> NamedTensors:
         """Yield each weight of a part whole, one at a time. Every rank must exhaust it."""
         ...
 

@@ -1,7 +1,8 @@
 """Sharded tensors in safetensors files: one file a rank, readable by any number of ranks.
 
 A file holds the parts that one rank has; where each part lies in its whole tensor stands in the
-file's metadata. The bytes are written as they come, so no second copy of them is held.
+file's metadata. A tensor of which the rank has one box is called by its name, the boxes of another
+are numbered: ``NAME#0``. The bytes are written as they come, so no second copy of them is held.
 """
 
 from __future__ import annotations
@@ -18,11 +19,21 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hybridrl.checkpoint.manifest import FileEntry
 from hybridrl.errors import CheckpointError
+from hybridrl.workers.train.places import (
+    Box,
+    CheckpointTensor,
+    Part,
+    Place,
+    ShardedPieces,
+    common_box,
+    index_in,
+    rest_of,
+    size_of,
+)
+from hybridrl.workers.train.shards import local_shard
 
 _DTYPE_NAMES = {
     torch.float32: "F32",
@@ -35,39 +46,28 @@ _DTYPE_NAMES = {
 _CHUNK_BYTES = 16 * 2**20
 _ALIGNMENT = 8
 _NUM_NAMED = 4
-
-Box = tuple[tuple[int, int], ...]
-"""Begin and end along each dimension of a whole tensor."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where one rank's part lies in its whole tensor."""
-
-    global_shape: tuple[int, ...]
-    offset: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Place:
-        """Return the place of what this rank holds of ``tensor``, plain or sharded."""
-        if not isinstance(tensor, DTensor):
-            return cls(tuple(tensor.shape), (0,) * tensor.ndim)
-        _, offset = compute_local_shape_and_global_offset(
-            tensor.shape, tensor.device_mesh, tensor.placements
-        )
-        return cls(tuple(tensor.shape), tuple(offset))
-
-    def box(self, local_shape: Sequence[int]) -> Box:
-        """Return what a part of ``local_shape`` covers."""
-        return tuple((o, o + n) for o, n in zip(self.offset, local_shape, strict=True))
+_PIECE = "#"
+"""Stands between a tensor's name and the number of one of its pieces; in no name of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one rank holds of a tensor, in host memory."""
+class _Held:
+    """A box of a tensor in a file."""
 
-    values: Tensor
-    place: Place
+    file: Any
+    key: str
+    box: Box
+
+
+def parts_of(name: str, tensor: CheckpointTensor) -> Iterator[tuple[str, Part]]:
+    """Yield what this rank holds of a tensor, views of its memory, by key in the rank's file."""
+    if isinstance(tensor, Tensor):
+        yield name, Part(local_shard(tensor.detach()), Place.of(tensor))
+    elif len(tensor.pieces) == 1:
+        yield name, tensor.pieces[0]
+    else:
+        for number, piece in enumerate(tensor.pieces):
+            yield f"{name}{_PIECE}{number}", piece
 
 
 def write_parts(path: Path, parts: Mapping[str, Part], *, notes: Mapping[str, object]) -> FileEntry:
@@ -75,7 +75,7 @@ def write_parts(path: Path, parts: Mapping[str, Part], *, notes: Mapping[str, ob
 
     Args:
         path: of the file; its folder exists.
-        parts: by name; contiguous host tensors.
+        parts: by key, see ``parts_of``; contiguous host tensors.
         notes: small state besides, as JSON has it.
 
     Raises:
@@ -116,8 +116,9 @@ class ShardReader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._opened = ExitStack()
-        self._files: list[Any] = []
-        self._places: list[dict[str, Place]] = []
+        self._held: dict[str, list[_Held]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """Whole shape of every tensor, by name."""
         self.notes: list[dict[str, Any]] = []
         """What each rank noted, by rank."""
         paths = sorted(folder.glob("rank-*.safetensors"))
@@ -132,40 +133,34 @@ class ShardReader:
     def __exit__(self, *_: object) -> None:
         self._opened.close()
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shape of every tensor, by name."""
-        return {
-            name: place.global_shape for places in self._places for name, place in places.items()
-        }
-
-    def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy into what this rank holds of each tensor, whoever wrote it.
+    def fill(self, tensors: Mapping[str, CheckpointTensor]) -> None:
+        """Copy into what this rank holds of each tensor, whoever wrote it, however it was cut.
 
         Raises:
             CheckpointError: names or shapes are others, or a part of a tensor is in no file.
         """
-        self._check_names({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        self._check_names({name: _whole_shape(tensor) for name, tensor in tensors.items()})
         for name, tensor in tensors.items():
-            place = Place.of(tensor)
-            target = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            self._fill(name, target.detach(), place)
+            for _, part in parts_of(name, tensor):
+                self._fill(name, part)
 
-    def _fill(self, name: str, target: Tensor, place: Place) -> None:
-        wanted = place.box(target.shape)
-        num_filled = 0
-        for file, places in zip(self._files, self._places, strict=True):
-            if name not in places or num_filled == target.numel():
-                continue
-            held = places[name].box(file.get_slice(name).get_shape())
-            common = _common(held, wanted)
-            if common is not None:
-                part = _cut(file, name, common, held)
-                _view(target, common, wanted).copy_(part)
-                num_filled += part.numel()
-        if num_filled != target.numel():
+    def _fill(self, name: str, wanted: Part) -> None:
+        missing = [wanted.box] if wanted.values.numel() else []
+        for held in self._held[name]:
+            rest: list[Box] = []
+            for box in missing:
+                common = common_box(held.box, box)
+                if common is None:
+                    rest.append(box)
+                else:
+                    wanted.values[index_in(wanted.box, common)].copy_(_cut(held, common))
+                    rest += rest_of(box, common)
+            missing = rest
+        if missing:
+            num_values = wanted.values.numel()
+            num_filled = num_values - sum(map(size_of, missing))
             raise CheckpointError(
-                f"{self._folder}: {name} has {num_filled} of the {target.numel()} values that this "
+                f"{self._folder}: {name} has {num_filled} of the {num_values} values that this "
                 "rank needs; a file is missing. Resume from another checkpoint"
             )
 
@@ -198,10 +193,12 @@ class ShardReader:
             notes = json.loads(metadata["notes"])
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as err:
             raise CheckpointError(f"{path} cannot be read: {err}; resume from another") from err
-        self._files.append(file)
-        self._places.append(
-            {name: Place(tuple(shape), tuple(offset)) for name, (shape, offset) in places.items()}
-        )
+        for key, (shape, offset) in places.items():
+            name = key.partition(_PIECE)[0]
+            place = Place(tuple(shape), tuple(offset))
+            box = place.box(file.get_slice(key).get_shape())
+            self._held.setdefault(name, []).append(_Held(file, key, box))
+            self.shapes[name] = place.global_shape
         self.notes.append(notes)
 
 
@@ -233,28 +230,16 @@ def _pieces(parts: Mapping[str, Part], notes: Mapping[str, object]) -> Iterator[
                 yield flat[begin : begin + _CHUNK_BYTES]
 
 
-def _common(first: Box, second: Box) -> Box | None:
-    both = zip(first, second, strict=True)
-    box = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in both)
-    return box if all(begin < end for begin, end in box) else None
+def _whole_shape(tensor: CheckpointTensor) -> tuple[int, ...]:
+    return tensor.shape if isinstance(tensor, ShardedPieces) else tuple(tensor.shape)
 
 
-def _cut(file: Any, name: str, common: Box, held: Box) -> Tensor:  # noqa: ANN401 - no types
+def _cut(held: _Held, common: Box) -> Tensor:
     if not common:  # a number has no dimension to cut
-        number: Tensor = file.get_tensor(name)
+        number: Tensor = held.file.get_tensor(held.key)
         return number
-    index = tuple(
-        slice(begin - low, end - low) for (begin, end), (low, _) in zip(common, held, strict=True)
-    )
-    part: Tensor = file.get_slice(name)[index]
+    part: Tensor = held.file.get_slice(held.key)[index_in(held.box, common)]
     return part
-
-
-def _view(target: Tensor, common: Box, wanted: Box) -> Tensor:
-    index = tuple(
-        slice(begin - low, end - low) for (begin, end), (low, _) in zip(common, wanted, strict=True)
-    )
-    return target[index]
 
 
 def _name_some(problem: str, names: Sequence[str]) -> Iterator[str]:

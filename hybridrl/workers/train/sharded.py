@@ -5,7 +5,7 @@ Legend: B rows of a batch, L tokens of a row, S scored (response) tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -15,22 +15,20 @@ from torch import Tensor
 from hybridrl.batch import jagged_from, row_lengths
 from hybridrl.config.actor import EngineConfig
 from hybridrl.config.model import ModelConfig
-from hybridrl.errors import ConfigError, PhaseError, RunFolderError
+from hybridrl.errors import ConfigError
 from hybridrl.models.packed import AttentionKernel
 from hybridrl.models.packed_model import PackedModel, PackedTokens
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import write_hf_folder
-from hybridrl.workers.train.offload import ParkedTensors, resident_bytes
 from hybridrl.workers.train.packs import Packing
-from hybridrl.workers.train.protocol import TrainState, WeightPart, WeightSpec
+from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightPart, WeightSpec
+from hybridrl.workers.train.residence import ResidentModel, write_on_first
 from hybridrl.workers.train.shards import as_fsdp, full_tensor, local_shard
-
-NamedTensors = Iterator[tuple[str, Tensor]]
 
 Model = TypeVar("Model", bound=PackedModel)
 
 
-class ShardedModel(Generic[Model]):
+class ShardedModel(ResidentModel, Generic[Model]):
     """What policy, reference and critic have in common; subclasses say what is computed.
 
     The process group, if there is more than one rank, is initialised before; its timeout bounds
@@ -69,18 +67,17 @@ class ShardedModel(Generic[Model]):
         model_config: ModelConfig,
         device: torch.device,
     ) -> None:
+        super().__init__(device)
         self._folder = folder
-        self._device = device
         self._ranks = Ranks(device)
         self.dp_rank, self.dp_size = self._ranks.rank, self._ranks.size
         self._packing = Packing(
-            kernel=_choose_kernel(model_config.attention, config.compute_dtype, device),
+            kernel=choose_kernel(model_config.attention, config.compute_dtype, device),
             max_tokens=config.max_tokens_per_microbatch,
             ranks=self._ranks,
             device=device,
         )
         self.model = build(self._ranks.size)
-        self._parked: dict[TrainState, ParkedTensors] = {}
 
     def weight_specs(self, part: WeightPart = WeightPart.BASE) -> tuple[WeightSpec, ...]:
         """Name what ``full_weights`` will yield, in its order."""
@@ -116,52 +113,16 @@ class ShardedModel(Generic[Model]):
                 source=self._folder,
             )
 
-        self._write(self._whole_model(), write)
+        write_on_first(self._ranks, self._whole_model(), write)
 
     def _whole_model(self) -> NamedTensors:
         """Yield what a model without adapters needs to be this one."""
         return self.full_weights()
 
-    def _write(self, weights: NamedTensors, write: Callable[[NamedTensors], None]) -> None:
-        """Let rank 0 write what all ranks gather; all return, or raise, when it is done."""
-        failure: RunFolderError | None = None
-        if self.dp_rank == 0:
-            try:
-                write(weights)
-            except RunFolderError as err:
-                failure = err
-        for _ in weights:  # the other ranks' part; and rank 0's, where it failed half-way
-            pass
-        message = self._ranks.share_text(str(failure) if failure else "")
-        if message:
-            raise RunFolderError(message) from failure
-
-    def offload(self, part: TrainState) -> None:
-        """Move a part to host memory and free its device memory. Twice is a no-op."""
-        if part not in self._parked:
-            self._parked[part] = ParkedTensors(self._tensors(part))
-
-    def restore(self, part: TrainState) -> None:
-        """Bring a part back, bit by bit. Twice is a no-op."""
-        if part in self._parked:
-            self._parked.pop(part).restore()
-
-    def resident_bytes(self, part: TrainState) -> int:
-        """Return the bytes that this part holds on the device of this rank, measured."""
-        return resident_bytes(self._tensors(part))
-
     def _tensors(self, part: TrainState) -> list[Tensor]:
         if part is TrainState.PARAMETERS:
             return [local_shard(parameter.detach()) for parameter in self.model.parameters()]
         return []
-
-    def _require(self, action: str, *parts: TrainState) -> None:
-        away = [part.value for part in parts if part in self._parked]
-        if away:
-            raise PhaseError(
-                f"{action} needs {' and '.join(away)} on {self._device}, which are offloaded; "
-                "leave the rollout phase first, or call restore() for each of them"
-            )
 
     @torch.no_grad()
     def _score_rows(
@@ -188,7 +149,12 @@ class ShardedModel(Generic[Model]):
         return [jagged_from(column, lengths_B) for column in columns]
 
 
-def _choose_kernel(attention: str, compute_dtype: str, device: torch.device) -> AttentionKernel:
+def choose_kernel(attention: str, compute_dtype: str, device: torch.device) -> AttentionKernel:
+    """Return the attention kernel that ``model.attention`` means on a device.
+
+    Raises:
+        ConfigError: it does not run there in the compute type.
+    """
     has_varlen = device.type == "cuda" and compute_dtype == "bfloat16"
     if attention == "varlen" and not has_varlen:
         raise ConfigError(

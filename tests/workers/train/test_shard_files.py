@@ -14,13 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from hybridrl.errors import CheckpointError
-from hybridrl.workers.train.shard_files import (
-    Part,
-    Place,
-    ShardReader,
-    is_unchanged,
-    write_parts,
-)
+from hybridrl.workers.train.places import Part, Place, ShardedPieces, rest_of, size_of
+from hybridrl.workers.train.shard_files import ShardReader, is_unchanged, parts_of, write_parts
 from tests.ranks import run_ranks
 
 
@@ -39,9 +34,93 @@ def test_parts_cut_in_any_way_fill_parts_cut_in_any_other(
     with ShardReader(folder) as reader:
         for begin, end in _cuts(data, shape[0]):
             target = torch.full_like(whole[begin:end], -1.0)
-            place = Place(tuple(shape), (begin, *[0] * (len(shape) - 1)))
-            reader._fill("w", target, place)
+            part = Part(target, Place(tuple(shape), (begin, *[0] * (len(shape) - 1))))
+            reader.fill({"w": ShardedPieces(tuple(shape), (part,))})
             assert torch.equal(target, whole[begin:end])
+
+
+@st.composite
+def _boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[tuple[int, int], ...]]:
+    """Draw boxes that tile ``shape``: cut along a dimension, then each part along another."""
+    boxes = [tuple((0, size) for size in shape)]
+    for _ in range(draw(st.integers(0, 3))):
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        begin, end = box[dim]
+        at = draw(st.integers(begin, end))
+        boxes += [(*box[:dim], cut, *box[dim + 1 :]) for cut in ((begin, at), (at, end))]
+    return boxes
+
+
+@settings(deadline=None, max_examples=80)
+@given(data=st.data())
+def test_pieces_of_several_ranks_fill_pieces_cut_in_any_other_way(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("shards")
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3), "shape"))
+    whole = torch.arange(float(torch.tensor(shape).prod())).view(shape)
+
+    def pieces(boxes: list[tuple[tuple[int, int], ...]], values: Tensor) -> ShardedPieces:
+        parts = []
+        for box in boxes:
+            view = values[tuple(slice(*edge) for edge in box)]
+            parts.append(Part(view, Place(shape, tuple(begin for begin, _ in box))))
+        return ShardedPieces(shape, tuple(parts))
+
+    for copy in range(data.draw(st.integers(1, 2), "copies, each cut in its own way")):
+        boxes = data.draw(_boxes(shape))
+        for half in range(2):
+            held = dict(parts_of("w", pieces(boxes[half::2], whole)))
+            held = {key: Part(part.values.clone(), part.place) for key, part in held.items()}
+            write_parts(folder / f"rank-{2 * copy + half}.safetensors", held, notes={})
+    with ShardReader(folder) as reader:
+        target = torch.full_like(whole, -1.0)
+        wanted = data.draw(_boxes(shape), "wanted")
+        reader.fill({"w": pieces(wanted, target)})
+    assert torch.equal(target, whole)
+
+
+def test_copies_that_overlap_do_not_hide_what_is_missing(tmp_path: Path) -> None:
+    for rank, (begin, end) in enumerate([(0, 2), (1, 3)]):  # 2 + 2 values, but not the last one
+        held = {"w": Part(torch.ones(end - begin), Place((4,), (begin,)))}
+        write_parts(tmp_path / f"rank-{rank}.safetensors", held, notes={})
+    with (
+        ShardReader(tmp_path) as reader,
+        pytest.raises(CheckpointError, match="3 of the 4 values"),
+    ):
+        reader.fill({"w": torch.zeros(4)})
+
+
+def test_a_rank_without_a_piece_writes_nothing_and_still_knows_the_tensor(tmp_path: Path) -> None:
+    nothing = ShardedPieces((3,), ())
+    assert list(parts_of("w", nothing)) == []
+    write_parts(tmp_path / "rank-0.safetensors", {}, notes={})
+    with (
+        ShardReader(tmp_path) as reader,
+        pytest.raises(CheckpointError, match="is missing, first: w"),
+    ):
+        reader.fill({"w": nothing})
+    held = {"w": Part(torch.ones(3), Place((3,), (0,)))}
+    write_parts(tmp_path / "rank-1.safetensors", held, notes={})
+    with ShardReader(tmp_path) as reader:
+        reader.fill({"w": nothing})
+        with pytest.raises(CheckpointError, match="has another shape"):
+            reader.fill({"w": ShardedPieces((4,), ())})
+
+
+@given(data=st.data())
+def test_a_box_is_what_is_cut_out_of_it_and_the_rest(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=3)))
+    counts = torch.zeros(shape)
+    edges = [sorted(data.draw(st.tuples(*[st.integers(0, size)] * 2))) for size in shape]
+    inner = tuple((low, high) for low, high in edges)
+    if size_of(inner) == 0:
+        return
+    for box in [inner, *rest_of(tuple((0, size) for size in shape), inner)]:
+        assert size_of(box) > 0
+        counts[tuple(slice(*edge) for edge in box)] += 1
+    assert torch.equal(counts, torch.ones(shape))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.float64])
