@@ -14,7 +14,7 @@ from tests.models import Family, make_tiny_model
 MakeModel = Callable[..., Path]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ranks(request: pytest.FixtureRequest) -> Iterator[RanksUnderTest]:
     """The ranks of ``request.param``, a layout."""
     ranks = RanksUnderTest(request.param)

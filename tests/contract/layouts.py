@@ -85,4 +85,4 @@ def on_layouts(
         if wanted(engine)
         for layout in engine.layouts
     ]
-    return pytest.mark.parametrize("ranks", params, indirect=True, scope="session")
+    return pytest.mark.parametrize("ranks", params, indirect=True, scope="package")
