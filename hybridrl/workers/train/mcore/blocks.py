@@ -23,7 +23,8 @@ from hybridrl.workers.train.mcore.hf_tensors import (
     hf_tensors,
     layer_prefix,
 )
-from hybridrl.workers.train.mcore.linear_layers import Boxes, ParallelRank, linear_boxes
+from hybridrl.workers.train.mcore.linear_layers import Boxes, linear_boxes
+from hybridrl.workers.train.mcore.parallel_rank import ParallelRank
 from hybridrl.workers.train.places import Box, Place
 
 _VOCAB_MULTIPLE = 8

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from hybridrl.errors import ModelError
 from hybridrl.models.adapter_names import ADAPTER_NAME
 from hybridrl.workers.train.mcore.architecture import Architecture
 from hybridrl.workers.train.mcore.hf_tensors import hf_tensors
+from hybridrl.workers.train.mcore.parallel_rank import ParallelRank
 from hybridrl.workers.train.places import Box
 
 Boxes = list[tuple[str, tuple[int, ...], Box]]
@@ -25,26 +25,6 @@ _LINEAR = re.compile(
     r"\.(?P<linear>linear_qkv|linear_proj|linear_fc1|linear_fc2)"
     r"\.(?:lora\.(?P<adapted>\w+)\.(?P<matrix>[AB])|(?P<leaf>weight|bias))(?P<grouped>\d+)?"
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelRank:
-    """A rank's place among those that share a layer; pipeline ranks differ in layer numbers."""
-
-    tp_rank: int = 0
-    """Among tensor-parallel ranks."""
-
-    tp_size: int = 1
-
-    ep_rank: int = 0
-    """Among expert-parallel ranks."""
-
-    ep_size: int = 1
-
-    etp_rank: int = 0
-    """Among the ranks that share the matrices of one expert."""
-
-    etp_size: int = 1
 
 
 def linear_boxes(

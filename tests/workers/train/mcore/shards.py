@@ -9,7 +9,8 @@ from itertools import product
 from hypothesis import strategies as st
 
 from hybridrl.workers.train.mcore.architecture import Architecture, Experts
-from hybridrl.workers.train.mcore.blocks import ParallelRank, padded_vocab_size
+from hybridrl.workers.train.mcore.blocks import padded_vocab_size
+from hybridrl.workers.train.mcore.parallel_rank import ParallelRank
 
 Shapes = dict[str, tuple[int, ...]]
 

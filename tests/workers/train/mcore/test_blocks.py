@@ -13,12 +13,12 @@ from hybridrl.errors import ModelError
 from hybridrl.workers.train.mcore.architecture import Architecture
 from hybridrl.workers.train.mcore.blocks import (
     Block,
-    ParallelRank,
     blocks_of,
     flat_pieces,
     padded_vocab_size,
 )
 from hybridrl.workers.train.mcore.hf_tensors import hf_tensors
+from hybridrl.workers.train.mcore.parallel_rank import ParallelRank
 from tests.workers.train.mcore.shards import cut_models, local_shapes, numel
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
