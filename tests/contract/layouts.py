@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.megatron.stand_ins import install
 from tests.models import Family
 
 
@@ -34,8 +35,8 @@ class Layout:
     megatron: Mapping[str, int | bool] = field(default_factory=dict)
     """Changes of the ``megatron`` section."""
 
-    max_share: float = 1.0
-    """Of the model's bytes that one rank may hold."""
+    max_share: float = 1.1
+    """Of the model's bytes that one rank may hold; buffers are filled up to whole blocks."""
 
     is_nightly: bool = False
 
@@ -56,6 +57,28 @@ class EngineUnderTest:
     """What a rank's process needs before it builds an engine; called again before every check."""
 
 
+def _megatron(
+    name: str,
+    *,
+    num_ranks: int = 2,
+    dp_size: int = 1,
+    family: Family = "qwen3",
+    num_layers: int = 2,
+    max_share: float = 1.1,
+    **sizes: int | bool,
+) -> Layout:
+    return Layout(
+        name=f"megatron-{name}",
+        engine="megatron",
+        num_ranks=num_ranks,
+        dp_size=dp_size,
+        family=family,
+        num_layers=num_layers,
+        megatron=sizes,
+        max_share=max_share,
+    )
+
+
 ENGINES: dict[str, EngineUnderTest] = {
     "fsdp2": EngineUnderTest(
         layouts=(
@@ -64,9 +87,31 @@ ENGINES: dict[str, EngineUnderTest] = {
         ),
         families=("qwen3", "qwen2", "llama"),
     ),
+    "megatron": EngineUnderTest(
+        layouts=(
+            _megatron("1", num_ranks=1),
+            _megatron("tp2", tensor_parallel_size=2, max_share=0.7),
+            _megatron("sp2", tensor_parallel_size=2, sequence_parallel=True, max_share=0.7),
+            _megatron("pp2", pipeline_parallel_size=2),
+            _megatron("pp2-vp2", pipeline_parallel_size=2, num_virtual_stages=2, num_layers=4),
+            _megatron("dp2", dp_size=2),
+            _megatron("tp2-pp2", tensor_parallel_size=2, pipeline_parallel_size=2, num_ranks=4),
+            _megatron("ep2", expert_parallel_size=2, dp_size=2, family="qwen3_moe"),
+        ),
+        families=("qwen3", "qwen2", "llama"),
+        has_adapters=False,
+        prepare=install,
+    ),
 }
 
-RESHAPES = [("fsdp2-2", "fsdp2-1"), ("fsdp2-1", "fsdp2-2")]
+RESHAPES = [
+    ("fsdp2-2", "fsdp2-1"),
+    ("fsdp2-1", "fsdp2-2"),
+    ("megatron-tp2-pp2", "megatron-dp2"),
+    ("megatron-dp2", "megatron-pp2"),
+    ("megatron-tp2", "fsdp2-2"),
+    ("fsdp2-2", "megatron-pp2"),
+]
 """Layouts that write a checkpoint, and others that go on from it."""
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hybridrl.batch import jagged_from, row_lengths
 from hybridrl.config.actor import ActorConfig
@@ -24,10 +25,12 @@ from hybridrl.workers.build import (
 )
 from hybridrl.workers.train.protocol import (
     CriticEngine,
+    LearningEngine,
     ScoringEngine,
     ShardedEngine,
     TrainEngine,
 )
+from hybridrl.workers.train.shard_files import parts_of
 from tests.config.values import config_of
 from tests.contract.layouts import ENGINES, Layout
 from tests.ranks import RankPool
@@ -176,3 +179,20 @@ def told(engine: ShardedEngine, metrics: Metrics) -> Metrics:
 def together(answers: list[Metrics]) -> dict[str, float]:
     """Merge what ranks told about one step, as the driver does."""
     return {name: metric.value for name, metric in merge(answers).items()}
+
+
+def state_of(engine: LearningEngine) -> dict[str, Tensor]:
+    """Copy what this rank would put into a checkpoint."""
+    return {
+        key: part.values.clone()
+        for name, tensor in engine.checkpoint_tensors().items()
+        for key, part in parts_of(name, tensor)
+    }
+
+
+def assert_float32_learns(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+    """Check that all that a rank keeps of the model is float32, and moved."""
+    weights = {name: tensor for name, tensor in after.items() if name.startswith("model.")}
+    assert weights.keys() == before.keys()
+    assert {tensor.dtype for tensor in weights.values()} <= {torch.float32}
+    assert [name for name, tensor in weights.items() if torch.equal(tensor, before[name])] == []

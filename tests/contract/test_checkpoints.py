@@ -14,9 +14,8 @@ from torch import Tensor
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter
 from hybridrl.workers.train.protocol import LearningEngine
-from hybridrl.workers.train.shard_files import parts_of
 from tests.contract.layouts import RESHAPES, layout_of, on_layouts
-from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn, share_of
+from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn, share_of, state_of
 from tests.workers.train.critics import CRITIC, make_lessons
 from tests.workers.train.engines import make_rows, weights_of, with_optimizer
 from tests.workers.train.lora_engines import LORA, with_lora
@@ -42,14 +41,6 @@ def _learn(engine: Any, role: str, seed: int) -> None:
         engine.update(share_of(make_lessons(6, seed=seed), engine, 4))
     else:
         learn(engine, make_rows(6, seed=seed), first=4)
-
-
-def _state_of(engine: LearningEngine) -> dict[str, Tensor]:
-    return {
-        key: part.values.clone()
-        for name, tensor in engine.checkpoint_tensors().items()
-        for key, part in parts_of(name, tensor)
-    }
 
 
 def _assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -85,7 +76,7 @@ def _save_and_load(rank: Rank, folder: Path, target: Path, role: str, num_before
     assert (notes["version"], loaded.num_updates) == (7, num_before)
     for seed in (2, 3):
         _learn(loaded, role, seed)
-    _assert_same(_state_of(loaded), _state_of(engine))
+    _assert_same(state_of(loaded), state_of(engine))
     assert loaded.num_updates == engine.num_updates == num_before + 2
 
 

@@ -17,7 +17,15 @@ from hybridrl.metrics import Metrics
 from hybridrl.workers.train.protocol import CriticEngine, TrainState
 from tests.contract.layouts import on_layouts
 from tests.contract.plain import PlainCritic, weights_in
-from tests.contract.ranks_under_test import Rank, RanksUnderTest, share_of, together, told
+from tests.contract.ranks_under_test import (
+    Rank,
+    RanksUnderTest,
+    assert_float32_learns,
+    share_of,
+    state_of,
+    together,
+    told,
+)
 from tests.workers.train.critics import CRITIC, make_lessons, with_optimizer
 from tests.workers.train.engines import OPTIMIZER, make_rows, to_rollouts
 
@@ -222,21 +230,15 @@ def test_a_critic_and_a_policy_live_in_one_process(ranks: RanksUnderTest, folder
     ranks.run(_live_beside_a_policy, folder)
 
 
-def _compute_in_bfloat16(rank: Rank, folder: Path, target: Path) -> Tensor | None:
+def _compute_in_bfloat16(rank: Rank, folder: Path) -> Tensor | None:
     engine = rank.critic(folder, replace(CRITIC, compute_dtype="bfloat16"))
+    before = state_of(engine)
     for seed in range(2):
         _teach(engine, make_lessons(4, seed=seed), first=2)
-    engine.export_hf(target)
+    assert_float32_learns(before, state_of(engine))
     return _values(engine, make_rows(3))
 
 
-def test_bfloat16_computes_and_float32_is_kept(
-    ranks: RanksUnderTest, folder: Path, tmp_path: Path
-) -> None:
-    for values in ranks.run(_compute_in_bfloat16, folder, tmp_path / "trained"):
+def test_bfloat16_computes_and_float32_is_kept(ranks: RanksUnderTest, folder: Path) -> None:
+    for values in ranks.run(_compute_in_bfloat16, folder):
         assert values is None or values.any()
-    before = AutoModel.from_pretrained(folder, dtype="float32").state_dict()
-    after = weights_in(tmp_path / "trained")
-    assert {tensor.dtype for tensor in after.values()} == {torch.float32}
-    moved = {name for name in before if (after[f"model.{name}"] != before[name]).any()}
-    assert moved == {*before}
