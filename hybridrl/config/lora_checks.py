@@ -125,4 +125,7 @@ def model_values(config: ExperimentConfig) -> Mapping[str, object]:
         values = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}  # check_model_folder and models/load.py name what is wrong with the file
-    return values if isinstance(values, dict) else {}
+    if not isinstance(values, dict):
+        return {}
+    # As transformers 5 spells it when it writes the file.
+    return {"num_experts": values.get("num_local_experts"), **values}

@@ -61,12 +61,15 @@ def knobs(config: ExperimentConfig) -> Iterator[Knob]:
     """Yield single overrides that save memory, with their prices.
 
     Each halving of a size costs 1, checkpointing 3 (a third more time), a change of precision 4,
-    and each doubling of ranks 6, because nobody can conjure GPUs.
+    and each doubling of ranks 6, because nobody can conjure GPUs. Of parallel sizes on the same
+    ranks each doubling costs 2 where activations are exchanged, and 3 where a pipeline has bubbles.
     """
     yield from _rollout_knobs(config)
     yield from _actor_knobs(config)
     if config.has_critic and not config.has_critic_pool:
         yield from _critic_knobs(config)
+    if config.megatron_worlds:
+        yield from _parallel_knobs(config)
     if config.cluster.device == "cuda":
         yield from _rank_knobs(config)
 
@@ -110,6 +113,29 @@ def _critic_knobs(config: ExperimentConfig) -> Iterator[Knob]:
         changed = replace(critic, max_tokens_per_microbatch=number)
         override = f"critic.max_tokens_per_microbatch={number}"
         yield Knob(override, price, replace(config, critic=changed))
+
+
+def _parallel_knobs(config: ExperimentConfig) -> Iterator[Knob]:
+    megatron = config.megatron
+    if not megatron.sequence_parallel:
+        changed = replace(megatron, sequence_parallel=True)
+        yield Knob("megatron.sequence_parallel=true", 1, replace(config, megatron=changed))
+    for doublings in range(1, 7):
+        size = megatron.tensor_parallel_size << doublings
+        if size <= config.cluster.num_ranks_per_node:  # they exchange too much between nodes
+            changed = replace(megatron, tensor_parallel_size=size)
+            override = f"megatron.tensor_parallel_size={size}"
+            yield Knob(override, 2 * doublings, replace(config, megatron=changed))
+        size = megatron.expert_parallel_size << doublings
+        changed = replace(megatron, expert_parallel_size=size)
+        override = f"megatron.expert_parallel_size={size}"
+        if size <= config.cluster.num_ranks:
+            yield Knob(override, 2 * doublings, replace(config, megatron=changed))
+        size = megatron.pipeline_parallel_size << doublings
+        changed = replace(megatron, pipeline_parallel_size=size)
+        override = f"megatron.pipeline_parallel_size={size}"
+        if size <= config.cluster.num_ranks:
+            yield Knob(override, 3 * doublings, replace(config, megatron=changed))
 
 
 def _rank_knobs(config: ExperimentConfig) -> Iterator[Knob]:

@@ -11,11 +11,11 @@ from functools import cached_property
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.planning.capacity import capacity_bytes
+from hybridrl.planning.model_memory import ModelMemory
 from hybridrl.planning.plan import MemoryPlan, Part, Phase, Place
 from hybridrl.planning.rank import CriticRank, Rank, total_bytes
 from hybridrl.planning.roles import AdapterShape, policy_roles
 from hybridrl.planning.sampling import RolloutMemory
-from hybridrl.planning.training import TrainingMemory
 from hybridrl.planning.workload import Workload
 
 _MIB = 2**20
@@ -36,7 +36,7 @@ def plan_memory(config: ExperimentConfig, *, workload: Workload | None = None) -
     Raises:
         ModelError: the model's config.json cannot be read, or is of an unknown family.
     """
-    return MemoryPlan(config.cluster.device, tuple(_PolicyRank.of(config, workload).phases()))
+    return _PolicyRank.fullest(config, workload)
 
 
 def plan_critic_pool(config: ExperimentConfig) -> MemoryPlan | None:
@@ -47,7 +47,7 @@ def plan_critic_pool(config: ExperimentConfig) -> MemoryPlan | None:
     """
     if not config.has_critic_pool:
         return None
-    return MemoryPlan(config.cluster.device, tuple(CriticRank.of(config, None).phases()))
+    return CriticRank.fullest(config, None)
 
 
 class _PolicyRank(Rank):
@@ -112,7 +112,7 @@ class _PolicyRank(Rank):
         """
         moments = self._moments(Place.HOST if self._sleeps else Place.DEVICE)
         engine = [self._rollout_weights()] if self._sleeps else self._engine()
-        there = [*self._weights(), *engine]
+        there = [*self._weights(), *engine, *([] if self._sleeps else self._buffers())]
         stream = Part("weight stream", self._bucket())
         if not self.config.lora.sends_adapters:
             yield [*there, *moments, stream]
@@ -175,13 +175,14 @@ class _PolicyRank(Rank):
     # -- sizes -----------------------------------------------------------------------------------
 
     @cached_property
-    def _models(self) -> tuple[TrainingMemory, ...]:
+    def _models(self) -> tuple[ModelMemory, ...]:
+        actor = self.config.actor
         roles = policy_roles(self.config, self.shape)
-        policy = tuple(TrainingMemory(role, self._numerics) for role in roles)
+        policy = tuple(self._memory(role, self._numerics, actor) for role in roles)
         return (*policy, self._critic) if self._has_critic else policy
 
     @property
-    def _actor(self) -> TrainingMemory:
+    def _actor(self) -> ModelMemory:
         return self._models[0]
 
     @cached_property
@@ -190,7 +191,7 @@ class _PolicyRank(Rank):
         return RolloutMemory(
             self.shape,
             self.config.rollout,
-            self.workload,
+            self.workload.sampling(self.config),
             self.max_context_tokens,
             AdapterShape.of(lora, self.shape) if lora.sends_adapters else None,
             capacity_bytes(self.config.cluster) if self.config.cluster.device == "cuda" else None,

@@ -27,7 +27,8 @@ def plan_page(config: ExperimentConfig, *, width: int = 120) -> str:
     """
     plan, shape = plan_memory(config), shape_of(config.model)
     heading = (
-        f"memory of one rank ({config.cluster.num_ranks} x {config.cluster.device}), "
+        f"memory of one rank ({config.cluster.num_ranks} x {config.cluster.device}"
+        f"{_place(config, plan)}), "
         f"{shape.num_parameters / 1e6:,.1f} M parameters, rows of {config.max_row_tokens} tokens; "
         "nothing started"
     )
@@ -35,6 +36,13 @@ def plan_page(config: ExperimentConfig, *, width: int = 120) -> str:
     console = Console(file=text, width=width)
     console.print(_table(plan), crop=False)
     return f"{heading}\n{text.getvalue()}{verdict(config, plan)}\n{_pool_line(config)}"
+
+
+def _place(config: ExperimentConfig, plan: MemoryPlan) -> str:
+    """Say which stage of a pipeline is the fullest."""
+    if plan.stage is None:
+        return ""
+    return f", stage {plan.stage + 1} of {config.megatron.pipeline_parallel_size}: the fullest"
 
 
 def _pool_line(config: ExperimentConfig) -> str:

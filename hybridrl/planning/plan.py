@@ -49,6 +49,9 @@ class MemoryPlan:
 
     phases: tuple[Phase, ...]
 
+    stage: int | None = None
+    """Of the pipeline, from 0: the one of that rank. None where there is no pipeline."""
+
     def peak_bytes(self, phase: Phase) -> int:
         """Return the bytes on the device; on a CPU those of the host lie in the same memory."""
         host = phase.bytes_on(Place.HOST) if self.device == "cpu" else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,8 +10,10 @@ from typing import Self
 
 from hybridrl.config.actor import EngineConfig
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.planning.plan import Part, Phase, Place
-from hybridrl.planning.roles import Numerics, critic_role
+from hybridrl.planning.megatron import MegatronMemory
+from hybridrl.planning.model_memory import ModelMemory
+from hybridrl.planning.plan import MemoryPlan, Part, Phase, Place
+from hybridrl.planning.roles import Numerics, Role, critic_role
 from hybridrl.planning.shapes import ModelShape, shape_of
 from hybridrl.planning.training import TrainingMemory
 from hybridrl.planning.workload import Microbatch, Workload
@@ -54,21 +57,50 @@ class Rank:
     shape: ModelShape
     workload: Workload
     max_context_tokens: int
+    stage: int
+    """Of the pipeline, from 0; 0 where nothing is cut into stages."""
 
     @classmethod
-    def of(cls, config: ExperimentConfig, workload: Workload | None) -> Self:
-        """Read the shape of the model; without a workload take the longest rows."""
-        longest = Workload.longest(config)
-        return cls(config, shape_of(config.model), workload or longest, longest.num_row_tokens)
+    def of(cls, config: ExperimentConfig, workload: Workload | None) -> tuple[Self, ...]:
+        """Read the shape of the model; without a workload take the longest rows.
+
+        Returns:
+            A rank of each pipeline stage.
+        """
+        longest, shape = Workload.longest(config), shape_of(config.model)
+        num_stages = config.megatron.pipeline_parallel_size if config.megatron_worlds else 1
+        return tuple(
+            cls(config, shape, workload or longest, longest.num_row_tokens, stage)
+            for stage in range(num_stages)
+        )
 
     @property
-    def _models(self) -> tuple[TrainingMemory, ...]:
+    def _models(self) -> tuple[ModelMemory, ...]:
         """The models whose training state this rank has a share of."""
         return (self._critic,)
 
     def _at_rest(self) -> list[Part]:
         """What the rollout engine keeps while training has the device."""
         return []
+
+    @abstractmethod
+    def phases(self) -> Iterator[Phase]:
+        """Yield the phases in the order of a run."""
+
+    @classmethod
+    def fullest(cls, config: ExperimentConfig, workload: Workload | None) -> MemoryPlan:
+        """Plan for a rank of each pipeline stage, and return that of the fullest."""
+        ranks = cls.of(config, workload)
+        plans = [
+            MemoryPlan(
+                config.cluster.device,
+                tuple(rank.phases()),
+                stage=rank.stage if len(ranks) > 1 else None,
+            )
+            for rank in ranks
+        ]
+        # A server takes the same share of every device: then the next largest phase decides.
+        return max(plans, key=lambda plan: sorted(map(plan.peak_bytes, plan.phases), reverse=True))
 
     # -- what lies there while something else happens --------------------------------------------
 
@@ -79,16 +111,20 @@ class Rank:
         name = "optimizer" if place is Place.DEVICE else "offloaded optimizer"
         return [Part(name, sum(model.optimizer for model in self._models), place)]
 
+    def _buffers(self) -> list[Part]:
+        return [Part("gradient buffers", sum(model.buffers for model in self._models))]
+
     def _standing(self) -> list[Part]:
         """Training state and what the rollout engine leaves there."""
-        return [*self._weights(), *self._moments(), *self._at_rest()]
+        return [*self._weights(), *self._buffers(), *self._moments(), *self._at_rest()]
 
     # -- phases ----------------------------------------------------------------------------------
 
     def _load(self) -> list[Part]:
         """Weights are there, and the files that they were read from still mapped."""
-        files = self.shape.num_parameters * self._numerics.storage_bytes
-        return [*self._weights(), Part("weight files, mapped", files, Place.HOST)]
+        files = Part("weight files, mapped", self._models[0].mapped_files, Place.HOST)
+        masters = Part("optimizer", sum(model.masters for model in self._models))
+        return [*self._weights(), *self._buffers(), masters, files]
 
     def _values(self) -> list[Part]:
         """The critic's forward pass: no chunk of logits."""
@@ -105,7 +141,7 @@ class Rank:
         return max(self._update(critic, pack, fragments), key=total_bytes)
 
     def _update(
-        self, model: TrainingMemory, pack: Microbatch, share_of_fragments: float
+        self, model: ModelMemory, pack: Microbatch, share_of_fragments: float
     ) -> Iterator[list[Part]]:
         """Instants of the last backward pass: its loss, its last block and its first block."""
         saved = model.activations(pack)
@@ -158,17 +194,23 @@ class Rank:
         return Numerics.of(self.config)
 
     @cached_property
-    def _critic(self) -> TrainingMemory:
-        return TrainingMemory(critic_role(self.shape), Numerics.of_critic(self.config))
+    def _critic(self) -> ModelMemory:
+        numerics = Numerics.of_critic(self.config)
+        return self._memory(critic_role(self.shape), numerics, self.config.critic)
+
+    def _memory(self, role: Role, numerics: Numerics, engine: EngineConfig) -> ModelMemory:
+        if engine.engine == "megatron":
+            return MegatronMemory.of(self.config, role, numerics, stage=self.stage)
+        return TrainingMemory(role, numerics)
 
     @cached_property
     def _critic_workload(self) -> Workload:
         return Workload.of_critic(self.config, self.workload)
 
-    def _trained(self, workload: Workload, model: TrainingMemory) -> Microbatch:
+    def _trained(self, workload: Workload, model: ModelMemory) -> Microbatch:
         return workload.microbatch(shares_prompts=not model.numerics.has_varlen_attention)
 
-    def _scored(self, workload: Workload, model: TrainingMemory) -> Microbatch:
+    def _scored(self, workload: Workload, model: ModelMemory) -> Microbatch:
         return self._trained(workload.scoring(), model)
 
 

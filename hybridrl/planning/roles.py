@@ -9,6 +9,8 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora import LoraConfig
 from hybridrl.planning.shapes import ModelShape
 
+_OF_MLP = frozenset(("gate_proj", "up_proj", "down_proj"))
+
 BYTES = {"float32": 4, "bfloat16": 2}
 """Size of a number of the types that a configuration can name."""
 
@@ -55,7 +57,8 @@ class Numerics:
         model, compute_dtype = config.model, engine.compute_dtype
         has_varlen = config.cluster.device == "cuda" and compute_dtype == "bfloat16"
         return cls(
-            storage_bytes=BYTES[model.dtype],
+            # On megatron-core float32 weights are the optimizer's, and counted there.
+            storage_bytes=BYTES[compute_dtype if engine.engine == "megatron" else model.dtype],
             compute_bytes=BYTES[compute_dtype],
             reduce_bytes=BYTES[engine.reduce_dtype],
             num_shards=num_ranks,
@@ -76,7 +79,10 @@ class AdapterShape:
     """Adapted layers by the last part of their name."""
 
     num_block_parameters: int
-    """Numbers in A and B of one block."""
+    """Numbers in A and B of one block with a dense MLP."""
+
+    num_parameters: int
+    """Numbers in A and B of all blocks."""
 
     @classmethod
     def of(cls, lora: LoraConfig, shape: ModelShape) -> AdapterShape:
@@ -87,7 +93,23 @@ class AdapterShape:
             for name, (outputs, inputs) in shape.linear_sizes.items()
             if name in modules
         )
-        return cls(rank=lora.rank, modules=modules, num_block_parameters=lora.rank * sides)
+        block = lora.rank * sides
+        extra = shape.num_layers_with_experts * lora.rank * _extra_sides(modules, shape)
+        return cls(
+            rank=lora.rank,
+            modules=modules,
+            num_block_parameters=block,
+            num_parameters=shape.num_layers * block + extra,
+        )
+
+
+def _extra_sides(modules: frozenset[str], shape: ModelShape) -> int:
+    """Outputs and inputs of a layer's experts, less those of the MLP in whose place they are."""
+    if shape.experts is None:
+        return 0
+    num_experts, width = shape.experts.num_experts, shape.experts.intermediate_size
+    each = num_experts * (width + shape.hidden_size)
+    return len(modules & _OF_MLP) * (each - shape.intermediate_size - shape.hidden_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,14 +146,12 @@ class Role:
     @property
     def num_parameters(self) -> int:
         """Parameters without those of an adapter."""
-        blocks = self.shape.num_layers * self.shape.num_block_parameters
-        return blocks + self.num_root_parameters
+        return self.shape.num_parameters - self.shape.num_root_parameters + self.num_root_parameters
 
     @property
     def num_adapter_parameters(self) -> int:
         """Numbers in the adapter; 0 without one."""
-        block = self.adapter.num_block_parameters if self.adapter else 0
-        return self.shape.num_layers * block
+        return self.adapter.num_parameters if self.adapter else 0
 
     @property
     def num_trained(self) -> int:

@@ -95,8 +95,7 @@ class RolloutMemory:
 
     @property
     def _num_adapter_parameters(self) -> int:
-        block = self.adapter.num_block_parameters if self.adapter else 0
-        return self.shape.num_layers * block
+        return self.adapter.num_parameters if self.adapter else 0
 
     @property
     def _size(self) -> int:

@@ -1,18 +1,33 @@
 """The sizes of a model, read from its config.json or from the section that describes a made one.
 
 Legend: H hidden, Y layers, N query heads, J key-value heads, D size of a head, I inside the MLP, V
-vocabulary.
+vocabulary, E experts.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from hybridrl.config.model import ModelConfig, StarterConfig
 from hybridrl.errors import ModelError, nearest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    """The mixture of experts that some layers have."""
+
+    num_experts: int
+    num_per_token: int
+    """Experts that each token goes through."""
+
+    intermediate_size: int
+    """Inside one expert."""
+
+    layers: frozenset[int]
+    """Which layers have them, counted from 0; the others have a dense MLP."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +53,9 @@ class ModelShape:
 
     has_head_norms: bool
     """Queries and keys are normalised head by head (Qwen3)."""
+
+    experts: Experts | None = None
+    """In place of the MLP, in some of the layers."""
 
     @property
     def query_size(self) -> int:
@@ -70,13 +88,26 @@ class ModelShape:
 
     @property
     def num_block_parameters(self) -> int:
-        """Parameters of one transformer block."""
+        """Parameters of one transformer block with a dense MLP."""
         hidden, inner = self.hidden_size, self.intermediate_size
         linear = sum(outputs * inputs for outputs, inputs in self.linear_sizes.values())
         biases = self.has_qkv_bias * (self.query_size + 2 * self.key_size)
         biases += self.has_output_bias * hidden + self.has_mlp_bias * (2 * inner + hidden)
         head_norms = self.has_head_norms * 2 * self.head_size
         return linear + biases + head_norms + 2 * hidden
+
+    @property
+    def num_layers_with_experts(self) -> int:
+        """How many layers have experts in place of the MLP."""
+        return len(self.experts.layers) if self.experts else 0
+
+    @property
+    def num_extra_parameters(self) -> int:
+        """Parameters that a layer has more with experts than with a dense MLP, router included."""
+        if self.experts is None:
+            return 0
+        dense, inner = 3 * self.intermediate_size, 3 * self.experts.intermediate_size
+        return self.hidden_size * (self.experts.num_experts * (inner + 1) - dense)
 
     @property
     def num_embedding_parameters(self) -> int:
@@ -91,7 +122,9 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         """All parameters, tied ones once: what transformers counts."""
-        return self.num_layers * self.num_block_parameters + self.num_root_parameters
+        blocks = self.num_layers * self.num_block_parameters
+        blocks += self.num_layers_with_experts * self.num_extra_parameters
+        return blocks + self.num_root_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +152,23 @@ _LLAMA = {
     "num_attention_heads": 32,
     "vocab_size": 32000,
 }
+_QWEN_MOE = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "vocab_size": 151936,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "decoder_sparse_step": 1,
+}
 _FAMILIES = {
     "llama": _Family(_LLAMA),
     "qwen2": _Family(_QWEN, always_has_qkv_bias=True, has_output_bias=False),
     "qwen3": _Family({**_QWEN, "head_dim": 128}, has_head_norms=True),
+    "qwen3_moe": _Family(_QWEN_MOE, has_head_norms=True),
 }
 
 
@@ -186,6 +232,26 @@ def _from_values(values: Mapping[str, object], family: _Family) -> ModelShape:
         has_output_bias=has_bias and family.has_output_bias,
         has_mlp_bias=bool(values.get("mlp_bias")),
         has_head_norms=family.has_head_norms,
+        experts=_experts(values, size) if "num_experts" in family.sizes else None,
+    )
+
+
+def _experts(values: Mapping[str, object], size: Callable[[str], int]) -> Experts | None:
+    """Read which layers have experts, as transformers' Qwen3-MoE decides it."""
+    num_experts = size("num_local_experts") or size("num_experts")  # as transformers 5 writes it
+    listed = values.get("mlp_only_layers") or []
+    dense = set(listed) if isinstance(listed, list) else set()
+    every = size("decoder_sparse_step")
+    layers = {
+        n for n in range(size("num_hidden_layers")) if n not in dense and (n + 1) % every == 0
+    }
+    if not (num_experts and layers):
+        return None
+    return Experts(
+        num_experts=num_experts,
+        num_per_token=size("num_experts_per_tok"),
+        intermediate_size=size("moe_intermediate_size"),
+        layers=frozenset(layers),
     )
 
 

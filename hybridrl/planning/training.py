@@ -33,6 +33,21 @@ class TrainingMemory:
         return base + self._share(self.role.num_adapter_parameters) * _FLOAT32
 
     @property
+    def mapped_files(self) -> int:
+        """The files that it is read from: a rank maps all of them."""
+        return self.role.shape.num_parameters * self.numerics.storage_bytes
+
+    @property
+    def masters(self) -> int:
+        """None: the optimizer works on the weights themselves."""
+        return 0
+
+    @property
+    def buffers(self) -> int:
+        """None: gradients come and go."""
+        return 0
+
+    @property
     def optimizer(self) -> int:
         """AdamW's two moments, in the type of the weights, once the first step was taken."""
         return 2 * self.trained
@@ -88,20 +103,40 @@ class TrainingMemory:
         The input of a product is kept for the gradient of the weight: not where it is frozen, but
         an adapter beside it needs the same input.
         """
-        shape, size = self.role.shape, self.numerics.compute_bytes
-        # RMSNorm: its input and the quotient go through float32; the product feeds linear layers.
-        norm = _FLOAT32 + self._kept_for_weights
-        per_token = 2 * norm * shape.hidden_size
-        per_token += (self._feeds(*_QKV) + self._feeds(*_GATE_UP)) * shape.hidden_size
-        if shape.has_head_norms:
-            per_token += norm * (shape.query_size + shape.key_size)
-        per_token += 3 * size * shape.intermediate_size  # gate, its SiLU, up; and their product
-        per_token += self._feeds("down_proj") * shape.intermediate_size
-        if self.role.adapter:
-            per_token += len(self.role.adapter.modules) * self.role.adapter.rank * size
-        return microbatch.num_tokens * per_token + self._saved_by_attention(microbatch)
+        per_token = self.stream_per_token + self.head_norms_per_token + self.mlp_per_token
+        per_token += self.adapter_per_token
+        return microbatch.num_tokens * per_token + self.saved_by_attention(microbatch)
 
-    def _saved_by_attention(self, microbatch: Microbatch) -> int:
+    @property
+    def stream_per_token(self) -> int:
+        """Of the residual stream: both norms, and their results as linear layers take them.
+
+        RMSNorm: its input and the quotient go through float32; the product feeds linear layers.
+        """
+        per_number = 2 * self._kept_by_norm + self._feeds(*_QKV) + self._feeds(*_GATE_UP)
+        return per_number * self.role.shape.hidden_size
+
+    @property
+    def head_norms_per_token(self) -> int:
+        """Of the norms of queries and keys, where there are any."""
+        shape = self.role.shape
+        return shape.has_head_norms * self._kept_by_norm * (shape.query_size + shape.key_size)
+
+    @property
+    def mlp_per_token(self) -> int:
+        """Inside a dense MLP: gate, its SiLU, up; and their product."""
+        per_number = 3 * self.numerics.compute_bytes + self._feeds("down_proj")
+        return per_number * self.role.shape.intermediate_size
+
+    @property
+    def adapter_per_token(self) -> int:
+        """Between A and B of each adapted layer."""
+        adapter = self.role.adapter
+        if adapter is None:
+            return 0
+        return len(adapter.modules) * adapter.rank * self.numerics.compute_bytes
+
+    def saved_by_attention(self, microbatch: Microbatch) -> int:
         """Queries, keys, values and output as the kernel saw them, and its row sums."""
         shape, size, num_tokens = (
             self.role.shape,
@@ -115,6 +150,10 @@ class TrainingMemory:
         queries = 2 * num_tokens * shape.query_size  # laid out in rows; the output too
         keys = 2 * microbatch.num_key_slots * shape.key_size
         return size * (queries + keys + microbatch.num_mask_elements) + laid_back + row_sums
+
+    @property
+    def _kept_by_norm(self) -> int:
+        return _FLOAT32 + self._kept_for_weights
 
     @property
     def _kept_for_weights(self) -> int:

@@ -15,7 +15,7 @@ class Workload:
     """One rank's share of a step. Rows are taken as equally long."""
 
     num_rows: int
-    """Responses that the rank samples in a step, and scores and trains on."""
+    """Responses that the rank scores and trains on in a step."""
 
     num_rows_per_update: int
     """Of them, those of one optimizer step."""
@@ -34,7 +34,7 @@ class Workload:
     @classmethod
     def longest(cls, config: ExperimentConfig) -> Workload:
         """Assume that every prompt and every response is as long as it may be."""
-        num_ranks = config.cluster.num_ranks
+        num_ranks = config.num_train_groups
         num_rows = max(1, config.num_rows_per_step // num_ranks)
         # Each rank gets rows of nearly every prompt (balance_over_ranks), so that siblings part.
         num_siblings = max(1, config.rollout.num_responses_per_prompt // num_ranks)
@@ -50,7 +50,7 @@ class Workload:
     @classmethod
     def of_critic(cls, config: ExperimentConfig, policy: Workload) -> Workload:
         """Return what the critic does with rows as long as the policy's."""
-        num_ranks = config.num_critic_ranks
+        num_ranks = config.num_critic_groups
         num_rows = max(1, config.num_rows_per_step // num_ranks)
         return replace(
             policy,
@@ -59,6 +59,15 @@ class Workload:
             num_siblings=max(1, config.rollout.num_responses_per_prompt // num_ranks),
             max_tokens_per_microbatch=config.critic.max_tokens_per_microbatch,
             microbatch_tokens=None,
+        )
+
+    def sampling(self, config: ExperimentConfig) -> Workload:
+        """Return what one rank's rollout engine samples, of rows as long as these."""
+        num_ranks = config.cluster.num_ranks
+        return replace(
+            self,
+            num_rows=max(1, config.num_rows_per_step // num_ranks),
+            num_siblings=max(1, config.rollout.num_responses_per_prompt // num_ranks),
         )
 
     def scoring(self) -> Workload:
@@ -117,7 +126,7 @@ class Workload:
             num_scored=round(num_rows * self.num_response_tokens),
             num_key_slots=round(num_families * prompt + num_rows * (prompt + tail)),
             num_mask_elements=round(num_rows * tail * (prompt + tail)) if prompt else 0,
-            is_only_one=num_microbatches == 1,
+            num_microbatches=round(num_microbatches),
         )
 
 
@@ -137,5 +146,10 @@ class Microbatch:
     num_mask_elements: int
     """Of the visibility masks of rows that share a prompt."""
 
-    is_only_one: bool
-    """The update has no other micro-batch."""
+    num_microbatches: int
+    """How many micro-batches the update has."""
+
+    @property
+    def is_only_one(self) -> bool:
+        """Whether the update has no other micro-batch."""
+        return self.num_microbatches == 1

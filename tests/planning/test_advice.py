@@ -11,20 +11,9 @@ from hybridrl.planning.capacity import capacity_bytes
 from hybridrl.planning.memory import plan_memory
 from hybridrl.planning.page import peak_line, plan_page, verdict
 from tests.config.values import config_of
+from tests.planning.models import QWEN3_8B
 
 GIB = 2**30
-QWEN3_8B = {
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-}
 
 
 @pytest.fixture
@@ -66,6 +55,28 @@ def test_the_knob_makes_the_run_fit_and_breaks_no_rule(big: tuple[str, ...]) -> 
     for other in knobs(config):  # nothing cheaper would have done
         if other.price < knob.price:
             assert other.peak_bytes > capacity or find_violations(other.config)
+
+
+def test_a_model_that_megatron_trains_is_cut_further(big: tuple[str, ...]) -> None:
+    given = (*big, "actor=megatron", "actor.compute_dtype=bfloat16", "rollout=sglang")
+    given += ("rollout.dtype=bfloat16", "rollout.sleep=true", "rollout.memory_fraction=0.5")
+    config = config_of(*given)
+    found = {knob.override: knob for knob in knobs(config)}
+    assert "megatron.tensor_parallel_size=8" in found
+    assert "megatron.tensor_parallel_size=16" not in found  # would leave the node
+    assert "megatron.pipeline_parallel_size=2" in found
+    peaks = [
+        found[f"megatron.{name}_parallel_size={size}"].peak_bytes
+        for name in ("tensor", "pipeline")
+        for size in (2, 4)
+    ]
+    plan = plan_memory(config)
+    whole = plan.peak_bytes(plan.fullest)
+    assert peaks[1] < peaks[0] < whole
+    assert peaks[3] < peaks[2] < whole
+    knob = find_knob(config, capacity_bytes=peaks[1])
+    assert knob is not None
+    assert find_violations(knob.config) == []
 
 
 def test_without_a_knob_that_suffices_the_page_names_the_largest_saving() -> None:

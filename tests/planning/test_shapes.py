@@ -12,6 +12,7 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from hybridrl.errors import ModelError
@@ -26,6 +27,12 @@ SIZES = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "vocab_size": 300,
+}
+
+
+EXPERTS = {
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 16},
+    "num_hidden_layers": 5,
 }
 
 
@@ -45,8 +52,15 @@ def num_real_parameters(config: PretrainedConfig) -> int:
         Qwen2Config(**SIZES),
         Qwen3Config(**SIZES, head_dim=32),
         Qwen3Config(**SIZES, attention_bias=True),
+        Qwen3MoeConfig(**{**SIZES, **EXPERTS}),
+        Qwen3MoeConfig(**{**SIZES, **EXPERTS}, mlp_only_layers=[0, 3]),
+        Qwen3MoeConfig(**{**SIZES, **EXPERTS}, decoder_sparse_step=2),
+        Qwen3MoeConfig(**{**SIZES, **EXPERTS}, mlp_only_layers=[0, 1, 2, 3, 4]),
     ],
-    ids=["llama", "llama-bias", "llama-heads", "llama-mha", "qwen2", "qwen3", "qwen3-bias"],
+    ids=[
+        *("llama", "llama-bias", "llama-heads", "llama-mha", "qwen2", "qwen3", "qwen3-bias"),
+        *("moe", "moe-some-dense", "moe-every-second", "moe-none"),
+    ],
 )
 def test_parameters_are_counted_as_transformers_counts_them(
     config: PretrainedConfig, is_tied: bool, tmp_path: Path
@@ -70,6 +84,17 @@ def test_published_models_have_their_published_sizes(tmp_path: Path) -> None:
     assert read_shape(tmp_path).num_parameters == 494_032_768  # Qwen2.5-0.5B's model card
 
 
+def test_layers_with_experts_are_those_of_transformers(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        **{**SIZES, **EXPERTS, "num_hidden_layers": 6}, mlp_only_layers=[3], decoder_sparse_step=2
+    )
+    config.save_pretrained(tmp_path)  # transformers 5 writes num_local_experts
+    experts = read_shape(tmp_path).experts
+    assert experts is not None
+    assert (experts.num_experts, experts.num_per_token, experts.intermediate_size) == (4, 2, 40)
+    assert experts.layers == {1, 5}
+
+
 def test_a_made_model_is_counted_before_it_is_made(tmp_path: Path) -> None:
     model = config_of().model
     assert model.starter is not None
@@ -78,11 +103,16 @@ def test_a_made_model_is_counted_before_it_is_made(tmp_path: Path) -> None:
     assert shape_of(replace(model, path=str(tmp_path / "made"))) == shape_of(model)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 def test_what_a_folder_leaves_out_is_what_transformers_would_take(
     model_type: str, tmp_path: Path
 ) -> None:
-    config = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[model_type]()
+    config = {
+        "llama": LlamaConfig,
+        "qwen2": Qwen2Config,
+        "qwen3": Qwen3Config,
+        "qwen3_moe": Qwen3MoeConfig,
+    }[model_type]()
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     assert read_shape(tmp_path).num_parameters == num_real_parameters(config)
 

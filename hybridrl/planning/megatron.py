@@ -1,0 +1,233 @@
+"""Memory of the models that train on megatron-core, on one rank.
+
+Follows ``training.py``, for the part of the model that a rank has. Legend: T packed tokens, H
+hidden, I inside an MLP, V vocabulary, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.planning.megatron_cut import Cut, Parameters
+from hybridrl.planning.roles import Numerics, Role
+from hybridrl.planning.training import TrainingMemory
+from hybridrl.planning.workload import Microbatch
+
+_FLOAT32 = 4
+_MOMENTS = 2 * _FLOAT32
+_ROUTER_COPIES = 3  # logits, probabilities and which experts were chosen, in float32
+
+
+@dataclass(frozen=True)  # without slots: sizes are computed once
+class MegatronMemory:
+    """Bytes of one role on one rank of a pipeline stage."""
+
+    role: Role
+    numerics: Numerics
+    cut: Cut
+
+    @classmethod
+    def of(
+        cls, config: ExperimentConfig, role: Role, numerics: Numerics, *, stage: int
+    ) -> MegatronMemory:
+        """Read how the model is cut; a critic may have ranks of its own."""
+        num_ranks = config.num_critic_ranks if role.has_value_head else config.cluster.num_ranks
+        return cls(role, numerics, Cut.of(config.megatron, num_ranks=num_ranks, stage=stage))
+
+    # -- state -----------------------------------------------------------------------------------
+
+    @property
+    def weights(self) -> int:
+        """This rank's part of the weights, as it computes with them; an adapter's in float32."""
+        base = self.parameters.here * self.numerics.compute_bytes
+        return base + self.adapter_parameters.here * _FLOAT32
+
+    @property
+    def mapped_files(self) -> int:
+        """This rank's part of the files: it reads no more of them."""
+        return self.weights
+
+    @property
+    def masters(self) -> int:
+        """float32 weights, of which a data-parallel rank keeps its share.
+
+        Weights that are float32 themselves, as an adapter's, have no other copy.
+        """
+        is_itself = self.numerics.compute_bytes == _FLOAT32 or self.role.adapter is not None
+        return 0 if is_itself else _FLOAT32 * self._trained.share
+
+    @property
+    def optimizer(self) -> int:
+        """Masters and AdamW's two moments, in float32: a share of each data-parallel rank."""
+        return self.masters + _MOMENTS * self._trained.share
+
+    @property
+    def buffers(self) -> int:
+        """Gradients of this rank's part, in one buffer that lives as long as the engine."""
+        is_float32 = self.numerics.compute_bytes == _FLOAT32 or self.role.adapter is not None
+        size = _FLOAT32 if is_float32 else self.numerics.reduce_bytes
+        return self._trained.here * size
+
+    @property
+    def snapshot(self) -> int:
+        """What a checkpoint copies to the host: float32 weights that learn, and their moments."""
+        return (_FLOAT32 + _MOMENTS) * self._trained.share
+
+    @property
+    def gathered(self) -> int:
+        """Nothing: gathered weights arrive where they stay."""
+        return 0
+
+    def gradients_before_last(self, _microbatch: Microbatch) -> int:
+        """Nothing beside the buffers."""
+        return 0
+
+    def gradients_at_end(self, _microbatch: Microbatch) -> int:
+        """The largest matrix's gradient, on its way into the buffer."""
+        if not self.role.trains_weights:
+            return 0
+        return self.cut.largest_matrix(self.role) * self.numerics.compute_bytes
+
+    def embedding_gradient(self) -> int:
+        """Nothing: both uses of a tied embedding add to one buffer."""
+        return 0
+
+    # -- activations -----------------------------------------------------------------------------
+
+    def saved_by_block(self, microbatch: Microbatch) -> int:
+        """What autograd keeps of the forward pass of this stage's largest block."""
+        return max(self._saved(microbatch, has_experts=kind) for kind in self._kinds)
+
+    def activations(self, microbatch: Microbatch) -> int:
+        """Everything that autograd keeps of the micro-batches between forward and backward."""
+        mine = self._local(microbatch)
+        stream = self._stream(mine)
+        if self.numerics.checkpoints_blocks:
+            blocks = len(self.cut.layers_of(self.role.shape)) * stream
+        else:
+            counts = {True: self._num_sparse, False: self._num_dense}
+            blocks = sum(
+                counts[kind] * self._saved(microbatch, has_experts=kind) for kind in self._kinds
+            )
+        # What a stage received is kept beside what its blocks keep.
+        in_flight = self.cut.in_flight(microbatch.num_microbatches)
+        kept = int(in_flight * (blocks + stream * (self.cut.pipeline > 1)))
+        if self.numerics.checkpoints_blocks:
+            kept += self.saved_by_block(microbatch)
+        return kept + self.cut.is_last * self._saved_by_head(mine)
+
+    def _saved_by_head(self, mine: Microbatch) -> int:
+        hidden, size = self.role.shape.hidden_size, self.numerics.compute_bytes
+        kept_for_weights = 0 if self.role.adapter else size
+        last_norm = mine.num_tokens * hidden * (_FLOAT32 + kept_for_weights) // self.cut.sequence
+        scored = _FLOAT32 if self.role.has_value_head else size
+        return last_norm + mine.num_scored * hidden * scored
+
+    def passing(self, microbatch: Microbatch) -> int:
+        """What exists only while one block computes, in either direction."""
+        mine = self._local(microbatch)
+        return max(
+            self._slice.passing(mine),
+            self._expert_numbers(mine, of_width=3, of_hidden=2) * self.numerics.compute_bytes,
+        )
+
+    def logits_forward(self, microbatch: Microbatch) -> int:
+        """One chunk's logits, probabilities and their product, of this rank's words."""
+        return self.cut.is_last * self._slice.logits_forward(self._local(microbatch))
+
+    def logits_backward(self, microbatch: Microbatch) -> int:
+        """One chunk's logits again, their slopes, and the gradient of the output embedding."""
+        return self.cut.is_last * self._slice.logits_backward(self._local(microbatch))
+
+    def _saved(self, microbatch: Microbatch, *, has_experts: bool) -> int:
+        mine, kept = self._local(microbatch), self._slice
+        total = mine.num_tokens * kept.stream_per_token // self.cut.sequence
+        total += mine.num_tokens * (kept.head_norms_per_token + kept.adapter_per_token)
+        total += kept.saved_by_attention(mine)
+        if has_experts:
+            return total + self._saved_by_experts(mine)
+        return total + mine.num_tokens * kept.mlp_per_token
+
+    def _saved_by_experts(self, mine: Microbatch) -> int:
+        """Tokens as sent to experts and as they come back, and what experts keep inside.
+
+        Every expert is taken to get as many tokens as another.
+        """
+        experts = self.role.shape.experts
+        if experts is None:
+            return 0
+        numbers = self._expert_numbers(mine, of_width=4, of_hidden=2)
+        router = mine.num_tokens // self.cut.sequence * experts.num_experts
+        return numbers * self.numerics.compute_bytes + router * _ROUTER_COPIES * _FLOAT32
+
+    def _expert_numbers(self, mine: Microbatch, *, of_width: int, of_hidden: int) -> int:
+        """Count numbers per (token, expert) pair: so many inside the expert, so many outside.
+
+        Ranks that share an expert's matrices have each other's tokens, and a part of each inside.
+        """
+        experts = self.role.shape.experts
+        if experts is None or not self._num_sparse:
+            return 0
+        pairs = mine.num_tokens * experts.num_per_token // self.cut.sequence
+        outside = of_hidden * self.cut.expert_tensor * self.role.shape.hidden_size
+        return pairs * (of_width * experts.intermediate_size + outside)
+
+    def _stream(self, mine: Microbatch) -> int:
+        numbers = mine.num_tokens * self.role.shape.hidden_size
+        return numbers * self.numerics.compute_bytes // self.cut.sequence
+
+    def _local(self, microbatch: Microbatch) -> Microbatch:
+        """Return the tokens that this rank has of a row that context-parallel ranks share."""
+        size = self.cut.context
+        return replace(
+            microbatch,
+            num_tokens=-(-microbatch.num_tokens // size),
+            num_scored=-(-microbatch.num_scored // size),
+            num_key_slots=-(-microbatch.num_key_slots // size),
+        )
+
+    # -- sizes -----------------------------------------------------------------------------------
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        """Parameters of this rank, without those of an adapter."""
+        return self.cut.parameters(self.role)
+
+    @cached_property
+    def adapter_parameters(self) -> Parameters:
+        """Numbers of this rank's part of the adapter; none without one."""
+        return self.cut.adapter_parameters(self.role)
+
+    @property
+    def _trained(self) -> Parameters:
+        if not self.role.learns:
+            return self.cut.none
+        return self.adapter_parameters if self.role.adapter else self.parameters
+
+    @cached_property
+    def _slice(self) -> TrainingMemory:
+        """The formulas of ``training.py``, for a model as narrow as a tensor-parallel rank's."""
+        shape, size = self.role.shape, self.cut.tensor
+        narrow = replace(
+            shape,
+            num_heads=shape.num_heads // size,
+            num_key_value_heads=shape.num_key_value_heads // size,
+            intermediate_size=shape.intermediate_size // size,
+            vocab_size=self.cut.padded_words(shape.vocab_size) // size,
+        )
+        return TrainingMemory(replace(self.role, shape=narrow), self.numerics)
+
+    @property
+    def _num_sparse(self) -> int:
+        return self.cut.num_sparse(self.role.shape)
+
+    @property
+    def _num_dense(self) -> int:
+        return len(self.cut.layers_of(self.role.shape)) - self._num_sparse
+
+    @property
+    def _kinds(self) -> tuple[bool, ...]:
+        """Whether blocks of this stage have experts, each kind that there is."""
+        return tuple(k for k, n in ((True, self._num_sparse), (False, self._num_dense)) if n)
