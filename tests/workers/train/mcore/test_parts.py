@@ -85,6 +85,9 @@ class CutEngine:
         for key in ("", "exp_avg", "exp_avg_sq") if num_updates else ("",):
             self._flat[key] = torch.full((size,), torch.nan)
 
+    def end_restore(self) -> None:
+        """Nothing to tell other ranks: each was filled."""
+
     def checkpoint_tensors(self) -> Pieces:
         weights = self._pieces(MODEL, "")
         if not self.num_updates:
