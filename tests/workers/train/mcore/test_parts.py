@@ -30,7 +30,7 @@ from hybridrl.workers.train.protocol import LearningEngine
 from tests.models import Family, make_tiny_model
 from tests.workers.train.critics import CRITIC, make_lessons
 from tests.workers.train.engines import CPU, build_fsdp2, make_rows, update
-from tests.workers.train.engines import MODEL as MODEL_CONFIG
+from tests.workers.train.engines import MODEL as AS_STORED
 from tests.workers.train.lora_engines import build_lora
 from tests.workers.train.mcore.shards import Shapes, local_shapes, numel
 
@@ -47,7 +47,7 @@ WHOLE: Mapping[str, Callable[[Architecture], Shapes]] = {
 def _build(role: str, folder: Path) -> LearningEngine:
     if role == "critic":
         return FSDP2Critic(
-            folder, config=CRITIC, model_config=MODEL_CONFIG, num_total_steps=10, device=CPU
+            folder, config=CRITIC, model_config=AS_STORED, num_total_steps=10, device=CPU
         )
     return build_fsdp2(folder) if role == "policy" else build_lora(folder)
 
@@ -90,7 +90,7 @@ class CutEngine:
             self._flat[key] = torch.full((size,), torch.nan)
 
     def end_restore(self) -> None:
-        """Do nothing: its pieces are the memory."""
+        """Nothing to tell other ranks: each was filled."""
 
     def checkpoint_tensors(self) -> Pieces:
         weights = self._pieces(MODEL, "")
