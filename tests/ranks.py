@@ -7,6 +7,7 @@ It has megatron-core too, with its stand-ins: they change what megatron sees, an
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -57,34 +58,77 @@ def run_ranks(
     Raises:
         RankFailed: a rank raised (with its traceback), died (with its exit code) or was late.
     """
-    # The store lives in this process, on a port the kernel chose: two runs cannot collide.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes: list[BaseProcess] = []
-    pipes: list[Connection] = []
-    environment = _ENVIRONMENT | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    try:
-        for rank in range(num_ranks):
-            ours, theirs = _FORKSERVER.Pipe(duplex=False)
-            environment |= {
+    with RankPool(num_ranks, deadline_s=deadline_s) as pool:
+        return pool.run(fn, *args)
+
+
+class RankPool:
+    """Ranks that stay between calls, so that many small checks pay for one start.
+
+    After a call that failed the ranks are gone, since they may be out of step; the next call starts
+    new ones.
+
+    Args:
+        num_ranks: world size.
+        deadline_s: seconds that one call may take, a start included.
+    """
+
+    def __init__(self, num_ranks: int, *, deadline_s: float = 90.0) -> None:
+        self._num_ranks = num_ranks
+        self._deadline_s = deadline_s
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._store: dist.TCPStore | None = None
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, fn: Callable[..., Any], *args: object) -> list[Any]:
+        """Call ``fn(rank, *args)`` on every rank; see ``run_ranks``."""
+        try:
+            if not self._processes:
+                self._start()
+            call = pickle.dumps((fn, args))
+            for pipe in self._pipes:
+                with contextlib.suppress(BrokenPipeError):  # it died; its answer says of what
+                    pipe.send_bytes(call)
+            return _gather(self._pipes, self._processes, self._deadline_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes, self._store = [], [], None
+
+    def _start(self) -> None:
+        # The store lives in this process, on a port the kernel chose: two runs cannot collide.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(self._num_ranks):
+            ours, theirs = _FORKSERVER.Pipe(duplex=True)
+            environment = _ENVIRONMENT | {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self._store.port),
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(num_ranks),
-                "LOCAL_WORLD_SIZE": str(num_ranks),
+                "WORLD_SIZE": str(self._num_ranks),
+                "LOCAL_WORLD_SIZE": str(self._num_ranks),
             }
             process = _FORKSERVER.Process(
-                target=_rank_main, args=(theirs, dict(environment), deadline_s, fn, args)
+                target=_rank_main, args=(theirs, environment, self._deadline_s)
             )
             process.start()
             theirs.close()
-            processes.append(process)
-            pipes.append(ours)
-        return _gather(pipes, processes, deadline_s)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-        for pipe in pipes:
-            pipe.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
 
 
 def _gather(pipes: list[Connection], processes: list[BaseProcess], deadline_s: float) -> list[Any]:
@@ -112,23 +156,26 @@ def _receive(rank: int, pipe: Connection, process: BaseProcess) -> object:
     return value
 
 
-def _rank_main(
-    pipe: Connection,
-    environment: dict[str, str],
-    deadline_s: float,
-    fn: Callable[..., object],
-    args: tuple[object, ...],
-) -> NoReturn:
+def _rank_main(pipe: Connection, environment: dict[str, str], deadline_s: float) -> NoReturn:
     os.environ.update(environment)
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(max(deadline_s - 1.0, 0.5))  # where a late rank hangs
-    rank = int(environment["RANK"])
-    try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=deadline_s))
-        answer = pickle.dumps((None, fn(rank, *args)))
-    except BaseException:
-        answer = pickle.dumps((traceback.format_exc(), None))
-    pipe.send_bytes(answer)
+    is_joined, failure = False, None
+    while failure is None:
+        try:
+            fn, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            break
+        faulthandler.dump_traceback_later(max(deadline_s - 1.0, 0.5))  # where a late rank hangs
+        try:
+            if not is_joined:
+                dist.init_process_group("gloo", timeout=timedelta(seconds=deadline_s))
+                is_joined = True
+            answer = pickle.dumps((None, fn(int(environment["RANK"]), *args)))
+        except BaseException:
+            failure = traceback.format_exc()
+            answer = pickle.dumps((failure, None))
+        faulthandler.cancel_dump_traceback_later()
+        pipe.send_bytes(answer)
     pipe.close()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -23,11 +23,15 @@ from hybridrl.workers.rollout.server_arguments import ServerSpec, device_name, s
 from hybridrl.workers.train.critic import FSDP2Critic
 from hybridrl.workers.train.fsdp2 import FSDP2Engine
 from hybridrl.workers.train.losses import PolicyGradientLoss
+from hybridrl.workers.train.mcore.setting import Setting
 from hybridrl.workers.train.protocol import CriticEngine, ScoringEngine, TokenLoss, TrainEngine
 from hybridrl.workers.train.scorer import FSDP2Scorer
 
 _LORA = "hybridrl.workers.train.lora"
 """Imported by name if asked for: peft takes 2 s, which a run without adapters need not wait for."""
+
+_MEGATRON = "hybridrl.workers.train.mcore"
+"""Likewise; it need not be installed."""
 
 _SGLANG = "hybridrl.workers.rollout.sglang"
 """Likewise; it need not be installed."""
@@ -205,6 +209,43 @@ def _build_fsdp2_critic(spec: CriticSpec, device: torch.device) -> CriticEngine:
     )
 
 
+def _build_megatron(spec: TrainSpec, device: torch.device) -> TrainEngine:
+    engine: TrainEngine = import_module(f"{_MEGATRON}.engine").MegatronEngine(
+        spec.model_folder,
+        config=spec.actor,
+        setting=_setting(spec, device),
+        num_total_steps=spec.num_total_updates,
+    )
+    return engine
+
+
+def _build_megatron_scorer(spec: TrainSpec, device: torch.device) -> ScoringEngine:
+    engine: ScoringEngine = import_module(f"{_MEGATRON}.engine").MegatronScorer(
+        spec.model_folder, config=spec.actor, setting=_setting(spec, device)
+    )
+    return engine
+
+
+def _build_megatron_critic(spec: CriticSpec, device: torch.device) -> CriticEngine:
+    engine: CriticEngine = import_module(f"{_MEGATRON}.critic").MegatronCritic(
+        spec.model_folder,
+        config=spec.critic,
+        setting=_setting(spec, device),
+        num_total_steps=spec.num_total_updates,
+    )
+    return engine
+
+
+def _setting(spec: TrainSpec | CriticSpec, device: torch.device) -> Setting:
+    return Setting(
+        megatron=spec.megatron,
+        model=spec.model,
+        device=device,
+        seed=spec.seed,
+        timeout_s=spec.collective_timeout_s,
+    )
+
+
 def _build_hf(spec: ActorRolloutSpec, device: torch.device, _gpus: Sequence[str]) -> RolloutEngine:
     return HFRolloutEngine(
         spec.model_folder,
@@ -233,13 +274,16 @@ def _build_sglang(
 
 
 _TRAIN_ENGINES: dict[str, Callable[[TrainSpec, torch.device], TrainEngine]] = {
-    "fsdp2": _build_fsdp2
+    "fsdp2": _build_fsdp2,
+    "megatron": _build_megatron,
 }
 _SCORING_ENGINES: dict[str, Callable[[TrainSpec, torch.device], ScoringEngine]] = {
-    "fsdp2": _build_fsdp2_scorer
+    "fsdp2": _build_fsdp2_scorer,
+    "megatron": _build_megatron_scorer,
 }
 _CRITIC_ENGINES: dict[str, Callable[[CriticSpec, torch.device], CriticEngine]] = {
-    "fsdp2": _build_fsdp2_critic
+    "fsdp2": _build_fsdp2_critic,
+    "megatron": _build_megatron_critic,
 }
 _BuildRollout = Callable[[ActorRolloutSpec, torch.device, Sequence[str]], RolloutEngine]
 _ROLLOUT_ENGINES: dict[str, _BuildRollout] = {

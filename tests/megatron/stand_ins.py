@@ -185,6 +185,7 @@ def _on_the_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
 _ASK_TENSORS_FOR_CUDA = (
     ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer.__init__"),
     ("megatron.core.optimizer.optimizer", "Float16OptimizerWithFloat16Params.__init__"),
+    ("megatron.core.optimizer.clip_grads", "clip_grad_by_total_norm_fp32"),
     ("megatron.core.optimizer.optimizer", "clip_grad_by_total_norm_fp32"),
     (
         "megatron.core.models.common.language_module.language_module",

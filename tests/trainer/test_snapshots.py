@@ -40,6 +40,9 @@ class Engine:
     def begin_restore(self, *, num_updates: int) -> None:
         self.num_updates = num_updates
 
+    def end_restore(self) -> None:
+        """Do nothing: the weight was filled."""
+
 
 class Rank:
     """A rank without Ray, which says of a failed save what a worker group would."""

@@ -81,6 +81,7 @@ def load(engine: LearningEngine, folder: Path, *, rank: int, world_size: int) ->
         notes = reader.notes[0]
         engine.begin_restore(num_updates=notes["num_updates"])
         reader.fill(engine.checkpoint_tensors())
+        engine.end_restore()
         if len(reader.notes) == world_size:
             notes = reader.notes[rank]
             _restore_random_state(notes["random"])

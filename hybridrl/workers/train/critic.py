@@ -10,11 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.value_loss import clipped_value_loss
 from hybridrl.batch import CriticBatch, RolloutBatch, ValueBatch
 from hybridrl.config.critic import CriticConfig
 from hybridrl.config.model import ModelConfig
-from hybridrl.metrics import Mean, Metrics
+from hybridrl.metrics import Metrics
 from hybridrl.models.packed_model import PackedTokens
 from hybridrl.models.value import ValueModel
 from hybridrl.workers.train.gradient_steps import GradientSteps, Learner
@@ -23,6 +22,7 @@ from hybridrl.workers.train.packing import Pack
 from hybridrl.workers.train.protocol import TrainState
 from hybridrl.workers.train.sharded import ShardedModel
 from hybridrl.workers.train.shards import DTYPES, build_critic
+from hybridrl.workers.train.value_rows import value_share
 
 
 class FSDP2Critic(Learner, ShardedModel[ValueModel]):
@@ -90,7 +90,13 @@ class FSDP2Critic(Learner, ShardedModel[ValueModel]):
         self._require("update()", *TrainState)
 
         def loss_share(pack: Pack, weights_S: Tensor) -> tuple[Tensor, Metrics]:
-            return self._loss_share(batch, pack, weights_S)
+            return value_share(
+                batch,
+                pack,
+                values_S=self.model(pack.tokens),
+                weights_S=weights_S,
+                value_clip=self._value_clip,
+            )
 
         return self._steps.take(
             self._packing.cut(batch.token_ids_BL, batch.response_mask_BL),
@@ -98,25 +104,6 @@ class FSDP2Critic(Learner, ShardedModel[ValueModel]):
             aggregation="token_mean",
             max_response_tokens=1,
         )
-
-    def _loss_share(
-        self, batch: CriticBatch, pack: Pack, weights_S: Tensor
-    ) -> tuple[Tensor, Metrics]:
-        loss = clipped_value_loss(
-            self.model(pack.tokens),
-            old_values_T=batch.old_values_BL.values()[pack.place_S].to(self._device),
-            returns_T=batch.returns_BL.values()[pack.place_S].to(self._device),
-            value_clip=self._value_clip,
-        )
-        share = (loss.losses_T * weights_S).sum()
-        num_tokens = len(pack.place_S)
-        if not num_tokens:
-            return share, {}
-        sums = torch.stack([share, weights_S.sum(), loss.is_clipped_T.sum()]).detach().tolist()
-        return share, {
-            "loss/value": Mean(sums[0], sums[1]),
-            "critic/clip_fraction": Mean(sums[2], num_tokens),
-        }
 
     def _tensors(self, part: TrainState) -> list[Tensor]:
         return super()._tensors(part) + self._steps.tensors(part)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from typing import Protocol
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -21,12 +22,27 @@ from hybridrl.errors import RunFolderError
 from hybridrl.workers.train.protocol import WeightSpec
 
 
+class Configuration(Protocol):
+    """Of a model, or of how it generates."""
+
+    def save_pretrained(self, save_directory: str | Path) -> object:
+        """Write itself into a folder."""
+        ...
+
+
+def configs_of(model: PreTrainedModel) -> list[Configuration]:
+    """Return the configurations that a model's folder holds."""
+    if not model.can_generate() or model.generation_config is None:
+        return [model.config]
+    return [model.config, model.generation_config]
+
+
 def write_hf_folder(
     folder: Path,
     weights: Iterable[tuple[str, Tensor]],
     *,
     specs: Sequence[WeightSpec],
-    model: PreTrainedModel,
+    configs: Sequence[Configuration],
     source: Path,
     max_file_bytes: int = 4 * 2**30,
 ) -> None:
@@ -38,7 +54,7 @@ def write_hf_folder(
         folder: must not exist; its parents are made.
         weights: names and full tensors, in the order of ``specs``.
         specs: all weights to come.
-        model: gives the configurations.
+        configs: of the model, and of generation if it has one.
         source: the folder whose tokenizer files, if any, are copied.
         max_file_bytes: weights per file; a single larger tensor has a file of its own.
 
@@ -47,9 +63,8 @@ def write_hf_folder(
     """
     with whole_folder(folder) as unfinished:
         _write_weights(unfinished, weights, _stretches(specs, max_file_bytes))
-        model.config.save_pretrained(unfinished)
-        if model.can_generate() and model.generation_config is not None:
-            model.generation_config.save_pretrained(unfinished)
+        for config in configs:
+            config.save_pretrained(unfinished)
         for pattern in TOKENIZER_FILES:
             for path in source.glob(pattern):
                 shutil.copyfile(path, unfinished / path.name)

@@ -185,3 +185,6 @@ class Learner:
     def begin_restore(self, *, num_updates: int) -> None:
         """Go to ``num_updates``, with moments that are still to be filled."""
         self._steps.optimizer.begin_restore(num_steps=num_updates)
+
+    def end_restore(self) -> None:
+        """Do nothing: what was filled are the live tensors."""

@@ -137,6 +137,10 @@ class LearningEngine(ShardedEngine, Protocol):
         """Go to ``num_updates``; ``checkpoint_tensors`` then names all that is to be filled."""
         ...
 
+    def end_restore(self) -> None:
+        """Take up what was filled."""
+        ...
+
     def export_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder (weights, configuration, tokenizer), atomically.
 

@@ -19,7 +19,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.models.packed import AttentionKernel
 from hybridrl.models.packed_model import PackedModel, PackedTokens
 from hybridrl.workers.train.collectives import Ranks
-from hybridrl.workers.train.export import write_hf_folder
+from hybridrl.workers.train.export import configs_of, write_hf_folder
 from hybridrl.workers.train.packs import Packing
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightPart, WeightSpec
 from hybridrl.workers.train.residence import ResidentModel, write_on_first
@@ -109,7 +109,7 @@ class ShardedModel(ResidentModel, Generic[Model]):
                 folder,
                 weights,
                 specs=self.weight_specs(),
-                model=self.model.hf,
+                configs=configs_of(self.model.hf),
                 source=self._folder,
             )
 

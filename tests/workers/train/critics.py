@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +11,7 @@ from torch import Tensor
 from hybridrl.batch import CriticBatch, jagged_from, row_lengths
 from hybridrl.config.actor import EngineConfig
 from hybridrl.config.critic import CriticConfig
-from hybridrl.workers.train.critic import FSDP2Critic
-from tests.workers.train.engines import ACTOR, CPU, MODEL, make_rows
+from tests.workers.train.engines import ACTOR, make_rows
 
 CRITIC = CriticConfig(
     **{field.name: getattr(ACTOR, field.name) for field in fields(EngineConfig)},
@@ -24,10 +22,6 @@ CRITIC = CriticConfig(
     placement="fused",
     num_ranks_per_node=1,
 )
-
-
-def build_critic(folder: Path, *, config: CriticConfig = CRITIC) -> FSDP2Critic:
-    return FSDP2Critic(folder, config=config, model_config=MODEL, num_total_steps=10, device=CPU)
 
 
 def with_optimizer(**changes: Any) -> CriticConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,10 +53,6 @@ MODEL = ModelConfig(path=None, starter=None, dtype="float32", attention="auto")
 
 def build_fsdp2(folder: Path, *, config: ActorConfig = ACTOR) -> TrainEngine:
     return FSDP2Engine(folder, config=config, model_config=MODEL, num_total_steps=10, device=CPU)
-
-
-BUILDERS: dict[str, Callable[..., TrainEngine]] = {"fsdp2": build_fsdp2}
-"""Every training engine; one contract holds for all of them."""
 
 
 def with_optimizer(**changes: object) -> ActorConfig:

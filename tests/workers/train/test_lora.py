@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import peft
 import pytest
 import torch
-import torch.distributed as dist
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.lora import LINEAR_MODULES
-from hybridrl.errors import ModelError, RunFolderError
+from hybridrl.errors import ModelError
 from hybridrl.workers.train.fsdp2 import FSDP2Engine
 from hybridrl.workers.train.lora import AdapterSwitchedOff
 from hybridrl.workers.train.protocol import TrainState, WeightPart
@@ -25,13 +22,9 @@ from tests.workers.train.engines import (
     assert_same_weights,
     build_fsdp2,
     make_rows,
-    rows_of,
     to_rollouts,
-    to_supervised,
     update,
     weights_of,
-    with_nan_advantage,
-    with_optimizer,
 )
 from tests.workers.train.lora_engines import (
     adapter_of,
@@ -112,60 +105,6 @@ def test_the_adapter_starts_from_the_seed(folder: Path) -> None:
             assert 0.8 < tensor.abs().max() * tensor.shape[1] ** 0.5 <= 1
 
 
-def _train(rank: int, folder: Path, sync: str) -> tuple[dict, dict, list[float], torch.Tensor]:
-    """Three steps; rank 1 has fewer rows, and the last step is spoiled on it alone."""
-    engine = build_lora(folder, lora=with_lora(sync=sync), config=with_optimizer(lr=0.1, eps=1e-3))
-    norms = []
-    for seed in range(3):
-        batch = make_rows(11, seed=seed)
-        if dist.get_world_size() == 2:
-            batch = rows_of(batch, range(0, 8) if rank == 0 else range(8, 11))
-        norms.append(update(engine, batch)["policy/grad_norm"])
-    frozen = engine.compute_frozen_logprobs(to_rollouts(make_rows(4)), temperature=1.0)
-    return weights_of(engine), adapter_of(engine), norms, frozen.logprobs_BL.values()
-
-
-@pytest.mark.parametrize("sync", ["adapter", "merged"])
-def test_two_ranks_train_the_adapter_that_one_rank_trains(folder: Path, sync: str) -> None:
-    (alone,) = run_ranks(1, _train, folder, sync)
-    first, second = run_ranks(2, _train, folder, sync)
-    for one, other in zip(first[:2], second[:2], strict=True):
-        assert_same_weights(one, other)
-    for one, other in zip(first[:2], alone[:2], strict=True):
-        assert_same_weights(one, other, atol=2e-5)
-    assert first[2] == pytest.approx(alone[2], rel=1e-4)
-    torch.testing.assert_close(first[3], alone[3])
-
-
-def _initial(rank: int, folder: Path) -> dict[str, torch.Tensor]:
-    return adapter_of(build_lora(folder))
-
-
-def test_every_rank_draws_the_same_adapter_bit_by_bit(folder: Path) -> None:
-    one, other = run_ranks(2, _initial, folder)
-    assert_same_weights(one, other)
-    assert_same_weights(one, adapter_of(build_lora(folder)))
-
-
-def test_base_and_adapter_stream_under_the_names_that_others_know(folder: Path) -> None:
-    engine = build_lora(folder, lora=with_lora(target_modules=("q_proj", "down_proj")))
-    assert engine.weight_parts == (WeightPart.BASE, WeightPart.ADAPTER)
-    expected = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
-    assert_same_weights(weights_of(engine), {name: p.detach() for name, p in expected.items()})
-    adapter = adapter_of(engine)
-    assert list(adapter) == [
-        f"base_model.model.model.layers.{layer}.{module}.lora_{matrix}.weight"
-        for layer in range(2)
-        for module in ("self_attn.q_proj", "mlp.down_proj")
-        for matrix in "AB"
-    ]
-    for part in engine.weight_parts:
-        for spec, (name, t) in zip(
-            engine.weight_specs(part), engine.full_weights(part), strict=True
-        ):
-            assert (spec.name, spec.shape, spec.num_bytes) == (name, t.shape, t.nbytes)
-
-
 @pytest.mark.parametrize("use_rslora", [False, True])
 def test_a_merged_stream_is_the_policy_and_leaves_the_training_weights_alone(
     folder: Path, use_rslora: bool
@@ -213,46 +152,6 @@ def test_both_exports_load_elsewhere_and_give_the_same_logits(
     torch.testing.assert_close(ours, loaded.logprobs_BL.values(), rtol=1e-4, atol=1e-4)
 
 
-def test_an_exported_adapter_is_where_another_run_starts(folder: Path, tmp_path: Path) -> None:
-    engine = build_lora(folder)
-    update(engine, make_rows(4))
-    engine.export_adapter(tmp_path / "adapter")
-    settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
-    assert (settings["r"], settings["lora_alpha"]) == (4, 8.0)
-    assert sorted(settings["target_modules"]) == sorted(LINEAR_MODULES)
-    resumed = build_lora(folder, lora=with_lora(init_from=str(tmp_path / "adapter")), seed=9)
-    assert_same_weights(adapter_of(resumed), adapter_of(engine))
-    update(engine, make_rows(4, seed=1))
-    assert not torch.equal(*(next(iter(adapter_of(e).values())) for e in (engine, resumed)))
-
-
-def _export(rank: int, folder: Path, target: Path) -> str:
-    engine = build_lora(folder)
-    update(engine, make_rows(4))
-    engine.export_adapter(target / "adapter")
-    engine.export_hf(target / "hf")
-    (target / "taken").mkdir(exist_ok=True)
-    with pytest.raises(RunFolderError, match="taken exists") as raised:
-        engine.export_adapter(target / "taken")
-    return str(raised.value)
-
-
-def test_a_sharded_adapter_is_written_whole_and_a_refusal_reaches_every_rank(
-    folder: Path, tmp_path: Path
-) -> None:
-    texts = run_ranks(2, _export, folder, tmp_path)
-    assert texts[0] == texts[1]
-    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    shapes = {s.name: s.shape for s in build_lora(folder).weight_specs(WeightPart.ADAPTER)}
-    assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == shapes
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "hf", "taken"]
-
-
-def test_a_policy_without_an_adapter_writes_none(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"no adapter.*lora\.enabled=true"):
-        build_fsdp2(folder).export_adapter(tmp_path / "adapter")
-
-
 def _train_in_bfloat16(rank: int, folder: Path) -> None:
     config = replace(ACTOR, compute_dtype="bfloat16")
     engine = build_lora(folder, dtype="bfloat16", config=config)
@@ -285,21 +184,6 @@ def test_offloads_and_checkpointed_activations_change_no_bit(
             resting.restore(part)
     assert_same_weights(adapter_of(resting), adapter_of(steady))
     assert_same_weights(weights_of(resting), weights_of(steady))
-
-
-def test_a_step_that_is_not_finite_leaves_the_adapter_as_it_was(folder: Path) -> None:
-    engine = build_lora(folder)
-    update(engine, make_rows(5))
-    before = adapter_of(engine)
-    assert update(engine, with_nan_advantage(make_rows(5), row=2))["policy/skipped_updates"] == 1
-    assert_same_weights(adapter_of(engine), before)
-
-
-def test_supervised_steps_teach_the_adapter(folder: Path) -> None:
-    engine = build_lora(folder, config=with_optimizer(lr=0.02, eps=1e-8))
-    batch = to_supervised(make_rows(6))
-    losses = [engine.fit(batch)["loss/supervised_nats"].value for _ in range(30)]
-    assert losses[-1] < 0.3 * losses[0]
 
 
 def test_a_rank_above_the_size_of_a_layer_is_refused_by_name(folder: Path) -> None:

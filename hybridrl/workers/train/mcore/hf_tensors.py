@@ -6,8 +6,10 @@ same stream whichever engine trains.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import lru_cache
 
+from hybridrl.models.adapter_names import ADAPTER_NAME
 from hybridrl.workers.train.mcore.architecture import Architecture
 
 Shapes = dict[str, tuple[int, ...]]
@@ -32,6 +34,30 @@ def hf_tensors(architecture: Architecture) -> Shapes:
     shapes[LAST_NORM] = (architecture.hidden_size,)
     if not architecture.is_tied:
         shapes[HEAD] = vocabulary
+    return shapes
+
+
+def critic_tensors(architecture: Architecture) -> Shapes:
+    """Return the whole shape of every tensor of a critic: a value head instead of the other."""
+    body = {name: shape for name, shape in hf_tensors(architecture).items() if name != HEAD}
+    return body | {"score.weight": (1, architecture.hidden_size), "score.bias": (1,)}
+
+
+def adapter_tensors(architecture: Architecture, leaves: Collection[str], rank: int) -> Shapes:
+    """Return the whole shape of the matrices A and B of an adapter, in order.
+
+    Args:
+        architecture: of the model beside which it stands.
+        leaves: last parts of the names of the layers that have one, as ``q_proj``.
+        rank: of A and B.
+    """
+    shapes: Shapes = {}
+    for name, shape in hf_tensors(architecture).items():
+        module = name.removesuffix(".weight")
+        if module != name and module.rpartition(".")[2] in leaves:
+            outputs, inputs = shape
+            shapes[f"{module}.lora_A.{ADAPTER_NAME}.weight"] = (rank, inputs)
+            shapes[f"{module}.lora_B.{ADAPTER_NAME}.weight"] = (outputs, rank)
     return shapes
 
 

@@ -1,0 +1,139 @@
+"""The layers that megatron-core's decoder is put together from.
+
+Legend: T packed tokens (of this rank), N query heads and J key-value heads of this rank, D size of
+a head, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+
+from hybridrl.models.packed import PackLayout
+from hybridrl.workers.train.mcore.architecture import Architecture
+from hybridrl.workers.train.mcore.megatron_core import (
+    ColumnParallelLinear,
+    MegatronModule,
+    ModuleSpec,
+    PackedSeqParams,
+    RowParallelLinear,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    VocabParallelEmbedding,
+    get_gpt_layer_local_spec,
+    get_num_layers_to_build,
+    get_transformer_layer_offset,
+    set_tensor_model_parallel_attributes,
+)
+
+
+@dataclass
+class PackedRows(PackedSeqParams):
+    """Where the rows of a pack begin and end, on its way through megatron-core to the attention.
+
+    Its ``qkv_format`` stays None: the pack is one sequence to all other layers.
+    """
+
+    layout: PackLayout | None = None
+
+
+class PackedAttention(MegatronModule):
+    """The core of attention over a pack, with the kernels that FSDP2's models have."""
+
+    def __init__(self, config: TransformerConfig, *_: object, **__: object) -> None:
+        # Megatron-core hands over more: layer, mask, dropout. A row is causal, and has no dropout.
+        super().__init__(config=config)
+
+    def forward(
+        self,
+        query_T1ND: Tensor,
+        key_T1JD: Tensor,
+        value_T1JD: Tensor,
+        _attention_mask: None,
+        *,
+        packed_seq_params: PackedRows,
+        **_: object,
+    ) -> Tensor:
+        """Attend causally within each row; returns [T, 1, N D]."""
+        if packed_seq_params.layout is None:
+            raise TypeError("PackedRows came without a layout")
+        output_TND = packed_seq_params.layout.attend(
+            query_T1ND.squeeze(1), key_T1JD.squeeze(1), value_T1JD.squeeze(1), scale=None
+        )
+        return output_TND.flatten(1)[:, None]
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm (arXiv:1910.07467) whose weight may see a part of the tokens alone.
+
+    Megatron-core's own, without TransformerEngine, refuses sequence parallelism. The mark on the
+    weight makes it sum the gradient over the tensor-parallel ranks.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float, **_: object
+    ) -> None:
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=device)
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._eps = eps
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Normalise the last dimension, in float32."""
+        wide = rms_norm(states.float(), states.shape[-1:], eps=self._eps)
+        return self.weight * wide.to(states.dtype)
+
+
+def local_layers(
+    config: TransformerConfig, architecture: Architecture, *, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """Return the layers of one stage: megatron-core's own with our attention and norms."""
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(
+        layer_specs=[
+            _local_layer(config, is_sparse=architecture.is_sparse(layer))
+            for layer in range(first, first + num_layers)
+        ],
+        layer_norm=RMSNorm,
+    )
+
+
+def _local_layer(config: TransformerConfig, *, is_sparse: bool) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if is_sparse else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    spec.submodules.input_layernorm = RMSNorm
+    spec.submodules.pre_mlp_layernorm = RMSNorm
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec
+
+
+def mark_shards(model: nn.Module) -> None:
+    """Tell megatron-core which weights are shards; it does so itself only for those it draws.
+
+    Without the mark a gradient norm counts the shard of the first tensor-parallel rank alone.
+    """
+    for module in model.modules():
+        if isinstance(module, RowParallelLinear):
+            _mark(module.weight, dim=1)
+        elif isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+            _mark(module.weight, dim=0)
+
+
+def _mark(weight: nn.Parameter | None, *, dim: int) -> None:
+    # A tied output layer has no weight of its own.
+    if weight is not None and not hasattr(weight, "tensor_model_parallel"):
+        set_tensor_model_parallel_attributes(weight, True, dim, 1)  # noqa: FBT003 - megatron's

@@ -1,0 +1,171 @@
+"""Which ranks share what: megatron-core's process groups, and this rank's place among them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from hybridrl.config.megatron import MegatronConfig
+from hybridrl.errors import ResourceError
+from hybridrl.workers.train.collectives import Ranks
+from hybridrl.workers.train.mcore.megatron_core import (
+    model_parallel_cuda_manual_seed,
+    parallel_state,
+)
+from hybridrl.workers.train.mcore.parallel_rank import ParallelRank
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This rank among those that share something."""
+
+    rank: int
+    size: int
+    group: ProcessGroup
+
+    @classmethod
+    def in_group(cls, group: ProcessGroup) -> Place:
+        """Find this rank in a group that it belongs to."""
+        return cls(dist.get_rank(group), dist.get_world_size(group), group)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parallel:
+    """This rank's place in every way that a model is cut."""
+
+    config: MegatronConfig
+    device: torch.device
+
+    tensor: Place
+    """Shares each matrix."""
+
+    pipeline: Place
+    """Has another stretch of layers."""
+
+    data: Place
+    """Has other rows."""
+
+    expert: Place
+    """Has other experts."""
+
+    expert_tensor: Place
+    """Shares the matrices of its experts."""
+
+    replica: Place
+    """Has the whole model together with this rank, of dense layers and of experts."""
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the last layer, and with it the head, is on this rank."""
+        return self.pipeline.rank == self.pipeline.size - 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank answers for those that have the same rows."""
+        return self.is_last_stage and self.tensor.rank == 0
+
+    @property
+    def rank(self) -> ParallelRank:
+        """This rank as blocks.py wants it."""
+        return ParallelRank(
+            tp_rank=self.tensor.rank,
+            tp_size=self.tensor.size,
+            ep_rank=self.expert.rank,
+            ep_size=self.expert.size,
+            etp_rank=self.expert_tensor.rank,
+            etp_size=self.expert_tensor.size,
+        )
+
+    def ranks_with_other_rows(self) -> Ranks:
+        """Return the data-parallel ranks."""
+        return Ranks(self.device, group=self.data.group)
+
+
+def start_parallel(
+    config: MegatronConfig, *, device: torch.device, seed: int, timeout_s: float
+) -> Parallel:
+    """Make the process groups, once in a process; a collective call.
+
+    Engines of one process (policy, reference, critic) share them.
+
+    Args:
+        config: the parallel sizes.
+        device: of this rank.
+        seed: of megatron-core's generators. Nothing of ours draws from them.
+        timeout_s: seconds one collective may take.
+
+    Raises:
+        ResourceError: the world is not divisible.
+    """
+    world_size = dist.get_world_size()
+    if world_size % config.model_parallel_size:
+        raise ResourceError(
+            f"megatron's parallel sizes make groups of {config.model_parallel_size} ranks, and "
+            f"there are {world_size}; set cluster.num_nodes x cluster.num_ranks_per_node to a "
+            "multiple of it"
+        )
+    if not parallel_state.model_parallel_is_initialized():
+        num_virtual_stages = config.num_virtual_stages
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=config.tensor_parallel_size,
+            pipeline_model_parallel_size=config.pipeline_parallel_size,
+            virtual_pipeline_model_parallel_size=(
+                num_virtual_stages if num_virtual_stages > 1 else None
+            ),
+            context_parallel_size=config.context_parallel_size,
+            expert_model_parallel_size=config.expert_parallel_size,
+            expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+            distributed_timeout_minutes=math.ceil(timeout_s / 60),
+            create_gloo_process_groups=False,
+        )
+        model_parallel_cuda_manual_seed(seed)
+    replica_size = math.lcm(
+        config.tensor_parallel_size * config.context_parallel_size,
+        config.expert_tensor_parallel_size * config.expert_parallel_size,
+    )
+    return Parallel(
+        config=config,
+        device=device,
+        tensor=Place.in_group(parallel_state.get_tensor_model_parallel_group()),
+        pipeline=Place.in_group(parallel_state.get_pipeline_model_parallel_group()),
+        data=Place.in_group(parallel_state.get_data_parallel_group()),
+        expert=Place.in_group(parallel_state.get_expert_model_parallel_group()),
+        expert_tensor=Place.in_group(parallel_state.get_expert_tensor_parallel_group()),
+        replica=Place.in_group(_replica_group(config.pipeline_parallel_size, replica_size)),
+    )
+
+
+@functools.cache
+def _replica_group(num_stages: int, size: int) -> ProcessGroup:
+    """Make the groups of ranks that have a whole model together; a collective call.
+
+    Megatron-core numbers ranks by tensor, context, expert, data and last by pipeline place. Dense
+    layers repeat after tensor x context ranks of a stage, experts after theirs.
+
+    Args:
+        num_stages: pipeline ranks.
+        size: ranks of a stage after which both have repeated.
+
+    Returns:
+        The one that this rank belongs to.
+    """
+    world_size = dist.get_world_size()
+    stage_size = world_size // num_stages
+    mine: ProcessGroup | None = None
+    for begin in range(0, stage_size, size):
+        ranks = [
+            stage + begin + place
+            for stage in range(0, world_size, stage_size)
+            for place in range(size)
+        ]
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            mine = group
+    if mine is None:
+        raise ResourceError(f"rank {dist.get_rank()} is in no replica of the model")
+    return mine

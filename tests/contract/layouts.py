@@ -1,0 +1,133 @@
+"""The training engines that the contract is held against, and the ways in which each is cut.
+
+To hold another engine against it, register the engine in ``hybridrl/workers/build.py`` and add an
+entry to ``ENGINES``. Nothing else here knows an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.megatron.stand_ins import install
+from tests.models import Family
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One way to cut a model over ranks."""
+
+    name: str
+
+    engine: str
+    """As in ``actor.engine``."""
+
+    num_ranks: int = 1
+
+    dp_size: int = 1
+    """Ranks, or groups of ranks that share a model, which have rows of their own: 1 or 2."""
+
+    family: Family = "qwen3"
+    num_layers: int = 2
+
+    megatron: Mapping[str, int | bool] = field(default_factory=dict)
+    """Changes of the ``megatron`` section."""
+
+    max_share: float = 1.1
+    """Of the model's bytes that one rank may hold; buffers are filled up to whole blocks."""
+
+    is_nightly: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineUnderTest:
+    """A training engine, by the name under which ``hybridrl/workers/build.py`` has it."""
+
+    layouts: tuple[Layout, ...]
+
+    families: tuple[Family, ...]
+    """Model families that it loads and exports."""
+
+    has_critic: bool = True
+    has_adapters: bool = True
+
+    prepare: Callable[[], None] = lambda: None
+    """What a rank's process needs before it builds an engine; called again before every check."""
+
+
+def _megatron(
+    name: str,
+    *,
+    num_ranks: int = 2,
+    dp_size: int = 1,
+    family: Family = "qwen3",
+    num_layers: int = 2,
+    max_share: float = 1.1,
+    **sizes: int | bool,
+) -> Layout:
+    return Layout(
+        name=f"megatron-{name}",
+        engine="megatron",
+        num_ranks=num_ranks,
+        dp_size=dp_size,
+        family=family,
+        num_layers=num_layers,
+        megatron=sizes,
+        max_share=max_share,
+    )
+
+
+ENGINES: dict[str, EngineUnderTest] = {
+    "fsdp2": EngineUnderTest(
+        layouts=(
+            Layout(name="fsdp2-1", engine="fsdp2"),
+            Layout(name="fsdp2-2", engine="fsdp2", num_ranks=2, dp_size=2, max_share=0.6),
+        ),
+        families=("qwen3", "qwen2", "llama"),
+    ),
+    "megatron": EngineUnderTest(
+        layouts=(
+            _megatron("1", num_ranks=1),
+            _megatron("tp2", tensor_parallel_size=2, max_share=0.7),
+            _megatron("sp2", tensor_parallel_size=2, sequence_parallel=True, max_share=0.7),
+            _megatron("pp2", pipeline_parallel_size=2),
+            _megatron("pp2-vp2", pipeline_parallel_size=2, num_virtual_stages=2, num_layers=4),
+            _megatron("dp2", dp_size=2),
+            _megatron("tp2-pp2", tensor_parallel_size=2, pipeline_parallel_size=2, num_ranks=4),
+            _megatron("ep2", expert_parallel_size=2, dp_size=2, family="qwen3_moe"),
+        ),
+        families=("qwen3", "qwen2", "llama"),
+        has_adapters=False,
+        prepare=install,
+    ),
+}
+
+RESHAPES = [
+    ("fsdp2-2", "fsdp2-1"),
+    ("fsdp2-1", "fsdp2-2"),
+    ("megatron-tp2-pp2", "megatron-dp2"),
+    ("megatron-dp2", "megatron-pp2"),
+    ("megatron-tp2", "fsdp2-2"),
+    ("fsdp2-2", "megatron-pp2"),
+]
+"""Layouts that write a checkpoint, and others that go on from it."""
+
+
+def layout_of(name: str) -> Layout:
+    """Return the layout of that name."""
+    return {layout.name: layout for e in ENGINES.values() for layout in e.layouts}[name]
+
+
+def on_layouts(
+    wanted: Callable[[EngineUnderTest], bool] = lambda _: True,
+) -> pytest.MarkDecorator:
+    """Run a module's tests on every layout of the engines that are ``wanted``."""
+    params = [
+        pytest.param(layout, id=layout.name, marks=[pytest.mark.nightly] * layout.is_nightly)
+        for engine in ENGINES.values()
+        if wanted(engine)
+        for layout in engine.layouts
+    ]
+    return pytest.mark.parametrize("ranks", params, indirect=True, scope="package")

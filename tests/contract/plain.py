@@ -1,0 +1,134 @@
+"""The truth that engines are compared with: transformers and torch, one process, row by row.
+
+Nothing of hybridrl's training is used here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from hybridrl.config.actor import OptimizerConfig
+
+CLIP = 0.2
+
+
+class Plain:
+    """A model with torch's AdamW; matrices decay, vectors do not."""
+
+    def __init__(self, model: Any, optimizer: OptimizerConfig) -> None:
+        self.model = model.eval()  # no dropout in any of them; the critic's class has one
+        groups = {True: [], False: []}
+        for parameter in model.parameters():
+            groups[parameter.ndim >= 2].append(parameter)
+        self._adamw = torch.optim.AdamW(
+            [
+                {"params": groups[True], "weight_decay": optimizer.weight_decay},
+                {"params": groups[False], "weight_decay": 0.0},
+            ],
+            lr=optimizer.lr,
+            betas=(optimizer.beta1, optimizer.beta2),
+            eps=optimizer.eps,
+        )
+
+    def step(self, loss: Tensor) -> tuple[float, float]:
+        """Take a step; return the loss and the norm of its gradient."""
+        self._adamw.zero_grad()
+        loss.backward()
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = torch.stack([grad.norm() for grad in grads]).norm()
+        self._adamw.step()
+        return loss.item(), norm.item()
+
+    def weights(self, scratch: Path) -> dict[str, Tensor]:
+        """Return the weights as they lie in files, whose names may differ from the module's."""
+        self.model.save_pretrained(scratch)
+        return weights_in(scratch)
+
+
+def weights_in(folder: Path) -> dict[str, Tensor]:
+    """Read all weights of a Hugging Face folder."""
+    weights: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        weights |= load_file(file)
+    return weights
+
+
+class PlainPolicy(Plain):
+    """A policy; columns are flat over a batch's tokens, 0 where there is no response."""
+
+    def __init__(self, folder: Path, optimizer: OptimizerConfig) -> None:
+        super().__init__(AutoModelForCausalLM.from_pretrained(folder, dtype="float32"), optimizer)
+
+    def score(self, batch: Any, *, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies, both [sum of L], with gradient."""
+        logprobs, entropies = [], []
+        columns = (batch.token_ids_BL, batch.response_mask_BL)
+        for tokens, mask in zip(*(column.unbind() for column in columns), strict=True):
+            logits = self.model(tokens[None]).logits[0, :-1] / temperature
+            all_logprobs = torch.log_softmax(logits, dim=-1)
+            chosen = all_logprobs.gather(1, tokens[1:, None])[:, 0]
+            entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
+            nothing = torch.zeros(1)
+            logprobs.append(torch.cat([nothing, chosen]) * mask)
+            entropies.append(torch.cat([nothing, entropy]) * mask)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    def update(
+        self, batch: Any, *, temperature: float, aggregation: str, entropy_coefficient: float
+    ) -> tuple[float, float]:
+        """Take a step of PPO's clipped surrogate (arXiv:1707.06347, 7) with an entropy bonus."""
+        logprobs, entropies = self.score(batch, temperature=temperature)
+        old = logprobs.detach()
+        if batch.old_logprobs_BL is not None:
+            old = batch.old_logprobs_BL.values()
+        ratio = (logprobs - old).exp()
+        gains = batch.advantages_BL.values()
+        surrogate = torch.minimum(ratio * gains, ratio.clamp(1 - CLIP, 1 + CLIP) * gains)
+        weights = _token_weights(batch.response_mask_BL, aggregation)
+        return self.step(-((surrogate + entropy_coefficient * entropies) * weights).sum())
+
+    def fit(self, batch: Any) -> tuple[float, float]:
+        """Take a step on the mean negative log-likelihood."""
+        logprobs, _ = self.score(batch, temperature=1.0)
+        return self.step(-logprobs.sum() / batch.response_mask_BL.values().sum())
+
+
+class PlainCritic(Plain):
+    """A critic whose head begins as zeros."""
+
+    def __init__(self, folder: Path, optimizer: OptimizerConfig) -> None:
+        model = AutoModelForTokenClassification.from_pretrained(
+            folder, num_labels=1, dtype="float32"
+        )
+        torch.nn.init.zeros_(model.score.weight)
+        torch.nn.init.zeros_(model.score.bias)
+        super().__init__(model, optimizer)
+
+    def values(self, batch: Any) -> Tensor:
+        """Value the state before each response token, [sum of L], with gradient."""
+        values = []
+        columns = (batch.token_ids_BL, batch.response_mask_BL)
+        for tokens, mask in zip(*(column.unbind() for column in columns), strict=True):
+            before = self.model(tokens[None]).logits[0, :-1, 0]
+            values.append(torch.cat([torch.zeros(1), before]) * mask)
+        return torch.cat(values)
+
+    def update(self, batch: Any) -> tuple[float, float]:
+        """Take a step on half the mean squared error over response tokens."""
+        mask = batch.response_mask_BL.values()
+        missed = (self.values(batch) - batch.returns_BL.values())[mask]
+        return self.step(missed.square().mean() / 2)
+
+
+def _token_weights(mask_BL: Tensor, aggregation: str) -> Tensor:
+    masks = [mask.float() for mask in mask_BL.unbind()]
+    if aggregation == "token_mean":
+        return torch.cat(masks) / torch.cat(masks).sum()
+    assert aggregation == "sequence_mean_token_mean"
+    return torch.cat([mask / mask.sum() for mask in masks]) / len(masks)

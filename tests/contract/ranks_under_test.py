@@ -1,0 +1,198 @@
+"""Ranks that build the engines of one layout as a worker does, and what checks ask of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.batch import jagged_from, row_lengths
+from hybridrl.config.actor import ActorConfig
+from hybridrl.config.critic import CriticConfig
+from hybridrl.config.lora import LoraConfig
+from hybridrl.metrics import Metrics, merge
+from hybridrl.workers.build import (
+    ActorRolloutSpec,
+    CriticSpec,
+    build_critic_engine,
+    build_reference_engine,
+    build_train_engine,
+)
+from hybridrl.workers.train.protocol import (
+    CriticEngine,
+    LearningEngine,
+    ScoringEngine,
+    ShardedEngine,
+    TrainEngine,
+)
+from hybridrl.workers.train.shard_files import parts_of
+from tests.config.values import config_of
+from tests.contract.layouts import ENGINES, Layout
+from tests.ranks import RankPool
+from tests.workers.train.critics import CRITIC
+from tests.workers.train.engines import ACTOR, CPU, LOSS, MODEL, rows_of
+from tests.workers.train.lora_engines import LORA
+
+NO_ADAPTER = replace(LORA, enabled=False)
+
+
+class Rank:
+    """This rank, which builds engines of its layout; every build is a collective call."""
+
+    def __init__(self, index: int, layout: Layout, spec: ActorRolloutSpec) -> None:
+        self.index = index
+        self.layout = layout
+        self._spec = spec
+
+    def policy(
+        self, folder: Path, config: ActorConfig = ACTOR, *, lora: LoraConfig = NO_ADAPTER
+    ) -> TrainEngine:
+        return build_train_engine(self._spec_for(folder, config, lora), CPU)
+
+    def reference(
+        self, folder: Path, *, policy: TrainEngine, lora: LoraConfig = NO_ADAPTER
+    ) -> ScoringEngine:
+        engine = build_reference_engine(self._spec_for(folder, ACTOR, lora), CPU, actor=policy)
+        assert engine is not None
+        return engine
+
+    def critic(self, folder: Path, config: CriticConfig = CRITIC) -> CriticEngine:
+        spec = CriticSpec(
+            model_folder=folder,
+            model=MODEL,
+            critic=replace(config, engine=self.layout.engine),  # type: ignore[arg-type]
+            megatron=self._spec.megatron,
+            seed=0,
+            device="cpu",
+            num_total_updates=self._spec.num_total_updates,
+            collective_timeout_s=self._spec.collective_timeout_s,
+        )
+        return build_critic_engine(spec, CPU)
+
+    def _spec_for(self, folder: Path, config: ActorConfig, lora: LoraConfig) -> ActorRolloutSpec:
+        actor = replace(config, engine=self.layout.engine)  # type: ignore[arg-type]
+        return replace(self._spec, model_folder=folder, actor=actor, lora=lora)
+
+
+class RanksUnderTest:
+    """The ranks of one layout. They stay between checks, so that each costs no start."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.engine = ENGINES[layout.engine]
+        self._pool = RankPool(layout.num_ranks)
+        self._spec = _spec_of(layout)
+
+    def run(self, check: Callable[..., Any], *args: object) -> list[Any]:
+        """Call ``check(rank: Rank, *args)`` on every rank; return the answers by rank."""
+        return self._pool.run(_run_check, check, self.layout, self._spec, args)
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+def _run_check(
+    index: int,
+    check: Callable[..., Any],
+    layout: Layout,
+    spec: ActorRolloutSpec,
+    args: tuple[object, ...],
+) -> object:
+    ENGINES[layout.engine].prepare()
+    return check(Rank(index, layout, spec), *args)
+
+
+@cache
+def _base_config() -> Any:
+    return config_of("algorithm.kl.placement=loss", "algorithm.kl.coefficient=0.1")
+
+
+def _spec_of(layout: Layout) -> ActorRolloutSpec:
+    config = _base_config()
+    return ActorRolloutSpec(
+        model_folder=Path(),
+        model=MODEL,
+        actor=ACTOR,
+        megatron=replace(config.megatron, **layout.megatron),
+        lora=NO_ADAPTER,
+        seed=0,
+        device="cpu",
+        num_total_updates=10,
+        max_response_tokens=8,
+        collective_timeout_s=60.0,
+        rollout=config.rollout,
+        algorithm=config.algorithm,
+        max_context_tokens=64,
+        num_ranks_per_node=layout.num_ranks,
+        base_plan=None,
+    )
+
+
+def share_of(batch: Any, engine: ShardedEngine, first: int) -> Any:
+    """Return this rank's rows: the first ones are of data-parallel rank 0, the rest of rank 1.
+
+    No rows at all cannot be taken of jagged ones: a row without a response stands in.
+    """
+    if engine.dp_size == 1:
+        return batch
+    rows = range(first) if engine.dp_rank == 0 else range(first, len(batch))
+    return rows_of(batch, rows) if len(rows) else mute(rows_of(batch, [0]))
+
+
+def mute(batch: Any) -> Any:
+    """Return the batch without any response."""
+    silent = batch.clone()
+    nothing = torch.zeros_like(batch.response_mask_BL.values())
+    silent.response_mask_BL = jagged_from(nothing, row_lengths(batch.token_ids_BL))
+    return silent
+
+
+def learn(
+    engine: TrainEngine,
+    batch: Any,
+    *,
+    first: int = 3,
+    loss: Any = LOSS,
+    aggregation: str = "token_mean",
+) -> Metrics:
+    """Take a step on this rank's share; return what it has to tell, if it leads."""
+    metrics = engine.update(
+        share_of(batch, engine, first),
+        loss=loss,
+        aggregation=aggregation,
+        temperature=0.9,
+        max_response_tokens=8,
+    )
+    return told(engine, metrics)
+
+
+def told(engine: ShardedEngine, metrics: Metrics) -> Metrics:
+    """Return the metrics of a rank that leads: what the others say is not asked for."""
+    return metrics if engine.leads else {}
+
+
+def together(answers: list[Metrics]) -> dict[str, float]:
+    """Merge what ranks told about one step, as the driver does."""
+    return {name: metric.value for name, metric in merge(answers).items()}
+
+
+def state_of(engine: LearningEngine) -> dict[str, Tensor]:
+    """Copy what this rank would put into a checkpoint."""
+    return {
+        key: part.values.clone()
+        for name, tensor in engine.checkpoint_tensors().items()
+        for key, part in parts_of(name, tensor)
+    }
+
+
+def assert_float32_learns(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+    """Check that all that a rank keeps of the model is float32, and moved."""
+    weights = {name: tensor for name, tensor in after.items() if name.startswith("model.")}
+    assert weights.keys() == before.keys()
+    assert {tensor.dtype for tensor in weights.values()} <= {torch.float32}
+    assert [name for name, tensor in weights.items() if torch.equal(tensor, before[name])] == []

@@ -1,0 +1,201 @@
+"""LoRA: only the adapter learns, under the names that peft and rollout engines know."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hybridrl.config.lora import LINEAR_MODULES
+from hybridrl.errors import ModelError, RunFolderError
+from hybridrl.metrics import Metrics
+from hybridrl.workers.train.protocol import TrainEngine, TrainState, WeightPart
+from tests.contract.layouts import on_layouts
+from tests.contract.plain import weights_in
+from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn, share_of, together, told
+from tests.workers.train.engines import (
+    assert_same_weights,
+    make_rows,
+    to_rollouts,
+    to_supervised,
+    update,
+    weights_of,
+    with_nan_advantage,
+    with_optimizer,
+)
+from tests.workers.train.lora_engines import LORA, build_lora, with_lora
+
+pytestmark = on_layouts(lambda engine: engine.has_adapters)
+
+LIVELY = with_optimizer(lr=0.1, eps=1e-3)
+
+
+def _adapter_of(engine: TrainEngine) -> dict[str, Tensor]:
+    return {name: t.clone() for name, t in engine.full_weights(WeightPart.ADAPTER)}
+
+
+@cache
+def _train_alone(folder: Path, sync: str) -> tuple[dict, dict, list[float], Tensor]:
+    """Three steps in this process: FSDP2 on one rank, which peft's own layers compute."""
+    engine = build_lora(folder, lora=with_lora(sync=sync), config=LIVELY)
+    norms = [update(engine, make_rows(11, seed=s))["policy/grad_norm"] for s in range(3)]
+    frozen = engine.compute_frozen_logprobs(to_rollouts(make_rows(4)), temperature=1.0)
+    return weights_of(engine), _adapter_of(engine), norms, frozen.logprobs_BL.values()
+
+
+def _train(
+    rank: Rank, folder: Path, sync: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Metrics], Tensor | None]:
+    lora = with_lora(sync=sync)
+    engine = rank.policy(folder, LIVELY, lora=lora)
+    base, start = weights_of(engine), _adapter_of(engine)
+    steps = [learn(engine, make_rows(11, seed=seed), first=8) for seed in range(3)]
+    assert all(not torch.equal(start[n], t) for n, t in _adapter_of(engine).items())
+    if sync == "adapter":
+        assert_same_weights(weights_of(engine), base)
+    before = _adapter_of(engine)
+    learn(engine, with_nan_advantage(make_rows(5), row=4))
+    assert_same_weights(_adapter_of(engine), before)
+    reference = rank.reference(folder, policy=engine, lora=lora)
+    assert all(reference.resident_bytes(part) == 0 for part in TrainState)
+    frozen = reference.compute_logprobs(to_rollouts(make_rows(4)), temperature=1.0)
+    logprobs = frozen.logprobs_BL.values() if reference.leads else None
+    return weights_of(engine), _adapter_of(engine), steps, logprobs
+
+
+@pytest.mark.parametrize("sync", ["adapter", "merged"])
+def test_the_adapter_learns_what_it_learns_on_one_rank_and_the_base_never_moves(
+    ranks: RanksUnderTest, folder: Path, sync: str
+) -> None:
+    weights, adapter, norms, frozen = _train_alone(folder, sync)
+    answers = ranks.run(_train, folder, sync)
+    for step, norm in enumerate(norms):
+        metrics = together([answer[2][step] for answer in answers])
+        assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
+        num_trained = sum(tensor.numel() for tensor in adapter.values())
+        assert metrics["policy/trained_parameters"] == num_trained
+    for expected, place in ((weights, 0), (adapter, 1)):
+        for answer in answers:
+            assert answer[place].keys() == expected.keys()
+            mine = {name: answer[place][name] for name in expected}
+            assert_same_weights(mine, expected, atol=2e-5)
+    for answer in answers:
+        if answer[3] is not None:  # the reference is the policy with its adapter switched off
+            torch.testing.assert_close(answer[3], frozen, atol=2e-5, rtol=0)
+
+
+def _begin(rank: Rank, folder: Path, seed: int) -> dict[str, Tensor]:
+    engine, plain = rank.policy(folder, lora=LORA), rank.policy(folder)
+    rollouts = to_rollouts(make_rows(5))
+    one, other = (e.compute_logprobs(rollouts, temperature=1.0) for e in (engine, plain))
+    torch.testing.assert_close(one.logprobs_BL.values(), other.logprobs_BL.values())
+    return _adapter_of(engine)
+
+
+def test_a_new_adapter_is_the_same_however_the_model_is_cut_and_changes_nothing(
+    ranks: RanksUnderTest, folder: Path
+) -> None:
+    expected = _adapter_of(build_lora(folder))
+    for adapter in ranks.run(_begin, folder, 0):
+        assert_same_weights({name: adapter[name] for name in expected}, expected)
+
+
+def _stream(rank: Rank, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    lora = with_lora(target_modules=("q_proj", "down_proj"))
+    engine = rank.policy(folder, lora=lora)
+    assert engine.weight_parts == (WeightPart.BASE, WeightPart.ADAPTER)
+    for part in engine.weight_parts:
+        streamed = engine.full_weights(part)
+        for spec, (name, t) in zip(engine.weight_specs(part), streamed, strict=True):
+            assert (spec.name, spec.shape, spec.num_bytes) == (name, t.shape, t.nbytes)
+    merged = rank.policy(folder, lora=with_lora(sync="merged"))
+    assert merged.weight_parts == (WeightPart.BASE,)
+    return weights_of(engine), _adapter_of(engine)
+
+
+def test_base_and_adapter_stream_under_the_names_that_others_know(
+    ranks: RanksUnderTest, folder: Path
+) -> None:
+    expected = weights_in(folder)
+    for base, adapter in ranks.run(_stream, folder):
+        assert base.keys() == expected.keys()
+        assert_same_weights(base, {name: expected[name] for name in base})
+        assert {*adapter} == {
+            f"base_model.model.model.layers.{layer}.{module}.lora_{matrix}.weight"
+            for layer in range(ranks.layout.num_layers)
+            for module in ("self_attn.q_proj", "mlp.down_proj")
+            for matrix in "AB"
+        }
+
+
+def _export(rank: Rank, folder: Path, target: Path) -> tuple[dict[str, Tensor], Tensor | None]:
+    engine = rank.policy(folder, LIVELY, lora=LORA)
+    for seed in range(2):
+        learn(engine, make_rows(6, seed=seed), first=4)
+    engine.export_adapter(target / "adapter")
+    engine.export_hf(target / "hf")
+    with pytest.raises(RunFolderError, match="adapter exists"):
+        engine.export_adapter(target / "adapter")
+    resumed = rank.policy(folder, lora=with_lora(init_from=str(target / "adapter")))
+    assert_same_weights(_adapter_of(resumed), _adapter_of(engine))
+    with pytest.raises(ModelError, match=r"no adapter.*lora\.enabled=true"):
+        rank.policy(folder).export_adapter(target / "none")
+    scored = engine.compute_logprobs(to_rollouts(make_rows(4)), temperature=1.0)
+    return _adapter_of(engine), scored.logprobs_BL.values() if engine.leads else None
+
+
+def test_both_exports_load_elsewhere_and_an_adapter_is_where_another_run_starts(
+    ranks: RanksUnderTest, folder: Path, tmp_path: Path
+) -> None:
+    answers = ranks.run(_export, folder, tmp_path)
+    settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"]) == (4, 8.0)
+    assert sorted(settings["target_modules"]) == sorted(LINEAR_MODULES)
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert_same_weights({name: stored[name] for name in answers[0][0]}, answers[0][0])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "hf"]
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    adapted = PeftModel.from_pretrained(plain, tmp_path / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(
+            adapted(tokens).logits, merged(tokens).logits, atol=2e-5, rtol=1e-5
+        )
+
+
+def _rest(rank: Rank, folder: Path) -> None:
+    resting, steady = (rank.policy(folder, lora=LORA) for _ in range(2))
+    for seed in range(3):
+        for engine in (resting, steady):
+            learn(engine, make_rows(5, seed=seed))
+        for part in TrainState:
+            resting.offload(part)
+            assert resting.resident_bytes(part) == 0
+        for part in TrainState:
+            resting.restore(part)
+    assert_same_weights(_adapter_of(resting), _adapter_of(steady))
+    assert_same_weights(weights_of(resting), weights_of(steady))
+
+
+def test_offloads_change_no_bit(ranks: RanksUnderTest, folder: Path) -> None:
+    ranks.run(_rest, folder)
+
+
+def _learn_answers(rank: Rank, folder: Path) -> list[Metrics]:
+    engine: Any = rank.policy(folder, with_optimizer(lr=0.02, eps=1e-8), lora=LORA)
+    batch = to_supervised(make_rows(6))
+    return [told(engine, engine.fit(share_of(batch, engine, 4))) for _ in range(30)]
+
+
+def test_supervised_steps_teach_the_adapter(ranks: RanksUnderTest, folder: Path) -> None:
+    steps = [together(list(a)) for a in zip(*ranks.run(_learn_answers, folder), strict=True)]
+    assert steps[-1]["loss/supervised_nats"] < 0.3 * steps[0]["loss/supervised_nats"]

@@ -1,0 +1,136 @@
+"""Engines that are saved while they train on, and loaded into new ones, however they are cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridrl.workers.train import checkpoint
+from hybridrl.workers.train.checkpoint import CheckpointWriter
+from hybridrl.workers.train.protocol import LearningEngine
+from tests.contract.layouts import RESHAPES, layout_of, on_layouts
+from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn, share_of, state_of
+from tests.workers.train.critics import CRITIC, make_lessons
+from tests.workers.train.engines import make_rows, weights_of, with_optimizer
+from tests.workers.train.lora_engines import LORA, with_lora
+
+COSINE = {"schedule": "cosine", "num_warmup_steps": 1, "lr": 0.1, "eps": 1e-3}
+
+ROLES = ("policy", "adapter", "merged adapter", "critic")
+
+
+def _build(rank: Rank, folder: Path, role: str) -> LearningEngine:
+    if role == "critic":
+        optimizer = replace(CRITIC.optimizer, **COSINE)  # type: ignore[arg-type]
+        return rank.critic(folder, replace(CRITIC, optimizer=optimizer))
+    config = with_optimizer(**COSINE)
+    if role == "policy":
+        return rank.policy(folder, config)
+    lora = LORA if role == "adapter" else with_lora(sync="merged")
+    return rank.policy(folder, config, lora=lora)
+
+
+def _learn(engine: Any, role: str, seed: int) -> None:
+    if role == "critic":
+        engine.update(share_of(make_lessons(6, seed=seed), engine, 4))
+    else:
+        learn(engine, make_rows(6, seed=seed), first=4)
+
+
+def _assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def _save(engine: LearningEngine, folder: Path) -> CheckpointWriter:
+    writer = CheckpointWriter()
+    name = checkpoint.file_name(rank=dist.get_rank(), world_size=dist.get_world_size())
+    writer.begin(engine, folder / name, notes={"version": 7})
+    return writer
+
+
+def _load(engine: LearningEngine, folder: Path) -> checkpoint.Notes:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    return checkpoint.load(engine, folder, rank=rank, world_size=world_size)
+
+
+def _save_and_load(rank: Rank, folder: Path, target: Path, role: str, num_before: int) -> None:
+    engine = _build(rank, folder, role)
+    for seed in range(num_before):
+        _learn(engine, role, seed)
+    writer = _save(engine, target)
+    for seed in (2, 3):  # at once: what is written is a copy
+        _learn(engine, role, seed)
+    writer.collect(waits=True)
+    writer.close()
+    dist.barrier()
+    loaded = _build(rank, folder, role)
+    _learn(loaded, role, 9)  # whatever it was before
+    notes = _load(loaded, target)
+    assert (notes["version"], loaded.num_updates) == (7, num_before)
+    for seed in (2, 3):
+        _learn(loaded, role, seed)
+    _assert_same(state_of(loaded), state_of(engine))
+    assert loaded.num_updates == engine.num_updates == num_before + 2
+
+
+@on_layouts()
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_a_loaded_engine_learns_on_as_if_it_had_never_stopped(
+    ranks: RanksUnderTest, folder: Path, tmp_path: Path, role: str, num_before: int
+) -> None:
+    if role == "critic" and not ranks.engine.has_critic:
+        pytest.skip(f"{ranks.layout.engine} has no critic")
+    if "adapter" in role and not ranks.engine.has_adapters:
+        pytest.skip(f"{ranks.layout.engine} has no adapters")
+    ranks.run(_save_and_load, folder, tmp_path, role, num_before)
+
+
+def _save_and_go_on(rank: Rank, folder: Path, target: Path, role: str) -> dict[str, Tensor]:
+    engine: Any = _build(rank, folder, role)
+    for seed in range(2):
+        _learn(engine, role, seed)
+    _save(engine, target).close()
+    _learn(engine, role, 2)
+    return _weights(engine, role)
+
+
+def _load_and_go_on(rank: Rank, folder: Path, target: Path, role: str) -> dict[str, Tensor]:
+    engine: Any = _build(rank, folder, role)
+    _load(engine, target)
+    assert engine.num_updates == 2
+    _learn(engine, role, 2)
+    return _weights(engine, role)
+
+
+def _weights(engine: Any, role: str) -> dict[str, Tensor]:
+    if role != "adapter":
+        return weights_of(engine)
+    return {name: t.clone() for name, t in engine.full_weights(engine.weight_parts[-1])}
+
+
+@pytest.mark.parametrize(("saved_by", "loaded_by"), RESHAPES)
+@pytest.mark.parametrize("role", ["policy", "adapter"])
+def test_what_one_layout_saved_another_goes_on_from(
+    make_model: Any, tmp_path: Path, saved_by: str, loaded_by: str, role: str
+) -> None:
+    writers, readers = (RanksUnderTest(layout_of(name)) for name in (saved_by, loaded_by))
+    if role == "adapter" and not (writers.engine.has_adapters and readers.engine.has_adapters):
+        pytest.skip("one of them has no adapters")
+    folder = make_model(writers.layout, tie=role == "adapter")
+    try:
+        saved = writers.run(_save_and_go_on, folder, tmp_path, role)[0]
+        for loaded in readers.run(_load_and_go_on, folder, tmp_path, role):
+            assert loaded.keys() == saved.keys()
+            for name, tensor in loaded.items():
+                torch.testing.assert_close(tensor, saved[name], atol=1e-5, rtol=0, msg=name)
+    finally:
+        writers.close()
+        readers.close()

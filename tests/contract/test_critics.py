@@ -1,0 +1,244 @@
+"""The critic: what it says, and what it learns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModel, AutoModelForTokenClassification
+
+from hybridrl.batch import CriticBatch, jagged_from, row_lengths
+from hybridrl.errors import DataError, PhaseError
+from hybridrl.metrics import Metrics
+from hybridrl.workers.train.protocol import CriticEngine, TrainState
+from tests.contract.layouts import on_layouts
+from tests.contract.plain import PlainCritic, weights_in
+from tests.contract.ranks_under_test import (
+    Rank,
+    RanksUnderTest,
+    assert_float32_learns,
+    share_of,
+    state_of,
+    together,
+    told,
+)
+from tests.workers.train.critics import CRITIC, make_lessons, with_optimizer
+from tests.workers.train.engines import OPTIMIZER, make_rows, to_rollouts
+
+pytestmark = on_layouts(lambda engine: engine.has_critic)
+
+NUM_STEPS = 3
+
+
+def _teach(engine: CriticEngine, batch: CriticBatch, *, first: int = 8) -> Metrics:
+    return told(engine, engine.update(share_of(batch, engine, first)))
+
+
+def _values(engine: CriticEngine, batch: Any) -> Tensor | None:
+    values = engine.compute_values(to_rollouts(batch)).values_BL.values()
+    assert values.dtype == torch.float32
+    return values if engine.leads else None
+
+
+def _begin(rank: Rank, folder: Path, target: Path) -> Tensor | None:
+    engine = rank.critic(folder)
+    engine.export_hf(target)
+    return _values(engine, make_rows(5))
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_values_are_0_before_anything_was_learnt_and_the_body_is_the_policys(
+    ranks: RanksUnderTest, make_model: Any, tmp_path: Path, tie: bool
+) -> None:
+    families = {ranks.layout.family}
+    if ranks.layout.family in ranks.engine.families:
+        families = set(ranks.engine.families)
+    for family in sorted(families):
+        folder = make_model(ranks.layout, tie=tie, family=family)
+        target = tmp_path / family
+        for values in ranks.run(_begin, folder, target):
+            assert values is None or not values.any()
+        body = AutoModel.from_pretrained(folder, dtype="float32").state_dict()
+        loaded = AutoModelForTokenClassification.from_pretrained(target).state_dict()
+        assert {*loaded} == {*(f"model.{name}" for name in body), "score.weight", "score.bias"}
+        assert all(torch.equal(loaded[f"model.{name}"], tensor) for name, tensor in body.items())
+
+
+def _train(
+    rank: Rank, folder: Path, target: Path, changes: dict[str, Any], first: int
+) -> tuple[list[Metrics], Tensor | None]:
+    engine = rank.critic(folder, replace(CRITIC, **changes))
+    steps = []
+    for seed in range(NUM_STEPS):
+        steps.append(_teach(engine, make_lessons(12, seed=seed, num_siblings=4), first=first))
+        engine.compute_values(to_rollouts(make_rows(3)))  # must not disturb anything
+    assert engine.num_updates == NUM_STEPS
+    engine.export_hf(target)
+    return steps, _values(engine, make_rows(6, seed=9, num_siblings=3))
+
+
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "one micro-batch": ({}, 8),
+    "many micro-batches": ({"max_tokens_per_microbatch": 25}, 8),
+    "a rank without rows": ({"max_tokens_per_microbatch": 1}, 12),
+    "activations computed again": ({"gradient_checkpointing": True}, 4),
+}
+
+
+@pytest.mark.parametrize(("changes", "first"), CASES.values(), ids=CASES)
+def test_steps_and_values_are_those_of_the_plain_model(
+    ranks: RanksUnderTest, folder: Path, tmp_path: Path, changes: dict[str, Any], first: int
+) -> None:
+    plain = PlainCritic(folder, OPTIMIZER)
+    lessons = [make_lessons(12, seed=seed, num_siblings=4) for seed in range(NUM_STEPS)]
+    expected = [plain.update(batch) for batch in lessons]
+    answers = ranks.run(_train, folder, tmp_path / "exported", changes, first)
+    for step, (loss, norm) in enumerate(expected):
+        metrics = together([answer[0][step] for answer in answers])
+        assert metrics["loss/value"] == pytest.approx(loss, rel=1e-5)
+        assert metrics["critic/grad_norm"] == pytest.approx(norm, rel=2e-5)
+    stored = weights_in(tmp_path / "exported")
+    trained = plain.weights(tmp_path / "plain")
+    assert stored.keys() == trained.keys()
+    for name, tensor in trained.items():
+        torch.testing.assert_close(stored[name], tensor, atol=1e-5, rtol=0, msg=name)
+    with torch.no_grad():
+        values = plain.values(make_rows(6, seed=9, num_siblings=3))
+    assert values.any()
+    for computed in (answer[1] for answer in answers if answer[1] is not None):
+        torch.testing.assert_close(computed, values, atol=2e-5, rtol=0)
+
+
+def _learn_returns(rank: Rank, folder: Path, value_clip: float) -> tuple[list[Metrics], Any]:
+    config = replace(with_optimizer(lr=0.01, eps=1e-8), value_clip=value_clip)
+    engine, batch = rank.critic(folder, config), make_lessons(6)
+    batch.old_values_BL = jagged_from(
+        torch.zeros(batch.old_values_BL.values().shape), row_lengths(batch.old_values_BL)
+    )
+    steps = [_teach(engine, batch, first=4) for _ in range(40)]
+    return steps, _values(engine, make_rows(6))
+
+
+def test_a_critic_learns_its_returns(ranks: RanksUnderTest, folder: Path) -> None:
+    answers = ranks.run(_learn_returns, folder, 0.0)
+    steps = [together(list(a)) for a in zip(*(answer[0] for answer in answers), strict=True)]
+    assert steps[-1]["loss/value"] < 0.1 * steps[0]["loss/value"]
+    batch = make_lessons(6)
+    mask, returns = batch.response_mask_BL.values(), batch.returns_BL.values()
+    for learnt in (values for _, values in answers if values is not None):
+        missed = (learnt - returns)[mask]
+        assert float(missed.square().mean()) < 0.2 * float(returns[mask].var())
+
+
+def test_a_value_stops_at_the_clip_within_a_step(ranks: RanksUnderTest, folder: Path) -> None:
+    answers = ranks.run(_learn_returns, folder, 0.2)
+    steps = [together(list(a)) for a in zip(*(answer[0] for answer in answers), strict=True)]
+    assert steps[0]["critic/clip_fraction"] == 0.0
+    assert steps[-1]["critic/clip_fraction"] > 0.4
+    for far in (values for _, values in answers if values is not None):
+        assert float(far.abs().median()) < 0.4  # else they follow their returns, of deviation 1
+
+
+def _skip(rank: Rank, folder: Path, targets: list[Path]) -> list[Metrics]:
+    one, other = rank.critic(folder), rank.critic(folder)
+    skipped = []
+    for seed in range(2):
+        batch = make_lessons(5, seed=seed)
+        spoiled = batch.clone()
+        returns = batch.returns_BL.values().clone()
+        returns[-1] = torch.nan  # of the last rank alone
+        spoiled.returns_BL = jagged_from(returns, row_lengths(batch.returns_BL))
+        skipped.append(_teach(one, spoiled, first=3))
+        for engine in (one, other):
+            _teach(engine, batch, first=3)
+    for engine, target in zip((one, other), targets, strict=True):
+        engine.export_hf(target)
+    return skipped
+
+
+def test_a_step_that_is_not_finite_is_skipped_by_all_ranks_and_leaves_no_trace(
+    ranks: RanksUnderTest, folder: Path, tmp_path: Path
+) -> None:
+    targets = [tmp_path / "one", tmp_path / "other"]
+    for answers in zip(*ranks.run(_skip, folder, targets), strict=True):
+        metrics = together(list(answers))
+        assert (metrics["critic/skipped_updates"], metrics["critic/updates"]) == (1, 0)
+    one, other = (weights_in(target) for target in targets)
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def _rest(rank: Rank, folder: Path, targets: list[Path]) -> None:
+    resting, steady = rank.critic(folder), rank.critic(folder)
+    for seed in range(3):
+        for engine in (resting, steady):
+            _teach(engine, make_lessons(4, seed=seed), first=2)
+        assert resting.resident_bytes(TrainState.OPTIMIZER) > 0
+        for part in TrainState:
+            resting.offload(part)
+            assert resting.resident_bytes(part) == 0
+        with pytest.raises(PhaseError, match=r"compute_values\(\) needs parameters"):
+            resting.compute_values(to_rollouts(make_rows(2)))
+        with pytest.raises(PhaseError, match=r"update\(\) needs"):
+            _teach(resting, make_lessons(4), first=2)
+        for part in TrainState:
+            resting.restore(part)
+    for engine, target in zip((resting, steady), targets, strict=True):
+        engine.export_hf(target)
+
+
+def test_an_offloaded_critic_refuses_to_work_and_comes_back_bit_by_bit(
+    ranks: RanksUnderTest, folder: Path, tmp_path: Path
+) -> None:
+    targets = [tmp_path / "resting", tmp_path / "steady"]
+    ranks.run(_rest, folder, targets)
+    one, other = (weights_in(target) for target in targets)
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def _refuse(rank: Rank, folder: Path) -> None:
+    batch = make_lessons(3)
+    everywhere = torch.ones_like(batch.response_mask_BL.values())
+    batch.response_mask_BL = jagged_from(everywhere, row_lengths(batch.token_ids_BL))
+    engine = rank.critic(folder)
+    with pytest.raises(DataError, match="row 0 of the batch begins with a response token"):
+        engine.update(batch)
+
+
+def test_a_row_that_begins_with_a_response_token_is_refused(
+    ranks: RanksUnderTest, folder: Path
+) -> None:
+    ranks.run(_refuse, folder)
+
+
+def _live_beside_a_policy(rank: Rank, folder: Path) -> None:
+    critic, policy = rank.critic(folder), rank.policy(folder)
+    alone = rank.critic(folder)
+    rows = make_rows(4)
+    for seed in range(2):
+        _teach(critic, make_lessons(4, seed=seed), first=2)
+        policy.compute_logprobs(to_rollouts(rows), temperature=1.0)
+        _teach(alone, make_lessons(4, seed=seed), first=2)
+    one, other = _values(critic, rows), _values(alone, rows)
+    assert one is None or other is None or torch.equal(one, other)
+
+
+def test_a_critic_and_a_policy_live_in_one_process(ranks: RanksUnderTest, folder: Path) -> None:
+    ranks.run(_live_beside_a_policy, folder)
+
+
+def _compute_in_bfloat16(rank: Rank, folder: Path) -> Tensor | None:
+    engine = rank.critic(folder, replace(CRITIC, compute_dtype="bfloat16"))
+    before = state_of(engine)
+    for seed in range(2):
+        _teach(engine, make_lessons(4, seed=seed), first=2)
+    assert_float32_learns(before, state_of(engine))
+    return _values(engine, make_rows(3))
+
+
+def test_bfloat16_computes_and_float32_is_kept(ranks: RanksUnderTest, folder: Path) -> None:
+    for values in ranks.run(_compute_in_bfloat16, folder):
+        assert values is None or values.any()

@@ -1,0 +1,96 @@
+"""Parts of an engine that leave the device and come back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridrl.errors import PhaseError
+from hybridrl.workers.train.protocol import TrainState
+from tests.contract.layouts import on_layouts
+from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn
+from tests.workers.train.engines import assert_same_weights, make_rows, to_rollouts, weights_of
+
+pytestmark = on_layouts()
+
+
+def _rest_and_train(rank: Rank, folder: Path) -> None:
+    resting, steady = rank.policy(folder), rank.policy(folder)
+    rollouts = to_rollouts(make_rows(3))
+    for seed in range(3):
+        for engine in (resting, steady):
+            learn(engine, make_rows(5, seed=seed))
+            engine.compute_logprobs(rollouts, temperature=1.0)
+        resident = {part: resting.resident_bytes(part) for part in TrainState}
+        # No more than its share: nothing that was gathered is left behind.
+        whole = sum(spec.num_bytes for spec in resting.weight_specs())
+        assert 0 < resident[TrainState.PARAMETERS] <= rank.layout.max_share * whole
+        assert resident[TrainState.OPTIMIZER] > 0
+        for _ in range(2):
+            for part in TrainState:
+                resting.offload(part)
+                resting.offload(part)
+                assert resting.resident_bytes(part) == 0
+            for part in TrainState:
+                resting.restore(part)
+                resting.restore(part)
+        assert resident == {part: resting.resident_bytes(part) for part in TrainState}
+        one, other = (e.compute_logprobs(rollouts, temperature=1.0) for e in (resting, steady))
+        assert torch.equal(one.logprobs_BL.values(), other.logprobs_BL.values())
+        assert_same_weights(weights_of(resting), weights_of(steady))
+
+
+def test_training_with_offloads_in_between_is_bitwise_the_same(
+    ranks: RanksUnderTest, folder: Path
+) -> None:
+    ranks.run(_rest_and_train, folder)
+
+
+def _leave_one_by_one(rank: Rank, folder: Path) -> None:
+    engine, batch = rank.policy(folder), make_rows(4)
+    learn(engine, batch)
+    for part in TrainState:
+        others = {p: engine.resident_bytes(p) for p in TrainState if p is not part}
+        engine.offload(part)
+        assert others == {p: engine.resident_bytes(p) for p in others}
+        with pytest.raises(PhaseError, match=rf"update\(\) needs {part.value}"):
+            learn(engine, batch)
+        engine.restore(part)
+        learn(engine, batch)
+    engine.offload(TrainState.OPTIMIZER)
+    engine.offload(TrainState.GRADIENTS)
+    engine.compute_logprobs(to_rollouts(batch), temperature=1.0)
+    engine.offload(TrainState.PARAMETERS)
+    with pytest.raises(PhaseError, match=r"compute_logprobs\(\) needs parameters"):
+        engine.compute_logprobs(to_rollouts(batch), temperature=1.0)
+    with pytest.raises(PhaseError, match=r"full_weights\(\) needs parameters"):
+        next(iter(engine.full_weights()))
+
+
+def test_each_part_is_offloaded_alone_and_its_use_is_refused(
+    ranks: RanksUnderTest, folder: Path
+) -> None:
+    ranks.run(_leave_one_by_one, folder)
+
+
+def _stream_while_the_rest_is_away(rank: Rank, folder: Path) -> None:
+    # What a weight sync meets: gradients and moments have left, parameters are there; twice.
+    engine = rank.policy(folder)
+    for seed in range(2):
+        learn(engine, make_rows(5, seed=seed))
+        before = weights_of(engine)
+        engine.offload(TrainState.OPTIMIZER)
+        engine.offload(TrainState.GRADIENTS)
+        assert_same_weights(weights_of(engine), before)
+        engine.offload(TrainState.PARAMETERS)
+        for part in reversed(TrainState):
+            engine.restore(part)
+        assert_same_weights(weights_of(engine), before)
+
+
+def test_weights_stream_while_gradients_and_moments_are_away(
+    ranks: RanksUnderTest, folder: Path
+) -> None:
+    ranks.run(_stream_while_the_rest_is_away, folder)

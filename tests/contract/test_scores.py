@@ -1,0 +1,147 @@
+"""Log-probs and entropies of the policy and the reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrl.batch import jagged_from, row_lengths
+from hybridrl.errors import DataError
+from hybridrl.workers.train.losses import PolicyGradientLoss
+from hybridrl.workers.train.protocol import TrainState
+from tests.contract.layouts import on_layouts
+from tests.contract.plain import PlainPolicy
+from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn, mute, share_of, together
+from tests.workers.train.engines import OPTIMIZER, make_rows, to_rollouts, weights_of
+
+pytestmark = on_layouts()
+
+
+def _score(rank: Rank, folder: Path, batch: Any) -> tuple[Tensor, Tensor] | None:
+    engine = rank.policy(folder)
+    assert (engine.dp_size, engine.leads) in {(rank.layout.dp_size, True), (engine.dp_size, False)}
+    rows = to_rollouts(share_of(batch, engine, 6))
+    scored = engine.compute_logprobs(rows, temperature=0.7)
+    assert scored.logprobs_BL.values().dtype == torch.float32
+    if not engine.leads:
+        return None
+    return scored.logprobs_BL.values(), scored.entropy_BL.values()
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("num_siblings", [1, 6])
+def test_logprobs_and_entropies_are_those_of_the_plain_model(
+    ranks: RanksUnderTest, make_model: Any, num_siblings: int, tie: bool
+) -> None:
+    folder = make_model(ranks.layout, tie=tie)
+    batch = make_rows(12, num_siblings=num_siblings)
+    answers = [answer for answer in ranks.run(_score, folder, batch) if answer is not None]
+    assert len(answers) == ranks.layout.dp_size  # one leads for each data-parallel rank
+    with torch.no_grad():
+        expected = PlainPolicy(folder, OPTIMIZER).score(batch, temperature=0.7)
+    for number, column in enumerate(expected):
+        scored = torch.cat([answer[number] for answer in answers])
+        torch.testing.assert_close(scored, column, atol=2e-5, rtol=0)
+
+
+def _compare_with_itself(rank: Rank, folder: Path) -> Any:
+    # Were old or reference log-probs mixed up between tokens, no distance would be 0.
+    engine, batch = rank.policy(folder), make_rows(7)
+    scored = engine.compute_logprobs(to_rollouts(batch), temperature=0.9).logprobs_BL
+    batch.old_logprobs_BL = batch.reference_logprobs_BL = batch.sampler_logprobs_BL = scored
+    loss = PolicyGradientLoss(clip_low=0.2, clip_high=0.2, kl_coefficient=0.1)
+    return learn(engine, batch, loss=loss)
+
+
+def test_columns_stay_with_their_tokens(ranks: RanksUnderTest, folder: Path) -> None:
+    metrics = together(ranks.run(_compare_with_itself, folder))
+    for name in ("kl_to_old_nats/mean", "kl_to_reference_nats/mean", "sampler_mismatch_nats/max"):
+        assert metrics[f"policy/{name}"] == pytest.approx(0.0, abs=3e-6), name
+
+
+def _score_what_has_no_response(rank: Rank, folder: Path) -> tuple[Any, Any]:
+    engine, batch = rank.policy(folder), make_rows(4)
+    lengths_B = row_lengths(batch.token_ids_BL)
+    mask = batch.response_mask_BL.values().clone()
+    mask[: int(lengths_B[0])] = False
+    batch.response_mask_BL = jagged_from(mask, lengths_B)
+    partly = learn(engine, batch, first=2)
+    silent = mute(batch)
+    wholly = learn(engine, silent, first=2)
+    scored = engine.compute_logprobs(to_rollouts(silent), temperature=1.0)
+    assert not scored.logprobs_BL.values().any()
+    assert all(tensor.isfinite().all() for tensor in weights_of(engine).values())
+    return partly, wholly
+
+
+def test_rows_without_a_response_count_as_rows_but_are_not_computed(
+    ranks: RanksUnderTest, folder: Path
+) -> None:
+    partly, wholly = (
+        together(list(a)) for a in zip(*ranks.run(_score_what_has_no_response, folder), strict=True)
+    )
+    assert partly["data/train_tokens"] == int(row_lengths(make_rows(4).token_ids_BL)[1:].sum()) - 3
+    assert "data/train_tokens" not in wholly
+    assert wholly["policy/updates"] == 1
+
+
+def _refuse(rank: Rank, folder: Path) -> str:
+    engine, batch = rank.policy(folder), make_rows(3)
+    lengths_B = row_lengths(batch.token_ids_BL)
+    mask = batch.response_mask_BL.values().clone()
+    mask[int(lengths_B[0])] = True
+    batch.response_mask_BL = jagged_from(mask, lengths_B)
+    with pytest.raises(DataError, match="row 1 of the batch begins with a response token") as told:
+        engine.update(
+            batch,
+            loss=PolicyGradientLoss(clip_low=0.2, clip_high=0.2),
+            aggregation="token_mean",
+            temperature=1.0,
+            max_response_tokens=8,
+        )
+    learn(engine, make_rows(4))  # and goes on
+    return str(told.value)
+
+
+def test_a_row_that_begins_with_a_response_token_is_refused(
+    ranks: RanksUnderTest, folder: Path
+) -> None:
+    assert len(set(ranks.run(_refuse, folder))) == 1
+
+
+def _only_read(rank: Rank, folder: Path) -> None:
+    engine, batch, untouched = rank.policy(folder), make_rows(5), make_rows(5)
+    learn(engine, batch)
+    engine.compute_logprobs(to_rollouts(batch), temperature=1.0)
+    for name in ("token_ids_BL", "response_mask_BL", "advantages_BL", "sampler_logprobs_BL"):
+        assert torch.equal(getattr(batch, name).values(), getattr(untouched, name).values())
+
+
+def test_batches_are_only_read(ranks: RanksUnderTest, folder: Path) -> None:
+    ranks.run(_only_read, folder)
+
+
+def _hold_still(rank: Rank, folder: Path) -> None:
+    policy = rank.policy(folder)
+    reference = rank.reference(folder, policy=policy)
+    rollouts = to_rollouts(make_rows(4 + 2 * reference.dp_rank))
+    start = reference.compute_logprobs(rollouts, temperature=1.0).logprobs_BL.values()
+    for cycle in range(3):
+        learn(policy, make_rows(5, seed=cycle))
+        reference.offload(TrainState.PARAMETERS)
+        assert reference.resident_bytes(TrainState.PARAMETERS) == 0
+        reference.restore(TrainState.PARAMETERS)
+        frozen = reference.compute_logprobs(rollouts, temperature=1.0).logprobs_BL.values()
+        moved = policy.compute_logprobs(rollouts, temperature=1.0).logprobs_BL.values()
+        assert torch.equal(frozen, start)
+        assert not policy.leads or not torch.equal(moved, start)
+
+
+def test_a_reference_stays_where_it_was_while_the_policy_moves(
+    ranks: RanksUnderTest, folder: Path
+) -> None:
+    ranks.run(_hold_still, folder)

@@ -1,0 +1,129 @@
+"""What an engine holds, streams and exports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hybridrl.errors import RunFolderError
+from hybridrl.workers.train.protocol import TrainState, WeightPart
+from tests.contract.layouts import on_layouts
+from tests.contract.plain import PlainPolicy, weights_in
+from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn
+from tests.workers.train.engines import (
+    OPTIMIZER,
+    assert_same_weights,
+    make_rows,
+    to_rollouts,
+    weights_of,
+)
+
+pytestmark = on_layouts()
+
+
+def _stream(rank: Rank, folder: Path) -> dict[str, Tensor]:
+    engine = rank.policy(folder)
+    assert engine.weight_parts == (WeightPart.BASE,)
+    loaded = weights_of(engine)
+    _assert_announced(engine, loaded)
+    learn(engine, make_rows(5))
+    _assert_announced(engine, weights_of(engine))
+    held = engine.resident_bytes(TrainState.PARAMETERS)
+    assert held <= rank.layout.max_share * sum(spec.num_bytes for spec in engine.weight_specs())
+    return loaded
+
+
+def _assert_announced(engine: Any, streamed: dict[str, Tensor]) -> None:
+    for spec, (name, tensor) in zip(engine.weight_specs(), streamed.items(), strict=True):
+        assert (spec.name, spec.shape, spec.num_bytes) == (name, tensor.shape, tensor.nbytes)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_weights_stream_on_every_rank_under_their_hf_names_as_announced(
+    ranks: RanksUnderTest, make_model: Any, tie: bool
+) -> None:
+    families = {ranks.layout.family}
+    if ranks.layout.family in ranks.engine.families:
+        families = set(ranks.engine.families)
+    for family in sorted(families):
+        folder = make_model(ranks.layout, tie=tie, family=family)
+        expected = weights_in(folder)
+        assert ("lm_head.weight" in expected) is not tie
+        for streamed in ranks.run(_stream, folder):
+            assert streamed.keys() == expected.keys()
+            assert_same_weights(streamed, {name: expected[name] for name in streamed})
+
+
+def _export(rank: Rank, folder: Path, target: Path) -> tuple[dict[str, Tensor], str]:
+    engine = rank.policy(folder)
+    learn(engine, make_rows(4))
+    engine.export_hf(target)
+    assert sorted(path.name for path in target.parent.iterdir()) == ["exported"]
+    with pytest.raises(RunFolderError, match="exported exists; export to a new folder") as again:
+        engine.export_hf(target)
+    trained = weights_of(engine)
+    assert_same_weights(weights_of(rank.policy(target)), trained)
+    learn(engine, make_rows(4, seed=1))  # and goes on
+    dist.barrier()
+    return trained, str(again.value)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_an_export_loads_elsewhere_with_the_trained_weights_and_a_refusal_reaches_every_rank(
+    ranks: RanksUnderTest, make_model: Any, tmp_path: Path, tie: bool
+) -> None:
+    target = tmp_path / "deep" / "exported"
+    answers = ranks.run(_export, make_model(ranks.layout, tie=tie), target)
+    assert len({text for _, text in answers}) == 1
+    assert (target / "tokenizer.json").read_text() == "{}"
+    assert "hybridrl" not in (target / "config.json").read_text()
+    stored = weights_in(target)
+    assert_same_weights({name: stored[name] for name in answers[0][0]}, answers[0][0])
+    model = AutoModelForCausalLM.from_pretrained(target)
+    loaded = PlainPolicy(target, OPTIMIZER).score(make_rows(3), temperature=1.0)[0]
+    assert loaded.isfinite().all()
+    assert model.config.tie_word_embeddings is tie
+
+
+def _score_exported(rank: Rank, folder: Path, target: Path) -> Tensor | None:
+    engine = rank.policy(folder)
+    for seed in range(2):
+        learn(engine, make_rows(5, seed=seed))
+    engine.export_hf(target)
+    scored = engine.compute_logprobs(to_rollouts(make_rows(4)), temperature=1.0)
+    return scored.logprobs_BL.values() if engine.leads else None
+
+
+def test_an_exported_model_scores_as_the_engine_does(
+    ranks: RanksUnderTest, folder: Path, tmp_path: Path
+) -> None:
+    answers = ranks.run(_score_exported, folder, tmp_path / "exported")
+    with torch.no_grad():
+        expected, _ = PlainPolicy(tmp_path / "exported", OPTIMIZER).score(
+            make_rows(4), temperature=1.0
+        )
+    for scored in answers:
+        if scored is not None:
+            torch.testing.assert_close(scored, expected, atol=2e-5, rtol=0)
+
+
+def _fail_to_export(rank: Rank, folder: Path, root: Path) -> str:
+    engine = rank.policy(folder)
+    with pytest.raises(RunFolderError, match="cannot be written") as raised:
+        engine.export_hf(root / "file" / "exported")
+    learn(engine, make_rows(4))
+    return str(raised.value)
+
+
+def test_an_export_that_fails_leaves_nothing_and_fails_on_every_rank(
+    ranks: RanksUnderTest, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert len(set(ranks.run(_fail_to_export, folder, tmp_path))) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
