@@ -38,6 +38,9 @@ class Layout:
     max_share: float = 1.1
     """Of the model's bytes that one rank may hold; buffers are filled up to whole blocks."""
 
+    token_multiple: int = 1
+    """A micro-batch is filled up to so many tokens, which are computed and counted."""
+
     is_nightly: bool = False
 
 
@@ -65,6 +68,7 @@ def _megatron(
     family: Family = "qwen3",
     num_layers: int = 2,
     max_share: float = 1.1,
+    token_multiple: int = 1,
     **sizes: int | bool,
 ) -> Layout:
     return Layout(
@@ -76,6 +80,7 @@ def _megatron(
         num_layers=num_layers,
         megatron=sizes,
         max_share=max_share,
+        token_multiple=token_multiple,
     )
 
 
@@ -91,7 +96,13 @@ ENGINES: dict[str, EngineUnderTest] = {
         layouts=(
             _megatron("1", num_ranks=1),
             _megatron("tp2", tensor_parallel_size=2, max_share=0.7),
-            _megatron("sp2", tensor_parallel_size=2, sequence_parallel=True, max_share=0.7),
+            _megatron(
+                "sp2",
+                tensor_parallel_size=2,
+                sequence_parallel=True,
+                max_share=0.7,
+                token_multiple=2,
+            ),
             _megatron("pp2", pipeline_parallel_size=2),
             _megatron("pp2-vp2", pipeline_parallel_size=2, num_virtual_stages=2, num_layers=4),
             _megatron("dp2", dp_size=2),
@@ -121,13 +132,13 @@ def layout_of(name: str) -> Layout:
 
 
 def on_layouts(
-    wanted: Callable[[EngineUnderTest], bool] = lambda _: True,
+    wanted: Callable[[EngineUnderTest], bool] = lambda _: True, *, first_only: bool = False
 ) -> pytest.MarkDecorator:
-    """Run a module's tests on every layout of the engines that are ``wanted``."""
+    """Run a module's tests on every layout of the engines that are ``wanted``, or on the first."""
     params = [
         pytest.param(layout, id=layout.name, marks=[pytest.mark.nightly] * layout.is_nightly)
         for engine in ENGINES.values()
         if wanted(engine)
-        for layout in engine.layouts
+        for layout in engine.layouts[: 1 if first_only else None]
     ]
     return pytest.mark.parametrize("ranks", params, indirect=True, scope="package")

@@ -26,7 +26,7 @@ from tests.contract.ranks_under_test import (
     together,
     told,
 )
-from tests.workers.train.critics import CRITIC, make_lessons, with_optimizer
+from tests.workers.train.critics import CRITIC, make_lessons
 from tests.workers.train.engines import OPTIMIZER, make_rows, to_rollouts
 
 pytestmark = on_layouts(lambda engine: engine.has_critic)
@@ -111,36 +111,6 @@ def test_steps_and_values_are_those_of_the_plain_model(
     assert values.any()
     for computed in (answer[1] for answer in answers if answer[1] is not None):
         torch.testing.assert_close(computed, values, atol=2e-5, rtol=0)
-
-
-def _learn_returns(rank: Rank, folder: Path, value_clip: float) -> tuple[list[Metrics], Any]:
-    config = replace(with_optimizer(lr=0.01, eps=1e-8), value_clip=value_clip)
-    engine, batch = rank.critic(folder, config), make_lessons(6)
-    batch.old_values_BL = jagged_from(
-        torch.zeros(batch.old_values_BL.values().shape), row_lengths(batch.old_values_BL)
-    )
-    steps = [_teach(engine, batch, first=4) for _ in range(40)]
-    return steps, _values(engine, make_rows(6))
-
-
-def test_a_critic_learns_its_returns(ranks: RanksUnderTest, folder: Path) -> None:
-    answers = ranks.run(_learn_returns, folder, 0.0)
-    steps = [together(list(a)) for a in zip(*(answer[0] for answer in answers), strict=True)]
-    assert steps[-1]["loss/value"] < 0.1 * steps[0]["loss/value"]
-    batch = make_lessons(6)
-    mask, returns = batch.response_mask_BL.values(), batch.returns_BL.values()
-    for learnt in (values for _, values in answers if values is not None):
-        missed = (learnt - returns)[mask]
-        assert float(missed.square().mean()) < 0.2 * float(returns[mask].var())
-
-
-def test_a_value_stops_at_the_clip_within_a_step(ranks: RanksUnderTest, folder: Path) -> None:
-    answers = ranks.run(_learn_returns, folder, 0.2)
-    steps = [together(list(a)) for a in zip(*(answer[0] for answer in answers), strict=True)]
-    assert steps[0]["critic/clip_fraction"] == 0.0
-    assert steps[-1]["critic/clip_fraction"] > 0.4
-    for far in (values for _, values in answers if values is not None):
-        assert float(far.abs().median()) < 0.4  # else they follow their returns, of deviation 1
 
 
 def _skip(rank: Rank, folder: Path, targets: list[Path]) -> list[Metrics]:

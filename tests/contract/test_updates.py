@@ -174,9 +174,10 @@ def test_siblings_share_the_computation_of_their_prompt(
     prompts = row_lengths(batch.token_ids_BL) - response_lengths(batch.response_mask_BL)
     num_tokens = int(row_lengths(batch.token_ids_BL).sum()) - 12
     num_spared = 3 * int(prompts[0] + prompts[4] + prompts[8])
-    assert (alone["data/train_tokens"], alone["data/microbatches"]) == (num_tokens, 12)
-    assert whole["data/train_tokens"] == num_tokens - num_spared
-    assert whole["data/microbatches"] == ranks.layout.dp_size
+    assert (alone["data/microbatches"], whole["data/microbatches"]) == (12, ranks.layout.dp_size)
+    num_filled = ranks.layout.token_multiple - 1
+    assert 0 <= alone["data/train_tokens"] - num_tokens <= 12 * num_filled
+    assert 0 <= whole["data/train_tokens"] - num_tokens + num_spared <= num_filled
     for metrics in (alone, whole):
         assert metrics["data/loss_tokens"] == int(response_lengths(batch.response_mask_BL).sum())
 
@@ -301,22 +302,6 @@ def test_matrices_decay_and_vectors_do_not(ranks: RanksUnderTest, make_model: An
         torch.testing.assert_close(decayed[name], before[name], atol=1e-6, rtol=0)
 
 
-def _improve(rank: Rank, folder: Path) -> float:
-    engine, batch = rank.policy(folder), make_rows(6)
-    rollouts = to_rollouts(batch)
-    before = engine.compute_logprobs(rollouts, temperature=0.9).logprobs_BL.values()
-    for _ in range(3):
-        learn(engine, batch)
-    after = engine.compute_logprobs(rollouts, temperature=0.9).logprobs_BL.values()
-    return float(((after - before) * batch.advantages_BL.values()).sum())
-
-
-def test_a_policy_gradient_raises_what_was_better_than_its_siblings(
-    ranks: RanksUnderTest, folder: Path
-) -> None:
-    assert max(ranks.run(_improve, folder)) > 0
-
-
 def _compute_in_bfloat16(rank: Rank, folder: Path) -> None:
     config = replace(with_optimizer(lr=0.05), compute_dtype="bfloat16")
     engine, exact = rank.policy(folder, config), rank.policy(folder)
@@ -333,14 +318,3 @@ def _compute_in_bfloat16(rank: Rank, folder: Path) -> None:
 
 def test_bfloat16_computes_and_float32_is_kept(ranks: RanksUnderTest, folder: Path) -> None:
     ranks.run(_compute_in_bfloat16, folder)
-
-
-def _learn_answers(rank: Rank, folder: Path) -> list[Metrics]:
-    engine = rank.policy(folder, with_optimizer(lr=0.01, eps=1e-8))
-    batch = to_supervised(make_rows(6))
-    return [told(engine, engine.fit(share_of(batch, engine, 4))) for _ in range(30)]
-
-
-def test_supervised_steps_learn_the_answers(ranks: RanksUnderTest, folder: Path) -> None:
-    steps = [together(list(a)) for a in zip(*ranks.run(_learn_answers, folder), strict=True)]
-    assert steps[-1]["loss/supervised_nats"] < 0.3 * steps[0]["loss/supervised_nats"]
