@@ -51,6 +51,9 @@ class ShapeFacts:
 
     expert_intermediate_size: int
 
+    is_known: bool
+    """The model's sizes could be read."""
+
     has_transformer_engine: bool
     """It is installed."""
 
@@ -73,6 +76,7 @@ class ShapeFacts:
             intermediate_size=size("intermediate_size") if has_dense else 0,
             num_experts=num_experts,
             expert_intermediate_size=size("moe_intermediate_size"),
+            is_known=bool(values),
             has_transformer_engine=has_transformer_engine(),
         )
 
@@ -178,7 +182,7 @@ def _experts(config: ExperimentConfig, facts: ShapeFacts) -> Iterator[Broken]:
             "columns inside an expert (moe_intermediate_size)",
         ),
     ):
-        if size > 1 and not facts.num_experts:
+        if size > 1 and facts.is_known and not facts.num_experts:
             yield f"megatron.{name}", "the model has no experts to share"
         elif number % size:
             yield f"megatron.{name}", f"must divide the model's {number} {what}"

@@ -178,6 +178,9 @@ class Dispatch:
     gives: Parts = Parts.OTHER
     mesh: str | None = None
     """The mesh that ranks reported with `Worker.register_mesh`; None: one slice per rank."""
+    all_answer: bool = False
+    """Whether ``collect`` gets the results of ranks that share a slice from each of them; else it
+    gets None from those that do not answer, and their results stay where they are."""
     pads: bool = False
     """Whether methods repeat rows to divide evenly, unless `register` says otherwise."""
 

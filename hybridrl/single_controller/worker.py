@@ -238,7 +238,7 @@ def join_prefix(prefix: str, name: str) -> str:
 def _forward(
     cls: type[Worker], prefix: str, name: str, registration: Registration
 ) -> Callable[..., Any]:
-    mesh = registration.dispatch.mesh
+    mesh = None if registration.dispatch.all_answer else registration.dispatch.mesh
     shown = f"{join_prefix(prefix, name)}()"
 
     def finish(worker: Worker, result: object) -> object:

@@ -35,7 +35,11 @@ from hybridrl.workers.train.protocol import LearningEngine
 TRAIN = dispatch_by_mesh("train")
 ROLLOUT = dispatch_by_mesh("rollout")
 TRAIN_METRICS = replace(
-    TRAIN, name="TRAIN_METRICS", collect=lambda _, parts: merge(parts), gives=Parts.OTHER
+    TRAIN,
+    name="TRAIN_METRICS",
+    collect=lambda _, parts: merge(parts),
+    gives=Parts.OTHER,
+    all_answer=True,  # each rank has seconds and bytes of its own; what rows give, leaders tell
 )
 
 

@@ -35,6 +35,8 @@ class SupervisedWorker(CheckpointedWorker):
     def evaluate(self, batch: SupervisedBatch) -> Metrics:
         """Score held-out rows: the same loss, no step."""
         scored = self._engine.compute_logprobs(batch, temperature=1.0)
+        if not self._engine.leads:
+            return {}
         mask_T = batch.response_mask_BL.values()
         total = -scored.logprobs_BL.values()[mask_T].sum().item()
         return {"eval/loss_nats": Mean(total, float(mask_T.sum()))}

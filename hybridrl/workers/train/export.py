@@ -21,6 +21,7 @@ from hybridrl.disk import publish
 from hybridrl.errors import RunFolderError
 from hybridrl.workers.train.protocol import WeightSpec
 
+
 class Configuration(Protocol):
     """Of a model, or of how it generates."""
 

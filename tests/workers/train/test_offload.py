@@ -88,7 +88,12 @@ def test_weights_are_cut_into_files_that_load_as_one(tmp_path: Path) -> None:
     specs = [WeightSpec(name, tuple(t.shape), t.nbytes) for name, t in weights]
     target = tmp_path / "target"
     write_hf_folder(
-        target, iter(weights), specs=specs, configs=configs_of(model), source=source, max_file_bytes=20_000
+        target,
+        iter(weights),
+        specs=specs,
+        configs=configs_of(model),
+        source=source,
+        max_file_bytes=20_000,
     )
     files = sorted(target.glob("*.safetensors"))
     assert len(files) > 2

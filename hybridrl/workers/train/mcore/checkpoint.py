@@ -8,14 +8,18 @@ import torch
 from torch import nn
 
 from hybridrl.workers.train.mcore.architecture import Architecture
-from hybridrl.workers.train.mcore.blocks import blocks_of, flat_pieces
 from hybridrl.workers.train.mcore.optimizer import MOMENTS, DistributedAdamW
 from hybridrl.workers.train.mcore.parallel_rank import ParallelRank
-from hybridrl.workers.train.places import CheckpointTensor, Part, Place, ShardedPieces
+from hybridrl.workers.train.mcore.parts import (
+    MODEL,
+    Pieces,
+    Stretch,
+    moment_prefix,
+    named_pieces,
+    step_pieces,
+)
+from hybridrl.workers.train.places import CheckpointTensor
 from hybridrl.workers.train.protocol import WeightSpec
-
-_WEIGHT = "model.hf."
-_MOMENT = "optimizer.{}.hf."
 
 
 def checkpoint_tensors(
@@ -39,33 +43,26 @@ def checkpoint_tensors(
         ``ShardedPieces`` under the names that the engine on FSDP2 gives: masters, moments once
         there are any, and with them the number of steps.
     """
-    parts: dict[str, list[Part]] = {}
-    for share in optimizer.shares():
-        blocks = blocks_of(
-            names[share.parameter],
-            share.parameter.shape,
-            architecture=architecture,
-            parallel=parallel,
+    whole_shapes = {spec.name: spec.shape for spec in specs}
+
+    def pieces(prefix: str, moment: str | None = None) -> Pieces:
+        stretches = [
+            Stretch(
+                name=names[share.parameter],
+                local_shape=tuple(share.parameter.shape),
+                begin=share.begin,
+                values=share.master if moment is None else share.moments[moment],
+            )
+            for share in optimizer.shares()
+        ]
+        return named_pieces(
+            stretches, prefix, whole_shapes, architecture=architecture, parallel=parallel
         )
-        columns = {_WEIGHT: share.master}
-        columns |= {_MOMENT.format(key): value for key, value in share.moments.items()}
-        for piece in flat_pieces(blocks, share.begin, share.end):
-            for prefix, flat in columns.items():
-                part = Part(piece.view(flat, begin=share.begin), piece.place)
-                parts.setdefault(prefix + piece.name, []).append(part)
-    prefixes = [_WEIGHT]
+
+    weights = pieces(MODEL)
+    tensors: dict[str, CheckpointTensor] = {**weights}
     if optimizer.num_steps:
-        prefixes += [_MOMENT.format(key) for key in MOMENTS]
-    tensors: dict[str, CheckpointTensor] = {
-        prefix + spec.name: ShardedPieces(spec.shape, tuple(parts.get(prefix + spec.name, ())))
-        for prefix in prefixes
-        for spec in specs
-    }
-    if optimizer.num_steps:
-        tensors |= {_MOMENT.format("step") + spec.name: _steps(optimizer) for spec in specs}
+        tensors |= step_pieces(torch.tensor(float(optimizer.num_steps)), weights)
+        for key in MOMENTS:
+            tensors |= pieces(moment_prefix(key), key)
     return tensors
-
-
-def _steps(optimizer: DistributedAdamW) -> ShardedPieces:
-    """Return the number of steps as torch's AdamW keeps it, with each tensor."""
-    return ShardedPieces((), (Part(torch.tensor(float(optimizer.num_steps)), Place((), ())),))

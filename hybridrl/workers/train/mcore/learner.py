@@ -135,7 +135,8 @@ class StagedLearner(StagedModel):
         result = self.optimizer.step(total_loss)
         counts = self.leads and self.dp_rank == 0
         told = step_metrics(result, area=self._area, counts=counts)
-        return merge([*(metrics for _, metrics in found), self.constants | told])
+        of_rows = [metrics for _, metrics in found] if self.leads else []
+        return merge([*of_rows, self.constants | told])
 
     def _wrap(self, models: list[PackedStage], config: EngineConfig) -> list[nn.Module]:
         overlap = self._parallel.config.overlap_communication

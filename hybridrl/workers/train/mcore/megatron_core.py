@@ -28,7 +28,6 @@ with warnings.catch_warnings():
         get_gpt_layer_local_spec,
     )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
     from megatron.core.optimizer.optimizer import ChainedOptimizer
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -54,6 +53,14 @@ with warnings.catch_warnings():
     )
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+# What follows is said again in each process, and asks nothing of a user.
+for _message in (
+    r"The \.grad attribute of a Tensor that is not a leaf",  # a float32 master is a view
+    r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
+    r"When using async grad allreduce it is recommended",  # trainer/workers.py sets the variable
+):
+    warnings.filterwarnings("ignore", message=_message)
+
 __all__ = [
     "ChainedOptimizer",
     "ColumnParallelLinear",
@@ -72,7 +79,6 @@ __all__ = [
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "VocabParallelEmbedding",
-    "clip_grad_by_total_norm_fp32",
     "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",

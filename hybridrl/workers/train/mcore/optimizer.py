@@ -16,7 +16,6 @@ from hybridrl.workers.train.mcore.megatron_core import (
     ChainedOptimizer,
     DistributedDataParallel,
     OptimizerConfig,
-    clip_grad_by_total_norm_fp32,
     get_megatron_optimizer,
 )
 from hybridrl.workers.train.mcore.parallel import Parallel
@@ -195,12 +194,9 @@ class DistributedAdamW:
             stage.start_param_sync(force_sync=True)
 
     def _clip(self, grad_norm: float) -> None:
-        limit = self._config.max_grad_norm
-        if grad_norm <= limit:
-            return
-        for optimizer in self._chained.chained_optimizers:
-            if parameters := optimizer.get_parameters():
-                clip_grad_by_total_norm_fp32(parameters, limit, grad_norm)
+        grads = [master.grad for master in self.masters() if master.grad is not None]
+        if grad_norm > self._config.max_grad_norm and grads:
+            torch._foreach_mul_(grads, self._config.max_grad_norm / grad_norm)
 
 
 def _begin_at(adamw: torch.optim.Optimizer, group: dict[str, Any], num_steps: int) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from hybridrl.errors import CheckpointError
@@ -182,6 +183,18 @@ def test_a_run_goes_on_through_other_parallel_sizes_and_back_bit_by_bit(
         _learn(either, 3)
     again = _state_of(loaded)
     assert all(torch.equal(tensor, again[n]) for n, tensor in _state_of(engine).items())
+
+
+def test_a_rank_writes_only_what_it_has_something_of(tmp_path: Path) -> None:
+    engine = build_fsdp2(make_tiny_model(tmp_path / "model"))
+    _learn(engine, 0)
+    _save(engine, tmp_path / "saved", rank=0, world_size=1)
+    written = _pass_on(tmp_path / "model", "policy", (1, 2, 1), come_from=tmp_path / "saved")
+    for rank in range(2):
+        with safe_open(written / checkpoint.file_name(rank=rank, world_size=2), "pt") as file:
+            names = {name for name in file.keys() if ".layers." in name}  # noqa: SIM118
+        assert names
+        assert {name.partition(".layers.")[2][0] for name in names} == {str(rank)}
 
 
 def test_ranks_that_hold_little_refuse_a_checkpoint_of_another_model(tmp_path: Path) -> None:

@@ -1,0 +1,107 @@
+"""Runs on several machines with megatron-core: their sizes fit their models, and their headers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import hybridrl
+from hybridrl.config.checks import find_violations
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.load import load_config, read_config
+from hybridrl.config.summary import summarize
+from hybridrl.main import compose
+from hybridrl.planning.memory import plan_memory
+from hybridrl.planning.page import peak_line, plan_page
+from hybridrl.planning.plan import MemoryPlan, Place
+from tests.planning.models import QWEN3_8B, QWEN3_30B_A3B
+
+RECIPES = Path(hybridrl.__file__).parents[1] / "recipes"
+MODELS = {
+    "grpo_qwen3_8b_2x8_megatron": QWEN3_8B,
+    "grpo_qwen3_30b_a3b_4x8_megatron": QWEN3_30B_A3B,
+}
+GIB = 2**30
+
+
+def config_of(name: str, folder: Path, *overrides: str) -> ExperimentConfig:
+    """The recipe with a model's config.json, and what it says alone, in the place of its files."""
+    (folder / "config.json").write_text(json.dumps(MODELS[name]))
+    (folder / "rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    rows = [f"data.{split}_files=[{folder}/rows.jsonl]" for split in ("train", "eval")]
+    given = (f"recipes={name}", f"model.path={folder}", *rows, "mode=check", *overrides)
+    config, refused = read_config(compose(given))
+    assert config is not None
+    assert not refused
+    return config
+
+
+def test_every_recipe_on_megatron_that_needs_gpus_is_looked_at() -> None:
+    assert sorted(path.stem for path in RECIPES.glob("*_megatron.yaml")) == sorted(MODELS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_checks_pass_but_for_packages_that_are_missing_here(name: str, tmp_path: Path) -> None:
+    config = config_of(name, tmp_path)
+    for violation in find_violations(config):
+        assert violation.key == "reward.function"
+        assert "math-verify, which is not installed" in violation.rule
+    assert find_violations(config_of(name, tmp_path, "reward=exact_match")) == []
+    # Sizes are held against the model: without half of its heads this one could not be cut.
+    fewer = {**MODELS[name], "num_key_value_heads": 1}
+    config_of(name, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(fewer))
+    broken = {violation.key for violation in find_violations(config)}
+    assert "megatron.tensor_parallel_size" in broken
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "grpo_qwen3_8b_2x8_megatron",
+            ("tensor 2 x pipeline 1", "8 data-parallel", "64 of them a rank that has rows"),
+        ),
+        (
+            "grpo_qwen3_30b_a3b_4x8_megatron",
+            ("tensor 4 x pipeline 2", "4 data-parallel", "over 8 x 1 ranks"),
+        ),
+    ],
+)
+def test_a_check_says_how_the_model_is_cut(
+    name: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    text = summarize(config_of(name, tmp_path))
+    assert all(word in text for word in words), text
+
+
+def table_of(plan: MemoryPlan) -> dict[str, list[str]]:
+    return {
+        "": [phase.name for phase in plan.phases],
+        "device": [f"{plan.peak_bytes(phase) / GIB:.1f}" for phase in plan.phases],
+        "host": [f"{phase.bytes_on(Place.HOST) / GIB:.1f}" for phase in plan.phases],
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_figures_of_a_header_are_those_of_the_formula(name: str, tmp_path: Path) -> None:
+    lines = (RECIPES / f"{name}.yaml").read_text().splitlines()
+    begin = next(n for n, line in enumerate(lines) if line.startswith("# Memory of a rank"))
+    names, device, host = (line.lstrip("#").split() for line in lines[begin + 1 : begin + 4])
+    config = config_of(name, tmp_path)
+    plan = plan_memory(config)
+    assert {"": names, device[0]: device[1:], host[0]: host[1:]} == table_of(plan)
+    assert (plan.stage is not None) == ("of stage" in lines[begin])
+    if plan.stage is not None:
+        pipeline = config.megatron.pipeline_parallel_size
+        assert f"stage {plan.stage + 1} of {pipeline} " in lines[begin]
+    assert "Fits: " in plan_page(config)
+    assert "peak of a rank 66.00 GiB in build" in peak_line(config)
+
+
+def test_the_run_on_a_cpu_names_a_hook_that_is_there() -> None:
+    config = load_config(compose(["recipes=megatron_cpu"]))
+    assert config.cluster.worker_setup_hook == "tests.megatron.stand_ins.install"
+    assert (config.cluster.num_ranks, config.num_train_groups) == (2, 1)

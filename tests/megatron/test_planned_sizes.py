@@ -1,0 +1,55 @@
+"""What mode=plan counts on a rank is what megatron-core builds there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybridrl.planning.megatron_cut import Cut
+from hybridrl.planning.roles import Role
+from hybridrl.planning.shapes import read_shape
+from hybridrl.workers.train.mcore.architecture import read_architecture
+from tests.megatron.models import build_local_model
+from tests.models import Family, make_tiny_model
+from tests.ranks import run_ranks
+
+
+def _count(_rank: int, folder: Path, tp: int, pp: int, ep: int, etp: int) -> tuple[int, int]:
+    from megatron.core import parallel_state
+
+    model = build_local_model(read_architecture(folder), tp=tp, pp=pp, ep=ep, etp=etp)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    return stage, sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("family", "is_tied", "tp", "pp", "ep", "etp"),
+    [
+        ("qwen2", True, 2, 2, 1, 1),
+        ("qwen3", False, 2, 1, 1, 1),
+        ("llama", True, 1, 2, 1, 1),
+        ("qwen3_moe", False, 2, 2, 1, 2),
+        ("qwen3_moe", True, 1, 2, 2, 1),
+        ("qwen3_moe", False, 2, 1, 2, 1),
+    ],
+)
+def test_each_rank_has_as_many_parameters_as_were_planned(
+    tmp_path: Path, family: Family, is_tied: bool, tp: int, pp: int, ep: int, etp: int
+) -> None:
+    folder = make_tiny_model(tmp_path, family, tie_embeddings=is_tied, vocab_size=61)
+    role = Role(name="actor", shape=read_shape(folder), learns=True)
+    num_ranks = pp * max(tp, ep * etp)
+    for stage, built in run_ranks(num_ranks, _count, folder, tp, pp, ep, etp):
+        cut = Cut(
+            tensor=tp,
+            pipeline=pp,
+            num_virtual=1,
+            context=1,
+            expert=ep,
+            expert_tensor=etp,
+            sequence=1,
+            num_ranks=num_ranks,
+            stage=stage,
+        )
+        assert cut.parameters(role).here == built
