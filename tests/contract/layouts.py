@@ -69,6 +69,7 @@ def _megatron(
     num_layers: int = 2,
     max_share: float = 1.1,
     token_multiple: int = 1,
+    is_nightly: bool = False,
     **sizes: int | bool,
 ) -> Layout:
     return Layout(
@@ -81,6 +82,7 @@ def _megatron(
         megatron=sizes,
         max_share=max_share,
         token_multiple=token_multiple,
+        is_nightly=is_nightly,
     )
 
 
@@ -108,6 +110,22 @@ ENGINES: dict[str, EngineUnderTest] = {
             _megatron("dp2", dp_size=2),
             _megatron("tp2-pp2", tensor_parallel_size=2, pipeline_parallel_size=2, num_ranks=4),
             _megatron("ep2", expert_parallel_size=2, dp_size=2, family="qwen3_moe"),
+            _megatron(
+                "sp2-ep2",
+                tensor_parallel_size=2,
+                sequence_parallel=True,
+                token_multiple=2,
+                expert_parallel_size=2,
+                family="qwen3_moe",
+                is_nightly=True,
+            ),
+            _megatron(
+                "pp2-dp2",
+                pipeline_parallel_size=2,
+                num_ranks=4,
+                dp_size=2,
+                is_nightly=True,
+            ),
         ),
         families=("qwen3", "qwen2", "llama"),
         has_adapters=False,

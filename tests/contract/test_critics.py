@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,18 @@ def _train(
     return steps, _values(engine, make_rows(6, seed=9, num_siblings=3))
 
 
+@cache
+def _train_plainly(
+    folder: Path,
+) -> tuple[list[tuple[float, float]], dict[str, Tensor], Tensor]:
+    model = PlainCritic(folder, OPTIMIZER)
+    lessons = [make_lessons(12, seed=seed, num_siblings=4) for seed in range(NUM_STEPS)]
+    steps = [model.update(batch) for batch in lessons]
+    with torch.no_grad():
+        values = model.values(make_rows(6, seed=9, num_siblings=3))
+    return steps, model.weights(), values
+
+
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "one micro-batch": ({}, 8),
     "many micro-batches": ({"max_tokens_per_microbatch": 25}, 8),
@@ -93,21 +106,16 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 def test_steps_and_values_are_those_of_the_plain_model(
     ranks: RanksUnderTest, folder: Path, tmp_path: Path, changes: dict[str, Any], first: int
 ) -> None:
-    plain = PlainCritic(folder, OPTIMIZER)
-    lessons = [make_lessons(12, seed=seed, num_siblings=4) for seed in range(NUM_STEPS)]
-    expected = [plain.update(batch) for batch in lessons]
+    expected, trained, values = _train_plainly(folder)
     answers = ranks.run(_train, folder, tmp_path / "exported", changes, first)
     for step, (loss, norm) in enumerate(expected):
         metrics = together([answer[0][step] for answer in answers])
         assert metrics["loss/value"] == pytest.approx(loss, rel=1e-5)
         assert metrics["critic/grad_norm"] == pytest.approx(norm, rel=2e-5)
     stored = weights_in(tmp_path / "exported")
-    trained = plain.weights(tmp_path / "plain")
     assert stored.keys() == trained.keys()
     for name, tensor in trained.items():
         torch.testing.assert_close(stored[name], tensor, atol=1e-5, rtol=0, msg=name)
-    with torch.no_grad():
-        values = plain.values(make_rows(6, seed=9, num_siblings=3))
     assert values.any()
     for computed in (answer[1] for answer in answers if answer[1] is not None):
         torch.testing.assert_close(computed, values, atol=2e-5, rtol=0)

@@ -98,9 +98,7 @@ class Training:
 
 
 @cache
-def _train_plainly(
-    folder: Path, scratch: Path, aggregation: str, entropy_coefficient: float
-) -> Training:
+def _train_plainly(folder: Path, aggregation: str, entropy_coefficient: float) -> Training:
     model = PlainPolicy(folder, OPTIMIZER)
     steps = [
         model.update(
@@ -114,7 +112,7 @@ def _train_plainly(
     with torch.no_grad():
         logprobs, _ = model.score(make_rows(4, seed=9), temperature=0.9)
     losses, norms = (list(column) for column in zip(*steps, strict=True))
-    return Training(losses, norms, model.weights(scratch), logprobs)
+    return Training(losses, norms, model.weights(), logprobs)
 
 
 def _train(
@@ -136,10 +134,10 @@ def _train(
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_two_steps_are_those_of_the_plain_model(
-    ranks: RanksUnderTest, make_model: Any, tmp_path: Path, case: Case
+    ranks: RanksUnderTest, make_model: Any, case: Case
 ) -> None:
     folder = make_model(ranks.layout, tie=case.tie)
-    plain = _train_plainly(folder, tmp_path, case.aggregation, case.entropy_coefficient)
+    plain = _train_plainly(folder, case.aggregation, case.entropy_coefficient)
     answers = ranks.run(_train, folder, case, _lessons(folder))
     for step in range(NUM_STEPS):
         metrics = together([answer[0][step] for answer in answers])
@@ -207,9 +205,7 @@ def _fit(rank: Rank, folder: Path) -> tuple[list[Metrics], dict[str, Tensor]]:
     return steps, weights_of(engine)
 
 
-def test_supervised_steps_are_those_of_the_plain_model(
-    ranks: RanksUnderTest, folder: Path, tmp_path: Path
-) -> None:
+def test_supervised_steps_are_those_of_the_plain_model(ranks: RanksUnderTest, folder: Path) -> None:
     model = PlainPolicy(folder, OPTIMIZER)
     expected = [model.fit(make_rows(6)) for _ in range(NUM_STEPS)]
     answers = ranks.run(_fit, folder)
@@ -217,7 +213,7 @@ def test_supervised_steps_are_those_of_the_plain_model(
         metrics = together([answer[0][step] for answer in answers])
         assert metrics["loss/supervised_nats"] == pytest.approx(loss, rel=1e-5)
         assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-5)
-    for name, tensor in model.weights(tmp_path).items():
+    for name, tensor in model.weights().items():
         torch.testing.assert_close(answers[0][1][name], tensor, atol=1e-5, rtol=0, msg=name)
     assert expected[1][0] < expected[0][0]
 
