@@ -38,9 +38,6 @@ class Layout:
     max_share: float = 1.1
     """Of the model's bytes that one rank may hold; buffers are filled up to whole blocks."""
 
-    token_multiple: int = 1
-    """A micro-batch is filled up to so many tokens, which are computed and counted."""
-
     is_nightly: bool = False
 
 
@@ -68,7 +65,6 @@ def _megatron(
     family: Family = "qwen3",
     num_layers: int = 2,
     max_share: float = 1.1,
-    token_multiple: int = 1,
     is_nightly: bool = False,
     **sizes: int | bool,
 ) -> Layout:
@@ -81,7 +77,6 @@ def _megatron(
         num_layers=num_layers,
         megatron=sizes,
         max_share=max_share,
-        token_multiple=token_multiple,
         is_nightly=is_nightly,
     )
 
@@ -103,7 +98,6 @@ ENGINES: dict[str, EngineUnderTest] = {
                 tensor_parallel_size=2,
                 sequence_parallel=True,
                 max_share=0.7,
-                token_multiple=2,
             ),
             _megatron("pp2", pipeline_parallel_size=2),
             _megatron("pp2-vp2", pipeline_parallel_size=2, num_virtual_stages=2, num_layers=4),
@@ -114,7 +108,6 @@ ENGINES: dict[str, EngineUnderTest] = {
                 "sp2-ep2",
                 tensor_parallel_size=2,
                 sequence_parallel=True,
-                token_multiple=2,
                 expert_parallel_size=2,
                 family="qwen3_moe",
                 is_nightly=True,
