@@ -18,7 +18,7 @@ from tests.contract.plain import PlainPolicy
 from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn, mute, share_of, together
 from tests.workers.train.engines import OPTIMIZER, make_rows, to_rollouts, weights_of
 
-pytestmark = on_layouts()
+pytestmark = on_layouts(compares_numbers=True)
 
 
 def _score(rank: Rank, folder: Path, batch: Any) -> tuple[Tensor, Tensor] | None:

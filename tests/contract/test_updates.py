@@ -40,7 +40,7 @@ from tests.workers.train.engines import (
     with_optimizer,
 )
 
-pytestmark = on_layouts()
+pytestmark = on_layouts(compares_numbers=True)
 
 NUM_STEPS = 2
 
