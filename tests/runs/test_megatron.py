@@ -1,4 +1,4 @@
-"""Whole runs whose models train on megatron-core, cut over two ranks; stand-ins take CUDA's place."""
+"""Whole runs that train on megatron-core, cut over two ranks; stand-ins take CUDA's place."""
 
 from __future__ import annotations
 
