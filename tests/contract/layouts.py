@@ -6,7 +6,7 @@ entry to ``ENGINES``. Nothing else here knows an engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import pytest
@@ -99,7 +99,6 @@ ENGINES: dict[str, EngineUnderTest] = {
             _megatron("ep2", expert_parallel_size=2, dp_size=2, family="qwen3_moe"),
         ),
         families=("qwen3", "qwen2", "llama"),
-        has_adapters=False,
         prepare=install,
     ),
 }
@@ -122,12 +121,18 @@ def layout_of(name: str) -> Layout:
 
 def on_layouts(
     wanted: Callable[[EngineUnderTest], bool] = lambda _: True,
+    *,
+    families: Collection[Family] | None = None,
 ) -> pytest.MarkDecorator:
-    """Run a module's tests on every layout of the engines that are ``wanted``."""
+    """Run a module's tests on every layout of the engines that are ``wanted``.
+
+    With ``families``, on those layouts alone whose model is of one of them.
+    """
     params = [
         pytest.param(layout, id=layout.name, marks=[pytest.mark.nightly] * layout.is_nightly)
         for engine in ENGINES.values()
         if wanted(engine)
         for layout in engine.layouts
+        if families is None or layout.family in families
     ]
     return pytest.mark.parametrize("ranks", params, indirect=True, scope="package")

@@ -214,7 +214,7 @@ def _start_and_train_sparse(
 
 @pytest.mark.parametrize(
     ("targets", "layouts"),
-    [(("all-linear",), [EP2, {**SP2, **EP2}]), (EXPERTS, [EP2])],
+    [(("all-linear",), [EP2, SP2, {**SP2, **EP2}]), (EXPERTS, [EP2])],
     ids=["all", "experts alone"],
 )
 def test_adapters_of_experts_learn_the_same_on_the_ranks_that_share_them(
