@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,12 +19,11 @@ from hybridrl.metrics import Metrics
 from hybridrl.workers.train.protocol import TrainEngine, TrainState, WeightPart
 from tests.contract.layouts import ENGINES, on_layouts
 from tests.contract.plain import weights_in
-from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn, share_of, together, told
+from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn, together
 from tests.workers.train.engines import (
     assert_same_weights,
     make_rows,
     to_rollouts,
-    to_supervised,
     update,
     weights_of,
     with_nan_advantage,
@@ -190,14 +188,3 @@ def _rest(rank: Rank, folder: Path) -> None:
 
 def test_offloads_change_no_bit(ranks: RanksUnderTest, folder: Path) -> None:
     ranks.run(_rest, folder)
-
-
-def _learn_answers(rank: Rank, folder: Path) -> list[Metrics]:
-    engine: Any = rank.policy(folder, with_optimizer(lr=0.02, eps=1e-8), lora=LORA)
-    batch = to_supervised(make_rows(6))
-    return [told(engine, engine.fit(share_of(batch, engine, 4))) for _ in range(30)]
-
-
-def test_supervised_steps_teach_the_adapter(ranks: RanksUnderTest, folder: Path) -> None:
-    steps = [together(list(a)) for a in zip(*ranks.run(_learn_answers, folder), strict=True)]
-    assert steps[-1]["loss/supervised_nats"] < 0.3 * steps[0]["loss/supervised_nats"]

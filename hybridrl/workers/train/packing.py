@@ -27,6 +27,7 @@ class Pack:
     tokens: PackedTokens  # on the device
     place_S: Tensor  # int64, on the host: each scored token's place among the batch's flat values
     row_S: Tensor  # int64, on the host: the row b of each scored token
+    num_tokens: int  # that are of a row: neither filler nor what makes them divisible
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,8 @@ class RowPacker:
             scored_S=torch.cat([own_S, shared_S]).to(self._device),
             targets_S=self._token_ids[place_S].to(self._device),
         )
-        return Pack(tokens, place_S, torch.cat([row_T[own_S], shared_row_S]))
+        rows_S = torch.cat([row_T[own_S], shared_row_S])
+        return Pack(tokens, place_S, rows_S, num_tokens=len(place_T))
 
     def _find_rows(self, lengths_B: Tensor) -> dict[int, _Row]:
         """Describe the rows that have a response, by their numbers."""
@@ -209,7 +211,7 @@ class RowPacker:
             scored_S=nothing_S.to(self._device),
             targets_S=nothing_S.to(self._device),
         )
-        return Pack(tokens, nothing_S, nothing_S)
+        return Pack(tokens, nothing_S, nothing_S, num_tokens=0)
 
 
 def _spread(values_K: Tensor | list[int], lengths_K: Tensor) -> Tensor:
