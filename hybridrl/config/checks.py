@@ -34,6 +34,7 @@ from hybridrl.config.disk_checks import (
 )
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora_checks import (
+    check_adapted_layers,
     check_lora_base,
     check_lora_dropout,
     check_lora_rank,
@@ -246,6 +247,7 @@ _COMMON_RULES: Mapping[str, tuple[Rule, ...]] = {
         check_parallel_sizes,
         check_layer_kernels,
         check_master_weights,
+        check_adapted_layers,
         check_routing,
         check_transformer_args,
     ),

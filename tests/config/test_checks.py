@@ -320,6 +320,21 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "weights in float32 in the optimizer",
     ),
     (
+        (*MEGATRON, *LORA, *GPUS, "megatron.layers=transformer_engine"),
+        "megatron.layers",
+        "own layers alone",
+    ),
+    (
+        (*MEGATRON, *LORA, *GPUS, "megatron.context_parallel_size=2"),
+        "megatron.context_parallel_size",
+        "own layers alone",
+    ),
+    (
+        (*MOE, *LORA, *GPUS, "megatron.expert_tensor_parallel_size=2"),
+        "megatron.expert_tensor_parallel_size",
+        "whole on its rank",
+    ),
+    (
         (*MEGATRON, "megatron.load_balance_coefficient=0.01"),
         "megatron.load_balance_coefficient",
         "no experts to route",

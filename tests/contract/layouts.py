@@ -6,7 +6,7 @@ entry to ``ENGINES``. Nothing else here knows an engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -123,7 +123,6 @@ ENGINES: dict[str, EngineUnderTest] = {
             ),
         ),
         families=("qwen3", "qwen2", "llama"),
-        has_adapters=False,
         prepare=install,
     ),
 }
@@ -149,8 +148,12 @@ def on_layouts(
     *,
     compares_numbers: bool = False,
     first_only: bool = False,
+    families: Collection[Family] | None = None,
 ) -> pytest.MarkDecorator:
-    """Run a module's tests on every layout of the engines that are ``wanted``, or on the first."""
+    """Run a module's tests on every layout of the engines that are ``wanted``, or on the first.
+
+    With ``families``, on those layouts alone whose model is of one of them.
+    """
     by_day = {"all", "numbers"} if compares_numbers or first_only else {"all"}
     params = [
         pytest.param(
@@ -159,5 +162,6 @@ def on_layouts(
         for engine in ENGINES.values()
         if wanted(engine)
         for layout in engine.layouts[: 1 if first_only else None]
+        if families is None or layout.family in families
     ]
     return pytest.mark.parametrize("ranks", params, indirect=True, scope="package")

@@ -5,6 +5,7 @@ Legend: B rows of a batch, L tokens of a row, S scored (response) tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -24,6 +25,9 @@ from hybridrl.workers.train.mcore.stages import BuildStage, StagedModel
 from hybridrl.workers.train.packing import Pack
 from hybridrl.workers.train.policy_rows import as_train_batch, count_pack, loss_inputs
 from hybridrl.workers.train.protocol import TokenLoss, TrainState, WeightPart
+
+Adapt = Callable[[PolicyStage], None]
+"""Changes a stage that has no values yet."""
 
 
 class _ScoresTokens(StagedModel):
@@ -75,6 +79,7 @@ class MegatronEngine(_ScoresTokens, StagedLearner):
         config: types, token budget, chunk size, optimizer.
         setting: parallel sizes and device.
         num_total_steps: optimizer steps of the run, where the schedule ends.
+        adapt: changes a stage before it is loaded; what it freezes does not learn.
 
     Raises:
         ModelError: the folder is not usable.
@@ -85,12 +90,18 @@ class MegatronEngine(_ScoresTokens, StagedLearner):
     """Passes of a weight sync; see ``TrainEngine.weight_parts``."""
 
     def __init__(
-        self, model_folder: Path, *, config: ActorConfig, setting: Setting, num_total_steps: int
+        self,
+        model_folder: Path,
+        *,
+        config: ActorConfig,
+        setting: Setting,
+        num_total_steps: int,
+        adapt: Adapt | None = None,
     ) -> None:
         StagedLearner.__init__(
             self,
             model_folder,
-            _policy_stages(config),
+            _policy_stages(config, adapt),
             config=config,
             setting=setting,
             num_total_steps=num_total_steps,
@@ -157,19 +168,22 @@ class MegatronEngine(_ScoresTokens, StagedLearner):
         )
 
 
-def _policy_stages(config: ActorConfig) -> BuildStage:
+def _policy_stages(config: ActorConfig, adapt: Adapt | None = None) -> BuildStage:
     def build(
         transformer: TransformerConfig,
         architecture: Architecture,
         parallel: Parallel,
         vp_stage: int | None,
     ) -> PolicyStage:
-        return PolicyStage(
+        stage = PolicyStage(
             transformer,
             architecture,
             parallel=parallel,
             vp_stage=vp_stage,
             chunk_tokens=config.logprob_chunk_tokens,
         )
+        if adapt is not None:
+            adapt(stage)
+        return stage
 
     return build

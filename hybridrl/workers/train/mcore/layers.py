@@ -127,10 +127,18 @@ def mark_shards(model: nn.Module) -> None:
     Without the mark a gradient norm counts the shard of the first tensor-parallel rank alone.
     """
     for module in model.modules():
-        if isinstance(module, RowParallelLinear):
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear) and _is_whole(module):
+            # Megatron-core sums what experts learn over expert-parallel ranks, or not at all.
+            module.weight.sequence_parallel = module.config.sequence_parallel
+        elif isinstance(module, RowParallelLinear):
             _mark(module.weight, dim=1)
         elif isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
             _mark(module.weight, dim=0)
+
+
+def _is_whole(layer: ColumnParallelLinear | RowParallelLinear) -> bool:
+    """Whether a layer is of an expert that each tensor-parallel rank has, for its own tokens."""
+    return layer.is_expert and not layer.expert_parallel and layer.tp_group.size() == 1
 
 
 def _mark(weight: nn.Parameter | None, *, dim: int) -> None:

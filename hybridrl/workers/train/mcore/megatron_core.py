@@ -57,6 +57,7 @@ with warnings.catch_warnings():
 for _message in (
     r"The \.grad attribute of a Tensor that is not a leaf",  # a float32 master is a view
     r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
+    r"WARNING: there is no optimizer on RANK",  # where adapters of experts alone learn
     r"When using async grad allreduce it is recommended",  # trainer/workers.py sets the variable
 ):
     warnings.filterwarnings("ignore", message=_message)

@@ -95,6 +95,10 @@ class PackedStage(LanguageModule):
         embedded_T1H = None
         if self.pre_process:
             embedded_T1H = self.embedding(input_ids=tokens.token_ids_T[None], position_ids=None)
+            if self.config.recompute_granularity is not None and torch.is_grad_enabled():
+                # Layers that are recomputed learn only if their input has a gradient, which that
+                # of a frozen embedding has not.
+                embedded_T1H.requires_grad_()
         angles_TD = tokens.positions_T[:, None] * self.inverse_frequencies
         hidden_T1H: Tensor = self.decoder(
             hidden_states=embedded_T1H,
