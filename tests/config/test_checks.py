@@ -299,6 +299,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     ((*MOE, *GPUS, *TP2), "megatron.sequence_parallel", "tokens of its own"),
     (
+        (*MOE, "cluster.num_ranks_per_node=2", "megatron.expert_tensor_parallel_size=2"),
+        "megatron.expert_tensor_parallel_size",
+        "which gloo",
+    ),
+    (
         (*FOUR, "megatron.layers=transformer_engine"),
         "megatron.layers",
         "runs on CUDA alone",
