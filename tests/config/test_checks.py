@@ -336,6 +336,16 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     ((*MOE, "megatron.replay_routing=true"), "megatron.replay_routing", "does not say which"),
     (
+        (*MOE, "mode=sft", "megatron.replay_routing=true"),
+        "megatron.replay_routing",
+        "mode=sft learns from a file",
+    ),
+    (
+        (*MEGATRON, "megatron.transformer_args={moe_z_loss_coeff: 0.001}"),
+        "megatron.transformer_args.moe_z_loss_coeff",
+        "added up over micro-batches",
+    ),
+    (
         (*MEGATRON, "megatron.transformer_args={sequence_parallel: true, fp8: hybrid}"),
         "megatron.transformer_args.sequence_parallel",
         "megatron.sequence_parallel says that",

@@ -45,13 +45,18 @@ with warnings.catch_warnings():
     )
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import (
         TransformerBlock,
         TransformerBlockSubmodules,
         get_num_layers_to_build,
     )
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+    from megatron.core.transformer.transformer_layer import (
+        TransformerLayer,
+        get_transformer_layer_offset,
+    )
 
 # What follows is said again in each process, and asks nothing of a user.
 for _message in (
@@ -69,15 +74,18 @@ __all__ = [
     "LanguageModelEmbedding",
     "LanguageModule",
     "MegatronModule",
+    "MoEAuxLossAutoScaler",
     "ModelType",
     "ModuleSpec",
     "OptimizerConfig",
     "PackedSeqParams",
     "ProcessGroupCollection",
     "RowParallelLinear",
+    "TopKRouter",
     "TransformerBlock",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "TransformerLayer",
     "VocabParallelEmbedding",
     "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",
