@@ -17,7 +17,17 @@ from hybridrl.config.keys import flatten
 from hybridrl.errors import CheckpointError
 
 _FREE_SECTIONS = ("tracking.", "checkpoint.", "cluster.", "certify.")
+_SHAPE = (
+    *("actor.engine", "critic.engine", "megatron.layers", "megatron.overlap_communication"),
+    *("megatron.tensor_parallel_size", "megatron.sequence_parallel"),
+    *("megatron.pipeline_parallel_size", "megatron.num_virtual_stages"),
+    *("megatron.context_parallel_size", "megatron.expert_parallel_size"),
+    "megatron.expert_tensor_parallel_size",
+)
+"""How a model is cut, and by whom: a checkpoint is read by any engine, cut in any other way."""
+
 _FREE_KEYS = (
+    *_SHAPE,
     *("trainer.run_dir", "trainer.overwrite", "trainer.export_hf"),
     *("rollout.num_threads", "reward.timeout_s", "reward.on_error"),
     *("rollout.skew_timeout_s", "rollout.drain_timeout_s", "rollout.stage_timeout_s"),
@@ -57,12 +67,15 @@ def recipe_of(config: ExperimentConfig) -> Recipe:
 def environment_of(config: ExperimentConfig) -> Mapping[str, str]:
     """Return what rounding depends on: ranks, threads, processor, and versions."""
     flat = dict(flatten(asdict(config)))
+    shape = _SHAPE if config.megatron_worlds else ()
+    packages = (*_PACKAGES, *_ENGINES[config.rollout.engine])
+    packages += ("megatron-core",) if config.megatron_worlds else ()
     return {
-        **{key: str(flat[key]) for key in (*_NUMERIC, *_THREADS)},
+        **{key: str(flat[key]) for key in (*_NUMERIC, *_THREADS, *shape)},
         "processor": _processor(),
         "python": platform.python_version(),
         "hybridrl": __version__,
-        **{package: version(package) for package in (*_PACKAGES, *_ENGINES[config.rollout.engine])},
+        **{package: version(package) for package in packages},
     }
 
 

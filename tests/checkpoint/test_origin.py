@@ -21,6 +21,18 @@ from tests.config.values import config_of
 WHERE = Path("runs/it")
 
 
+def test_another_engine_or_another_cut_is_the_same_recipe_and_rounds_differently() -> None:
+    cut = ("actor=megatron", "cluster.num_ranks_per_node=2", "megatron.tensor_parallel_size=2")
+    plain, megatron = config_of(), config_of(*cut)
+    assert recipe_of(megatron) == recipe_of(plain)
+    assert "megatron-core" not in environment_of(plain)
+    here = environment_of(megatron)
+    assert (here["actor.engine"], here["megatron.tensor_parallel_size"]) == ("megatron", "2")
+    assert "megatron-core" in here
+    fp8 = config_of(*cut, "megatron.transformer_args={fp8: hybrid}")
+    assert recipe_of(fp8) != recipe_of(plain)
+
+
 @pytest.mark.parametrize(
     "change",
     [

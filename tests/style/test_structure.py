@@ -18,7 +18,7 @@ ONE_DOOR = {
     "hydra": "hybridrl.main",
     "omegaconf": "hybridrl.main",
     "sglang": "hybridrl.workers.rollout.sglang",
-    "megatron": "hybridrl.workers.train.megatron",
+    "megatron": "hybridrl.workers.train.mcore.megatron_core",
     "peft": "hybridrl.models.adapter",
 }
 AT_MOST_ONE_FILE = ["wandb", "mlflow", "tensorboard", "math_verify", "pyarrow", "plotly"]

@@ -28,6 +28,7 @@ class Pack:
     tokens: PackedTokens  # on the device
     place_S: Tensor  # int64, on the host: each scored token's place among the batch's flat values
     row_S: Tensor  # int64, on the host: the row b of each scored token
+    num_tokens: int  # that are of a row: neither filler nor what makes them divisible
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,8 @@ class RowPacker:
             num_padding=num_missing,
             experts_TJK=self._experts_at(place_T, num_missing),
         )
-        return Pack(tokens, place_S, torch.cat([row_T[own_S], shared_row_S]))
+        rows_S = torch.cat([row_T[own_S], shared_row_S])
+        return Pack(tokens, place_S, rows_S, num_tokens=len(place_T))
 
     def _find_rows(self, lengths_B: Tensor) -> dict[int, _Row]:
         """Describe the rows that have a response, by their numbers."""
@@ -222,7 +224,7 @@ class RowPacker:
             num_padding=self._multiple,
             experts_TJK=self._experts_at(nothing_S, self._multiple),
         )
-        return Pack(tokens, nothing_S, nothing_S)
+        return Pack(tokens, nothing_S, nothing_S, num_tokens=0)
 
     def _experts_at(self, place_T: Tensor, num_padding: int) -> Tensor | None:
         """Return the experts of the tokens at places among the flat values, and of padding."""

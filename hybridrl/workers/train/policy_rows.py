@@ -45,7 +45,7 @@ def count_pack(pack: Pack) -> Metrics:
     if not len(pack.place_S):
         return {}
     return {
-        "data/train_tokens": Sum(len(pack.tokens.token_ids_T)),
+        "data/train_tokens": Sum(pack.num_tokens),
         "data/loss_tokens": Sum(len(pack.place_S)),
         "data/microbatches": Sum(1),
     }

@@ -14,6 +14,7 @@ from torch import Tensor
 from hybridrl.errors import CheckpointError
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter
+from hybridrl.workers.train.critic import FSDP2Critic
 from hybridrl.workers.train.mcore.architecture import Architecture, read_architecture
 from hybridrl.workers.train.mcore.hf_tensors import adapter_tensors, critic_tensors, hf_tensors
 from hybridrl.workers.train.mcore.parallel_rank import ParallelRank
@@ -27,8 +28,9 @@ from hybridrl.workers.train.mcore.parts import (
 )
 from hybridrl.workers.train.protocol import LearningEngine
 from tests.models import Family, make_tiny_model
-from tests.workers.train.critics import build_critic, make_lessons
-from tests.workers.train.engines import build_fsdp2, make_rows, update
+from tests.workers.train.critics import CRITIC, make_lessons
+from tests.workers.train.engines import CPU, build_fsdp2, make_rows, update
+from tests.workers.train.engines import MODEL as AS_STORED
 from tests.workers.train.lora_engines import build_lora
 from tests.workers.train.mcore.shards import Shapes, local_shapes, numel
 
@@ -44,7 +46,9 @@ WHOLE: Mapping[str, Callable[[Architecture], Shapes]] = {
 
 def _build(role: str, folder: Path) -> LearningEngine:
     if role == "critic":
-        return build_critic(folder)
+        return FSDP2Critic(
+            folder, config=CRITIC, model_config=AS_STORED, num_total_steps=10, device=CPU
+        )
     return build_fsdp2(folder) if role == "policy" else build_lora(folder)
 
 
@@ -84,6 +88,9 @@ class CutEngine:
         size = sum(map(numel, self._shapes.values()))
         for key in ("", "exp_avg", "exp_avg_sq") if num_updates else ("",):
             self._flat[key] = torch.full((size,), torch.nan)
+
+    def end_restore(self) -> None:
+        """Nothing to tell other ranks: each was filled."""
 
     def checkpoint_tensors(self) -> Pieces:
         weights = self._pieces(MODEL, "")

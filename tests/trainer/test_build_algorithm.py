@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from hybridrl.batch import row_lengths
+from hybridrl.trainer.build_algorithm import Parts, build_group_relative
+from hybridrl.workers.train.microbatch import balance_over_ranks
+from tests.config.values import config_of
+from tests.workers.train.engines import make_rows
+
+NOTHING = cast(Any, None)
+FOUR_RANKS = ("cluster.num_ranks_per_node=4",)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_groups"),
+    [
+        ((), 4),
+        (("actor=megatron", "megatron.tensor_parallel_size=2"), 2),
+        (("actor=megatron", "megatron.pipeline_parallel_size=4"), 1),
+    ],
+)
+def test_rows_are_balanced_over_the_ranks_that_have_rows_of_their_own(
+    overrides: tuple[str, ...], num_groups: int
+) -> None:
+    config = config_of(*FOUR_RANKS, *overrides)
+    parts = Parts(policy=NOTHING, sampling=NOTHING, reward=NOTHING, on_phase=lambda _: None)
+    step = build_group_relative(config, parts)
+    rows = make_rows(32, max_half=30)
+    lengths = row_lengths(rows.token_ids_BL).tolist()
+    expected = balance_over_ranks(lengths, dp_size=num_groups, num_minibatches=1)
+    arranged = row_lengths(step.arrange(rows).token_ids_BL).tolist()
+    assert arranged == [lengths[row] for row in expected]
