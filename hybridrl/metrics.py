@@ -88,7 +88,7 @@ def from_json(values: Mapping[str, Sequence[Any]]) -> Metrics:
 
 
 AREAS = (
-    *("reward", "loss", "policy", "critic", "rollout", "length"),
+    *("reward", "loss", "policy", "moe", "critic", "rollout", "length"),
     *("time", "memory", "throughput", "data", "eval"),
 )
 """First parts of names, a closed list."""

@@ -28,7 +28,11 @@ class Pack:
     tokens: PackedTokens  # on the device
     place_S: Tensor  # int64, on the host: each scored token's place among the batch's flat values
     row_S: Tensor  # int64, on the host: the row b of each scored token
-    num_tokens: int  # that are of a row: neither filler nor what makes them divisible
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are of a row: neither filler nor what makes them divisible."""
+        return len(self.tokens.token_ids_T) - self.tokens.num_padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +136,7 @@ class RowPacker:
             num_padding=num_missing,
             experts_TJK=self._experts_at(place_T, num_missing),
         )
-        rows_S = torch.cat([row_T[own_S], shared_row_S])
-        return Pack(tokens, place_S, rows_S, num_tokens=len(place_T))
+        return Pack(tokens, place_S, torch.cat([row_T[own_S], shared_row_S]))
 
     def _find_rows(self, lengths_B: Tensor) -> dict[int, _Row]:
         """Describe the rows that have a response, by their numbers."""
@@ -224,17 +227,13 @@ class RowPacker:
             num_padding=self._multiple,
             experts_TJK=self._experts_at(nothing_S, self._multiple),
         )
-        return Pack(tokens, nothing_S, nothing_S, num_tokens=0)
+        return Pack(tokens, nothing_S, nothing_S)
 
     def _experts_at(self, place_T: Tensor, num_padding: int) -> Tensor | None:
-        """Return the experts of the tokens at places among the flat values, and of padding."""
+        """Return the experts of the tokens at places among the flat values, -1 for padding."""
         if self._experts is None:
             return None
-        _, num_layers, num_per_token = self._experts.shape
-        any_K = torch.arange(num_per_token, dtype=self._experts.dtype)
-        return torch.cat(
-            [self._experts[place_T], any_K.expand(num_padding, num_layers, num_per_token)]
-        )
+        return pad(self._experts[place_T], (0, 0, 0, 0, 0, num_padding), value=-1)
 
 
 def _digest(experts_LJK: Tensor) -> bytes:

@@ -148,7 +148,7 @@ class StagedLearner(StagedModel):
         experts = self._architecture.experts
         if experts is None:
             return None
-        own = sum(len(p.tokens.token_ids_T) - p.tokens.num_padding for p in packs)
+        own = sum(pack.num_tokens for pack in packs)
         balance = LoadBalance(
             experts,
             coefficient=self._parallel.config.load_balance_coefficient,

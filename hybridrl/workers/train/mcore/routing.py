@@ -41,7 +41,8 @@ class PackRouting:
     """Tokens of the pack that belong to a row, on all ranks that share it."""
 
     experts_TJK: Tensor | None
-    """Integers, the experts to go through in the layers of the stage; None: the router chooses."""
+    """Integers, the experts to go through in the layers of the stage; the router chooses where they
+    are -1, and everywhere if this is None."""
 
     first_layer: int
     """Number, from 0, of the stage's first layer in the whole model."""
@@ -138,9 +139,12 @@ class _Given:
         choose: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """Return scores and numbers of the experts of each token, both [T, K]."""
+        best_TK, experts_TK = choose(scores_TE, num_experts, num_groups, num_groups_per_token)
         if self.experts_TK is None:
-            return choose(scores_TE, num_experts, num_groups, num_groups_per_token)
-        return scores_TE.gather(1, self.experts_TK), self.experts_TK
+            return best_TK, experts_TK
+        # What belongs to no row goes where it always goes: experts then see the same batches.
+        experts_TK = torch.where(self.experts_TK < 0, experts_TK, self.experts_TK)
+        return scores_TE.gather(1, experts_TK), experts_TK
 
 
 def require_routes(experts_BLJK: Tensor | None, architecture: Architecture) -> Tensor:
