@@ -63,6 +63,7 @@ for _message in (
     r"The \.grad attribute of a Tensor that is not a leaf",  # a float32 master is a view
     r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
     r"When using async grad allreduce it is recommended",  # trainer/workers.py sets the variable
+    r"`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # of an expert
 ):
     warnings.filterwarnings("ignore", message=_message)
 

@@ -38,6 +38,7 @@ LAYOUTS = {
             expert_parallel_size=2,
         ),
         _cut("pp2", num_ranks=2, pipeline_parallel_size=2),
+        _cut("pp2-vp2", num_ranks=2, pipeline_parallel_size=2, num_virtual_stages=2),
         _cut("pp2-ep2", num_ranks=4, dp_size=2, pipeline_parallel_size=2, expert_parallel_size=2),
     )
 }
