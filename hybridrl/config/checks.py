@@ -47,6 +47,7 @@ from hybridrl.config.megatron_checks import (
     check_megatron_is_used,
     check_megatron_reads_the_model,
     check_parallel_sizes,
+    check_routes_were_sampled,
     check_routing,
     check_routing_replay,
     check_transformer_args,
@@ -284,4 +285,4 @@ _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
     "reward": (check_reward_function,),
     "evaluation": (check_eval_has_data,),
 }
-_SFT_RULES: Mapping[str, tuple[Rule, ...]] = {"sft": (check_sft_batch,)}
+_SFT_RULES: Mapping[str, tuple[Rule, ...]] = {"sft": (check_sft_batch, check_routes_were_sampled)}

@@ -299,6 +299,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     ((*MOE, *GPUS, *TP2), "megatron.sequence_parallel", "tokens of its own"),
     (
+        (*MOE, "cluster.num_ranks_per_node=2", "megatron.expert_tensor_parallel_size=2"),
+        "megatron.expert_tensor_parallel_size",
+        "which gloo",
+    ),
+    (
         (*FOUR, "megatron.layers=transformer_engine"),
         "megatron.layers",
         "runs on CUDA alone",
@@ -345,6 +350,16 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "no experts to route",
     ),
     ((*MOE, "megatron.replay_routing=true"), "megatron.replay_routing", "does not say which"),
+    (
+        (*MOE, "mode=sft", "megatron.replay_routing=true"),
+        "megatron.replay_routing",
+        "mode=sft learns from a file",
+    ),
+    (
+        (*MEGATRON, "megatron.transformer_args={moe_z_loss_coeff: 0.001}"),
+        "megatron.transformer_args.moe_z_loss_coeff",
+        "added up over micro-batches",
+    ),
     (
         (*MEGATRON, "megatron.transformer_args={sequence_parallel: true, fp8: hybrid}"),
         "megatron.transformer_args.sequence_parallel",

@@ -54,6 +54,11 @@ class Rank:
     ) -> TrainEngine:
         return build_train_engine(self._spec_for(folder, config, lora), CPU)
 
+    def free_routes(self) -> None:
+        """Let models choose their experts, whatever the layout says."""
+        megatron = replace(self._spec.megatron, replay_routing=False)
+        self._spec = replace(self._spec, megatron=megatron)
+
     def reference(
         self, folder: Path, *, policy: TrainEngine, lora: LoraConfig = NO_ADAPTER
     ) -> ScoringEngine:

@@ -1,13 +1,14 @@
 """From jagged batches to packs: rows laid end to end, with the places of their scored tokens.
 
 Legend: B rows of the batch, L tokens of a row, K stretches of a pack, T packed tokens,
-S scored (response) tokens.
+S scored (response) tokens. Of experts: J layers, K experts that a token goes through.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -27,7 +28,11 @@ class Pack:
     tokens: PackedTokens  # on the device
     place_S: Tensor  # int64, on the host: each scored token's place among the batch's flat values
     row_S: Tensor  # int64, on the host: the row b of each scored token
-    num_tokens: int  # that are of a row: neither filler nor what makes them divisible
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are of a row: neither filler nor what makes them divisible."""
+        return len(self.tokens.token_ids_T) - self.tokens.num_padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,7 @@ class _Row:
     begin: int  # place of its first token among the flat values
     num_tokens: int  # tokens that are computed: all but the last
     num_prompt_tokens: int  # tokens before the first response token
-    prompt: bytes  # equal for siblings
+    prompt: bytes  # equal for siblings that went through the same experts up to its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +61,16 @@ class RowPacker:
     token, which teaches nothing; and, with the padded kernel, the prompt of a row that a sibling
     in the same pack has computed already. Gradients are those of the rows one by one.
 
+    Where experts are given, a prompt is computed once only for siblings whose prompts went through
+    the same: batched otherwise, an engine may have sent one of them elsewhere.
+
     Args:
         token_ids_BL: int64, jagged.
         response_mask_BL: bool, jagged.
         kernel: the attention that packs are laid out for.
         device: where the model computes.
         multiple: packs get as many tokens more, which belong to no row, as make them divisible.
+        routed_experts_BLJK: int16, jagged, the experts to go through; None leaves it to the model.
 
     Raises:
         DataError: a row begins with a response token, which no token predicts.
@@ -75,8 +84,10 @@ class RowPacker:
         kernel: AttentionKernel,
         device: torch.device,
         multiple: int = 1,
+        routed_experts_BLJK: Tensor | None = None,
     ) -> None:
         self._multiple = multiple
+        self._experts = None if routed_experts_BLJK is None else routed_experts_BLJK.values()
         self._token_ids = token_ids_BL.values()
         self._mask = response_mask_BL.values()
         self._kernel = kernel
@@ -122,9 +133,10 @@ class RowPacker:
             layout=build_layout(segments, kernel=self._kernel, device=self._device),
             scored_S=torch.cat([own_S, shared_S]).to(self._device),
             targets_S=self._token_ids[place_S].to(self._device),
+            num_padding=num_missing,
+            experts_TJK=self._experts_at(place_T, num_missing),
         )
-        rows_S = torch.cat([row_T[own_S], shared_row_S])
-        return Pack(tokens, place_S, rows_S, num_tokens=len(place_T))
+        return Pack(tokens, place_S, torch.cat([row_T[own_S], shared_row_S]))
 
     def _find_rows(self, lengths_B: Tensor) -> dict[int, _Row]:
         """Describe the rows that have a response, by their numbers."""
@@ -141,6 +153,8 @@ class RowPacker:
                     "give every row a prompt of at least one token"
                 )
             prompt = self._token_ids[begin:first].numpy().tobytes()
+            if self._experts is not None:
+                prompt += _digest(self._experts[begin:first])
             rows[row] = _Row(begin, length - 1, first - begin, prompt)
         return rows
 
@@ -210,8 +224,21 @@ class RowPacker:
             ),
             scored_S=nothing_S.to(self._device),
             targets_S=nothing_S.to(self._device),
+            num_padding=self._multiple,
+            experts_TJK=self._experts_at(nothing_S, self._multiple),
         )
-        return Pack(tokens, nothing_S, nothing_S, num_tokens=0)
+        return Pack(tokens, nothing_S, nothing_S)
+
+    def _experts_at(self, place_T: Tensor, num_padding: int) -> Tensor | None:
+        """Return the experts of the tokens at places among the flat values, -1 for padding."""
+        if self._experts is None:
+            return None
+        return pad(self._experts[place_T], (0, 0, 0, 0, 0, num_padding), value=-1)
+
+
+def _digest(experts_LJK: Tensor) -> bytes:
+    """Tell routes apart in 16 bytes: those of a prompt may take a megabyte."""
+    return blake2b(experts_LJK.numpy().tobytes(), digest_size=16).digest()
 
 
 def _spread(values_K: Tensor | list[int], lengths_K: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from hybridrl.workers.train.mcore.learner import StagedLearner
 from hybridrl.workers.train.mcore.megatron_core import TransformerConfig
 from hybridrl.workers.train.mcore.model import PolicyStage
 from hybridrl.workers.train.mcore.parallel import Parallel
+from hybridrl.workers.train.mcore.routing import require_routes
 from hybridrl.workers.train.mcore.setting import Setting
 from hybridrl.workers.train.mcore.stages import BuildStage, StagedModel
 from hybridrl.workers.train.packing import Pack
@@ -47,11 +48,19 @@ class _ScoresTokens(StagedModel):
             return scores
 
         logprobs_BL, entropy_BL = self.compute_rows(
-            rows.token_ids_BL, rows.response_mask_BL, forward, num_columns=2
+            rows.token_ids_BL,
+            rows.response_mask_BL,
+            forward,
+            num_columns=2,
+            routed_experts_BLJK=self._routes(rows),
         )
         return ScoreBatch(
             logprobs_BL=logprobs_BL, entropy_BL=entropy_BL, batch_size=rows.batch_size
         )
+
+    def _routes(self, _rows: RolloutBatch | TrainBatch | SupervisedBatch) -> Tensor | None:
+        """Return the experts that tokens are to go through; None leaves it to the model."""
+        return None
 
 
 class MegatronScorer(_ScoresTokens):
@@ -139,7 +148,11 @@ class MegatronEngine(_ScoresTokens, StagedLearner):
             return share, metrics | count_pack(pack)
 
         return self._take_step(
-            self._packing.cut(batch.token_ids_BL, batch.response_mask_BL),
+            self._packing.cut(
+                batch.token_ids_BL,
+                batch.response_mask_BL,
+                routed_experts_BLJK=self._routes(batch),
+            ),
             forward,
             loss_share,
             aggregation=aggregation,
@@ -155,6 +168,13 @@ class MegatronEngine(_ScoresTokens, StagedLearner):
             temperature=1.0,
             max_response_tokens=1,
         )
+
+    def _routes(self, rows: RolloutBatch | TrainBatch | SupervisedBatch) -> Tensor | None:
+        if not self._parallel.config.replay_routing:
+            return None
+        if isinstance(rows, SupervisedBatch):
+            return require_routes(None, self._architecture)
+        return require_routes(rows.routed_experts_BLJK, self._architecture)
 
     def export_adapter(self, folder: Path) -> None:
         """Refuse: the whole policy learned, so there is no adapter.

@@ -7,6 +7,7 @@ a head, H hidden.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,22 +23,28 @@ from hybridrl.workers.train.mcore.megatron_core import (
     RowParallelLinear,
     TransformerBlockSubmodules,
     TransformerConfig,
+    TransformerLayer,
     VocabParallelEmbedding,
     get_gpt_layer_local_spec,
     get_num_layers_to_build,
     get_transformer_layer_offset,
     set_tensor_model_parallel_attributes,
 )
+from hybridrl.workers.train.mcore.routing import PackRouter, PackRouting
 
 
 @dataclass
 class PackedRows(PackedSeqParams):
-    """Where the rows of a pack begin and end, on its way through megatron-core to the attention.
+    """What a pack is, on its way through megatron-core to the layers.
 
-    Its ``qkv_format`` stays None: the pack is one sequence to all other layers.
+    Its ``qkv_format`` stays None: the pack is one sequence to all that is not of ours.
     """
 
     layout: PackLayout | None = None
+    """Where rows begin and end, for the attention."""
+
+    routing: PackRouting | None = None
+    """For routers; None in a dense model."""
 
 
 class PackedAttention(MegatronModule):
@@ -64,6 +71,19 @@ class PackedAttention(MegatronModule):
             query_T1ND.squeeze(1), key_T1JD.squeeze(1), value_T1JD.squeeze(1), scale=None
         )
         return output_TND.flatten(1)[:, None]
+
+
+class RoutedLayer(TransformerLayer):
+    """A layer with experts. It is told what the pack is, and what is inside of it is not."""
+
+    def forward(self, *args: Any, packed_seq_params: PackedRows, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Compute the layer; see TransformerLayer."""
+        router: PackRouter = self.mlp.router
+        router.pack = packed_seq_params.routing
+        try:
+            return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        finally:
+            router.pack = None
 
 
 class RMSNorm(nn.Module):
@@ -118,6 +138,9 @@ def _local_layer(config: TransformerConfig, *, is_sparse: bool) -> ModuleSpec:
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if is_sparse:
+        spec.module = RoutedLayer
+        spec.submodules.mlp.submodules.router = PackRouter
     return spec
 
 

@@ -105,6 +105,7 @@ class StagedModel(ResidentModel):
         forward: Forward,
         *,
         num_columns: int,
+        routed_experts_BLJK: Tensor | None = None,
     ) -> list[Tensor]:
         """Compute this rank's rows forward, and tell all ranks that have the same ones.
 
@@ -113,11 +114,15 @@ class StagedModel(ResidentModel):
             response_mask_BL: bool, jagged.
             forward: gives columns [num_columns, S] of a pack, or [S] if there is one.
             num_columns: numbers per scored token.
+            routed_experts_BLJK: the experts to go through; None leaves it to the model.
 
         Returns:
             Each column, jagged float32 [B, L] on the host, 0 where the mask is False.
         """
-        packs = list(self._packing.cut(token_ids_BL, response_mask_BL))
+        cut = self._packing.cut(
+            token_ids_BL, response_mask_BL, routed_experts_BLJK=routed_experts_BLJK
+        )
+        packs = list(cut)
         found = self._schedule.score(
             packs, forward, lambda pack, output: (pack.place_S, output.float())
         )
