@@ -48,8 +48,8 @@ class MegatronConfig:
     """Sum gradients and gather parameters while other layers compute. CUDA only."""
 
     load_balance_coefficient: NotNegative
-    """Weight of the load-balance loss (arXiv:2006.16668), added up over layers that have experts; 0
-    only measures it. See docs/mixture-of-experts.md."""
+    """Weight of the load-balance loss of mixture-of-experts layers (arXiv:2006.16668), added up
+    over layers; 0 only measures it. See docs/mixture-of-experts.md."""
 
     replay_routing: bool
     """Send each token of the policy through the experts that the rollout engine sent it through.

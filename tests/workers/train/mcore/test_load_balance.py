@@ -105,7 +105,7 @@ def test_two_steps_take_the_loss_of_the_formula_once(
 
 
 def _only_measure(rank: Rank, folder: Path) -> list[Metrics]:
-    engine = rank.policy(folder, replace(ACTOR, gradient_checkpointing=True))
+    engine = rank.policy(folder, replace(ACTOR, gradient_checkpointing=True, **ALONE))
     told = [learn(engine, batch, first=4) for batch in _lessons()]
     return [*told, learn(engine, mute(_lessons()[0]), first=4)]
 
@@ -117,7 +117,10 @@ def test_without_a_coefficient_it_is_measured_and_each_step_begins_anew(
     one, two, mute_step = (
         together([told[number] for told in ranks.run(_only_measure, folder)]) for number in range(3)
     )
-    assert 0.5 < one["moe/load_balance_loss"] < 3
+    losses, load = PlainBalance(folder).balance(_lessons()[0])
+    expected = torch.stack(losses).mean().item()
+    assert one["moe/load_balance_loss"] == pytest.approx(expected, rel=1e-5)
+    assert one["moe/max_expert_load"] == pytest.approx(load, rel=1e-6)
     assert 0.5 < two["moe/load_balance_loss"] < 3
     assert one["moe/max_expert_load"] != two["moe/max_expert_load"]
     assert 1 < two["moe/max_expert_load"] <= 6
