@@ -197,13 +197,11 @@ class _RowAdapter(LayerAdapter):
     """Beside a layer whose inputs are shared by the ranks."""
 
     def _exchange(self, low_T1R: Tensor) -> Tensor:
-        is_cut = self._has_part_of_tokens
-        reduce = (
-            reduce_scatter_to_sequence_parallel_region
-            if is_cut
-            else reduce_from_tensor_model_parallel_region
-        )
-        reduced: Tensor = reduce(low_T1R, group=self._group)
+        reduced: Tensor
+        if self._has_part_of_tokens:
+            reduced = reduce_scatter_to_sequence_parallel_region(low_T1R, group=self._group)
+        else:
+            reduced = reduce_from_tensor_model_parallel_region(low_T1R, group=self._group)
         return reduced
 
     def _cuts(self, matrices: Matrices) -> tuple[nn.Parameter, nn.Parameter, int]:
