@@ -44,9 +44,16 @@ LAYOUTS = {
 }
 
 
+BY_NIGHT = {"ep2", "pp2-vp2", "pp2-ep2"}
+"""What the others, or the contract suite, show in part."""
+
+
 def cut_as(*names: str, **megatron: float | bool) -> pytest.MarkDecorator:
     """Run a test on the layouts of these names, with changes of the ``megatron`` section."""
-    params = [pytest.param((name, megatron), id=name) for name in names]
+    params = [
+        pytest.param((name, megatron), id=name, marks=[pytest.mark.nightly] * (name in BY_NIGHT))
+        for name in names
+    ]
     return pytest.mark.parametrize("ranks", params, indirect=True)
 
 

@@ -81,9 +81,7 @@ def _learn_balance(rank: Rank, folder: Path) -> tuple[list[Metrics], dict[str, T
 
 
 @cut_as(*ALL, load_balance_coefficient=COEFFICIENT)
-def test_two_steps_take_the_loss_of_the_formula_once(
-    ranks: RanksUnderTest, folder: Path, tmp_path: Path
-) -> None:
+def test_two_steps_take_the_loss_of_the_formula_once(ranks: RanksUnderTest, folder: Path) -> None:
     plain = PlainBalance(folder)
     expected = []
     for batch in _lessons():
@@ -100,7 +98,7 @@ def test_two_steps_take_the_loss_of_the_formula_once(
         assert told["moe/load_balance_loss"] == pytest.approx(loss, rel=1e-5)
         assert told["moe/max_expert_load"] == pytest.approx(load, rel=1e-6)
         assert told["policy/grad_norm"] == pytest.approx(norm, rel=1e-5)
-    for name, tensor in plain.weights(tmp_path).items():
+    for name, tensor in plain.weights().items():
         torch.testing.assert_close(answers[0][1][name], tensor, atol=1e-5, rtol=0, msg=name)
 
 

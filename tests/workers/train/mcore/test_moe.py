@@ -44,13 +44,13 @@ def _lessons() -> list[TrainBatch]:
 
 
 @cache
-def _plain(folder: Path, scratch: Path) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+def _plain(folder: Path) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     model = PlainPolicy(folder, OPTIMIZER)
     steps = [
         model.update(batch, temperature=0.9, aggregation="token_mean", entropy_coefficient=0.0)
         for batch in _lessons()
     ]
-    return steps, model.weights(scratch)
+    return steps, model.weights()
 
 
 Learned = tuple[list[Metrics], dict[str, Tensor]]
@@ -91,9 +91,9 @@ def _train(rank: Rank, folder: Path, changes: dict[str, Any], first: int) -> Lea
     ids=["one pack", "computed again", "fillers"],
 )
 def test_two_steps_are_those_of_the_plain_model_experts_and_routers_too(
-    ranks: RanksUnderTest, folder: Path, tmp_path: Path, changes: dict[str, Any], first: int
+    ranks: RanksUnderTest, folder: Path, changes: dict[str, Any], first: int
 ) -> None:
-    steps, expected = _plain(folder, tmp_path)
+    steps, expected = _plain(folder)
     before = weights_in(folder)
     answers: list[Learned] = ranks.run(_train, folder, changes, first)
     for number, (loss, grad_norm) in enumerate(steps):

@@ -98,7 +98,7 @@ def _train_freely(
     ids=["one pack", "many packs", "computed again"],
 )
 def test_other_routes_are_those_of_a_plain_model_that_is_forced_to_them(
-    ranks: RanksUnderTest, folder: Path, tmp_path: Path, changes: dict[str, Any]
+    ranks: RanksUnderTest, folder: Path, changes: dict[str, Any]
 ) -> None:
     model = RoutedPolicy(folder)
     lessons = [model.with_random_routes(batch, seed=seed) for seed, batch in enumerate(_lessons())]
@@ -115,7 +115,7 @@ def test_other_routes_are_those_of_a_plain_model_that_is_forced_to_them(
         told = together([metrics[step] for metrics, _, _, _ in answers])
         assert told["loss/policy"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
         assert told["policy/grad_norm"] == pytest.approx(grad_norm, rel=1e-5)
-    weights = model.weights(tmp_path)
+    weights = model.weights()
     for name, tensor in answers[0][2].items():
         torch.testing.assert_close(tensor, weights[name], atol=1e-5, rtol=0, msg=name)
 
