@@ -32,7 +32,8 @@ class MegatronConfig:
     """Stretches of layers on each pipeline rank: more make shorter bubbles and more messages."""
 
     context_parallel_size: Count
-    """Ranks that share the tokens of a row in attention. Needs TransformerEngine."""
+    """Ranks that share the tokens of each row, and gather keys and values in attention: for rows
+    too long for one. A pack of max_tokens_per_microbatch is divided among them."""
 
     expert_parallel_size: Count
     """Ranks, of those with other rows or other tokens, that share the experts of a layer."""

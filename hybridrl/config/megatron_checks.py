@@ -14,7 +14,6 @@ from hybridrl.config.megatron import MegatronConfig
 from hybridrl.config.megatron_shapes import (
     ShapeFacts,
     broken_sizes,
-    has_transformer_engine,
     nearest_shapes,
     value_of,
 )
@@ -168,6 +167,11 @@ def _divides_rows(config: ExperimentConfig) -> bool:
         return config.sft.batch_size % config.num_train_groups == 0
     rules = (check_batch_sizes, check_critic_batch_sizes)
     return all(next(rule(config), None) is None for rule in rules)
+
+
+def has_transformer_engine() -> bool:
+    """Look whether TransformerEngine is installed, without importing it."""
+    return find_spec("transformer_engine") is not None
 
 
 def check_layer_kernels(config: ExperimentConfig) -> Iterator[ConfigError]:

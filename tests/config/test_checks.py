@@ -268,21 +268,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "no experts to share",
     ),
     (
-        (*FOUR, "megatron.context_parallel_size=2"),
-        "megatron.context_parallel_size",
-        "TransformerEngine's, on CUDA",
-    ),
-    (
-        (*MEGATRON, *GPUS, "megatron.context_parallel_size=2", "megatron.layers=local"),
-        "megatron.context_parallel_size",
-        "layers other than local",
-    ),
-    (
-        (*MEGATRON, "cluster.num_ranks_per_node=64", "megatron.context_parallel_size=64"),
-        "megatron.context_parallel_size",
-        "cut in 128 pieces, 2 a rank, and the longest has 48 tokens",
-    ),
-    (
         (*MOE, *GPUS, "megatron.expert_parallel_size=3", "cluster.num_ranks_per_node=6"),
         "megatron.expert_parallel_size",
         "divide the model's 8 experts",
@@ -510,15 +495,20 @@ def test_a_run_on_megatron_without_it_is_told_how_to_get_it(
     assert violation.remedies == (("critic.engine=fsdp2",),)
 
 
-def test_context_parallelism_is_accepted_where_transformer_engine_is(
+def test_context_parallel_ranks_have_the_same_rows_on_any_device() -> None:
+    sizes = (*MEGATRON, "cluster.num_ranks_per_node=4", "megatron.context_parallel_size=2")
+    assert config_of(*sizes).num_train_groups == 2
+    assert config_of(*MEGATRON, *GPUS, "megatron.context_parallel_size=2").num_train_groups == 4
+
+
+def test_transformer_engine_is_accepted_where_it_is_installed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    given = (*MEGATRON, *GPUS, "megatron.context_parallel_size=2")
-    assert violations_of(*given)[0].key == "megatron.context_parallel_size"
+    given = (*MEGATRON, *GPUS, "megatron.layers=transformer_engine")
+    assert violations_of(*given)[0].key == "megatron.layers"
     (tmp_path / "transformer_engine.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    assert config_of(*given).num_train_groups == 4
-    assert config_of(*given, "megatron.layers=transformer_engine").num_train_groups == 4
+    assert config_of(*given).num_train_groups == 8
 
 
 def test_all_sizes_that_do_not_divide_are_told_at_once_each_with_shapes_that_work() -> None:

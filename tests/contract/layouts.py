@@ -65,6 +65,7 @@ def _megatron(
     family: Family = "qwen3",
     num_layers: int = 2,
     max_share: float = 1.1,
+    is_nightly: bool = False,
     **sizes: int | bool,
 ) -> Layout:
     return Layout(
@@ -76,6 +77,7 @@ def _megatron(
         num_layers=num_layers,
         megatron=sizes,
         max_share=max_share,
+        is_nightly=is_nightly,
     )
 
 
@@ -95,6 +97,30 @@ ENGINES: dict[str, EngineUnderTest] = {
             _megatron("pp2", pipeline_parallel_size=2),
             _megatron("pp2-vp2", pipeline_parallel_size=2, num_virtual_stages=2, num_layers=4),
             _megatron("dp2", dp_size=2),
+            _megatron("cp2", context_parallel_size=2),
+            _megatron(
+                "cp2-tp2",
+                context_parallel_size=2,
+                tensor_parallel_size=2,
+                sequence_parallel=True,
+                num_ranks=4,
+                max_share=0.7,
+                is_nightly=True,
+            ),
+            _megatron(
+                "cp2-pp2",
+                context_parallel_size=2,
+                pipeline_parallel_size=2,
+                num_ranks=4,
+                is_nightly=True,
+            ),
+            _megatron(
+                "cp2-ep2",
+                context_parallel_size=2,
+                expert_parallel_size=2,
+                family="qwen3_moe",
+                is_nightly=True,
+            ),
             _megatron("tp2-pp2", tensor_parallel_size=2, pipeline_parallel_size=2, num_ranks=4),
             _megatron("ep2", expert_parallel_size=2, dp_size=2, family="qwen3_moe"),
         ),
@@ -111,6 +137,8 @@ RESHAPES = [
     ("megatron-dp2", "megatron-pp2"),
     ("megatron-tp2", "fsdp2-2"),
     ("fsdp2-2", "megatron-pp2"),
+    ("fsdp2-2", "megatron-cp2"),
+    ("megatron-cp2", "megatron-tp2"),
 ]
 """Layouts that write a checkpoint, and others that go on from it."""
 

@@ -15,18 +15,33 @@ from torch.nn.functional import pad
 
 from hybridrl.batch import response_lengths, row_lengths
 from hybridrl.errors import DataError
-from hybridrl.models.packed import AttentionKernel, Segment, build_layout
+from hybridrl.models.packed import AttentionKernel, PackLayout, Segment, build_layout
 from hybridrl.models.packed_model import PackedTokens
+from hybridrl.models.packed_share import TokenShare, share_tokens
 from hybridrl.workers.train.microbatch import plan_microbatches
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """One micro-batch."""
+    """One micro-batch, or this rank's share of one."""
 
     tokens: PackedTokens  # on the device
     place_S: Tensor  # int64, on the host: each scored token's place among the batch's flat values
     row_S: Tensor  # int64, on the host: the row b of each scored token
+    num_tokens: int  # of rows, by all ranks that share the pack; 0 in a filler
+    num_scored: int  # by all of them
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A pack, on the host, before it is shared or padded."""
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    segments: list[Segment]
+    scored_S: Tensor
+    place_S: Tensor
+    row_S: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +75,9 @@ class RowPacker:
         response_mask_BL: bool, jagged.
         kernel: the attention that packs are laid out for.
         device: where the model computes.
-        multiple: packs get as many tokens more, which belong to no row, as make them divisible.
+        multiple: packs get as many tokens more, which belong to no row, as make them divisible: the
+            shares of ranks, where they share tokens.
+        share: this rank's part of each pack; None if it has all of it.
 
     Raises:
         DataError: a row begins with a response token, which no token predicts.
@@ -74,8 +91,10 @@ class RowPacker:
         kernel: AttentionKernel,
         device: torch.device,
         multiple: int = 1,
+        share: TokenShare | None = None,
     ) -> None:
         self._multiple = multiple
+        self._share = share
         self._token_ids = token_ids_BL.values()
         self._mask = response_mask_BL.values()
         self._kernel = kernel
@@ -99,8 +118,49 @@ class RowPacker:
 
         Such a filler keeps a rank in step with the collectives of ranks that have more packs.
         """
-        if not rows:
-            return self._filler()
+        whole = self._whole(rows) if rows else _filler()
+        mine, num_missing, layout = self._take_share(whole)
+        tokens = PackedTokens(
+            token_ids_T=pad(mine.token_ids_T, (0, num_missing)).to(self._device),
+            positions_T=pad(mine.positions_T, (0, num_missing)).to(self._device),
+            layout=layout,
+            scored_S=mine.scored_S.to(self._device),
+            targets_S=self._token_ids[mine.place_S].to(self._device),
+        )
+        num_tokens = len(whole.token_ids_T) if rows else 0
+        return Pack(tokens, mine.place_S, mine.row_S, num_tokens, len(whole.place_S))
+
+    def _take_share(self, whole: _Whole) -> tuple[_Whole, int, PackLayout]:
+        """Return what this rank computes of a pack, the padding that follows, and the layout."""
+        if self._share is None:
+            num_missing = -len(whole.token_ids_T) % self._multiple
+            segments = [*whole.segments, *[Segment(num_missing)] * bool(num_missing)]
+            layout = build_layout(segments, kernel=self._kernel, device=self._device)
+            return whole, num_missing, layout
+        shared = share_tokens(
+            whole.segments,
+            self._share,
+            multiple=self._multiple,
+            kernel=self._kernel,
+            device=self._device,
+        )
+        own_U = shared.own_U
+        own_of_token_T = torch.full_like(whole.positions_T, -1)
+        own_of_token_T[own_U] = torch.arange(len(own_U))
+        scored_S = own_of_token_T[whole.scored_S]
+        is_own_S = scored_S >= 0
+        mine = _Whole(
+            token_ids_T=whole.token_ids_T[own_U],
+            positions_T=whole.positions_T[own_U],
+            segments=whole.segments,
+            scored_S=scored_S[is_own_S],
+            place_S=whole.place_S[is_own_S],
+            row_S=whole.row_S[is_own_S],
+        )
+        return mine, shared.num_padding, shared.layout
+
+    def _whole(self, rows: Sequence[int]) -> _Whole:
+        """Lay rows end to end."""
         stretches, prefixes = self._lay_out(rows)
         lengths_K = torch.tensor([stretch.num_tokens for stretch in stretches])
         ends_K = lengths_K.cumsum(0)
@@ -112,17 +172,14 @@ class RowPacker:
         shared_S, shared_row_S, shared_place_S = self._score_by_shared(rows, stretches, ends_K)
         place_S = torch.cat([place_T[own_S] + 1, shared_place_S])
         segments = [Segment(s.num_tokens, p) for s, p in zip(stretches, prefixes, strict=True)]
-        num_missing = -len(place_T) % self._multiple
-        if num_missing:
-            segments.append(Segment(num_missing))
-        tokens = PackedTokens(
-            token_ids_T=pad(self._token_ids[place_T], (0, num_missing)).to(self._device),
-            positions_T=pad(positions_T, (0, num_missing)).to(self._device),
-            layout=build_layout(segments, kernel=self._kernel, device=self._device),
-            scored_S=torch.cat([own_S, shared_S]).to(self._device),
-            targets_S=self._token_ids[place_S].to(self._device),
+        return _Whole(
+            token_ids_T=self._token_ids[place_T],
+            positions_T=positions_T,
+            segments=segments,
+            scored_S=torch.cat([own_S, shared_S]),
+            place_S=place_S,
+            row_S=torch.cat([row_T[own_S], shared_row_S]),
         )
-        return Pack(tokens, place_S, torch.cat([row_T[own_S], shared_row_S]))
 
     def _find_rows(self, lengths_B: Tensor) -> dict[int, _Row]:
         """Describe the rows that have a response, by their numbers."""
@@ -198,18 +255,10 @@ class RowPacker:
         shared_S, row_S, place_S = torch.tensor(scored, dtype=torch.int64).reshape(-1, 3).T
         return shared_S, row_S, place_S
 
-    def _filler(self) -> Pack:
-        nothing_S = torch.zeros(0, dtype=torch.int64)
-        tokens = PackedTokens(
-            token_ids_T=torch.zeros(self._multiple, dtype=torch.int64, device=self._device),
-            positions_T=torch.zeros(self._multiple, dtype=torch.int64, device=self._device),
-            layout=build_layout(
-                [Segment(self._multiple)], kernel=self._kernel, device=self._device
-            ),
-            scored_S=nothing_S.to(self._device),
-            targets_S=nothing_S.to(self._device),
-        )
-        return Pack(tokens, nothing_S, nothing_S)
+
+def _filler() -> _Whole:
+    one_T, nothing_S = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+    return _Whole(one_T, one_T, [Segment(1)], nothing_S, nothing_S, nothing_S)
 
 
 def _spread(values_K: Tensor | list[int], lengths_K: Tensor) -> Tensor:

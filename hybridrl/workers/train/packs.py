@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.models.packed import AttentionKernel
+from hybridrl.models.packed_share import TokenShare
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.packing import Pack, RowPacker
 
@@ -57,6 +58,9 @@ class Packing:
     multiple: int = 1
     """Of which each pack's tokens are a multiple, where ranks share them evenly."""
 
+    share: TokenShare | None = None
+    """This rank's part of each pack, where ranks share tokens."""
+
     group_size: int = 1
     """Of which the number of packs is a multiple, where a schedule asks for it."""
 
@@ -72,6 +76,7 @@ class Packing:
             kernel=self.kernel,
             device=self.device,
             multiple=self.multiple,
+            share=self.share,
         )
         plan = packer.plan(self.max_tokens)
         longest = int(self.ranks.gather([len(plan)]).max())

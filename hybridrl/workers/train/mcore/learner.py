@@ -135,8 +135,11 @@ class StagedLearner(StagedModel):
         result = self.optimizer.step(total_loss)
         counts = self.leads and self.dp_rank == 0
         told = step_metrics(result, area=self._area, counts=counts)
-        of_rows = [metrics for _, metrics in found] if self.leads else []
-        return merge([*of_rows, self.constants | told])
+        of_rows: Metrics = {}
+        if self._parallel.counts:
+            mine = merge(metrics for _, metrics in found)
+            of_rows = self._parallel.ranks_with_other_tokens().merge(mine)
+        return merge([of_rows if self.leads else {}, self.constants | told])
 
     def _wrap(self, models: list[PackedStage], config: EngineConfig) -> list[nn.Module]:
         overlap = self._parallel.config.overlap_communication

@@ -85,6 +85,7 @@ class StagedModel(ResidentModel):
             ranks=self._data_ranks,
             device=setting.device,
             multiple=megatron.tensor_parallel_size if megatron.sequence_parallel else 1,
+            share=self._parallel.token_share,
             group_size=megatron.pipeline_parallel_size if num_virtual > 1 else 1,
         )
         self._models = [
@@ -129,6 +130,8 @@ class StagedModel(ResidentModel):
         columns = torch.zeros(num_columns, *token_ids_BL.values().shape, device=self._device)
         for place_S, scores in found:
             columns[:, place_S.to(self._device)] = scores.view(num_columns, -1)
+        if self._parallel.is_last_stage:
+            self._parallel.ranks_with_other_tokens().sum(columns)
         pipeline = self._parallel.pipeline
         if pipeline.size > 1:
             with activity.doing("broadcast", waits=True):
