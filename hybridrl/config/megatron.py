@@ -42,11 +42,14 @@ class MegatronConfig:
     """Ranks that share the matrices of one expert."""
 
     layers: Literal["auto", "local", "transformer_engine"]
-    """Whose kernels compute a layer: TransformerEngine's, or megatron-core's own with the attention
-    that FSDP2 has. ``auto`` is TransformerEngine where it is installed."""
+    """Whose kernels compute a layer: TransformerEngine's, or megatron-core's own. The attention is
+    that of FSDP2 in either. ``auto`` is TransformerEngine where it is installed, on CUDA, and no
+    adapter stands beside linear layers."""
 
     overlap_communication: bool
-    """Sum gradients and gather parameters while other layers compute. CUDA only."""
+    """Sum gradients over data-parallel ranks while earlier layers compute theirs, in the last
+    micro-batch of a step. CUDA only. Weights are not gathered in the background after a step: they
+    are exported, or computed with, right then."""
 
     load_balance_coefficient: NotNegative
     """Weight of the load-balance loss of mixture-of-experts layers (arXiv:2006.16668). 0 is off."""

@@ -316,9 +316,22 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     ((*MOE, "megatron.replay_routing=true"), "megatron.replay_routing", "does not say which"),
     (
-        (*MEGATRON, "megatron.transformer_args={sequence_parallel: true, fp8: hybrid}"),
+        (
+            *MEGATRON,
+            "megatron.transformer_args={sequence_parallel: true, bias_activation_fusion: true}",
+        ),
         "megatron.transformer_args.sequence_parallel",
         "megatron.sequence_parallel says that",
+    ),
+    (
+        (*MEGATRON, "megatron.transformer_args={fp8: hybrid}"),
+        "megatron.transformer_args.fp8",
+        "TransformerEngine's, which runs on CUDA alone",
+    ),
+    (
+        (*MEGATRON, "megatron.transformer_args={fp8_param: true}"),
+        "megatron.transformer_args.fp8_param",
+        "exported and saved in the type that is computed in",
     ),
     (
         (*MEGATRON, "megatron.transformer_args={num_query_groups: 2}"),
@@ -509,6 +522,10 @@ def test_transformer_engine_is_accepted_where_it_is_installed(
     (tmp_path / "transformer_engine.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     assert config_of(*given).num_train_groups == 8
+    fp8 = "megatron.transformer_args={fp8: hybrid}"
+    assert config_of(*MEGATRON, *GPUS, fp8).megatron.transformer_args == {"fp8": "hybrid"}
+    local = violations_of(*MEGATRON, *GPUS, "megatron.layers=local", fp8)
+    assert [violation.key for violation in local] == ["megatron.transformer_args.fp8"]
 
 
 def test_all_sizes_that_do_not_divide_are_told_at_once_each_with_shapes_that_work() -> None:
@@ -555,8 +572,8 @@ def test_the_section_that_nobody_changed_is_that_of_the_file() -> None:
 
 
 def test_what_megatron_alone_knows_passes_through() -> None:
-    given = config_of(*MEGATRON, "megatron.transformer_args={fp8: hybrid}")
-    assert given.megatron.transformer_args == {"fp8": "hybrid"}
+    given = config_of(*MEGATRON, "megatron.transformer_args={bias_activation_fusion: true}")
+    assert given.megatron.transformer_args == {"bias_activation_fusion": True}
 
 
 def test_a_hook_that_is_there_is_accepted_and_its_module_is_not_imported(tmp_path: Path) -> None:

@@ -98,6 +98,17 @@ ENGINES: dict[str, EngineUnderTest] = {
             _megatron("pp2-vp2", pipeline_parallel_size=2, num_virtual_stages=2, num_layers=4),
             _megatron("dp2", dp_size=2),
             _megatron("cp2", context_parallel_size=2),
+            _megatron("dp2-overlap", dp_size=2, overlap_communication=True, is_nightly=True),
+            _megatron(
+                "pp2-vp2-overlap",
+                pipeline_parallel_size=2,
+                num_virtual_stages=2,
+                num_layers=4,
+                overlap_communication=True,
+                num_ranks=4,
+                dp_size=2,
+                is_nightly=True,
+            ),
             _megatron(
                 "cp2-tp2",
                 context_parallel_size=2,

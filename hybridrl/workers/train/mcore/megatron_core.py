@@ -19,13 +19,14 @@ with warnings.catch_warnings():
         finalize_model_grads,
     )
     from megatron.core.enums import ModelType
+    from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
     from megatron.core.models.common.embeddings.language_model_embedding import (
         LanguageModelEmbedding,
     )
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_decoder_layer_specs,
         get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
     )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -62,6 +63,7 @@ for _message in (
     warnings.filterwarnings("ignore", message=_message)
 
 __all__ = [
+    "HAVE_TE",
     "ChainedOptimizer",
     "ColumnParallelLinear",
     "DistributedDataParallel",
@@ -75,6 +77,7 @@ __all__ = [
     "PackedSeqParams",
     "ProcessGroupCollection",
     "RowParallelLinear",
+    "TENorm",
     "TransformerBlock",
     "TransformerBlockSubmodules",
     "TransformerConfig",
@@ -83,8 +86,8 @@ __all__ = [
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",
     "get_forward_backward_func",
-    "get_gpt_decoder_layer_specs",
     "get_gpt_layer_local_spec",
+    "get_gpt_layer_with_transformer_engine_spec",
     "get_megatron_optimizer",
     "get_num_layers_to_build",
     "get_transformer_layer_offset",

@@ -115,7 +115,6 @@ class DistributedAdamW:
                 bf16=is_half,
                 params_dtype=torch.bfloat16 if is_half else torch.float32,
                 use_distributed_optimizer=True,
-                overlap_param_gather=parallel.config.overlap_communication,
             ),
             list(stages),
             use_gloo_process_groups=False,
