@@ -193,6 +193,7 @@ time/restart_s | s | a broken engine starts anew
 memory/{stage}_peak_bytes/max | bytes | peak in a stage, or in build, generate, values, update ...
 memory/{phase}_plan_error_fraction | 1 | measured peak over predicted peak, less 1
 memory/released_bytes | bytes | what the engines gave back
+memory/asleep_residue_bytes | bytes | on CUDA: neither free nor torch's while the engine sleeps
 memory/unmoved_releases | releases | releases that an engine answered without freeing memory
 memory/synced_bytes | bytes | weights sent from trainer to engines
 memory/weight_backup_bytes | bytes | weights copied to host memory because no sync rewrites them

@@ -32,7 +32,8 @@ class MegatronConfig:
     """Stretches of layers on each pipeline rank: more make shorter bubbles and more messages."""
 
     context_parallel_size: Count
-    """Ranks that share the tokens of a row in attention. Needs TransformerEngine."""
+    """Ranks that share the tokens of each row, and gather keys and values in attention: for rows
+    too long for one. A pack of max_tokens_per_microbatch is divided among them."""
 
     expert_parallel_size: Count
     """Ranks, of those with other rows or other tokens, that share the experts of a layer."""
@@ -41,11 +42,14 @@ class MegatronConfig:
     """Ranks that share the matrices of one expert."""
 
     layers: Literal["auto", "local", "transformer_engine"]
-    """Whose kernels compute a layer: TransformerEngine's, or megatron-core's own with the attention
-    that FSDP2 has. ``auto`` is TransformerEngine where it is installed."""
+    """Whose kernels compute a layer: TransformerEngine's, or megatron-core's own. The attention is
+    that of FSDP2 in either. ``auto`` is TransformerEngine where it is installed, on CUDA, and no
+    adapter stands beside linear layers."""
 
     overlap_communication: bool
-    """Sum gradients and gather parameters while other layers compute. CUDA only."""
+    """Sum gradients over data-parallel ranks while earlier layers compute theirs, in the last
+    micro-batch of a step. CUDA only. Weights are not gathered in the background after a step: they
+    are exported, or computed with, right then."""
 
     load_balance_coefficient: NotNegative
     """Weight of the load-balance loss of mixture-of-experts layers (arXiv:2006.16668), added up

@@ -14,7 +14,6 @@ from hybridrl.config.megatron import MegatronConfig
 from hybridrl.config.megatron_shapes import (
     ShapeFacts,
     broken_sizes,
-    has_transformer_engine,
     nearest_shapes,
     value_of,
 )
@@ -76,6 +75,7 @@ _OF_THE_MODEL = frozenset(
 """Fields that follow from the model's config.json."""
 
 _SAME_POLICY = "the policy that is trained would not be the one that sampled"
+_COMPUTED = "weights are loaded, exported and saved in the type that is computed in"
 _OURS: Mapping[str, str] = {
     "calculate_per_token_loss": "losses come weighed, so gradients are summed",
     "variable_seq_lengths": "micro-batches differ in length",
@@ -89,6 +89,8 @@ _OURS: Mapping[str, str] = {
     "perform_initialization": "weights are read from the model folder",
     "use_cpu_initialization": "weights are read from the model folder",
     "init_model_with_meta_device": "weights are read from the model folder",
+    "fp8_param": _COMPUTED,
+    "fp4_param": _COMPUTED,
     "cpu_offloading": "rollout.sleep moves training state, and it would no longer know where it is",
     "finalize_model_grads_func": "it is a function of the engine",
     "grad_scale_func": "it is a function of the engine",
@@ -173,15 +175,19 @@ def _divides_rows(config: ExperimentConfig) -> bool:
     return all(next(rule(config), None) is None for rule in rules)
 
 
+def has_transformer_engine() -> bool:
+    """Look whether TransformerEngine is installed, without importing it."""
+    return find_spec("transformer_engine") is not None
+
+
 def check_layer_kernels(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Kernels that are asked for are there, and run on the device."""
     if not config.megatron_worlds:
         return
     is_cuda = config.cluster.device == "cuda"
-    if config.megatron.layers == "transformer_engine" and not (
-        is_cuda and has_transformer_engine()
-    ):
-        missing = "is not installed" if is_cuda else "runs on CUDA alone, and cluster.device=cpu"
+    missing = "is not installed" if is_cuda else "runs on CUDA alone, and cluster.device=cpu"
+    has_kernels = is_cuda and has_transformer_engine()
+    if config.megatron.layers == "transformer_engine" and not has_kernels:
         how = "pip install 'transformer-engine[pytorch]', or " if is_cuda else ""
         remedies = [("megatron.layers=auto",), ("megatron.layers=local",)]
         yield ConfigError(
@@ -191,6 +197,7 @@ def check_layer_kernels(config: ExperimentConfig) -> Iterator[ConfigError]:
             fix=f"{how}set megatron.layers=auto, or set megatron.layers=local",
             remedies=remedies,
         )
+    yield from _few_bits(config, missing="" if has_kernels else missing)
     if config.megatron.overlap_communication and not is_cuda:
         yield ConfigError(
             "megatron.overlap_communication",
@@ -198,6 +205,23 @@ def check_layer_kernels(config: ExperimentConfig) -> Iterator[ConfigError]:
             rule="collectives overlap with computation on CUDA streams, and cluster.device=cpu",
             remedies=[("megatron.overlap_communication=false",)],
         )
+
+
+def _few_bits(config: ExperimentConfig, *, missing: str) -> Iterator[ConfigError]:
+    """Matrix products of 8 and 4 bits are TransformerEngine's; without it nobody would do them."""
+    is_local = config.megatron.layers == "local"
+    for name in ("fp8", "fp4"):
+        value = config.megatron.transformer_args.get(name)
+        if value and (missing or is_local):
+            key = f"megatron.transformer_args.{name}"
+            what = "and megatron.layers=local" if is_local else f"which {missing}"
+            yield ConfigError(
+                key,
+                value,
+                f"such matrix products are TransformerEngine's, {what}",
+                fix=f"leave it out, or add ~{key}",
+                remedies=[(f"~{key}",)],
+            )
 
 
 def check_master_weights(config: ExperimentConfig) -> Iterator[ConfigError]:

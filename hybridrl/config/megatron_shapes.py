@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from itertools import combinations, islice, product
 from typing import Any, Self
 
@@ -54,9 +53,6 @@ class ShapeFacts:
     is_known: bool
     """The model's sizes could be read."""
 
-    has_transformer_engine: bool
-    """It is installed."""
-
     @classmethod
     def of(cls, config: ExperimentConfig) -> Self:
         """Read config.json, and look around."""
@@ -77,19 +73,13 @@ class ShapeFacts:
             num_experts=num_experts,
             expert_intermediate_size=size("moe_intermediate_size"),
             is_known=bool(values),
-            has_transformer_engine=has_transformer_engine(),
         )
-
-
-def has_transformer_engine() -> bool:
-    """Look whether TransformerEngine is installed, without importing it."""
-    return find_spec("transformer_engine") is not None
 
 
 def broken_sizes(config: ExperimentConfig, facts: ShapeFacts) -> Iterator[Broken]:
     """Yield every rule that the parallel sizes of ``config`` break; none without megatron."""
     if config.megatron_worlds:
-        for rule in (_worlds, _tensor, _sequence, _pipeline, _context, _experts):
+        for rule in (_worlds, _tensor, _sequence, _pipeline, _experts):
             yield from rule(config, facts)
 
 
@@ -150,25 +140,6 @@ def _pipeline(config: ExperimentConfig, facts: ShapeFacts) -> Iterator[Broken]:
         )
     if num_virtual > 1 and num_stages == 1:
         yield "megatron.num_virtual_stages", "needs pipeline_parallel_size of at least 2"
-
-
-def _context(config: ExperimentConfig, facts: ShapeFacts) -> Iterator[Broken]:
-    key, size = "megatron.context_parallel_size", config.megatron.context_parallel_size
-    if size == 1:
-        return
-    has_kernel = config.megatron.layers != "local" and facts.has_transformer_engine
-    if config.cluster.device != "cuda" or not has_kernel:
-        yield (
-            key,
-            "attention over several ranks is TransformerEngine's, on CUDA: needs cluster.device="
-            "cuda, the package transformer_engine, and layers other than local",
-        )
-    if config.max_row_tokens < 2 * size:
-        yield (
-            key,
-            f"a row is cut in {2 * size} pieces, 2 a rank, and the longest has "
-            f"{config.max_row_tokens} tokens",
-        )
 
 
 def _experts(config: ExperimentConfig, facts: ShapeFacts) -> Iterator[Broken]:

@@ -23,7 +23,7 @@ from transformers import (
 
 from hybridrl.config.model import TRANSFORMERS_MODEL_TYPES
 from hybridrl.errors import ModelError, nearest
-from hybridrl.models.packed import PACKED_ATTENTION
+from hybridrl.models.packed_attention import PACKED_ATTENTION
 
 SUPPORTED_MODEL_TYPES = TRANSFORMERS_MODEL_TYPES
 """Architectures whose packed forward pass is proved equal to the one by single rows."""
@@ -117,7 +117,7 @@ def read_model_type(folder: Path) -> str:
 def build_empty_model(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
     """Build the folder's causal language model without memory (on the ``meta`` device).
 
-    Its attention takes packed rows; see ``hybridrl.models.packed``.
+    Its attention takes packed rows; see ``hybridrl.models.packed_attention``.
 
     Raises:
         ModelError: no such folder, no usable ``config.json``, or an architecture that is not one

@@ -1,9 +1,5 @@
 """Attention over rows laid end to end, so that all other layers compute on real tokens only.
 
-Transformers calls the attention function that is registered under ``PACKED_ATTENTION``; the caller
-of the model hands the layout of the rows through as the keyword ``pack_layout``. Transformers
-builds no mask for attention functions it does not know, and none is needed.
-
 Legend: T packed tokens, R rows, L longest row of a bucket, N heads, D size of a head.
 """
 
@@ -11,16 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface
 
-from hybridrl.errors import ModelError
-
-PACKED_ATTENTION = "hybridrl_packed"
+from hybridrl.models.varlen import VarlenLayout
 
 AttentionKernel = Literal["padded", "varlen"]
 
@@ -150,31 +142,41 @@ class _Unpad(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class VarlenLayout:
-    """Attention through torch's variable-length flash kernel: CUDA, 16-bit types, no padding."""
+class Stretches:
+    """Tokens that attend from, stretch by stretch, and what they see; int64 [K], on the host.
 
-    row_offsets: Tensor  # int32 [R + 1], place of each row's first token
-    longest_row: int
+    A stretch sees its prefix, the tokens of its own segment before it, and itself causally.
+    """
 
-    def attend(
-        self, query_TND: Tensor, key_TND: Tensor, value_TND: Tensor, *, scale: float | None
-    ) -> Tensor:
-        """Attend causally within each row; see ``PackLayout.attend``."""
-        # Heads are repeated here because the flag for grouped queries differs between torch 2.11
-        # and 2.13; the kernel sees the same numbers.
-        num_repeats = query_TND.shape[1] // key_TND.shape[1]
-        output = varlen_attn(
-            query_TND,
-            key_TND.repeat_interleave(num_repeats, dim=1),
-            value_TND.repeat_interleave(num_repeats, dim=1),
-            self.row_offsets,
-            self.row_offsets,
-            self.longest_row,
-            self.longest_row,
-            scale=scale,
-            window_size=(-1, 0),
-        )
-        return cast("Tensor", output)
+    num_tokens_K: Tensor
+
+    begin_K: Tensor
+    """First token of the segment that the stretch is of."""
+
+    skip_K: Tensor
+    """Tokens of the segment before the stretch."""
+
+    prefix_begin_K: Tensor
+    prefix_length_K: Tensor
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment]) -> Stretches:
+        """Take each segment of a pack as one stretch."""
+        lengths = torch.tensor([segment.num_tokens for segment in segments])
+        begins = lengths.cumsum(0) - lengths
+        prefix = torch.tensor([-1 if s.prefix is None else s.prefix for s in segments])
+        prefix_lengths = lengths[prefix].masked_fill(prefix < 0, 0)
+        return cls(lengths, begins, torch.zeros_like(lengths), begins[prefix], prefix_lengths)
+
+    @property
+    def num_seen_K(self) -> Tensor:
+        """Tokens that come before the stretch in its row."""
+        return self.prefix_length_K + self.skip_K
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row up to its last stretch's end."""
+        return int((self.num_seen_K + self.num_tokens_K).max())
 
 
 def build_layout(
@@ -188,38 +190,67 @@ def build_layout(
             segments with a prefix.
         device: where the model computes.
     """
-    lengths = torch.tensor([segment.num_tokens for segment in segments])
-    begins = lengths.cumsum(0) - lengths
-    prefix = torch.tensor([-1 if s.prefix is None else s.prefix for s in segments])
-    prefix_lengths = lengths[prefix].masked_fill(prefix < 0, 0)
-    longest_row = int((prefix_lengths + lengths).max())
+    stretches = Stretches.of(segments)
     if kernel == "varlen":
-        row_offsets = torch.cat([begins, lengths.sum()[None]])
-        return VarlenLayout(row_offsets.to(device, torch.int32), longest_row)
-    places = torch.stack([begins, lengths, begins[prefix], prefix_lengths])
+        row_offsets = torch.cat([stretches.begin_K, stretches.num_tokens_K.sum()[None]])
+        return VarlenLayout(row_offsets.to(device, torch.int32), stretches.longest_row)
+    return padded_layout(stretches, device=device)
+
+
+def padded_layout(
+    stretches: Stretches, *, device: torch.device, key_of_token: Tensor | None = None
+) -> PaddedLayout:
+    """Describe stretches to the stock kernel.
+
+    Args:
+        stretches: laid end to end, they are the tokens that attend from.
+        device: where the model computes.
+        key_of_token: int64, on the host: where the key of each token is among those given to
+            ``attend``; None is in the tokens' order.
+    """
+    lengths = stretches.num_tokens_K
     buckets = []
     slots_of_tokens = []
     num_slots = 0
-    for first, last in _bucket_bounds(lengths.tolist(), prefix_lengths.tolist()):
-        bucket = _build_bucket(places[:, first:last, None], device)
-        is_token_RL = torch.arange(bucket.num_columns) < lengths[first:last, None]
+    for first, last in _bucket_bounds(lengths.tolist(), stretches.num_seen_K.tolist()):
+        here = slice(first, last)
+        bucket = _build_bucket(
+            Stretches(
+                lengths[here, None],
+                stretches.begin_K[here, None],
+                stretches.skip_K[here, None],
+                stretches.prefix_begin_K[here, None],
+                stretches.prefix_length_K[here, None],
+            ),
+            device,
+            key_of_token,
+        )
+        is_token_RL = torch.arange(bucket.num_columns) < lengths[here, None]
         slots_of_tokens.append(num_slots + is_token_RL.flatten().nonzero()[:, 0])
         num_slots += is_token_RL.numel()
         buckets.append(bucket)
-    return PaddedLayout(tuple(buckets), torch.cat(slots_of_tokens).to(device), longest_row)
+    slot_of_token = torch.cat(slots_of_tokens).to(device)
+    return PaddedLayout(tuple(buckets), slot_of_token, stretches.longest_row)
 
 
-def _build_bucket(places_4R1: Tensor, device: torch.device) -> _Bucket:
-    """Build a bucket from its segments' begins and lengths, and those of their prefixes."""
-    begin_R1, length_R1, prefix_begin_R1, prefix_length_R1 = places_4R1
-    columns_1K = torch.arange(int((prefix_length_R1 + length_R1).max()))[None]
-    own_RK = torch.minimum(columns_1K - prefix_length_R1, length_R1 - 1)
+def _build_bucket(
+    stretches_R1: Stretches, device: torch.device, key_of_token: Tensor | None
+) -> _Bucket:
+    """Build a bucket of stretches whose columns are [R, 1]."""
+    length_R1, num_seen_R1 = stretches_R1.num_tokens_K, stretches_R1.num_seen_K
+    prefix_length_R1 = stretches_R1.prefix_length_K
+    columns_1K = torch.arange(int((num_seen_R1 + length_R1).max()))[None]
+    own_RK = torch.minimum(columns_1K - prefix_length_R1, stretches_R1.skip_K + length_R1 - 1)
     is_own_RK = columns_1K >= prefix_length_R1
-    key_token_RK = torch.where(is_own_RK, begin_R1 + own_RK, prefix_begin_R1 + columns_1K)
+    key_token_RK = torch.where(
+        is_own_RK, stretches_R1.begin_K + own_RK, stretches_R1.prefix_begin_K + columns_1K
+    )
+    if key_of_token is not None:
+        key_token_RK = key_of_token[key_token_RK]
     num_columns = int(length_R1.max())
     is_visible_R1LK = None
-    if prefix_length_R1.any():
-        row_position_RL = prefix_length_R1 + torch.arange(num_columns)
+    if num_seen_R1.any():
+        row_position_RL = num_seen_R1 + torch.arange(num_columns)
         is_visible_RLK = columns_1K[None] <= row_position_RL[:, :, None]
         is_visible_R1LK = is_visible_RLK[:, None].to(device)
     return _Bucket(
@@ -246,38 +277,3 @@ def _bucket_bounds(lengths: list[int], prefix_lengths: list[int]) -> list[tuple[
 
 def _are_similar(lengths: list[int]) -> bool:
     return min(lengths) >= _SHORTEST_TO_LONGEST * max(lengths)
-
-
-def _packed_attention(  # noqa: PLR0913 - transformers chooses these
-    module: nn.Module,
-    query_1NTD: Tensor,
-    key_1NTD: Tensor,
-    value_1NTD: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    pack_layout: PackLayout,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **_unused: object,  # dropout among them: a policy gradient is taken at the sampled policy
-) -> tuple[Tensor, None]:
-    if attention_mask is not None:
-        raise ModelError(
-            f"packed attention was given a mask of shape {tuple(attention_mask.shape)}; "
-            "call the model with attention_mask=None, the layout alone separates rows"
-        )
-    if sliding_window is not None and pack_layout.longest_row > sliding_window:
-        raise ModelError(
-            f"a row of {pack_layout.longest_row} tokens is longer than the model's sliding window "
-            f"of {sliding_window} tokens; set data.max_prompt_tokens and "
-            f"rollout.max_response_tokens so that their sum is at most {sliding_window}"
-        )
-    output_TND = pack_layout.attend(
-        query_1NTD[0].transpose(0, 1),
-        key_1NTD[0].transpose(0, 1),
-        value_1NTD[0].transpose(0, 1),
-        scale=scaling,
-    )
-    return output_TND[None], None
-
-
-AttentionInterface.register(PACKED_ATTENTION, _packed_attention)

@@ -18,7 +18,7 @@ from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.errors import ConfigError
 from hybridrl.metrics import Metrics
 from hybridrl.trainer.checkpoints import Saver
-from hybridrl.trainer.cluster import start_group
+from hybridrl.trainer.cluster import rank_variables, start_group
 from hybridrl.trainer.export import export
 from hybridrl.trainer.inputs import load_rows
 from hybridrl.trainer.loop import Loop, Recorder, UpdateGuard
@@ -63,6 +63,7 @@ def _tune_once(
             SupervisedWorker,
             _build_spec(config, folder),
             on_failure=record.keep_reports,
+            variables=rank_variables(config),
         ) as group,
         record.watching(group.spans),
     ):
@@ -115,7 +116,11 @@ def warm_up(config: ExperimentConfig, folder: Path, *, record: RunRecord, target
     spec = _build_spec(warmup_config, folder)
     with (
         start_group(
-            config.cluster, SupervisedWorker, spec, on_failure=record.keep_reports
+            config.cluster,
+            SupervisedWorker,
+            spec,
+            on_failure=record.keep_reports,
+            variables=rank_variables(config),
         ) as group,
         record.watching(group.spans),
     ):

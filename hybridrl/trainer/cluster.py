@@ -13,6 +13,7 @@ from ray._private import services
 
 from hybridrl import env, trace
 from hybridrl.config.cluster import ClusterConfig
+from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.setup_hook import SetupHook
 from hybridrl.errors import ResourceError
 from hybridrl.single_controller import (
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 _NVIDIA = Path("/dev/nvidiactl")
 _MIB = 1024 * 1024
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -135,6 +137,19 @@ def _resolve(address: str) -> str:
     return str(found)
 
 
+def rank_variables(config: ExperimentConfig) -> dict[str, str]:
+    """Return the environment variables that the way in which models are cut asks for.
+
+    Tensor-parallel layers of megatron-core put a collective on its way before the matrix product
+    that hides it. A device with one hardware queue takes them in that order; with several the
+    product may come first. It is read once, when CUDA starts. What the user has set stays.
+    """
+    cuts_matrices = config.megatron_worlds and config.megatron.tensor_parallel_size > 1
+    if not cuts_matrices or config.cluster.device != "cuda" or env.get(_QUEUES):
+        return {}
+    return {_QUEUES: "1"}
+
+
 def _rank_environment(cluster: ClusterConfig) -> dict[str, str]:
     """Return what ranks need set and do not inherit.
 
@@ -156,6 +171,7 @@ def start_group(
     worker: type[Worker],
     *args: object,
     on_failure: OnFailure | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> RayWorkerGroup:
     """Start one process per rank and construct ``worker(*args)`` in each.
 
@@ -166,12 +182,14 @@ def start_group(
         worker: the class.
         args: of its constructor.
         on_failure: see `RayWorkerGroup`.
+        variables: more of the processes' environment; see `rank_variables`.
 
     Raises:
         ResourceError: the cluster lacks the resources; names what is asked for and what there is.
         RemoteCallError: a constructor raised, or ``cluster.worker_setup_hook``.
     """
-    return _start_group(cluster, RayClassWithInitArgs(worker, *args), on_failure)
+    made = RayClassWithInitArgs(worker, *args)
+    return _start_group(cluster, made, on_failure, variables=variables or {})
 
 
 def start_fused_group(
@@ -179,6 +197,7 @@ def start_fused_group(
     roles: Mapping[str, tuple[type[Worker], object]],
     *,
     on_failure: OnFailure | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> RayWorkerGroup:
     """Start one process per rank that holds a worker of each role.
 
@@ -186,17 +205,23 @@ def start_fused_group(
         cluster: how many ranks, and what each gets.
         roles: by prefix, the worker's class and the argument of its constructor.
         on_failure: see `RayWorkerGroup`.
+        variables: as for `start_group`.
 
     Raises:
         ResourceError: the cluster lacks the resources; names what is asked for and what there is.
         RemoteCallError: a constructor raised, or ``cluster.worker_setup_hook``.
     """
     classes = {prefix: RayClassWithInitArgs(cls, spec) for prefix, (cls, spec) in roles.items()}
-    return _start_group(cluster, create_colocated_worker_cls(classes), on_failure)
+    made = create_colocated_worker_cls(classes)
+    return _start_group(cluster, made, on_failure, variables=variables or {})
 
 
 def _start_group(
-    cluster: ClusterConfig, worker: RayClassWithInitArgs, on_failure: OnFailure | None
+    cluster: ClusterConfig,
+    worker: RayClassWithInitArgs,
+    on_failure: OnFailure | None,
+    *,
+    variables: Mapping[str, str],
 ) -> RayWorkerGroup:
     pool = RayResourcePool(
         process_on_nodes=[cluster.num_ranks_per_node] * cluster.num_nodes,
@@ -209,7 +234,7 @@ def _start_group(
         group = RayWorkerGroup(
             resource_pool=pool,
             ray_cls_with_init=worker,
-            env_vars=_rank_environment(cluster),
+            env_vars={**_rank_environment(cluster), **variables},
             timeout_s=cluster.call_timeout_s,
             start_timeout_s=cluster.start_timeout_s,
             on_failure=on_failure,

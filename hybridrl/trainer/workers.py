@@ -13,7 +13,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.planning.frozen_base import plan_base
 from hybridrl.single_controller import RayWorkerGroup, Worker, WorkerGroup
 from hybridrl.trainer.checkpoints import Saver
-from hybridrl.trainer.cluster import start_fused_group, start_group
+from hybridrl.trainer.cluster import rank_variables, start_fused_group, start_group
 from hybridrl.trainer.policy import Critic, Policy
 from hybridrl.trainer.record import RunRecord
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
@@ -51,11 +51,13 @@ def start_workers(
     """
     actor_spec, critic_spec = build_actor_spec(config, folder), build_critic_spec(config, folder)
     reports = record.keep_reports
-    cluster = _patient(config)
+    cluster, variables = _patient(config), rank_variables(config)
     with ExitStack() as opened:
 
         def start(cluster: ClusterConfig, cls: type[Worker], spec: object) -> RayWorkerGroup:
-            group = opened.enter_context(start_group(cluster, cls, spec, on_failure=reports))
+            group = opened.enter_context(
+                start_group(cluster, cls, spec, on_failure=reports, variables=variables)
+            )
             opened.enter_context(record.watching(group.spans))
             return group
 
@@ -68,7 +70,9 @@ def start_workers(
                 "actor": (ActorRolloutWorker, actor_spec),
                 "critic": (CriticWorker, critic_spec),
             }
-            fused = opened.enter_context(start_fused_group(cluster, roles, on_failure=reports))
+            fused = opened.enter_context(
+                start_fused_group(cluster, roles, on_failure=reports, variables=variables)
+            )
             opened.enter_context(record.watching(fused.spans))
             groups = fused.spawn(roles)
             yield _as_workers(groups["actor"], groups["critic"])

@@ -268,21 +268,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "no experts to share",
     ),
     (
-        (*FOUR, "megatron.context_parallel_size=2"),
-        "megatron.context_parallel_size",
-        "TransformerEngine's, on CUDA",
-    ),
-    (
-        (*MEGATRON, *GPUS, "megatron.context_parallel_size=2", "megatron.layers=local"),
-        "megatron.context_parallel_size",
-        "layers other than local",
-    ),
-    (
-        (*MEGATRON, "cluster.num_ranks_per_node=64", "megatron.context_parallel_size=64"),
-        "megatron.context_parallel_size",
-        "cut in 128 pieces, 2 a rank, and the longest has 48 tokens",
-    ),
-    (
         (*MOE, *GPUS, "megatron.expert_parallel_size=3", "cluster.num_ranks_per_node=6"),
         "megatron.expert_parallel_size",
         "divide the model's 8 experts",
@@ -361,9 +346,22 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "added up over micro-batches",
     ),
     (
-        (*MEGATRON, "megatron.transformer_args={sequence_parallel: true, fp8: hybrid}"),
+        (
+            *MEGATRON,
+            "megatron.transformer_args={sequence_parallel: true, bias_activation_fusion: true}",
+        ),
         "megatron.transformer_args.sequence_parallel",
         "megatron.sequence_parallel says that",
+    ),
+    (
+        (*MEGATRON, "megatron.transformer_args={fp8: hybrid}"),
+        "megatron.transformer_args.fp8",
+        "TransformerEngine's, which runs on CUDA alone",
+    ),
+    (
+        (*MEGATRON, "megatron.transformer_args={fp8_param: true}"),
+        "megatron.transformer_args.fp8_param",
+        "exported and saved in the type that is computed in",
     ),
     (
         (*MEGATRON, "megatron.transformer_args={num_query_groups: 2}"),
@@ -540,15 +538,24 @@ def test_a_run_on_megatron_without_it_is_told_how_to_get_it(
     assert violation.remedies == (("critic.engine=fsdp2",),)
 
 
-def test_context_parallelism_is_accepted_where_transformer_engine_is(
+def test_context_parallel_ranks_have_the_same_rows_on_any_device() -> None:
+    sizes = (*MEGATRON, "cluster.num_ranks_per_node=4", "megatron.context_parallel_size=2")
+    assert config_of(*sizes).num_train_groups == 2
+    assert config_of(*MEGATRON, *GPUS, "megatron.context_parallel_size=2").num_train_groups == 4
+
+
+def test_transformer_engine_is_accepted_where_it_is_installed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    given = (*MEGATRON, *GPUS, "megatron.context_parallel_size=2")
-    assert violations_of(*given)[0].key == "megatron.context_parallel_size"
+    given = (*MEGATRON, *GPUS, "megatron.layers=transformer_engine")
+    assert violations_of(*given)[0].key == "megatron.layers"
     (tmp_path / "transformer_engine.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    assert config_of(*given).num_train_groups == 4
-    assert config_of(*given, "megatron.layers=transformer_engine").num_train_groups == 4
+    assert config_of(*given).num_train_groups == 8
+    fp8 = "megatron.transformer_args={fp8: hybrid}"
+    assert config_of(*MEGATRON, *GPUS, fp8).megatron.transformer_args == {"fp8": "hybrid"}
+    local = violations_of(*MEGATRON, *GPUS, "megatron.layers=local", fp8)
+    assert [violation.key for violation in local] == ["megatron.transformer_args.fp8"]
 
 
 def test_all_sizes_that_do_not_divide_are_told_at_once_each_with_shapes_that_work() -> None:
@@ -595,8 +602,8 @@ def test_the_section_that_nobody_changed_is_that_of_the_file() -> None:
 
 
 def test_what_megatron_alone_knows_passes_through() -> None:
-    given = config_of(*MEGATRON, "megatron.transformer_args={fp8: hybrid}")
-    assert given.megatron.transformer_args == {"fp8": "hybrid"}
+    given = config_of(*MEGATRON, "megatron.transformer_args={bias_activation_fusion: true}")
+    assert given.megatron.transformer_args == {"bias_activation_fusion": True}
 
 
 def test_a_hook_that_is_there_is_accepted_and_its_module_is_not_imported(tmp_path: Path) -> None:

@@ -104,6 +104,41 @@ ENGINES: dict[str, EngineUnderTest] = {
             _megatron("pp2", pipeline_parallel_size=2, by_day="numbers"),
             _megatron("pp2-vp2", pipeline_parallel_size=2, num_virtual_stages=2, num_layers=4),
             _megatron("dp2", dp_size=2),
+            _megatron("cp2", context_parallel_size=2, by_day="numbers"),
+            _megatron("dp2-overlap", dp_size=2, overlap_communication=True, by_day="nothing"),
+            _megatron(
+                "pp2-vp2-overlap",
+                pipeline_parallel_size=2,
+                num_virtual_stages=2,
+                num_layers=4,
+                overlap_communication=True,
+                num_ranks=4,
+                dp_size=2,
+                by_day="nothing",
+            ),
+            _megatron(
+                "cp2-tp2",
+                context_parallel_size=2,
+                tensor_parallel_size=2,
+                sequence_parallel=True,
+                num_ranks=4,
+                max_share=0.7,
+                by_day="nothing",
+            ),
+            _megatron(
+                "cp2-pp2",
+                context_parallel_size=2,
+                pipeline_parallel_size=2,
+                num_ranks=4,
+                by_day="nothing",
+            ),
+            _megatron(
+                "cp2-ep2",
+                context_parallel_size=2,
+                expert_parallel_size=2,
+                family="qwen3_moe",
+                by_day="nothing",
+            ),
             _megatron("tp2-pp2", tensor_parallel_size=2, pipeline_parallel_size=2, num_ranks=4),
             _megatron("ep2", expert_parallel_size=2, dp_size=2, family="qwen3_moe"),
             _megatron(
@@ -134,6 +169,8 @@ RESHAPES = [
     ("megatron-dp2", "megatron-pp2"),
     ("megatron-tp2", "fsdp2-2"),
     ("fsdp2-2", "megatron-pp2"),
+    ("fsdp2-2", "megatron-cp2"),
+    ("megatron-cp2", "megatron-tp2"),
 ]
 """Layouts that write a checkpoint, and others that go on from it."""
 

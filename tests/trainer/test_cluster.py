@@ -1,12 +1,20 @@
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hybridrl.errors import ResourceError
-from hybridrl.trainer.cluster import require_device
+from hybridrl.single_controller import Dispatch, Worker, register
+from hybridrl.trainer.cluster import (
+    rank_variables,
+    require_device,
+    start_fused_group,
+    start_group,
+)
+from tests.config.values import config_of
 from tests.runs.small import small_config
 
 
@@ -17,3 +25,39 @@ def test_a_missing_gpu_is_named_before_ray_would_wait_for_one(tmp_path: Path) ->
         require_device(cluster)
     require_device(replace(cluster, ray_address="auto"))  # that cluster's nodes may have some
     require_device(replace(cluster, device="cpu"))
+
+
+def test_tensor_parallel_ranks_on_cuda_get_one_hardware_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    gpus = ("cluster=one_gpu", "cluster.num_ranks_per_node=8", "actor=megatron")
+    cut = config_of(*gpus, "megatron.tensor_parallel_size=2")
+    assert rank_variables(cut) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert rank_variables(config_of(*gpus)) == {}
+    assert rank_variables(replace(cut, cluster=replace(cut.cluster, device="cpu"))) == {}
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "4")
+    assert rank_variables(cut) == {}
+
+
+class Environment(Worker):
+    """Says what a variable was before its constructor ran."""
+
+    def __init__(self, *_: object) -> None:
+        self.queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def told(self) -> str | None:
+        return self.queues
+
+
+def test_variables_reach_ranks_before_their_workers_are_made(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    cluster = replace(small_config(tmp_path / "run").cluster, num_ranks_per_node=2)
+    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    with start_group(cluster, Environment, variables=variables) as group:
+        assert group.told() == ["1", "1"]
+    roles = {"first": (Environment, None), "second": (Environment, None)}
+    with start_fused_group(cluster, roles, variables=variables) as fused:
+        assert fused.second_told() == ["1", "1"]

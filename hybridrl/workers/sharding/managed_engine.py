@@ -12,11 +12,16 @@ from torch import Tensor
 from hybridrl import trace
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError
-from hybridrl.metrics import Metrics, Sum, merge
+from hybridrl.metrics import Max, Metrics, Sum, merge
 from hybridrl.models.adapter_names import is_adapter_name
 from hybridrl.workers.rollout.protocol import MemoryPart, Offer, RolloutEngine, WeightPort
 from hybridrl.workers.sharding.ledger import WeightLedger
-from hybridrl.workers.sharding.memory import empty_cache, free_bytes, wait_until_freed
+from hybridrl.workers.sharding.memory import (
+    empty_cache,
+    free_bytes,
+    residue_bytes,
+    wait_until_freed,
+)
 from hybridrl.workers.sharding.memory_table import Holder, device_figures, memory_table
 
 log = logging.getLogger(__name__)
@@ -236,6 +241,10 @@ class ManagedEngine:
             timeout_s=self._release_timeout_s,
         )
         self._add("memory/released_bytes", resident)
+        residue = residue_bytes(self._device)
+        if residue is not None and self._released == set(MemoryPart):
+            found: Metrics = {"memory/asleep_residue_bytes": Max(residue)}
+            self._metrics = merge([self._metrics, found])
 
     def _resume(self, part: MemoryPart) -> None:
         """Allocate what was released, and nothing else: an engine may refuse, or leak, the rest."""

@@ -28,6 +28,18 @@ def free_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
+def residue_bytes(device: torch.device) -> int | None:
+    """Return what of the device is neither free nor torch's in this process; None on a CPU.
+
+    While engines sleep nobody can give it back: contexts and NCCL's buffers of all processes on
+    the device, and what an engine keeps beside its weights and cache.
+    """
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
 def wait_until_freed(
     resident_bytes: Callable[[], int],
     *,

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl import activity
+from hybridrl.metrics import Metrics, merge
 
 
 class Ranks:
@@ -42,6 +43,15 @@ class Ranks:
             with activity.doing("all_reduce", waits=True):
                 dist.all_reduce(values, group=self._group)
         return values
+
+    def merge(self, metrics: Metrics) -> Metrics:
+        """Return what all ranks have to tell, on every rank."""
+        if self.size == 1:
+            return metrics
+        everyone: list[Metrics] = [{} for _ in range(self.size)]
+        with activity.doing("all_gather", waits=True):
+            dist.all_gather_object(everyone, metrics, group=self._group)
+        return merge(everyone)
 
     def share_text(self, text: str) -> str:
         """Return the first rank's text on every rank; doubles as a barrier."""

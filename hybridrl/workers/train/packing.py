@@ -1,7 +1,7 @@
 """From jagged batches to packs: rows laid end to end, with the places of their scored tokens.
 
 Legend: B rows of the batch, L tokens of a row, K stretches of a pack, T packed tokens,
-S scored (response) tokens. Of experts: J layers, K experts that a token goes through.
+S scored (response) tokens.
 """
 
 from __future__ import annotations
@@ -16,23 +16,34 @@ from torch.nn.functional import pad
 
 from hybridrl.batch import response_lengths, row_lengths
 from hybridrl.errors import DataError
-from hybridrl.models.packed import AttentionKernel, Segment, build_layout
+from hybridrl.models.packed import AttentionKernel, PackLayout, Segment, build_layout
 from hybridrl.models.packed_model import PackedTokens
+from hybridrl.models.packed_share import TokenShare, share_tokens
 from hybridrl.workers.train.microbatch import plan_microbatches
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """One micro-batch."""
+    """One micro-batch, or this rank's share of one."""
 
     tokens: PackedTokens  # on the device
     place_S: Tensor  # int64, on the host: each scored token's place among the batch's flat values
     row_S: Tensor  # int64, on the host: the row b of each scored token
+    num_tokens: int  # of rows, by all ranks that share the pack; 0 in a filler
+    num_scored: int  # by all of them
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are of a row: neither filler nor what makes them divisible."""
-        return len(self.tokens.token_ids_T) - self.tokens.num_padding
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A pack, on the host, before it is shared or padded."""
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    segments: list[Segment]
+    scored_S: Tensor
+    place_S: Tensor
+    row_S: Tensor
+    experts_TJK: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +53,7 @@ class _Row:
     begin: int  # place of its first token among the flat values
     num_tokens: int  # tokens that are computed: all but the last
     num_prompt_tokens: int  # tokens before the first response token
-    prompt: bytes  # equal for siblings that went through the same experts up to its end
+    prompt: bytes  # equal for siblings
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +80,9 @@ class RowPacker:
         response_mask_BL: bool, jagged.
         kernel: the attention that packs are laid out for.
         device: where the model computes.
-        multiple: packs get as many tokens more, which belong to no row, as make them divisible.
+        multiple: packs get as many tokens more, which belong to no row, as make them divisible: the
+            shares of ranks, where they share tokens.
+        share: this rank's part of each pack; None if it has all of it.
         routed_experts_BLJK: int16, jagged, the experts to go through; None leaves it to the model.
 
     Raises:
@@ -84,9 +97,11 @@ class RowPacker:
         kernel: AttentionKernel,
         device: torch.device,
         multiple: int = 1,
+        share: TokenShare | None = None,
         routed_experts_BLJK: Tensor | None = None,
     ) -> None:
         self._multiple = multiple
+        self._share = share
         self._experts = None if routed_experts_BLJK is None else routed_experts_BLJK.values()
         self._token_ids = token_ids_BL.values()
         self._mask = response_mask_BL.values()
@@ -111,8 +126,56 @@ class RowPacker:
 
         Such a filler keeps a rank in step with the collectives of ranks that have more packs.
         """
-        if not rows:
-            return self._filler()
+        whole = self._whole(rows) if rows else self._filler()
+        mine, num_missing, layout = self._take_share(whole)
+        num_tokens = len(whole.token_ids_T) if rows else 0
+        experts_TJK = mine.experts_TJK
+        if experts_TJK is not None:
+            experts_TJK = pad(experts_TJK, (0, 0, 0, 0, 0, num_missing), value=-1)
+        tokens = PackedTokens(
+            token_ids_T=pad(mine.token_ids_T, (0, num_missing)).to(self._device),
+            positions_T=pad(mine.positions_T, (0, num_missing)).to(self._device),
+            layout=layout,
+            scored_S=mine.scored_S.to(self._device),
+            targets_S=self._token_ids[mine.place_S].to(self._device),
+            num_padding=num_missing + (0 if rows else len(mine.token_ids_T)),
+            num_row_tokens=num_tokens,
+            experts_TJK=experts_TJK,
+        )
+        return Pack(tokens, mine.place_S, mine.row_S, num_tokens, len(whole.place_S))
+
+    def _take_share(self, whole: _Whole) -> tuple[_Whole, int, PackLayout]:
+        """Return what this rank computes of a pack, the padding that follows, and the layout."""
+        if self._share is None:
+            num_missing = -len(whole.token_ids_T) % self._multiple
+            segments = [*whole.segments, *[Segment(num_missing)] * bool(num_missing)]
+            layout = build_layout(segments, kernel=self._kernel, device=self._device)
+            return whole, num_missing, layout
+        shared = share_tokens(
+            whole.segments,
+            self._share,
+            multiple=self._multiple,
+            kernel=self._kernel,
+            device=self._device,
+        )
+        own_U = shared.own_U
+        own_of_token_T = torch.full_like(whole.positions_T, -1)
+        own_of_token_T[own_U] = torch.arange(len(own_U))
+        scored_S = own_of_token_T[whole.scored_S]
+        is_own_S = scored_S >= 0
+        mine = _Whole(
+            token_ids_T=whole.token_ids_T[own_U],
+            positions_T=whole.positions_T[own_U],
+            segments=whole.segments,
+            scored_S=scored_S[is_own_S],
+            place_S=whole.place_S[is_own_S],
+            row_S=whole.row_S[is_own_S],
+            experts_TJK=None if whole.experts_TJK is None else whole.experts_TJK[own_U],
+        )
+        return mine, shared.num_padding, shared.layout
+
+    def _whole(self, rows: Sequence[int]) -> _Whole:
+        """Lay rows end to end."""
         stretches, prefixes = self._lay_out(rows)
         lengths_K = torch.tensor([stretch.num_tokens for stretch in stretches])
         ends_K = lengths_K.cumsum(0)
@@ -124,19 +187,15 @@ class RowPacker:
         shared_S, shared_row_S, shared_place_S = self._score_by_shared(rows, stretches, ends_K)
         place_S = torch.cat([place_T[own_S] + 1, shared_place_S])
         segments = [Segment(s.num_tokens, p) for s, p in zip(stretches, prefixes, strict=True)]
-        num_missing = -len(place_T) % self._multiple
-        if num_missing:
-            segments.append(Segment(num_missing))
-        tokens = PackedTokens(
-            token_ids_T=pad(self._token_ids[place_T], (0, num_missing)).to(self._device),
-            positions_T=pad(positions_T, (0, num_missing)).to(self._device),
-            layout=build_layout(segments, kernel=self._kernel, device=self._device),
-            scored_S=torch.cat([own_S, shared_S]).to(self._device),
-            targets_S=self._token_ids[place_S].to(self._device),
-            num_padding=num_missing,
-            experts_TJK=self._experts_at(place_T, num_missing),
+        return _Whole(
+            token_ids_T=self._token_ids[place_T],
+            positions_T=positions_T,
+            segments=segments,
+            scored_S=torch.cat([own_S, shared_S]),
+            place_S=place_S,
+            row_S=torch.cat([row_T[own_S], shared_row_S]),
+            experts_TJK=None if self._experts is None else self._experts[place_T],
         )
-        return Pack(tokens, place_S, torch.cat([row_T[own_S], shared_row_S]))
 
     def _find_rows(self, lengths_B: Tensor) -> dict[int, _Row]:
         """Describe the rows that have a response, by their numbers."""
@@ -214,26 +273,10 @@ class RowPacker:
         shared_S, row_S, place_S = torch.tensor(scored, dtype=torch.int64).reshape(-1, 3).T
         return shared_S, row_S, place_S
 
-    def _filler(self) -> Pack:
-        nothing_S = torch.zeros(0, dtype=torch.int64)
-        tokens = PackedTokens(
-            token_ids_T=torch.zeros(self._multiple, dtype=torch.int64, device=self._device),
-            positions_T=torch.zeros(self._multiple, dtype=torch.int64, device=self._device),
-            layout=build_layout(
-                [Segment(self._multiple)], kernel=self._kernel, device=self._device
-            ),
-            scored_S=nothing_S.to(self._device),
-            targets_S=nothing_S.to(self._device),
-            num_padding=self._multiple,
-            experts_TJK=self._experts_at(nothing_S, self._multiple),
-        )
-        return Pack(tokens, nothing_S, nothing_S)
-
-    def _experts_at(self, place_T: Tensor, num_padding: int) -> Tensor | None:
-        """Return the experts of the tokens at places among the flat values, -1 for padding."""
-        if self._experts is None:
-            return None
-        return pad(self._experts[place_T], (0, 0, 0, 0, 0, num_padding), value=-1)
+    def _filler(self) -> _Whole:
+        one_T, nothing_S = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+        experts_TJK = None if self._experts is None else torch.full_like(self._experts[:1], -1)
+        return _Whole(one_T, one_T, [Segment(1)], nothing_S, nothing_S, nothing_S, experts_TJK)
 
 
 def _digest(experts_LJK: Tensor) -> bytes:

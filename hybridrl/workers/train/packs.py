@@ -1,6 +1,6 @@
 """The micro-batches of one call, in step with those of the other ranks.
 
-Legend: B rows of a batch, L tokens of a row, J layers, K experts that a token goes through.
+Legend: B rows of a batch, L tokens of a row.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.models.packed import AttentionKernel
+from hybridrl.models.packed_share import TokenShare
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.packing import Pack, RowPacker
 
@@ -57,6 +58,9 @@ class Packing:
     multiple: int = 1
     """Of which each pack's tokens are a multiple, where ranks share them evenly."""
 
+    share: TokenShare | None = None
+    """This rank's part of each pack, where ranks share tokens."""
+
     group_size: int = 1
     """Of which the number of packs is a multiple, where a schedule asks for it."""
 
@@ -78,6 +82,7 @@ class Packing:
             kernel=self.kernel,
             device=self.device,
             multiple=self.multiple,
+            share=self.share,
             routed_experts_BLJK=routed_experts_BLJK,
         )
         plan = packer.plan(self.max_tokens)

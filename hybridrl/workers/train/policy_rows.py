@@ -41,12 +41,15 @@ def loss_inputs(
 
 
 def count_pack(pack: Pack) -> Metrics:
-    """Count what a pack computes; a filler counts for nothing."""
-    if not len(pack.place_S):
+    """Count what a pack computes; a filler counts for nothing.
+
+    Of ranks that share a pack one alone is to count it.
+    """
+    if not pack.num_tokens:
         return {}
     return {
         "data/train_tokens": Sum(pack.num_tokens),
-        "data/loss_tokens": Sum(len(pack.place_S)),
+        "data/loss_tokens": Sum(pack.num_scored),
         "data/microbatches": Sum(1),
     }
 

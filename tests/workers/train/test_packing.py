@@ -3,7 +3,8 @@ from __future__ import annotations
 import torch
 
 from hybridrl.batch import jagged, jagged_from, row_lengths
-from hybridrl.workers.train.packing import RowPacker
+from hybridrl.models.packed_share import TokenShare
+from hybridrl.workers.train.packing import Pack, RowPacker
 
 CPU = torch.device("cpu")
 
@@ -110,3 +111,37 @@ def test_siblings_share_a_prompt_only_where_it_went_through_the_same_experts() -
     assert pack.tokens.token_ids_T.tolist() == [7, 8, 7, 8, 9, 5, 1]
     assert pack.tokens.experts_TJK is not None
     assert pack.tokens.experts_TJK[:, 1, 1].tolist() == [0, 0, 0, 3, 5, 5, 5]
+
+
+def test_shares_of_a_pack_score_each_token_once_and_count_the_whole() -> None:
+    rows = [[7, 8, 1, 2], [9, 4, 5, 6], [7, 8, 3], [7, 8, 9, 5, 6]]
+    masks = [[0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 1], [0, 0, 1, 0, 1]]
+    batch = (
+        jagged([torch.tensor(row) for row in rows]),
+        jagged([torch.tensor(mask, dtype=torch.bool) for mask in masks]),
+    )
+    whole, *shared = (
+        RowPacker(*batch, kernel="padded", device=CPU, multiple=2, share=share).pack([0, 1, 2, 3])
+        for share in (None, TokenShare(0, 2, torch.clone), TokenShare(1, 2, torch.clone))
+    )
+    assert {len(pack.tokens.token_ids_T) for pack in shared} == {4}
+    assert {(pack.num_tokens, pack.num_scored) for pack in [whole, *shared]} == {(8, 8)}
+    found = [entry for pack in shared for entry in scored(pack)]
+    assert sorted(found) == sorted(scored(whole))
+
+
+def test_each_share_of_a_filler_has_a_token_and_scores_nothing() -> None:
+    for rank in range(2):
+        share = TokenShare(rank, 2, torch.clone)
+        one = jagged([torch.tensor([1, 2])])
+        mask = jagged([torch.tensor([False, True])])
+        filler = RowPacker(one, mask, kernel="padded", device=CPU, share=share).pack([])
+        assert (len(filler.tokens.token_ids_T), len(filler.place_S), filler.num_tokens) == (1, 0, 0)
+
+
+def scored(pack: Pack) -> list[tuple[int, int, int, int, int]]:
+    """Return the token, its position, what it is to predict, and where that is in the batch."""
+    tokens = pack.tokens
+    at_S = tokens.scored_S
+    columns = (tokens.token_ids_T[at_S], tokens.positions_T[at_S], tokens.targets_S)
+    return list(zip(*(c.tolist() for c in (*columns, pack.place_S, pack.row_S)), strict=True))

@@ -145,7 +145,7 @@ class MegatronEngine(_ScoresTokens, StagedLearner):
                 entropy_S=entropy_S if loss.needs_entropy_gradient else entropy_S.detach(),
             )
             share, metrics = loss(inputs)
-            return share, metrics | count_pack(pack)
+            return share, metrics | (count_pack(pack) if self.leads else {})
 
         return self._take_step(
             self._packing.cut(

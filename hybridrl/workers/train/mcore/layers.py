@@ -21,11 +21,13 @@ from hybridrl.workers.train.mcore.megatron_core import (
     ModuleSpec,
     PackedSeqParams,
     RowParallelLinear,
+    TENorm,
     TransformerBlockSubmodules,
     TransformerConfig,
     TransformerLayer,
     VocabParallelEmbedding,
     get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
     get_num_layers_to_build,
     get_transformer_layer_offset,
     set_tensor_model_parallel_attributes,
@@ -110,22 +112,38 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(states.dtype)
 
 
-def local_layers(
+def decoder_layers(
     config: TransformerConfig, architecture: Architecture, *, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Return the layers of one stage: megatron-core's own with our attention and norms."""
+    """Return the layers of one stage, made as ``config.transformer_impl`` says.
+
+    The attention over a pack is ours in either: rows, their common prompts and context parallelism
+    are the same whichever kernels compute all else.
+    """
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(
-        layer_specs=[
-            _local_layer(config, is_sparse=architecture.is_sparse(layer))
-            for layer in range(first, first + num_layers)
-        ],
-        layer_norm=RMSNorm,
+    is_fused = config.transformer_impl == "transformer_engine"
+    layer_of = _fused_layer if is_fused else _local_layer
+    specs = [
+        layer_of(config, is_sparse=architecture.is_sparse(layer))
+        for layer in range(first, first + num_layers)
+    ]
+    for spec in specs:
+        spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm if is_fused else RMSNorm)
+
+
+def _fused_layer(config: TransformerConfig, *, is_sparse: bool) -> ModuleSpec:
+    """Return a layer of TransformerEngine's: norms within linear layers, experts grouped."""
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts if is_sparse else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
     )
 
 
 def _local_layer(config: TransformerConfig, *, is_sparse: bool) -> ModuleSpec:
+    """Return a layer of megatron-core's own with our norms."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if is_sparse else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -134,9 +152,8 @@ def _local_layer(config: TransformerConfig, *, is_sparse: bool) -> ModuleSpec:
     )
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
-    attention = spec.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
     if config.qk_layernorm:
+        attention = spec.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if is_sparse:
         spec.module = RoutedLayer

@@ -140,8 +140,11 @@ class StagedLearner(StagedModel):
         told = step_metrics(result, area=self._area, counts=counts)
         if balance is not None and self._area == "policy":
             told |= balance.metrics()
-        of_rows = [metrics for _, metrics in found] if self.leads else []
-        return merge([*of_rows, self.constants | told])
+        of_rows: Metrics = {}
+        if self._parallel.counts:
+            mine = merge(metrics for _, metrics in found)
+            of_rows = self._parallel.ranks_with_other_tokens().merge(mine)
+        return merge([of_rows if self.leads else {}, self.constants | told])
 
     def _balance(self, packs: Sequence[Pack]) -> LoadBalance | None:
         """Begin to measure how tokens fall on experts, if there are any; a collective call."""

@@ -19,13 +19,14 @@ with warnings.catch_warnings():
         finalize_model_grads,
     )
     from megatron.core.enums import ModelType
+    from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
     from megatron.core.models.common.embeddings.language_model_embedding import (
         LanguageModelEmbedding,
     )
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_decoder_layer_specs,
         get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
     )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -69,6 +70,7 @@ for _message in (
     warnings.filterwarnings("ignore", message=_message)
 
 __all__ = [
+    "HAVE_TE",
     "ChainedOptimizer",
     "ColumnParallelLinear",
     "DistributedDataParallel",
@@ -83,6 +85,7 @@ __all__ = [
     "PackedSeqParams",
     "ProcessGroupCollection",
     "RowParallelLinear",
+    "TENorm",
     "TopKRouter",
     "TransformerBlock",
     "TransformerBlockSubmodules",
@@ -93,8 +96,8 @@ __all__ = [
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",
     "get_forward_backward_func",
-    "get_gpt_decoder_layer_specs",
     "get_gpt_layer_local_spec",
+    "get_gpt_layer_with_transformer_engine_spec",
     "get_megatron_optimizer",
     "get_num_layers_to_build",
     "get_transformer_layer_offset",

@@ -17,7 +17,7 @@ from hybridrl.models.packed_model import PackedTokens
 from hybridrl.workers.train.mcore.architecture import Architecture, inverse_frequencies
 from hybridrl.workers.train.mcore.balance import LoadBalance
 from hybridrl.workers.train.mcore.blocks import padded_vocab_size
-from hybridrl.workers.train.mcore.layers import PackedRows, local_layers
+from hybridrl.workers.train.mcore.layers import PackedRows, decoder_layers
 from hybridrl.workers.train.mcore.megatron_core import (
     ColumnParallelLinear,
     LanguageModelEmbedding,
@@ -82,7 +82,7 @@ class PackedStage(LanguageModule):
             )
         self.decoder = TransformerBlock(
             config=config,
-            spec=local_layers(config, architecture, vp_stage=vp_stage),
+            spec=decoder_layers(config, architecture, vp_stage=vp_stage),
             pre_process=self.pre_process,
             post_process=self.post_process,
             vp_stage=vp_stage,

@@ -115,7 +115,6 @@ class DistributedAdamW:
                 bf16=is_half,
                 params_dtype=torch.bfloat16 if is_half else torch.float32,
                 use_distributed_optimizer=True,
-                overlap_param_gather=parallel.config.overlap_communication,
             ),
             list(stages),
             use_gloo_process_groups=False,
@@ -130,10 +129,10 @@ class DistributedAdamW:
         """Clip and apply the gradients, unless they or the loss are not finite; then drop them.
 
         Args:
-            loss: the share of this rank's rows, a scalar; counts on ranks that lead alone.
+            loss: the share of this rank's tokens, a scalar; see ``Parallel.counts``.
         """
         self._chained.prepare_grads()
-        total_loss = loss.double() if self._parallel.leads else torch.zeros_like(loss).double()
+        total_loss = loss.double() if self._parallel.counts else torch.zeros_like(loss).double()
         dist.all_reduce(total_loss)
         grad_norm = float(self._chained.get_grad_norm())
         lr = learning_rate(self._config, step=self.num_steps, num_total_steps=self._num_total_steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,10 @@ from torch.distributed import ProcessGroup
 
 from hybridrl.config.megatron import MegatronConfig
 from hybridrl.errors import ResourceError
+from hybridrl.models.packed_share import TokenShare
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.mcore.megatron_core import (
+    gather_from_sequence_parallel_region,
     model_parallel_cuda_manual_seed,
     parallel_state,
 )
@@ -47,6 +50,9 @@ class Parallel:
     pipeline: Place
     """Has another stretch of layers."""
 
+    context: Place
+    """Has other tokens of the same rows."""
+
     data: Place
     """Has other rows."""
 
@@ -65,9 +71,22 @@ class Parallel:
         return self.pipeline.rank == self.pipeline.size - 1
 
     @property
+    def counts(self) -> bool:
+        """Whether this rank's share of the loss counts; others repeat it, or have none."""
+        return self.is_last_stage and self.tensor.rank == 0
+
+    @property
     def leads(self) -> bool:
         """Whether this rank answers for those that have the same rows."""
-        return self.is_last_stage and self.tensor.rank == 0
+        return self.counts and self.context.rank == 0
+
+    @property
+    def token_share(self) -> TokenShare | None:
+        """This rank's part of each pack; None if it has all of it."""
+        if self.context.size == 1:
+            return None
+        gather = partial(gather_from_sequence_parallel_region, group=self.context.group)
+        return TokenShare(self.context.rank, self.context.size, gather)
 
     @property
     def rank(self) -> ParallelRank:
@@ -84,6 +103,10 @@ class Parallel:
     def ranks_with_other_rows(self) -> Ranks:
         """Return the data-parallel ranks."""
         return Ranks(self.device, group=self.data.group)
+
+    def ranks_with_other_tokens(self) -> Ranks:
+        """Return the context-parallel ranks."""
+        return Ranks(self.device, group=self.context.group)
 
 
 def start_parallel(
@@ -133,6 +156,7 @@ def start_parallel(
         device=device,
         tensor=Place.in_group(parallel_state.get_tensor_model_parallel_group()),
         pipeline=Place.in_group(parallel_state.get_pipeline_model_parallel_group()),
+        context=Place.in_group(parallel_state.get_context_parallel_group()),
         data=Place.in_group(parallel_state.get_data_parallel_group()),
         expert=Place.in_group(parallel_state.get_expert_model_parallel_group()),
         expert_tensor=Place.in_group(parallel_state.get_expert_tensor_parallel_group()),

@@ -70,7 +70,6 @@ def route(
         device: where the model computes.
     """
     num_all = len(tokens.token_ids_T)
-    num_tokens = num_all - tokens.num_padding
     begin, end = 0, num_all
     if shares is not None:
         begin, end = (place * num_all // shares.size for place in (shares.rank, shares.rank + 1))
@@ -78,8 +77,8 @@ def route(
     if experts_TJK is not None:
         experts_TJK = experts_TJK[begin:end, layers.start : layers.stop].to(device)
     return PackRouting(
-        is_real_T=torch.arange(begin, end, device=device) < num_tokens,
-        num_tokens=num_tokens,
+        is_real_T=torch.arange(begin, end, device=device) < num_all - tokens.num_padding,
+        num_tokens=tokens.num_row_tokens,
         experts_TJK=experts_TJK,
         first_layer=layers.start,
         balance=balance,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,11 @@ from hybridrl.workers.train.mcore.model import PackedStage
 from hybridrl.workers.train.mcore.parallel import Parallel, start_parallel
 from hybridrl.workers.train.mcore.schedule import Forward, Schedule
 from hybridrl.workers.train.mcore.setting import Setting
-from hybridrl.workers.train.mcore.transformer import transformer_config
+from hybridrl.workers.train.mcore.transformer import (
+    fuses_layers,
+    token_multiple,
+    transformer_config,
+)
 from hybridrl.workers.train.packs import Packing
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightPart, WeightSpec
 from hybridrl.workers.train.residence import ResidentModel, write_on_first
@@ -53,6 +58,10 @@ class StagedModel(ResidentModel):
             megatron-core refuses ``megatron.transformer_args``.
     """
 
+    takes_fused_layers: ClassVar[bool] = True
+    """Whether layers may be TransformerEngine's; what stands beside a linear layer needs it to be
+    megatron-core's own."""
+
     dp_rank: int
     """This rank's place among those with other rows."""
 
@@ -73,7 +82,11 @@ class StagedModel(ResidentModel):
         )
         self._architecture = read_architecture(folder)
         self._transformer = transformer_config(
-            self._architecture, megatron=megatron, engine=config, device=setting.device
+            self._architecture,
+            megatron=megatron,
+            engine=config,
+            device=setting.device,
+            is_fused=self.takes_fused_layers and fuses_layers(megatron, setting.device),
         )
         self._data_ranks = self._parallel.ranks_with_other_rows()
         self.dp_rank, self.dp_size = self._data_ranks.rank, self._data_ranks.size
@@ -84,7 +97,8 @@ class StagedModel(ResidentModel):
             max_tokens=config.max_tokens_per_microbatch,
             ranks=self._data_ranks,
             device=setting.device,
-            multiple=megatron.tensor_parallel_size if megatron.sequence_parallel else 1,
+            multiple=token_multiple(self._transformer),
+            share=self._parallel.token_share,
             group_size=megatron.pipeline_parallel_size if num_virtual > 1 else 1,
         )
         self._models = [
@@ -129,6 +143,8 @@ class StagedModel(ResidentModel):
         columns = torch.zeros(num_columns, *token_ids_BL.values().shape, device=self._device)
         for place_S, scores in found:
             columns[:, place_S.to(self._device)] = scores.view(num_columns, -1)
+        if self._parallel.is_last_stage:
+            self._parallel.ranks_with_other_tokens().sum(columns)
         pipeline = self._parallel.pipeline
         if pipeline.size > 1:
             with activity.doing("broadcast", waits=True):

@@ -9,7 +9,34 @@ from hybridrl.config.actor import EngineConfig
 from hybridrl.config.megatron import MegatronConfig
 from hybridrl.errors import ConfigError
 from hybridrl.workers.train.mcore.architecture import Architecture
-from hybridrl.workers.train.mcore.megatron_core import TransformerConfig
+from hybridrl.workers.train.mcore.megatron_core import HAVE_TE, TransformerConfig
+
+_FP8_MULTIPLE = 32
+"""Tokens that the strictest of TransformerEngine's 8-bit recipes wants in each matrix product."""
+
+
+def fuses_layers(megatron: MegatronConfig, device: torch.device) -> bool:
+    """Say whether layers are TransformerEngine's.
+
+    Raises:
+        ConfigError: they are asked for, and it is not installed.
+    """
+    if megatron.layers == "auto":
+        return HAVE_TE and device.type == "cuda"
+    if megatron.layers == "transformer_engine" and not HAVE_TE:
+        raise ConfigError(
+            "megatron.layers",
+            megatron.layers,
+            "TransformerEngine cannot be imported",
+            "pip install 'transformer-engine[pytorch]', or set megatron.layers=local",
+        )
+    return megatron.layers == "transformer_engine"
+
+
+def token_multiple(config: TransformerConfig) -> int:
+    """Return of what the tokens that a rank has of a pack must be a multiple."""
+    num_shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return num_shares * (_FP8_MULTIPLE if config.fp8 or config.fp4 else 1)
 
 
 def transformer_config(
@@ -18,8 +45,16 @@ def transformer_config(
     megatron: MegatronConfig,
     engine: EngineConfig,
     device: torch.device,
+    is_fused: bool,
 ) -> TransformerConfig:
     """Say to megatron-core what to compute.
+
+    Args:
+        architecture: of the model.
+        megatron: parallel sizes, and further fields.
+        engine: types and activation checkpointing.
+        device: where the model computes.
+        is_fused: whether layers are TransformerEngine's.
 
     Raises:
         ConfigError: it does not take ``megatron.transformer_args``, or refuses the whole.
@@ -38,6 +73,8 @@ def transformer_config(
         "add_qkv_bias": architecture.has_qkv_bias,
         "add_bias_linear": architecture.has_linear_bias,
         "normalization": "RMSNorm",
+        "transformer_impl": "transformer_engine" if is_fused else "local",
+        "moe_grouped_gemm": is_fused and architecture.experts is not None,
         "gated_linear_unit": True,
         "activation_func": silu,
         "hidden_dropout": 0.0,

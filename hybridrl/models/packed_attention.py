@@ -1,0 +1,53 @@
+"""The attention that Transformers calls while a Hugging Face model computes a pack.
+
+It is registered under ``PACKED_ATTENTION``; the caller of the model hands the layout of the rows
+through as the keyword ``pack_layout``. Transformers builds no mask for attention functions it does
+not know, and none is needed.
+
+Legend: T packed tokens, N heads, D size of a head.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from hybridrl.errors import ModelError
+from hybridrl.models.packed import PackLayout
+
+PACKED_ATTENTION = "hybridrl_packed"
+
+
+def _packed_attention(  # noqa: PLR0913 - transformers chooses these
+    module: nn.Module,
+    query_1NTD: Tensor,
+    key_1NTD: Tensor,
+    value_1NTD: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    pack_layout: PackLayout,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_unused: object,  # dropout among them: a policy gradient is taken at the sampled policy
+) -> tuple[Tensor, None]:
+    if attention_mask is not None:
+        raise ModelError(
+            f"packed attention was given a mask of shape {tuple(attention_mask.shape)}; "
+            "call the model with attention_mask=None, the layout alone separates rows"
+        )
+    if sliding_window is not None and pack_layout.longest_row > sliding_window:
+        raise ModelError(
+            f"a row of {pack_layout.longest_row} tokens is longer than the model's sliding window "
+            f"of {sliding_window} tokens; set data.max_prompt_tokens and "
+            f"rollout.max_response_tokens so that their sum is at most {sliding_window}"
+        )
+    output_TND = pack_layout.attend(
+        query_1NTD[0].transpose(0, 1),
+        key_1NTD[0].transpose(0, 1),
+        value_1NTD[0].transpose(0, 1),
+        scale=scaling,
+    )
+    return output_TND[None], None
+
+
+AttentionInterface.register(PACKED_ATTENTION, _packed_attention)

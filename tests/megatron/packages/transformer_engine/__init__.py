@@ -1,0 +1,11 @@
+"""A stand-in for TransformerEngine 2.6: its modules' names and parameters, on a CPU, in torch.
+
+Written from what megatron-core 0.16.1 passes and reads. It proves that layers are put together,
+named, loaded and exported as they are meant to be, and nothing about the kernels. It goes on a
+process' path before megatron is imported; one rank, no tensor parallelism, no 8-bit types.
+"""
+
+from transformer_engine import common, pytorch
+
+__version__ = "2.6.0"
+__all__ = ["common", "pytorch"]

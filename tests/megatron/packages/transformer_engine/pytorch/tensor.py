@@ -1,0 +1,4 @@
+"""Names alone."""
+
+
+class QuantizedTensor: ...

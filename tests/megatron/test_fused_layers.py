@@ -1,0 +1,109 @@
+"""Layers of TransformerEngine: when they are chosen, and that they are put together rightly.
+
+Its kernels need CUDA. Here a stand-in with its names and parameters (``packages``) is on the path.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrl.errors import ConfigError
+from tests.config.values import config_of
+from tests.megatron.stand_ins import install
+from tests.models import Family, make_tiny_model
+
+_ROOT = Path(__file__).parents[2]
+_PACKAGES = Path(__file__).parent / "packages"
+
+
+def two_steps(folder: Path, other: str, target: Path) -> dict[str, Any]:
+    """Learn with TransformerEngine's layers, and with those of ``other``."""
+    paths = [str(_PACKAGES), str(_ROOT)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.megatron.fused_steps", str(folder), other, str(target)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = torch.load(target)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "other"), [("qwen3", "fsdp2"), ("qwen2", "fsdp2"), ("qwen3_moe", "local")]
+)
+def test_fused_layers_learn_what_others_learn(tmp_path: Path, family: Family, other: str) -> None:
+    found = two_steps(make_tiny_model(tmp_path / "model", family), other, tmp_path / "found.pt")
+    steps = zip(found["fused"]["steps"], found["plain"]["steps"], strict=True)
+    for (logprobs, norm), (plain_logprobs, plain_norm) in steps:
+        torch.testing.assert_close(logprobs, plain_logprobs, atol=1e-5, rtol=0)
+        assert norm == pytest.approx(plain_norm, rel=1e-5)
+    weights: dict[str, Tensor] = found["fused"]["weights"]
+    assert weights.keys() == found["plain"]["weights"].keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, found["plain"]["weights"][name], atol=1e-5, rtol=0)
+    names = found["names"]
+    assert "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight" in names
+    grouped = "decoder.layers.1.mlp.experts.linear_fc2.weight3"
+    assert (grouped in names) is (family == "qwen3_moe")
+
+
+def test_auto_is_megatron_cores_own_layers_without_cuda_or_without_the_package() -> None:
+    install()
+    from hybridrl.workers.train.mcore.megatron_core import HAVE_TE
+    from hybridrl.workers.train.mcore.transformer import fuses_layers
+
+    megatron = config_of().megatron
+    assert megatron.layers == "auto"
+    assert not fuses_layers(megatron, torch.device("cpu"))
+    assert fuses_layers(megatron, torch.device("cuda")) is HAVE_TE
+    assert not fuses_layers(replace(megatron, layers="local"), torch.device("cuda"))
+
+
+def test_what_cannot_be_imported_is_refused_by_the_key() -> None:
+    install()
+    from hybridrl.workers.train.mcore.megatron_core import HAVE_TE
+    from hybridrl.workers.train.mcore.transformer import fuses_layers
+
+    if HAVE_TE:
+        pytest.skip("TransformerEngine is installed")
+    megatron = replace(config_of().megatron, layers="transformer_engine")
+    with pytest.raises(ConfigError, match=r"megatron.layers='transformer_engine'.*local"):
+        fuses_layers(megatron, torch.device("cuda"))
+
+
+def test_packs_have_a_length_that_eight_bit_products_take(tmp_path: Path) -> None:
+    install()
+    from hybridrl.workers.train.mcore.architecture import read_architecture
+    from hybridrl.workers.train.mcore.transformer import token_multiple, transformer_config
+    from tests.workers.train.engines import ACTOR, CPU
+
+    architecture = read_architecture(make_tiny_model(tmp_path))
+
+    def multiple(tensor: int, *, is_shared: bool, **args: str) -> int:
+        megatron = replace(
+            config_of().megatron,
+            tensor_parallel_size=tensor,
+            sequence_parallel=is_shared,
+            transformer_args=args,
+        )
+        built = transformer_config(
+            architecture, megatron=megatron, engine=ACTOR, device=CPU, is_fused=True
+        )
+        return token_multiple(built)
+
+    assert multiple(1, is_shared=False) == 1
+    assert multiple(2, is_shared=True) == 2
+    assert multiple(2, is_shared=False, fp8="hybrid") == 32
+    assert multiple(2, is_shared=True, fp8="hybrid") == 64
