@@ -89,6 +89,26 @@ GOALS = (
         is_at_most=False,
     ),
     Goal("mfu_8b", "mfu", "8B: training MFU, packs of 8k tokens, 6ND", 0.45, "1", is_at_most=False),
+    Goal(
+        *("megatron_mfu_3b", "mfu", "megatron-core, 3B: training MFU, packs of 8k tokens, 6ND"),
+        *(0.45, "1"),
+        is_at_most=False,
+    ),
+    Goal(
+        *(
+            "megatron_mfu_8b_lora",
+            "mfu",
+            "megatron-core, 8B with LoRA: the same, 4ND",
+        ),
+        *(0.45, "1"),
+        is_at_most=False,
+    ),
+    Goal("megatron_offload", "left_bytes", "megatron-core: bytes left while away", 0, "bytes"),
+    Goal(
+        *("megatron_offload", "offload_share", "megatron-core, 3B: to the host, share of pinned"),
+        *(0.8, "1"),
+        is_at_most=False,
+    ),
     _yes("learn", "learns", "GRPO from end to end learns the default task"),
 )
 """In the order of the table."""

@@ -18,7 +18,16 @@ GIB = 2**30
 HOST_GIB = "GPU_BENCH_HOST_GIB"
 _PACKAGES = (
     *("torch", "transformers", "sglang", "sglang-kernel", "sgl-kernel", "torch-memory-saver"),
-    *("flashinfer-python", "triton", "peft", "ray", "tensordict", "safetensors"),
+    *(
+        "flashinfer-python",
+        "triton",
+        "peft",
+        "ray",
+        "megatron-core",
+        "transformer-engine",
+        "tensordict",
+        "safetensors",
+    ),
 )
 
 
@@ -30,6 +39,7 @@ class Needs:
     host: float = 0.0
     disk: float = 0.0
     sglang: bool = False
+    megatron: bool = False
 
     def check(self, scratch: Path) -> None:
         """Raise ``Skip`` where this machine has less."""
@@ -43,6 +53,8 @@ class Needs:
                 raise Skip(f"needs {needed:.0f} GiB of {what}, this machine has {present:.0f}")
         if self.sglang and version_of("sglang") is None:
             raise Skip("needs sglang, which is not installed")
+        if self.megatron and version_of("megatron-core") is None:
+            raise Skip("needs megatron-core, which is not installed")
 
 
 def device_gib() -> float:

@@ -6,6 +6,7 @@ import gc
 import statistics
 import time
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -36,12 +37,18 @@ class Variant:
     shape: str
     masters: str
     checkpointing: bool
+    engine: str = "fsdp2"
+    has_adapter: bool = False
 
     @property
     def name(self) -> str:
         """For figures."""
         way = "recomputed" if self.checkpointing else "kept"
-        return f"{self.shape}_{self.masters}_{way}".replace(".", "_").replace("-", "_")
+        kind = "_lora" if self.has_adapter else ""
+        engine = "" if self.engine == "fsdp2" else f"{self.engine}_"
+        return f"{engine}{self.shape}_{self.masters}_{way}{kind}".replace(".", "_").replace(
+            "-", "_"
+        )
 
 
 def run(bench: Bench, *, variants: tuple[Variant, ...]) -> None:
@@ -59,8 +66,9 @@ def run(bench: Bench, *, variants: tuple[Variant, ...]) -> None:
         raise RuntimeError("no variant fits this device; see the notes")
     bench.record.figure("mfu", best, "1")
     bench.record.note(
-        "mfu: 6 N D / seconds / 989e12; N without the input embedding where it is not the output's "
-        "too, D computed tokens; attention's FLOPs and recomputation are not counted"
+        "mfu: 6 N D / seconds / 989e12, 4 N D with an adapter; N without the input embedding where "
+        "it is not the output's too, D computed tokens; attention's FLOPs and recomputation are "
+        "not counted"
     )
 
 
@@ -70,14 +78,18 @@ def _measure(bench: Bench, variant: Variant) -> float:
         masters=variant.masters,
         checkpointing=variant.checkpointing,
         pack_tokens=8192,
+        lora_base="resend" if variant.has_adapter else None,
+        extra=(f"actor.engine={variant.engine}",),
     )
+    if variant.engine == "megatron":
+        use_stand_ins(bench)
     config = read_setup(bench, small(setup) if bench.is_dry else setup)
     folder = bench.model(variant.shape)
     stand_alone()
     device = start_process_group(device=bench.device.type, local_rank=0, timeout_s=600.0)
     spec = build_actor_spec(config, folder)
     engine = build_train_engine(spec, device)
-    batch = _rows(bench, vocab_size=shape_in(folder).vocab_size)
+    batch = rows_of_packs(bench, vocab_size=shape_in(folder).vocab_size)
     num_tokens = int(batch.response_mask_BL.values().sum())
 
     def update() -> None:
@@ -100,7 +112,8 @@ def _measure(bench: Bench, variant: Variant) -> float:
         times.append(time.perf_counter() - begin)
     seconds = statistics.median(times)
     name = variant.name
-    flops = 6 * num_product_parameters(shape_in(folder)) * num_tokens
+    per_parameter = 4 if variant.has_adapter else 6  # frozen weights have no gradient
+    flops = per_parameter * num_product_parameters(shape_in(folder)) * num_tokens
     bench.record.figure(f"{name}_tokens_per_s", num_tokens / seconds, "tokens/s")
     bench.record.figure(f"{name}_update_s", seconds, "s")
     bench.record.figure(f"{name}_mfu", flops / seconds / _PEAK_FLOPS, "1")
@@ -109,6 +122,14 @@ def _measure(bench: Bench, variant: Variant) -> float:
         bench.record.figure(f"{name}_peak_gib", peak, "GiB")
     _name_kernels(bench, engine, update)
     return flops / seconds / _PEAK_FLOPS
+
+
+def use_stand_ins(bench: Bench) -> None:
+    """Let megatron-core run on a CPU in a dry run: it asks for CUDA everywhere."""
+    if bench.device.type == "cuda":
+        return
+    import_module("tests.megatron.stand_ins").install()
+    bench.record.not_exercised("megatron-core on CUDA: it ran on a CPU, behind stand-ins")
 
 
 def num_product_parameters(shape: ModelShape) -> int:
@@ -134,7 +155,7 @@ def _name_kernels(bench: Bench, engine: TrainEngine, update: object) -> None:
         bench.record.note(f"kernel {totals[name] / whole:.1%} {name[:140]}")
 
 
-def _rows(bench: Bench, *, vocab_size: int) -> TrainBatch:
+def rows_of_packs(bench: Bench, *, vocab_size: int) -> TrainBatch:
     """Lay down rows that fill packs of 8192 computed tokens exactly."""
     num_rows = bench.size(8 * _ROWS_IN_PACK, dry=4)
     row_tokens = bench.size(_ROW_TOKENS, dry=17)

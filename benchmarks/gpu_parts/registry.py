@@ -10,6 +10,7 @@ from benchmarks.gpu_parts import (
     fraction,
     learn,
     lora,
+    megatron,
     mfu,
     rollout,
     start_up,
@@ -28,6 +29,16 @@ _MFU_8B = (
 _MFU_3B = (
     Variant("qwen2.5-3b", "float32", checkpointing=False),
     Variant("qwen2.5-3b", "float32", checkpointing=True),
+)
+_MFU_MEGATRON = (
+    Variant("qwen2.5-3b", "float32", checkpointing=False, engine="megatron"),
+    Variant("qwen2.5-3b", "float32", checkpointing=True, engine="megatron"),
+)
+"""Full fine-tuning of 8B takes 18 bytes a parameter on one rank: more than such a device has."""
+
+_MFU_MEGATRON_LORA = (
+    Variant("qwen3-8b", "bfloat16", checkpointing=True, engine="megatron", has_adapter=True),
+    Variant("qwen3-8b", "bfloat16", checkpointing=False, engine="megatron", has_adapter=True),
 )
 
 PARTS = (
@@ -147,6 +158,27 @@ PARTS = (
         run=partial(mfu.run, variants=_MFU_3B),
         needs=Needs(device=75, host=40, disk=7),
         about_s=100,
+    ),
+    Part(
+        name="megatron_mfu_3b",
+        title="megatron-core: training MFU, 3B shape with float32 masters, packs of 8k tokens",
+        run=partial(mfu.run, variants=_MFU_MEGATRON),
+        needs=Needs(device=75, host=40, disk=7, megatron=True),
+        about_s=120,
+    ),
+    Part(
+        name="megatron_mfu_8b_lora",
+        title="megatron-core: training MFU, 8B shape, LoRA of rank 32, packs of 8k tokens",
+        run=partial(mfu.run, variants=_MFU_MEGATRON_LORA),
+        needs=Needs(device=75, host=40, disk=17, megatron=True),
+        about_s=150,
+    ),
+    Part(
+        name="megatron_offload",
+        title="megatron-core: 3B leaves the device and comes back; what stays on it",
+        run=megatron.run,
+        needs=Needs(device=75, host=80, disk=7, megatron=True),
+        about_s=120,
     ),
 )
 """What each needs is added up from 16 bytes a parameter that learns, 2 of a copy, and the engine's

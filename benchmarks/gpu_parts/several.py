@@ -5,5 +5,6 @@ SEVERAL = (
     "sharded training over NCCL: weights gathered bucket by bucket while the engine receives",
     "release and resume on several ranks, each stage finished on all before the next",
     "broadcast over NCCL to engines that share no device with the trainer",
+    "megatron-core over NCCL: tensor, pipeline, context and expert parallelism",
 )
-"""For the page; the tests are in tests/gpu/test_several.py."""
+"""For the page; the tests are in tests/gpu/test_several.py and tests/gpu/test_megatron.py."""
