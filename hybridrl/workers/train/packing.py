@@ -121,6 +121,10 @@ class RowPacker:
         plan = plan_microbatches(num_tokens, max_tokens=max_tokens)
         return [[row for place in places for row in families[place]] for places in plan]
 
+    def num_tokens(self, rows: Sequence[int]) -> int:
+        """Count the tokens of a pack of these rows."""
+        return sum(self._num_tokens(family) for family in self._families(rows))
+
     def pack(self, rows: Sequence[int]) -> Pack:
         """Lay rows end to end. No rows give one token that is not scored.
 

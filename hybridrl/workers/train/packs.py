@@ -32,6 +32,11 @@ class Packs:
         """Response tokens of each row, int64 [B]."""
         return self._packer.response_lengths_B
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of rows that all packs together compute; a prompt that siblings share, once."""
+        return sum(self._packer.num_tokens(rows) for rows in self._plan)
+
     def __len__(self) -> int:
         return len(self._plan)
 

@@ -129,9 +129,8 @@ class StagedLearner(StagedModel):
 
         self.optimizer.drop_gradients()  # of an update that a loss broke off
         self.optimizer.gradients.allocate()
-        cut = list(packs)
-        balance = self._balance(cut)
-        found = self._schedule.train(cut, forward, finish)
+        balance = self._balance(packs)
+        found = self._schedule.train(packs, forward, finish)
         total_loss = torch.zeros((), device=self._device)
         for share, _ in found:
             total_loss += share
@@ -146,16 +145,15 @@ class StagedLearner(StagedModel):
             of_rows = self._parallel.ranks_with_other_tokens().merge(mine)
         return merge([of_rows if self.leads else {}, self.constants | told])
 
-    def _balance(self, packs: Sequence[Pack]) -> LoadBalance | None:
+    def _balance(self, packs: Packs) -> LoadBalance | None:
         """Begin to measure how tokens fall on experts, if there are any; a collective call."""
         experts = self._architecture.experts
         if experts is None:
             return None
-        own = sum(pack.num_tokens for pack in packs)
         balance = LoadBalance(
             experts,
             coefficient=self._parallel.config.load_balance_coefficient,
-            num_tokens=int(self._data_ranks.gather([own]).sum()),
+            num_tokens=int(self._data_ranks.gather([packs.num_tokens]).sum()),
             device=self._device,
         )
         for model in self._models:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hybridrl import trace
 from hybridrl.workers.train.mcore.megatron_core import get_forward_backward_func
 from hybridrl.workers.train.packing import Pack
+from hybridrl.workers.train.packs import Packs
 
 Found = TypeVar("Found")
 Forward = Callable[[nn.Module, Pack], Tensor]
@@ -36,14 +37,14 @@ class Schedule:
 
     def train(
         self,
-        packs: Sequence[Pack],
+        packs: Packs,
         forward: Forward,
         loss_share: Callable[[Pack, Tensor], tuple[Tensor, Found]],
     ) -> list[Found]:
         """Compute all packs forward and backward; gradients are *summed*, over ranks too.
 
         Args:
-            packs: the same on all ranks that share a model.
+            packs: the same on all ranks that share a model; laid out as they are needed.
             forward: computes a stage.
             loss_share: makes of the last stage's output a scalar, and what else it found.
 
@@ -54,7 +55,7 @@ class Schedule:
 
     @torch.no_grad()
     def score(
-        self, packs: Sequence[Pack], forward: Forward, take: Callable[[Pack, Tensor], Found]
+        self, packs: Packs, forward: Forward, take: Callable[[Pack, Tensor], Found]
     ) -> list[Found]:
         """Compute all packs forward; returns what ``take`` makes of the last stage's outputs."""
 
@@ -71,7 +72,7 @@ class Schedule:
 
     def _run(
         self,
-        packs: Sequence[Pack],
+        packs: Packs,
         forward: Forward,
         finish: Callable[[Pack, Tensor], tuple[Tensor, Found]],
         *,

@@ -133,10 +133,9 @@ class StagedModel(ResidentModel):
         Returns:
             Each column, jagged float32 [B, L] on the host, 0 where the mask is False.
         """
-        cut = self._packing.cut(
+        packs = self._packing.cut(
             token_ids_BL, response_mask_BL, routed_experts_BLJK=routed_experts_BLJK
         )
-        packs = list(cut)
         found = self._schedule.score(
             packs, forward, lambda pack, output: (pack.place_S, output.float())
         )
