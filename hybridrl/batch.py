@@ -1,9 +1,9 @@
 """What travels between driver and workers: closed, typed batches.
 
-Legend: P prompts, G responses per prompt, B = P * G rows, L = prompt + response tokens of a row.
-A field with suffix ``_BL`` is a jagged nested tensor: B rows of different length, stored without
-padding
-in one flat ``values()`` tensor. All ``_BL`` fields of one batch have the same row lengths.
+Legend: P prompts, G responses per prompt, B = P * G rows, L = prompt + response tokens of a row,
+J layers, K experts that a token goes through in each.
+A field with suffix ``_BL`` or ``_BLJK`` is a jagged nested tensor: B rows of different length,
+stored without padding in one flat ``values()`` tensor. All of one batch have the same row lengths.
 
 Batches that came through Ray are views of shared memory: read-only by contract, clone before
 writing.
@@ -41,6 +41,9 @@ class RolloutBatch(TensorClass):
     prompt_index_B: Tensor  # int64, same value for siblings
     policy_version_B: Tensor  # int64, optimizer steps taken when the response was sampled
     is_truncated_B: Tensor  # bool, True if the length limit and no stop token ended it
+    # int16, jagged, as the rollout engine routed each token; -1 for the last, which was no input.
+    # None: it does not say.
+    routed_experts_BLJK: Tensor | None = None
 
 
 class ScoreBatch(TensorClass):
@@ -66,6 +69,7 @@ class TrainBatch(TensorClass):
     sampler_logprobs_BL: Tensor  # float32 nats, jagged
     old_logprobs_BL: Tensor | None = None  # float32 nats, jagged; None: the detached current ones
     reference_logprobs_BL: Tensor | None = None  # float32 nats, jagged
+    routed_experts_BLJK: Tensor | None = None  # int16, jagged, see RolloutBatch
 
 
 class ValueBatch(TensorClass):

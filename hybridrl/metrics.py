@@ -88,7 +88,7 @@ def from_json(values: Mapping[str, Sequence[Any]]) -> Metrics:
 
 
 AREAS = (
-    *("reward", "loss", "policy", "critic", "rollout", "length"),
+    *("reward", "loss", "policy", "moe", "critic", "rollout", "length"),
     *("time", "memory", "throughput", "data", "eval"),
 )
 """First parts of names, a closed list."""
@@ -139,6 +139,8 @@ policy/trained_parameters | 1 | numbers that learn, where only an adapter does
 policy/updates | updates | optimizer steps taken in this step
 policy/skipped_updates | updates | optimizer steps left out, their loss or gradient was not finite
 policy/version | updates | optimizer steps taken since the run began
+moe/load_balance_loss | 1 | experts x sum of route share x probability, 1 if even; mean of layers
+moe/max_expert_load | 1 | most routes to one expert over the even share; worst layer
 critic/explained_variance | 1 | share of the returns' variance over tokens that the values foretold
 critic/value/mean | reward | value of the states before response tokens, before the update
 critic/return/mean | reward | what those values should have been: advantages plus values

@@ -52,12 +52,14 @@ def make_tiny_model(
     max_position_embeddings: int = 128,
     initializer_range: float = 0.15,
     seed: int = 0,
+    **changes: object,
 ) -> Path:
     """Save a float32 model of some 20 k parameters in ``folder`` and return the folder.
 
     Equal arguments give equal weights. The large ``initializer_range`` makes next-token
     distributions far from uniform, so that a test can tell a right token from a wrong one. Biases
     (qwen2) are random too: transformers would make them 0, and a lost bias would not be noticed.
+    ``changes`` go into the configuration under transformers' names.
     """
     config_class, model_class = _FAMILIES[family]
     config = config_class(
@@ -73,7 +75,7 @@ def make_tiny_model(
         tie_word_embeddings=tie_embeddings,
         bos_token_id=None,
         eos_token_id=None,
-        **_OF_FAMILY.get(family, {}),
+        **_OF_FAMILY.get(family, {}) | changes,
     )
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)

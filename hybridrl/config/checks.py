@@ -34,6 +34,7 @@ from hybridrl.config.disk_checks import (
 )
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora_checks import (
+    check_adapted_layers,
     check_lora_base,
     check_lora_dropout,
     check_lora_rank,
@@ -46,6 +47,7 @@ from hybridrl.config.megatron_checks import (
     check_megatron_is_used,
     check_megatron_reads_the_model,
     check_parallel_sizes,
+    check_routes_were_sampled,
     check_routing,
     check_routing_replay,
     check_transformer_args,
@@ -246,6 +248,7 @@ _COMMON_RULES: Mapping[str, tuple[Rule, ...]] = {
         check_parallel_sizes,
         check_layer_kernels,
         check_master_weights,
+        check_adapted_layers,
         check_routing,
         check_transformer_args,
     ),
@@ -282,4 +285,4 @@ _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
     "reward": (check_reward_function,),
     "evaluation": (check_eval_has_data,),
 }
-_SFT_RULES: Mapping[str, tuple[Rule, ...]] = {"sft": (check_sft_batch,)}
+_SFT_RULES: Mapping[str, tuple[Rule, ...]] = {"sft": (check_sft_batch, check_routes_were_sampled)}

@@ -13,6 +13,9 @@ from hybridrl.errors import ConfigError, nearest
 Sizes = Mapping[str, tuple[int, int]]
 """(outputs, inputs) of each linear layer of a block."""
 
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+"""Linear layers of an expert."""
+
 
 def check_lora_targets(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Every name adapts something: a name that matches no layer would silently teach nothing."""
@@ -83,6 +86,32 @@ def check_lora_base(config: ExperimentConfig) -> Iterator[ConfigError]:
             lora.base,
             "would be ignored, because of " + " and ".join(why for _, why, _ in ignored),
             remedies=[("lora.base=resident",), tuple(remedy for _, _, remedy in ignored)],
+        )
+
+
+def check_adapted_layers(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Adapters stand beside megatron-core's own linear layers, dense ones and whole experts."""
+    megatron, lora = config.megatron, config.lora
+    if config.actor.engine != "megatron" or not lora.enabled:
+        return
+    rule = "adapters (lora.enabled=true) have a place in megatron-core's own layers alone"
+    if megatron.layers == "transformer_engine":
+        yield ConfigError(
+            "megatron.layers",
+            megatron.layers,
+            rule,
+            remedies=[("megatron.layers=auto",), ("megatron.layers=local",)],
+        )
+    adapts_experts = model_values(config).get("num_experts") and set(lora.modules) & {*_OF_EXPERTS}
+    if adapts_experts and megatron.expert_tensor_parallel_size > 1:
+        yield ConfigError(
+            "megatron.expert_tensor_parallel_size",
+            megatron.expert_tensor_parallel_size,
+            "an expert with an adapter is whole on its rank",
+            remedies=[
+                ("megatron.expert_tensor_parallel_size=1",),
+                ("lora.target_modules=[q_proj,k_proj,v_proj,o_proj]",),
+            ],
         )
 
 

@@ -52,11 +52,12 @@ class MegatronConfig:
     are exported, or computed with, right then."""
 
     load_balance_coefficient: NotNegative
-    """Weight of the load-balance loss of mixture-of-experts layers (arXiv:2006.16668). 0 is off."""
+    """Weight of the load-balance loss of mixture-of-experts layers (arXiv:2006.16668), added up
+    over layers; 0 only measures it. See docs/mixture-of-experts.md."""
 
     replay_routing: bool
-    """Send each token through the experts that the rollout engine sent it through. Needs
-    ``rollout.routed_experts=true``."""
+    """Send each token of the policy through the experts that the rollout engine sent it through.
+    Needs ``rollout.routed_experts=true``. The reference and the critic choose their own."""
 
     transformer_args: Mapping[str, ArgumentValue]
     """Further fields of megatron-core's TransformerConfig by their names, as fp8; handed on as they

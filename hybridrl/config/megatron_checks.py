@@ -47,6 +47,7 @@ _TYPED: Mapping[str, str] = {
     "expert_tensor_parallel_size": "megatron.expert_tensor_parallel_size",
     "transformer_impl": "megatron.layers",
     "moe_aux_loss_coeff": "megatron.load_balance_coefficient",
+    "moe_router_load_balancing_type": "megatron.load_balance_coefficient",
     "moe_enable_routing_replay": "megatron.replay_routing",
     "bf16": "actor.compute_dtype",
     "fp16": "actor.compute_dtype",
@@ -83,6 +84,8 @@ _OURS: Mapping[str, str] = {
     "moe_input_jitter_eps": _SAME_POLICY,
     "moe_token_dropping": _SAME_POLICY,
     "moe_expert_capacity_factor": _SAME_POLICY,
+    "moe_z_loss_coeff": "it would be added up over micro-batches, and ranks, instead of averaged",
+    "moe_router_fusion": "its kernel chooses experts by itself, and cannot replay any",
     "perform_initialization": "weights are read from the model folder",
     "use_cpu_initialization": "weights are read from the model folder",
     "init_model_with_meta_device": "weights are read from the model folder",
@@ -271,6 +274,17 @@ def check_routing_replay(config: ExperimentConfig) -> Iterator[ConfigError]:
         f"{_spell(rollout.routed_experts)} does not say which experts it used",
         remedies=[records, ("megatron.replay_routing=false",)],
     )
+
+
+def check_routes_were_sampled(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Nobody recorded the routes of examples in a file. Of supervised fine-tuning alone."""
+    if config.megatron_worlds and config.megatron.replay_routing:
+        yield ConfigError(
+            "megatron.replay_routing",
+            got=True,
+            rule="mode=sft learns from a file, which does not say which experts were used",
+            remedies=[("megatron.replay_routing=false",)],
+        )
 
 
 def check_transformer_args(config: ExperimentConfig) -> Iterator[ConfigError]:

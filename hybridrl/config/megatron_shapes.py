@@ -157,6 +157,12 @@ def _experts(config: ExperimentConfig, facts: ShapeFacts) -> Iterator[Broken]:
             yield f"megatron.{name}", "the model has no experts to share"
         elif number % size:
             yield f"megatron.{name}", f"must divide the model's {number} {what}"
+    if sizes.expert_tensor_parallel_size > 1 and config.cluster.device == "cpu":
+        yield (
+            "megatron.expert_tensor_parallel_size",
+            "ranks that share an expert gather unequal numbers of tokens, which gloo, the "
+            "collectives of cluster.device=cpu, cannot",
+        )
 
 
 def value_of(config: ExperimentConfig, key: str) -> int | bool:

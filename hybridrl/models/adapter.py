@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -62,14 +62,55 @@ class Adapter:
             ModelError: the rank is above a layer's size, a layer has no match, or the adapter to
                 start from cannot be read.
         """
-        self._check(hf)
+        self.check_fit(
+            {
+                name: (module.out_features, module.in_features)
+                for name, module in hf.named_modules()
+                if isinstance(module, nn.Linear)
+            },
+            model=type(hf).__name__,
+        )
         peft.inject_adapter_in_model(
             self._settings, hf, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=True
         )
         self._layers = [module for module in hf.modules() if isinstance(module, LoraLayer)]
+        return _AdaptedWeights(weights, self.initial_values())
+
+    def initial_values(self) -> WeightSource:
+        """Return what A and B begin as, by their names within peft's model, whole.
+
+        A drawn matrix follows from the seed and its name alone, so that ranks draw alike.
+        """
         folder = self._config.init_from
-        initial = _DrawnAdapter(self._seed) if folder is None else _StoredAdapter(Path(folder))
-        return _AdaptedWeights(weights, initial)
+        return _DrawnAdapter(self._seed) if folder is None else _StoredAdapter(Path(folder))
+
+    def check_fit(self, layers: Mapping[str, tuple[int, int]], *, model: str) -> None:
+        """Hold against a model what config/lora_checks.py holds against its config.json.
+
+        Args:
+            layers: outputs and inputs of its linear layers by their names.
+            model: what to call it.
+
+        Raises:
+            ModelError: the rank is above a layer's size, or a name matches no layer.
+        """
+        missing = set(self._config.modules)
+        for name, (outputs, inputs) in layers.items():
+            leaf = name.rpartition(".")[2]
+            if leaf not in self._config.modules:
+                continue
+            missing.discard(leaf)
+            limit = min(inputs, outputs)
+            if self._config.rank > limit:
+                raise ModelError(
+                    f"lora.rank={self._config.rank} is above the size of {name}, "
+                    f"{inputs} inputs and {outputs} outputs; set lora.rank={limit}"
+                )
+        if missing:
+            raise ModelError(
+                f"lora.target_modules names {', '.join(sorted(missing))}, and {model} has no such "
+                "linear layer; set lora.target_modules=[all-linear]"
+            )
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
@@ -94,28 +135,6 @@ class Adapter:
         """Write ``adapter_config.json``, with which peft finds the layers again."""
         self._settings.base_model_name_or_path = str(base_model)
         self._settings.save_pretrained(str(folder))
-
-    def _check(self, hf: PreTrainedModel) -> None:
-        """What config/lora_checks.py holds against config.json, held against the model itself."""
-        missing = set(self._config.modules)
-        for name, module in hf.named_modules():
-            leaf = name.rpartition(".")[2]
-            if leaf not in self._config.modules or not isinstance(module, nn.Linear):
-                continue
-            missing.discard(leaf)
-            limit = min(module.in_features, module.out_features)
-            if self._config.rank > limit:
-                raise ModelError(
-                    f"lora.rank={self._config.rank} is above the size of {name}, "
-                    f"{module.in_features} inputs and {module.out_features} outputs; "
-                    f"set lora.rank={limit}"
-                )
-        if missing:
-            raise ModelError(
-                f"lora.target_modules names {', '.join(sorted(missing))}, and "
-                f"{type(hf).__name__} has no such linear layer; set "
-                "lora.target_modules=[all-linear]"
-            )
 
 
 class _AdaptedWeights:

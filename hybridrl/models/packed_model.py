@@ -14,7 +14,7 @@ from hybridrl.models.packed import PackLayout
 class PackedTokens:
     """Rows laid end to end, and which of their successors to score.
 
-    Legend: T packed tokens, S <= T scored tokens.
+    Legend: T packed tokens, S <= T scored tokens, J layers, K experts that a token goes through.
     """
 
     token_ids_T: Tensor  # int64
@@ -22,6 +22,9 @@ class PackedTokens:
     layout: PackLayout
     scored_S: Tensor  # int64, packed tokens whose successor is scored
     targets_S: Tensor  # int64, those successors
+    num_padding: int = 0  # tokens at the end that belong to no row
+    num_pack_tokens: int = 0  # that belong to a row, on all ranks that share the pack
+    experts_TJK: Tensor | None = None  # int16, on the host: experts to go through; -1: padding
 
 
 class PackedModel(nn.Module):

@@ -65,7 +65,7 @@ class MegatronMemory:
 
     @property
     def buffers(self) -> int:
-        """Gradients of this rank's part, in one buffer that lives as long as the engine."""
+        """Gradients of this rank's part, in flat buffers that are emptied after each update."""
         is_float32 = self.numerics.compute_bytes == _FLOAT32 or self.role.adapter is not None
         size = _FLOAT32 if is_float32 else self.numerics.reduce_bytes
         return self._trained.here * size
@@ -145,10 +145,23 @@ class MegatronMemory:
         mine, kept = self._local(microbatch), self._slice
         total = mine.num_tokens * kept.stream_per_token // self.cut.sequence
         total += mine.num_tokens * (kept.head_norms_per_token + kept.adapter_per_token)
+        total += mine.num_tokens * self._by_fused_layers * self.numerics.compute_bytes
         total += kept.saved_by_attention(mine)
         if has_experts:
             return total + self._saved_by_experts(mine)
-        return total + mine.num_tokens * kept.mlp_per_token
+        product = kept.role.shape.intermediate_size * self.numerics.compute_bytes
+        return total + mine.num_tokens * (kept.mlp_per_token + product)
+
+    @property
+    def _by_fused_layers(self) -> int:
+        """Count what megatron-core keeps beside what a Hugging Face layer does, per token.
+
+        Cosine and sine of a head's rotation, for queries and keys; and with norms of heads the
+        whole of a fused projection, of which the norm of keys has seen a part.
+        """
+        shape = self._slice.role.shape
+        rotation = 4 * shape.head_size
+        return rotation + shape.has_head_norms * (shape.query_size + shape.key_size)
 
     def _saved_by_experts(self, mine: Microbatch) -> int:
         """Tokens as sent to experts and as they come back, and what experts keep inside.
@@ -158,7 +171,7 @@ class MegatronMemory:
         experts = self.role.shape.experts
         if experts is None:
             return 0
-        numbers = self._expert_numbers(mine, of_width=4, of_hidden=2)
+        numbers = self._expert_numbers(mine, of_width=5, of_hidden=2)
         router = mine.num_tokens // self.cut.sequence * experts.num_experts
         return numbers * self.numerics.compute_bytes + router * _ROUTER_COPIES * _FLOAT32
 

@@ -112,7 +112,7 @@ class _PolicyRank(Rank):
         """
         moments = self._moments(Place.HOST if self._sleeps else Place.DEVICE)
         engine = [self._rollout_weights()] if self._sleeps else self._engine()
-        there = [*self._weights(), *engine, *([] if self._sleeps else self._buffers())]
+        there = [*self._weights(), *engine]
         stream = Part("weight stream", self._bucket())
         if not self.config.lora.sends_adapters:
             yield [*there, *moments, stream]

@@ -43,7 +43,7 @@ class ModelMemory(Protocol):
 
     @property
     def buffers(self) -> int:
-        """Gradient buffers that are there all the time."""
+        """Gradient buffers, which have memory within an update alone, and once when made."""
         ...
 
     @property

@@ -111,12 +111,9 @@ class Rank:
         name = "optimizer" if place is Place.DEVICE else "offloaded optimizer"
         return [Part(name, sum(model.optimizer for model in self._models), place)]
 
-    def _buffers(self) -> list[Part]:
-        return [Part("gradient buffers", sum(model.buffers for model in self._models))]
-
     def _standing(self) -> list[Part]:
         """Training state and what the rollout engine leaves there."""
-        return [*self._weights(), *self._buffers(), *self._moments(), *self._at_rest()]
+        return [*self._weights(), *self._moments(), *self._at_rest()]
 
     # -- phases ----------------------------------------------------------------------------------
 
@@ -124,7 +121,8 @@ class Rank:
         """Weights are there, and the files that they were read from still mapped."""
         files = Part("weight files, mapped", self._models[0].mapped_files, Place.HOST)
         masters = Part("optimizer", sum(model.masters for model in self._models))
-        return [*self._weights(), *self._buffers(), masters, files]
+        buffers = Part("gradient buffers", max(model.buffers for model in self._models))
+        return [*self._weights(), buffers, masters, files]
 
     def _values(self) -> list[Part]:
         """The critic's forward pass: no chunk of logits."""
@@ -147,6 +145,7 @@ class Rank:
         saved = model.activations(pack)
         standing = [
             *self._standing(),
+            Part("gradient buffers", model.buffers),
             Part("gathered weights", model.gathered),
             Part("malloc fragments", int(share_of_fragments * saved)),
         ]

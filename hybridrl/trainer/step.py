@@ -136,5 +136,6 @@ def build_train_batch(
         sampler_logprobs_BL=rollouts.sampler_logprobs_BL,
         old_logprobs_BL=logprobs.old_logprobs_BL,
         reference_logprobs_BL=logprobs.reference_logprobs_BL,
+        routed_experts_BLJK=rollouts.routed_experts_BLJK,
         batch_size=[len(rollouts)],
     )

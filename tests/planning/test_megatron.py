@@ -94,9 +94,11 @@ def test_weights_that_are_float32_are_their_own_masters(dense: tuple[str, ...]) 
 def test_activations_of_a_dense_model_on_one_rank(dense: tuple[str, ...]) -> None:
     memory = memory_of(*dense)
     # Both norms and their results, on a quarter of the tokens; norms of a quarter of the heads;
-    # a quarter of the MLP and of the heads; row sums of 8 heads.
-    layer = 16 * 4096 // 4 + 6 * 5120 // 4 + 8 * 12288 // 4 + 8 * 4096 // 4 + 4 * 8
-    assert layer == 56_864
+    # a quarter of the MLP and of the heads; row sums of 8 heads; cosine and sine of a rotation for
+    # queries and keys, and the fused projection.
+    layer = 16 * 4096 // 4 + 6 * 5120 // 4 + 10 * 12288 // 4 + 8 * 4096 // 4 + 4 * 8
+    layer += 2 * (4 * 128 + 5120 // 4)
+    assert layer == 66_592
     assert memory.saved_by_block(PACK) == 1000 * layer
     head = 1000 * 4096 * 6 // 4 + 400 * 4096 * 2
     assert memory.activations(PACK) == 36 * 1000 * layer + head
@@ -130,9 +132,10 @@ def test_state_of_a_model_with_experts_on_one_rank(sparse: tuple[str, ...]) -> N
 def test_activations_of_a_model_with_experts_on_one_rank(sparse: tuple[str, ...]) -> None:
     memory = memory_of(*sparse, stage=1)
     # 8 experts a token, and half of the tokens here: 4 pairs a token.
-    experts = 4 * (4 * 768 + 2 * 2048) * 2 + 128 * 3 * 4 // 2
+    experts = 4 * (5 * 768 + 2 * 2048) * 2 + 128 * 3 * 4 // 2
     layer = 16 * 2048 // 2 + 6 * 4608 // 2 + 8 * 4096 // 2 + 4 * 16 + experts
-    assert layer == 104_768
+    layer += 2 * (4 * 128 + 4608 // 2)
+    assert layer == 116_544
     assert memory.saved_by_block(PACK) == 1000 * layer
     received = 1000 * 2048 * 2 // 2
     head = 1000 * 2048 * 6 // 2 + 400 * 2048 * 2
@@ -251,12 +254,13 @@ def test_while_the_rollout_engine_is_awake_training_state_lies_on_the_host(
     memory = memory_of(*dense)
     assert part(plan, "update", "gradient buffers") == memory.buffers
     assert part(plan, "update", "optimizer") == memory.optimizer
-    assert part(plan, "sync", "gradient buffers") == 0  # dropped, and made anew
+    assert part(plan, "sync", "gradient buffers") == 0
     away = memory.weights + memory.optimizer
     assert phase(plan, "generate").bytes_on(Place.HOST) > away
     assert part(plan, "generate", "offloaded training state") == away
     awake = plan_memory(config_of(*dense))
-    assert part(awake, "generate", "gradient buffers") == memory.buffers
+    assert part(awake, "generate", "gradient buffers") == 0
+    assert part(awake, "build", "gradient buffers") == memory.buffers  # made, and emptied
     assert part(awake, "build", "optimizer") == memory.masters  # moments come with the first step
 
 

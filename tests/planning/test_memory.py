@@ -95,7 +95,7 @@ def _compare_activations(
     if checkpointing:
         model.train()
         model.hf.gradient_checkpointing_enable({"use_reentrant": False})
-    tokens = _pack(num_prompts=8 // siblings, siblings=siblings, prompt=6, response=10)
+    tokens = make_pack(num_prompts=8 // siblings, siblings=siblings)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -109,15 +109,7 @@ def _compare_activations(
     del scored
     config = config_of(*([] if not checkpointing else ["actor.gradient_checkpointing=true"]))
     memory = TrainingMemory(role, Numerics.of(config))
-    workload = Workload(
-        num_rows=8,
-        num_rows_per_update=8,
-        num_siblings=siblings,
-        num_prompt_tokens=6,
-        num_response_tokens=10,
-        max_tokens_per_microbatch=10_000,
-    )
-    microbatch = workload.microbatch(shares_prompts=True)
+    microbatch = workload_of(siblings).microbatch(shares_prompts=True)
     assert microbatch.num_tokens == len(tokens.token_ids_T)
     assert microbatch.num_scored == len(tokens.scored_S)
     predicted = memory.activations(microbatch)
@@ -126,7 +118,20 @@ def _compare_activations(
     assert num_bytes == pytest.approx(predicted, rel=0.03, abs=4096)
 
 
-def _pack(*, num_prompts: int, siblings: int, prompt: int, response: int) -> PackedTokens:
+def workload_of(siblings: int) -> Workload:
+    """Eight rows of 6 + 10 tokens, as ``make_pack`` makes them."""
+    return Workload(
+        num_rows=8,
+        num_rows_per_update=8,
+        num_siblings=siblings,
+        num_prompt_tokens=6,
+        num_response_tokens=10,
+        max_tokens_per_microbatch=10_000,
+    )
+
+
+def make_pack(*, num_prompts: int, siblings: int) -> PackedTokens:
+    prompt, response = 6, 10
     rows = [
         torch.cat([torch.full((prompt,), 1 + p), torch.arange(response)])
         for p in range(num_prompts)

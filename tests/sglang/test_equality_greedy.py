@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from hybridrl.batch import LogprobBatch, RolloutBatch, spread_over_tokens
+from hybridrl.trainer.step import build_train_batch
+from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.protocol import Response
 from hybridrl.workers.rollout.sglang import SGLangEngine
+from tests.contract.ranks_under_test import Rank, learn
 from tests.models import Family, make_tiny_model
 from tests.sglang.engines import (
     greedy_of_hugging_face,
@@ -20,6 +26,7 @@ from tests.sglang.engines import (
     weights_of,
 )
 from tests.workers.rollout.engines import make_prompts, sampling_params, tokens_of
+from tests.workers.train.mcore.expert_layouts import running
 
 PROMPTS = make_prompts((1, 7, 33, 12, 2))
 # SGLang gives a Qwen3-MoE an output embedding of its own, whatever config.json says: it cannot be
@@ -63,6 +70,47 @@ def test_greedy_tokens_and_log_probs_are_those_of_hugging_face_after_each_sync(
             check_experts(folder, found)
         answers.append(tokens_of(found))
     assert answers[0] != answers[1] != answers[2]
+
+
+def _learn_by_both(
+    rank: Rank, folder: Path, rollouts: RolloutBatch, target: Path
+) -> tuple[Tensor, Tensor]:
+    """Score with and without the rollout's routes; learn, and write what was learned."""
+    engine = rank.policy(folder)
+    replayed = engine.compute_logprobs(rollouts, temperature=0.7)
+    advantages_B = torch.linspace(-1, 1, len(rollouts))
+    advantages_BL = spread_over_tokens(advantages_B, rollouts.response_mask_BL)
+    logprobs = LogprobBatch(old_logprobs_BL=replayed.logprobs_BL, batch_size=rollouts.batch_size)
+    learn(engine, build_train_batch(rollouts, logprobs, advantages_BL))
+    engine.export_hf(target)
+    rank.free_routes()
+    free = rank.policy(folder).compute_logprobs(rollouts, temperature=0.7)
+    return replayed.logprobs_BL.values(), free.logprobs_BL.values()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe"], indirect=True)
+def test_a_trainer_that_replays_routes_agrees_with_the_engine_over_steps(
+    family_engine: SGLangEngine, tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path / "0", "qwen3_moe", seed=5, tie_embeddings=False)
+    (folder / "tokenizer.json").write_text("{}")
+    sampling = replace(sampling_params(group=4, tokens=8), temperature=0.7)
+    with running("tp2-sp-ep2", replay_routing=True) as ranks:
+        for version in range(2):
+            sync(family_engine, weights_of(folder), version=version)
+            responses = family_engine.generate(PROMPTS, sampling)
+            rollouts = assemble_rollouts(PROMPTS, responses, policy_version=version)
+            target = tmp_path / str(version + 1)
+            mask = rollouts.response_mask_BL.values()
+            sampled = rollouts.sampler_logprobs_BL.values()[mask]
+            for scores in ranks.run(_learn_by_both, folder, rollouts, target):
+                replayed, free = (float((s[mask] - sampled).abs().max()) for s in scores)
+                assert replayed < 1e-4
+                assert replayed <= free + 1e-5
+            assert not torch.equal(
+                weights_of(target)["lm_head.weight"], weights_of(folder)["lm_head.weight"]
+            )
+            folder = target
 
 
 def check_experts(folder: Path, responses: list[Response]) -> None:

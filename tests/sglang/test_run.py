@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,22 +11,37 @@ from statistics import fmean
 import psutil
 import pytest
 
+from hybridrl.env import ROOT
 from tests.runs.small import read_metrics
 
 NUM_STEPS = 40  # of the default 100; the mean reward of a step goes 0.33 -> 0.47 here
 TIMEOUT_S = 280  # 25 s of CPU for the server, 1 to 2 s a step
 
 
+# One server for both ranks, as they share a model.
+MEGATRON = ("recipes=megatron_cpu", "rollout.tensor_parallel_size=2")
+
+
 @pytest.mark.timeout(TIMEOUT_S + 20)
-def test_the_default_task_is_learnt_on_sglang_and_no_process_is_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overrides", [(), MEGATRON], ids=["fsdp2", "megatron-tp2"])
+def test_the_default_task_is_learnt_on_sglang_and_no_process_is_left(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
     command = [
         *(sys.executable, "-m", "hybridrl.main", "rollout=sglang", "tracking.live=off"),
+        *overrides,
         *("rollout.start_timeout_s=150", "cluster.start_timeout_s=160"),
         *(f"trainer.run_dir={tmp_path / 'run'}", f"trainer.num_steps={NUM_STEPS}"),
         *(f"eval.every_num_steps={NUM_STEPS}", "checkpoint.every_num_steps=0"),
     ]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, cwd=tmp_path
+        command,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},  # stand-ins lie in the test tree
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = read_metrics(tmp_path / "run")

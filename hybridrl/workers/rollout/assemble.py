@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 from hybridrl.batch import PromptBatch, RolloutBatch, jagged_from, row_lengths
+from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.protocol import Response
 
 
@@ -19,6 +22,10 @@ def assemble_rollouts(
         prompts: P prompts.
         responses: P * G responses, the G siblings of a prompt adjacent, in prompt order.
         policy_version: optimizer steps taken by the weights that sampled them.
+
+    Raises:
+        EngineError: some responses say which experts their tokens went through and others do not,
+            or say it of another number of tokens.
     """
     num_responses = len(responses) // len(prompts)
     prompt_rows = prompts.token_ids_PL.unbind()
@@ -38,5 +45,23 @@ def assemble_rollouts(
         prompt_index_B=prompts.prompt_index_P.repeat_interleave(num_responses),
         policy_version_B=torch.full((len(responses),), policy_version),
         is_truncated_B=torch.tensor([response.is_truncated for response in responses]),
+        routed_experts_BLJK=_routed_experts(responses, lengths_B),
         batch_size=[len(responses)],
     )
+
+
+def _routed_experts(responses: Sequence[Response], lengths_B: Tensor) -> Tensor | None:
+    if all(response.routed_experts_LJK is None for response in responses):
+        return None
+    rows = []
+    for row, (response, length) in enumerate(zip(responses, lengths_B.tolist(), strict=True)):
+        experts_LJK = response.routed_experts_LJK
+        found = 0 if experts_LJK is None else len(experts_LJK)
+        if experts_LJK is None or found != length - 1:
+            raise EngineError(
+                f"the rollout engine told the experts of {found} tokens of response {row}, which "
+                f"has {length} with its prompt: all but the last go through some; "
+                "set rollout.routed_experts=false and megatron.replay_routing=false"
+            )
+        rows.append(pad(experts_LJK.to(torch.int16), (0, 0, 0, 0, 0, 1), value=-1))
+    return jagged_from(torch.cat(rows), lengths_B)

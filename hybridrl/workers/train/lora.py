@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from hybridrl.batch import RolloutBatch, ScoreBatch, SupervisedBatch
@@ -16,12 +15,11 @@ from hybridrl.config.actor import ActorConfig
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.model import ModelConfig
 from hybridrl.metrics import Max
-from hybridrl.models.adapter import WEIGHTS_FILE, Adapter
+from hybridrl.models.adapter import Adapter
 from hybridrl.models.adapter_names import ADAPTER_NAME, file_name, hf_name, is_adapter_name
-from hybridrl.workers.train.export import whole_folder
+from hybridrl.workers.train.adapter_folder import write_adapter_folder
 from hybridrl.workers.train.fsdp2 import FSDP2Engine
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightPart, WeightSpec
-from hybridrl.workers.train.residence import write_on_first
 from hybridrl.workers.train.shards import full_tensor
 
 
@@ -93,21 +91,14 @@ class FSDP2LoraEngine(FSDP2Engine):
             yield rename(name), full_tensor(parameter)
 
     def export_adapter(self, folder: Path) -> None:
-        """Write ``adapter_config.json`` and ``adapter_model.safetensors``, atomically.
-
-        Rank 0 writes; every rank returns, or raises, when it is done.
-
-        Raises:
-            RunFolderError: the folder exists already, or cannot be written.
-        """
-
-        def write(weights: NamedTensors) -> None:
-            with whole_folder(folder) as unfinished:
-                tensors = {name: tensor.contiguous().cpu() for name, tensor in weights}
-                save_file(tensors, unfinished / WEIGHTS_FILE, metadata={"format": "pt"})
-                self._adapter.save_settings(unfinished, base_model=self._folder)
-
-        write_on_first(self._ranks, self.full_weights(WeightPart.ADAPTER), write)
+        """Write a peft folder, atomically; see ``write_adapter_folder``."""
+        write_adapter_folder(
+            folder,
+            self.full_weights(WeightPart.ADAPTER),
+            adapter=self._adapter,
+            base_model=self._folder,
+            ranks=self._ranks,
+        )
 
     def compute_frozen_logprobs(
         self, rows: RolloutBatch | SupervisedBatch, *, temperature: float
@@ -132,28 +123,3 @@ class FSDP2LoraEngine(FSDP2Engine):
         is_wanted = part is WeightPart.ADAPTER
         named = self.model.hf.named_parameters()
         return [(name, p) for name, p in named if is_adapter_name(name) == is_wanted]
-
-
-class AdapterSwitchedOff:
-    """The policy without its adapter as a reference model; a ``ScoringEngine`` without memory."""
-
-    def __init__(self, policy: FSDP2LoraEngine) -> None:
-        self._policy = policy
-        self.dp_rank, self.dp_size = policy.dp_rank, policy.dp_size
-        self.leads = policy.leads
-
-    def compute_logprobs(
-        self, rows: RolloutBatch | SupervisedBatch, *, temperature: float
-    ) -> ScoreBatch:
-        """Score this rank's rows with the frozen model, no gradient."""
-        return self._policy.compute_frozen_logprobs(rows, temperature=temperature)
-
-    def offload(self, part: TrainState) -> None:
-        """Do nothing: the policy's memory leaves with the policy."""
-
-    def restore(self, part: TrainState) -> None:
-        """Do nothing, as ``offload``."""
-
-    def resident_bytes(self, part: TrainState) -> int:
-        """Return 0: it has no memory of its own."""
-        return 0

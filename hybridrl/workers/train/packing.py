@@ -1,13 +1,14 @@
 """From jagged batches to packs: rows laid end to end, with the places of their scored tokens.
 
 Legend: B rows of the batch, L tokens of a row, K stretches of a pack, T packed tokens,
-S scored (response) tokens.
+S scored (response) tokens. Of experts: J layers, K experts that a token goes through.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -42,6 +43,7 @@ class _Whole:
     scored_S: Tensor
     place_S: Tensor
     row_S: Tensor
+    experts_TJK: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class _Row:
     begin: int  # place of its first token among the flat values
     num_tokens: int  # tokens that are computed: all but the last
     num_prompt_tokens: int  # tokens before the first response token
-    prompt: bytes  # equal for siblings
+    prompt: bytes  # equal for siblings that went through the same experts up to its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,9 @@ class RowPacker:
     token, which teaches nothing; and, with the padded kernel, the prompt of a row that a sibling
     in the same pack has computed already. Gradients are those of the rows one by one.
 
+    Where experts are given, a prompt is computed once only for siblings whose prompts went through
+    the same: batched otherwise, an engine may have sent one of them elsewhere.
+
     Args:
         token_ids_BL: int64, jagged.
         response_mask_BL: bool, jagged.
@@ -78,6 +83,7 @@ class RowPacker:
         multiple: packs get as many tokens more, which belong to no row, as make them divisible: the
             shares of ranks, where they share tokens.
         share: this rank's part of each pack; None if it has all of it.
+        routed_experts_BLJK: int16, jagged, the experts to go through; None leaves it to the model.
 
     Raises:
         DataError: a row begins with a response token, which no token predicts.
@@ -92,9 +98,11 @@ class RowPacker:
         device: torch.device,
         multiple: int = 1,
         share: TokenShare | None = None,
+        routed_experts_BLJK: Tensor | None = None,
     ) -> None:
         self._multiple = multiple
         self._share = share
+        self._experts = None if routed_experts_BLJK is None else routed_experts_BLJK.values()
         self._token_ids = token_ids_BL.values()
         self._mask = response_mask_BL.values()
         self._kernel = kernel
@@ -118,16 +126,22 @@ class RowPacker:
 
         Such a filler keeps a rank in step with the collectives of ranks that have more packs.
         """
-        whole = self._whole(rows) if rows else _filler()
+        whole = self._whole(rows) if rows else self._filler()
         mine, num_missing, layout = self._take_share(whole)
+        experts_TJK = mine.experts_TJK
+        if experts_TJK is not None:
+            experts_TJK = _pad_rows(experts_TJK, num_missing)
+        num_tokens = len(whole.token_ids_T) if rows else 0
         tokens = PackedTokens(
             token_ids_T=pad(mine.token_ids_T, (0, num_missing)).to(self._device),
             positions_T=pad(mine.positions_T, (0, num_missing)).to(self._device),
             layout=layout,
             scored_S=mine.scored_S.to(self._device),
             targets_S=self._token_ids[mine.place_S].to(self._device),
+            num_padding=num_missing if rows else len(mine.token_ids_T) + num_missing,
+            num_pack_tokens=num_tokens,
+            experts_TJK=experts_TJK,
         )
-        num_tokens = len(whole.token_ids_T) if rows else 0
         return Pack(tokens, mine.place_S, mine.row_S, num_tokens, len(whole.place_S))
 
     def _take_share(self, whole: _Whole) -> tuple[_Whole, int, PackLayout]:
@@ -156,6 +170,7 @@ class RowPacker:
             scored_S=scored_S[is_own_S],
             place_S=whole.place_S[is_own_S],
             row_S=whole.row_S[is_own_S],
+            experts_TJK=None if whole.experts_TJK is None else whole.experts_TJK[own_U],
         )
         return mine, shared.num_padding, shared.layout
 
@@ -179,6 +194,7 @@ class RowPacker:
             scored_S=torch.cat([own_S, shared_S]),
             place_S=place_S,
             row_S=torch.cat([row_T[own_S], shared_row_S]),
+            experts_TJK=self._experts_at(place_T),
         )
 
     def _find_rows(self, lengths_B: Tensor) -> dict[int, _Row]:
@@ -196,6 +212,8 @@ class RowPacker:
                     "give every row a prompt of at least one token"
                 )
             prompt = self._token_ids[begin:first].numpy().tobytes()
+            if self._experts is not None:
+                prompt += _digest(self._experts[begin:first])
             rows[row] = _Row(begin, length - 1, first - begin, prompt)
         return rows
 
@@ -255,10 +273,26 @@ class RowPacker:
         shared_S, row_S, place_S = torch.tensor(scored, dtype=torch.int64).reshape(-1, 3).T
         return shared_S, row_S, place_S
 
+    def _filler(self) -> _Whole:
+        one_T, nothing_S = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+        experts_TJK = self._experts_at(nothing_S)
+        if experts_TJK is not None:
+            experts_TJK = _pad_rows(experts_TJK, 1)
+        return _Whole(one_T, one_T, [Segment(1)], nothing_S, nothing_S, nothing_S, experts_TJK)
 
-def _filler() -> _Whole:
-    one_T, nothing_S = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-    return _Whole(one_T, one_T, [Segment(1)], nothing_S, nothing_S, nothing_S)
+    def _experts_at(self, place_T: Tensor) -> Tensor | None:
+        """Return the experts of the tokens at places among the flat values."""
+        return None if self._experts is None else self._experts[place_T]
+
+
+def _pad_rows(experts_TJK: Tensor, num_padding: int) -> Tensor:
+    """Let padding that follows have no experts: -1."""
+    return pad(experts_TJK, (0, 0, 0, 0, 0, num_padding), value=-1)
+
+
+def _digest(experts_LJK: Tensor) -> bytes:
+    """Tell routes apart in 16 bytes: those of a prompt may take a megabyte."""
+    return blake2b(experts_LJK.numpy().tobytes(), digest_size=16).digest()
 
 
 def _spread(values_K: Tensor | list[int], lengths_K: Tensor) -> Tensor:

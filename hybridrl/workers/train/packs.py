@@ -1,6 +1,6 @@
 """The micro-batches of one call, in step with those of the other ranks.
 
-Legend: B rows of a batch, L tokens of a row.
+Legend: B rows of a batch, L tokens of a row, J layers, K experts that a token goes through.
 """
 
 from __future__ import annotations
@@ -64,8 +64,14 @@ class Packing:
     group_size: int = 1
     """Of which the number of packs is a multiple, where a schedule asks for it."""
 
-    def cut(self, token_ids_BL: Tensor, response_mask_BL: Tensor) -> Packs:
-        """Plan this rank's rows, both jagged. A collective call.
+    def cut(
+        self,
+        token_ids_BL: Tensor,
+        response_mask_BL: Tensor,
+        *,
+        routed_experts_BLJK: Tensor | None = None,
+    ) -> Packs:
+        """Plan this rank's rows, all jagged. A collective call.
 
         Raises:
             DataError: a row begins with a response token, which no token predicts.
@@ -77,6 +83,7 @@ class Packing:
             device=self.device,
             multiple=self.multiple,
             share=self.share,
+            routed_experts_BLJK=routed_experts_BLJK,
         )
         plan = packer.plan(self.max_tokens)
         longest = int(self.ranks.gather([len(plan)]).max())

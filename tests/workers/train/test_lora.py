@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.config.lora import LINEAR_MODULES
 from hybridrl.errors import ModelError
+from hybridrl.workers.train.frozen_policy import AdapterSwitchedOff
 from hybridrl.workers.train.fsdp2 import FSDP2Engine
-from hybridrl.workers.train.lora import AdapterSwitchedOff
 from hybridrl.workers.train.protocol import TrainState, WeightPart
 from tests.models import Family, make_tiny_model
 from tests.ranks import run_ranks

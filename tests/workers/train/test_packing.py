@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from hybridrl.batch import jagged
+from hybridrl.batch import jagged, jagged_from, row_lengths
 from hybridrl.models.packed_share import TokenShare
 from hybridrl.workers.train.packing import Pack, RowPacker
 
@@ -103,3 +103,45 @@ def scored(pack: Pack) -> list[tuple[int, int, int, int, int]]:
     at_S = tokens.scored_S
     columns = (tokens.token_ids_T[at_S], tokens.positions_T[at_S], tokens.targets_S)
     return list(zip(*(c.tolist() for c in (*columns, pack.place_S, pack.row_S)), strict=True))
+
+
+def test_experts_lie_beside_their_tokens_and_padding_has_none() -> None:
+    tokens_BL = jagged([torch.tensor(row) for row in ([10, 11, 12], [20, 21, 22, 23])])
+    experts = torch.arange(7 * 2 * 3, dtype=torch.int16).view(7, 2, 3)
+    packer = RowPacker(
+        tokens_BL,
+        jagged([torch.tensor([0, 0, 1]).bool(), torch.tensor([0, 1, 0, 1]).bool()]),
+        kernel="padded",
+        device=CPU,
+        multiple=4,
+        routed_experts_BLJK=jagged_from(experts, row_lengths(tokens_BL)),
+    )
+    pack = packer.pack([1, 0])
+    assert pack.tokens.experts_TJK is not None
+    assert torch.equal(pack.tokens.experts_TJK[:5], experts[[3, 4, 5, 0, 1]])
+    assert pack.tokens.experts_TJK[5:].unique().tolist() == [-1]
+    assert (pack.tokens.num_padding, pack.num_tokens) == (3, 5)
+    filler = packer.pack([])
+    assert filler.tokens.experts_TJK is not None
+    assert filler.tokens.experts_TJK.unique().tolist() == [-1]
+    assert (len(filler.tokens.experts_TJK), filler.num_tokens) == (4, 0)
+
+
+def test_siblings_share_a_prompt_only_where_it_went_through_the_same_experts() -> None:
+    rows = [[7, 8, 1, 2], [7, 8, 3], [7, 8, 9, 5, 6]]
+    masks = [[0, 0, 1, 1], [0, 0, 1], [0, 0, 1, 0, 1]]
+    tokens_BL = jagged([torch.tensor(row) for row in rows])
+    experts = torch.zeros(12, 2, 2, dtype=torch.int16)
+    experts[2:4] = experts[9:] = 5  # after the prompts they may differ
+    experts[5, 1, 1] = 3  # in the prompt of the second
+    packer = RowPacker(
+        tokens_BL,
+        jagged([torch.tensor(mask).bool() for mask in masks]),
+        kernel="padded",
+        device=CPU,
+        routed_experts_BLJK=jagged_from(experts, row_lengths(tokens_BL)),
+    )
+    pack = packer.pack([0, 1, 2])
+    assert pack.tokens.token_ids_T.tolist() == [7, 8, 7, 8, 9, 5, 1]
+    assert pack.tokens.experts_TJK is not None
+    assert pack.tokens.experts_TJK[:, 1, 1].tolist() == [0, 0, 0, 3, 5, 5, 5]

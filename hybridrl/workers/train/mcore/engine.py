@@ -5,6 +5,7 @@ Legend: B rows of a batch, L tokens of a row, S scored (response) tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -19,11 +20,15 @@ from hybridrl.workers.train.mcore.learner import StagedLearner
 from hybridrl.workers.train.mcore.megatron_core import TransformerConfig
 from hybridrl.workers.train.mcore.model import PolicyStage
 from hybridrl.workers.train.mcore.parallel import Parallel
+from hybridrl.workers.train.mcore.routing import require_routes
 from hybridrl.workers.train.mcore.setting import Setting
 from hybridrl.workers.train.mcore.stages import BuildStage, StagedModel
 from hybridrl.workers.train.packing import Pack
 from hybridrl.workers.train.policy_rows import as_train_batch, count_pack, loss_inputs
 from hybridrl.workers.train.protocol import TokenLoss, TrainState, WeightPart
+
+Adapt = Callable[[PolicyStage], None]
+"""Changes a stage that has no values yet."""
 
 
 class _ScoresTokens(StagedModel):
@@ -43,11 +48,19 @@ class _ScoresTokens(StagedModel):
             return scores
 
         logprobs_BL, entropy_BL = self.compute_rows(
-            rows.token_ids_BL, rows.response_mask_BL, forward, num_columns=2
+            rows.token_ids_BL,
+            rows.response_mask_BL,
+            forward,
+            num_columns=2,
+            routed_experts_BLJK=self._routes(rows),
         )
         return ScoreBatch(
             logprobs_BL=logprobs_BL, entropy_BL=entropy_BL, batch_size=rows.batch_size
         )
+
+    def _routes(self, _rows: RolloutBatch | TrainBatch | SupervisedBatch) -> Tensor | None:
+        """Return the experts that tokens are to go through; None leaves it to the model."""
+        return None
 
 
 class MegatronScorer(_ScoresTokens):
@@ -75,6 +88,7 @@ class MegatronEngine(_ScoresTokens, StagedLearner):
         config: types, token budget, chunk size, optimizer.
         setting: parallel sizes and device.
         num_total_steps: optimizer steps of the run, where the schedule ends.
+        adapt: changes a stage before it is loaded; what it freezes does not learn.
 
     Raises:
         ModelError: the folder is not usable.
@@ -85,12 +99,18 @@ class MegatronEngine(_ScoresTokens, StagedLearner):
     """Passes of a weight sync; see ``TrainEngine.weight_parts``."""
 
     def __init__(
-        self, model_folder: Path, *, config: ActorConfig, setting: Setting, num_total_steps: int
+        self,
+        model_folder: Path,
+        *,
+        config: ActorConfig,
+        setting: Setting,
+        num_total_steps: int,
+        adapt: Adapt | None = None,
     ) -> None:
         StagedLearner.__init__(
             self,
             model_folder,
-            _policy_stages(config),
+            _policy_stages(config, adapt),
             config=config,
             setting=setting,
             num_total_steps=num_total_steps,
@@ -128,7 +148,11 @@ class MegatronEngine(_ScoresTokens, StagedLearner):
             return share, metrics | (count_pack(pack) if self.leads else {})
 
         return self._take_step(
-            self._packing.cut(batch.token_ids_BL, batch.response_mask_BL),
+            self._packing.cut(
+                batch.token_ids_BL,
+                batch.response_mask_BL,
+                routed_experts_BLJK=self._routes(batch),
+            ),
             forward,
             loss_share,
             aggregation=aggregation,
@@ -145,6 +169,13 @@ class MegatronEngine(_ScoresTokens, StagedLearner):
             max_response_tokens=1,
         )
 
+    def _routes(self, rows: RolloutBatch | TrainBatch | SupervisedBatch) -> Tensor | None:
+        if not self._parallel.config.replay_routing:
+            return None
+        if isinstance(rows, SupervisedBatch):
+            return require_routes(None, self._architecture)
+        return require_routes(rows.routed_experts_BLJK, self._architecture)
+
     def export_adapter(self, folder: Path) -> None:
         """Refuse: the whole policy learned, so there is no adapter.
 
@@ -157,19 +188,22 @@ class MegatronEngine(_ScoresTokens, StagedLearner):
         )
 
 
-def _policy_stages(config: ActorConfig) -> BuildStage:
+def _policy_stages(config: ActorConfig, adapt: Adapt | None = None) -> BuildStage:
     def build(
         transformer: TransformerConfig,
         architecture: Architecture,
         parallel: Parallel,
         vp_stage: int | None,
     ) -> PolicyStage:
-        return PolicyStage(
+        stage = PolicyStage(
             transformer,
             architecture,
             parallel=parallel,
             vp_stage=vp_stage,
             chunk_tokens=config.logprob_chunk_tokens,
         )
+        if adapt is not None:
+            adapt(stage)
+        return stage
 
     return build

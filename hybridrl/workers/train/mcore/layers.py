@@ -7,6 +7,7 @@ a head, H hidden.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from hybridrl.workers.train.mcore.megatron_core import (
     TENorm,
     TransformerBlockSubmodules,
     TransformerConfig,
+    TransformerLayer,
     VocabParallelEmbedding,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -30,16 +32,21 @@ from hybridrl.workers.train.mcore.megatron_core import (
     get_transformer_layer_offset,
     set_tensor_model_parallel_attributes,
 )
+from hybridrl.workers.train.mcore.routing import PackRouter, PackRouting
 
 
 @dataclass
 class PackedRows(PackedSeqParams):
-    """Where the rows of a pack begin and end, on its way through megatron-core to the attention.
+    """What a pack is, on its way through megatron-core to the layers.
 
-    Its ``qkv_format`` stays None: the pack is one sequence to all other layers.
+    Its ``qkv_format`` stays None: the pack is one sequence to all that is not of ours.
     """
 
     layout: PackLayout | None = None
+    """Where rows begin and end, for the attention."""
+
+    routing: PackRouting | None = None
+    """For routers; None in a dense model."""
 
 
 class PackedAttention(MegatronModule):
@@ -66,6 +73,19 @@ class PackedAttention(MegatronModule):
             query_T1ND.squeeze(1), key_T1JD.squeeze(1), value_T1JD.squeeze(1), scale=None
         )
         return output_TND.flatten(1)[:, None]
+
+
+class RoutedLayer(TransformerLayer):
+    """A layer with experts. It is told what the pack is, and what is inside of it is not."""
+
+    def forward(self, *args: Any, packed_seq_params: PackedRows, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Compute the layer; see TransformerLayer."""
+        router: PackRouter = self.mlp.router
+        router.pack = packed_seq_params.routing
+        try:
+            return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        finally:
+            router.pack = None
 
 
 class RMSNorm(nn.Module):
@@ -104,12 +124,15 @@ def decoder_layers(
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     is_fused = config.transformer_impl == "transformer_engine"
     layer_of = _fused_layer if is_fused else _local_layer
-    specs = [
-        layer_of(config, is_sparse=architecture.is_sparse(layer))
-        for layer in range(first, first + num_layers)
-    ]
-    for spec in specs:
+    specs = []
+    for layer in range(first, first + num_layers):
+        is_sparse = architecture.is_sparse(layer)
+        spec = layer_of(config, is_sparse=is_sparse)
         spec.submodules.self_attention.submodules.core_attention = PackedAttention
+        if is_sparse:
+            spec.module = RoutedLayer
+            spec.submodules.mlp.submodules.router = PackRouter
+        specs.append(spec)
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm if is_fused else RMSNorm)
 
 
@@ -144,10 +167,18 @@ def mark_shards(model: nn.Module) -> None:
     Without the mark a gradient norm counts the shard of the first tensor-parallel rank alone.
     """
     for module in model.modules():
-        if isinstance(module, RowParallelLinear):
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear) and _is_whole(module):
+            # Megatron-core sums what experts learn over expert-parallel ranks, or not at all.
+            module.weight.sequence_parallel = module.config.sequence_parallel
+        elif isinstance(module, RowParallelLinear):
             _mark(module.weight, dim=1)
         elif isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
             _mark(module.weight, dim=0)
+
+
+def _is_whole(layer: ColumnParallelLinear | RowParallelLinear) -> bool:
+    """Whether a layer is of an expert that each tensor-parallel rank has, for its own tokens."""
+    return layer.is_expert and not layer.expert_parallel and layer.tp_group.size() == 1
 
 
 def _mark(weight: nn.Parameter | None, *, dim: int) -> None:

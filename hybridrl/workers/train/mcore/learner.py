@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hybridrl.config.actor import EngineConfig
 from hybridrl.metrics import Metrics, merge
 from hybridrl.workers.train.gradient_steps import global_weights, step_metrics
+from hybridrl.workers.train.mcore.balance import LoadBalance
 from hybridrl.workers.train.mcore.checkpoint import checkpoint_tensors
 from hybridrl.workers.train.mcore.megatron_core import (
     DistributedDataParallel,
@@ -128,18 +129,38 @@ class StagedLearner(StagedModel):
 
         self.optimizer.drop_gradients()  # of an update that a loss broke off
         self.optimizer.gradients.allocate()
-        found = self._schedule.train(list(packs), forward, finish)
+        cut = list(packs)
+        balance = self._balance(cut)
+        found = self._schedule.train(cut, forward, finish)
         total_loss = torch.zeros((), device=self._device)
         for share, _ in found:
             total_loss += share
         result = self.optimizer.step(total_loss)
         counts = self.leads and self.dp_rank == 0
         told = step_metrics(result, area=self._area, counts=counts)
+        if balance is not None and self._area == "policy":
+            told |= balance.metrics()
         of_rows: Metrics = {}
         if self._parallel.counts:
             mine = merge(metrics for _, metrics in found)
             of_rows = self._parallel.ranks_with_other_tokens().merge(mine)
         return merge([of_rows if self.leads else {}, self.constants | told])
+
+    def _balance(self, packs: Sequence[Pack]) -> LoadBalance | None:
+        """Begin to measure how tokens fall on experts, if there are any; a collective call."""
+        experts = self._architecture.experts
+        if experts is None:
+            return None
+        own = sum(pack.num_tokens for pack in packs)
+        balance = LoadBalance(
+            experts,
+            coefficient=self._parallel.config.load_balance_coefficient,
+            num_tokens=int(self._data_ranks.gather([own]).sum()),
+            device=self._device,
+        )
+        for model in self._models:
+            model.balance = balance
+        return balance
 
     def _wrap(self, models: list[PackedStage], config: EngineConfig) -> list[nn.Module]:
         overlap = self._parallel.config.overlap_communication

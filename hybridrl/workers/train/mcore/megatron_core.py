@@ -46,19 +46,26 @@ with warnings.catch_warnings():
     )
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import (
         TransformerBlock,
         TransformerBlockSubmodules,
         get_num_layers_to_build,
     )
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+    from megatron.core.transformer.transformer_layer import (
+        TransformerLayer,
+        get_transformer_layer_offset,
+    )
 
 # What follows is said again in each process, and asks nothing of a user.
 for _message in (
     r"The \.grad attribute of a Tensor that is not a leaf",  # a float32 master is a view
     r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
+    r"WARNING: there is no optimizer on RANK",  # where adapters of experts alone learn
     r"When using async grad allreduce it is recommended",  # trainer/workers.py sets the variable
+    r"`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # of an expert
 ):
     warnings.filterwarnings("ignore", message=_message)
 
@@ -71,6 +78,7 @@ __all__ = [
     "LanguageModelEmbedding",
     "LanguageModule",
     "MegatronModule",
+    "MoEAuxLossAutoScaler",
     "ModelType",
     "ModuleSpec",
     "OptimizerConfig",
@@ -78,9 +86,11 @@ __all__ = [
     "ProcessGroupCollection",
     "RowParallelLinear",
     "TENorm",
+    "TopKRouter",
     "TransformerBlock",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "TransformerLayer",
     "VocabParallelEmbedding",
     "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",

@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 from hybridrl.models.logprobs import VocabShard, token_logprobs
 from hybridrl.models.packed_model import PackedTokens
 from hybridrl.workers.train.mcore.architecture import Architecture, inverse_frequencies
+from hybridrl.workers.train.mcore.balance import LoadBalance
 from hybridrl.workers.train.mcore.blocks import padded_vocab_size
 from hybridrl.workers.train.mcore.layers import PackedRows, decoder_layers
 from hybridrl.workers.train.mcore.megatron_core import (
@@ -30,6 +31,7 @@ from hybridrl.workers.train.mcore.megatron_core import (
     parallel_state,
 )
 from hybridrl.workers.train.mcore.parallel import Parallel
+from hybridrl.workers.train.mcore.routing import PackRouting, route
 
 
 class PackedStage(LanguageModule):
@@ -47,6 +49,9 @@ class PackedStage(LanguageModule):
 
     model_type = ModelType.encoder_or_decoder  # megatron-core's schedules ask for it
 
+    balance: LoadBalance | None
+    """Of the optimizer step that is taken; None outside of one, and in a dense model."""
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -60,6 +65,7 @@ class PackedStage(LanguageModule):
         self.architecture = architecture
         self.parallel = parallel
         self.vp_stage = vp_stage
+        self.balance = None
         self.share_embeddings_and_output_weights = is_tied
         self.pre_process = parallel_state.is_pipeline_first_stage(
             ignore_virtual=False, vp_stage=vp_stage
@@ -95,14 +101,29 @@ class PackedStage(LanguageModule):
         embedded_T1H = None
         if self.pre_process:
             embedded_T1H = self.embedding(input_ids=tokens.token_ids_T[None], position_ids=None)
+            if self.config.recompute_granularity is not None and torch.is_grad_enabled():
+                # Layers that are recomputed learn only if their input has a gradient, which that
+                # of a frozen embedding has not.
+                embedded_T1H.requires_grad_()
         angles_TD = tokens.positions_T[:, None] * self.inverse_frequencies
         hidden_T1H: Tensor = self.decoder(
             hidden_states=embedded_T1H,
             attention_mask=None,
             rotary_pos_emb=torch.cat([angles_TD, angles_TD], dim=1)[:, None, None],
-            packed_seq_params=PackedRows(layout=tokens.layout),
+            packed_seq_params=PackedRows(layout=tokens.layout, routing=self._route(tokens)),
         )
         return hidden_T1H
+
+    def _route(self, tokens: PackedTokens) -> PackRouting | None:
+        if self.architecture.experts is None:
+            return None
+        return route(
+            tokens,
+            layers=range(self.first_layer, self.first_layer + len(self.decoder.layers)),
+            shares=self.parallel.tensor if self.config.sequence_parallel else None,
+            balance=self.balance,
+            device=self.parallel.device,
+        )
 
     def whole_hidden(self, hidden_T1H: Tensor, *, is_shared: bool) -> Tensor:
         """Return the hidden states of all tokens [T, H].

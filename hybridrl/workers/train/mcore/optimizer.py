@@ -119,6 +119,8 @@ class DistributedAdamW:
             list(stages),
             use_gloo_process_groups=False,
         )
+        # Where experts alone learn, the optimizer of all else has nothing to do and is a shell.
+        self._optimizers = [o for o in self._chained.chained_optimizers if not o.is_stub_optimizer]
         self.gradients.free()
         self.num_steps = 0
 
@@ -158,7 +160,7 @@ class DistributedAdamW:
         """Return this rank's share of the moments; empty before the first step."""
         return [
             value
-            for optimizer in self._chained.chained_optimizers
+            for optimizer in self._optimizers
             for state in optimizer.optimizer.state.values()
             for value in state.values()
             if isinstance(value, Tensor)
@@ -166,7 +168,7 @@ class DistributedAdamW:
 
     def shares(self) -> Iterator[Share]:
         """Yield what this rank steps of each parameter; the moments are there after a step."""
-        for optimizer in self._chained.chained_optimizers:
+        for optimizer in self._optimizers:
             for parameter in optimizer.model_param_group_index_map:
                 group, order = optimizer.model_param_group_index_map[parameter]
                 master = optimizer.optimizer.param_groups[group]["params"][order]
@@ -178,7 +180,7 @@ class DistributedAdamW:
     def begin_restore(self, *, num_steps: int) -> None:
         """Be where ``num_steps`` steps lead to, with moments of 0 for the caller to fill."""
         self.num_steps = num_steps
-        for optimizer in self._chained.chained_optimizers:
+        for optimizer in self._optimizers:
             adamw = optimizer.optimizer
             adamw.state.clear()
             for group in adamw.param_groups if num_steps else ():
@@ -187,7 +189,7 @@ class DistributedAdamW:
     @torch.no_grad()
     def end_restore(self) -> None:
         """Bring what was filled into the masters to all data-parallel ranks' weights."""
-        for optimizer in self._chained.chained_optimizers:
+        for optimizer in self._optimizers:
             optimizer._copy_main_params_to_model_params()
         for stage in self._stages:
             stage.start_param_sync(force_sync=True)

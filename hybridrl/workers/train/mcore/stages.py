@@ -5,7 +5,7 @@ Legend: B rows of a batch, L tokens of a row, S scored (response) tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -109,12 +109,7 @@ class StagedModel(ResidentModel):
             mark_shards(model)
         stages = self._wrap(self._models, config)
         self._fill(WeightFiles(folder))
-        self._export = WeightExport(
-            dict(self.named_tensors()),
-            architecture=self._architecture,
-            parallel=self._parallel.rank,
-            group=self._parallel.replica.group,
-        )
+        self._export = self._plan_export(self._model_tensors())
         self._schedule = Schedule(stages, max_tokens=config.max_tokens_per_microbatch)
 
     def compute_rows(
@@ -124,6 +119,7 @@ class StagedModel(ResidentModel):
         forward: Forward,
         *,
         num_columns: int,
+        routed_experts_BLJK: Tensor | None = None,
     ) -> list[Tensor]:
         """Compute this rank's rows forward, and tell all ranks that have the same ones.
 
@@ -132,11 +128,15 @@ class StagedModel(ResidentModel):
             response_mask_BL: bool, jagged.
             forward: gives columns [num_columns, S] of a pack, or [S] if there is one.
             num_columns: numbers per scored token.
+            routed_experts_BLJK: the experts to go through; None leaves it to the model.
 
         Returns:
             Each column, jagged float32 [B, L] on the host, 0 where the mask is False.
         """
-        packs = list(self._packing.cut(token_ids_BL, response_mask_BL))
+        cut = self._packing.cut(
+            token_ids_BL, response_mask_BL, routed_experts_BLJK=routed_experts_BLJK
+        )
+        packs = list(cut)
         found = self._schedule.score(
             packs, forward, lambda pack, output: (pack.place_S, output.float())
         )
@@ -162,7 +162,7 @@ class StagedModel(ResidentModel):
         Tied weights come once, in the type that the model computes in.
         """
         self._require("full_weights()", TrainState.PARAMETERS)
-        yield from self._export.full_weights(dict(self.named_tensors()))
+        yield from self._export.full_weights(self._model_tensors())
 
     def export_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder (weights, configuration, tokenizer), atomically.
@@ -182,7 +182,19 @@ class StagedModel(ResidentModel):
                 source=self._folder,
             )
 
-        write_on_first(Ranks(self._device), self.full_weights(), write)
+        write_on_first(Ranks(self._device), self._whole_model(), write)
+
+    def _whole_model(self) -> NamedTensors:
+        """Yield what a model without adapters needs to be this one."""
+        return self.full_weights()
+
+    def _plan_export(self, local: Mapping[str, Tensor]) -> WeightExport:
+        return WeightExport(
+            local,
+            architecture=self._architecture,
+            parallel=self._parallel.rank,
+            group=self._parallel.replica.group,
+        )
 
     def _configs(self) -> list[Configuration]:
         """Return the configurations that an exported folder holds."""
@@ -198,6 +210,10 @@ class StagedModel(ResidentModel):
             offset = model.first_layer
             for name, parameter in model.named_parameters():
                 yield global_name(name, offset), parameter
+
+    def _model_tensors(self) -> dict[str, nn.Parameter]:
+        """Return those of this rank's parameters that a Hugging Face folder holds."""
+        return dict(self.named_tensors())
 
     def _wrap(self, models: list[PackedStage], _config: EngineConfig) -> list[nn.Module]:
         """Return what the schedule computes with; parameters may move into other memory."""

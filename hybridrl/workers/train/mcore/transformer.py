@@ -114,7 +114,7 @@ def transformer_config(
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }
-    arguments |= _experts(architecture, megatron)
+    arguments |= _experts(architecture)
     try:
         return TransformerConfig(**arguments | dict(megatron.transformer_args))
     except (TypeError, ValueError, AssertionError) as err:
@@ -126,11 +126,10 @@ def transformer_config(
         ) from err
 
 
-def _experts(architecture: Architecture, megatron: MegatronConfig) -> dict[str, object]:
+def _experts(architecture: Architecture) -> dict[str, object]:
     experts = architecture.experts
     if experts is None:
         return {}
-    coefficient = megatron.load_balance_coefficient
     return {
         "num_moe_experts": experts.num_experts,
         "moe_router_topk": experts.num_per_token,
@@ -140,6 +139,5 @@ def _experts(architecture: Architecture, megatron: MegatronConfig) -> dict[str, 
         ],
         "moe_router_pre_softmax": not experts.normalizes_weights,
         "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "aux_loss" if coefficient else "none",
-        "moe_aux_loss_coeff": coefficient,
+        "moe_router_load_balancing_type": "none",  # balance.py has it
     }

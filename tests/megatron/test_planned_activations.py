@@ -1,0 +1,66 @@
+"""What mode=plan says that autograd keeps is what it keeps of megatron-core's layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridrl.planning.megatron import MegatronMemory
+from hybridrl.planning.megatron_cut import Cut
+from hybridrl.planning.roles import Numerics, Role
+from hybridrl.planning.shapes import read_shape
+from hybridrl.workers.train.mcore.engine import MegatronScorer
+from hybridrl.workers.train.mcore.setting import Setting
+from tests.config.values import config_of
+from tests.models import Family, make_tiny_model
+from tests.planning.test_memory import make_pack, workload_of
+from tests.ranks import run_ranks
+from tests.workers.train.engines import ACTOR, CPU, MODEL
+
+TENSOR = "megatron.tensor_parallel_size=2"
+SEQUENCE = "megatron.sequence_parallel=true"
+
+
+def _keep(_rank: int, folder: Path, siblings: int, *overrides: str) -> int:
+    """Compute one pack forward; return the bytes that autograd keeps beside the weights."""
+    ranks = f"cluster.num_ranks_per_node={dist.get_world_size()}"
+    megatron = config_of("actor=megatron", ranks, *overrides).megatron
+    setting = Setting(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
+    scorer = MegatronScorer(folder, config=replace(ACTOR, engine="megatron"), setting=setting)
+    [model] = scorer._models
+    model.requires_grad_()
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        scored = model(make_pack(num_prompts=8 // siblings, siblings=siblings), 1.0)
+    del scored
+    return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in weights)
+
+
+@pytest.mark.parametrize("siblings", [1, 4])
+@pytest.mark.parametrize("overrides", [(), (TENSOR,), (TENSOR, SEQUENCE)], ids=["1", "tp2", "sp2"])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_activations_are_those_that_were_planned(
+    tmp_path: Path, family: Family, overrides: tuple[str, ...], siblings: int
+) -> None:
+    folder = make_tiny_model(tmp_path, family, hidden_size=128, num_layers=3)
+    num_ranks = 2 if overrides else 1
+    config = config_of("actor=megatron", f"cluster.num_ranks_per_node={num_ranks}", *overrides)
+    memory = MegatronMemory(
+        Role(name="actor", shape=read_shape(folder), learns=True),
+        Numerics.of(config),
+        Cut.of(config.megatron, num_ranks=num_ranks, stage=0),
+    )
+    predicted = memory.activations(workload_of(siblings).microbatch(shares_prompts=True))
+    for num_bytes in run_ranks(num_ranks, _keep, folder, siblings, *overrides):
+        assert num_bytes == pytest.approx(predicted, rel=0.04)

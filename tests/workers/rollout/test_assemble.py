@@ -1,0 +1,89 @@
+"""Responses become rows, with or without the experts that tokens went through."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrl.batch import LogprobBatch, RolloutBatch, row_lengths, row_offsets
+from hybridrl.errors import EngineError
+from hybridrl.single_controller.payload import concat_rows, take_rows
+from hybridrl.trainer.step import build_train_batch
+from hybridrl.workers.rollout.assemble import assemble_rollouts
+from hybridrl.workers.rollout.protocol import Response
+from tests.workers.rollout.engines import make_prompts
+
+PROMPTS = make_prompts((1, 3))
+RESPONSES = (2, 0, 1, 4)  # tokens; two for each prompt
+LENGTHS = [3, 1, 4, 7]
+
+
+def _respond(number: int, num_tokens: int, *, num_routed: int) -> Response:
+    experts = torch.arange(num_routed * 2 * 3, dtype=torch.int32).view(num_routed, 2, 3)
+    return Response(
+        token_ids=torch.arange(num_tokens),
+        logprobs=-torch.ones(num_tokens),
+        is_truncated=False,
+        routed_experts_LJK=experts + 100 * number,
+    )
+
+
+def _routed() -> list[Response]:
+    return [
+        _respond(number, n, num_routed=length - 1)
+        for number, (n, length) in enumerate(zip(RESPONSES, LENGTHS, strict=True))
+    ]
+
+
+def _experts(batch: RolloutBatch) -> Tensor:
+    assert batch.routed_experts_BLJK is not None
+    return batch.routed_experts_BLJK.values()
+
+
+def test_the_last_token_of_a_row_went_through_no_expert() -> None:
+    batch = assemble_rollouts(PROMPTS, _routed(), policy_version=0)
+    assert row_lengths(batch.token_ids_BL).tolist() == LENGTHS
+    assert _experts(batch).shape == (sum(LENGTHS), 2, 3)
+    assert _experts(batch).dtype == torch.int16
+    rows = batch.routed_experts_BLJK.unbind()
+    for row, response in zip(rows, _routed(), strict=True):
+        assert torch.equal(row[:-1].int(), response.routed_experts_LJK)
+        assert row[-1].unique().tolist() == [-1]
+
+
+def test_experts_stay_with_their_rows_on_the_way_to_the_update() -> None:
+    whole = assemble_rollouts(PROMPTS, _routed(), policy_version=0)
+    joined = concat_rows([take_rows(whole, 0, 1), take_rows(whole, 1, 4)])
+    assert torch.equal(_experts(joined), _experts(whole))
+    order = [3, 1, 0, 2]
+    batch = build_train_batch(joined, LogprobBatch(batch_size=[4]), joined.sampler_logprobs_BL)
+    ordered = batch[order]
+    for place, row in enumerate(order):
+        begin, end = row_offsets(whole.token_ids_BL)[row : row + 2].tolist()
+        assert torch.equal(ordered.routed_experts_BLJK.unbind()[place], _experts(whole)[begin:end])
+    assert torch.equal(row_offsets(ordered.routed_experts_BLJK), row_offsets(ordered.token_ids_BL))
+
+
+def test_engines_that_do_not_say_it_leave_the_column_out() -> None:
+    responses = [replace(response, routed_experts_LJK=None) for response in _routed()]
+    batch = assemble_rollouts(PROMPTS, responses, policy_version=0)
+    assert batch.routed_experts_BLJK is None
+    assert concat_rows([batch[:2], batch[2:]]).routed_experts_BLJK is None
+
+
+@pytest.mark.parametrize("row", range(4))
+def test_a_response_without_its_experts_is_named(row: int) -> None:
+    responses = _routed()
+    responses[row] = replace(responses[row], routed_experts_LJK=None)
+    with pytest.raises(EngineError, match=f"of 0 tokens of response {row}, which has"):
+        assemble_rollouts(PROMPTS, responses, policy_version=0)
+
+
+def test_experts_of_another_number_of_tokens_are_refused() -> None:
+    responses = _routed()
+    responses[2] = _respond(2, 1, num_routed=4)
+    with pytest.raises(EngineError, match="of 4 tokens of response 2, which has 4 with its"):
+        assemble_rollouts(PROMPTS, responses, policy_version=0)
