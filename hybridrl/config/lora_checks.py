@@ -102,13 +102,6 @@ def check_adapted_layers(config: ExperimentConfig) -> Iterator[ConfigError]:
             rule,
             remedies=[("megatron.layers=auto",), ("megatron.layers=local",)],
         )
-    if megatron.context_parallel_size > 1:
-        yield ConfigError(
-            "megatron.context_parallel_size",
-            megatron.context_parallel_size,
-            f"needs TransformerEngine's layers, and {rule}",
-            remedies=[("megatron.context_parallel_size=1",)],
-        )
     adapts_experts = model_values(config).get("num_experts") and set(lora.modules) & {*_OF_EXPERTS}
     if adapts_experts and megatron.expert_tensor_parallel_size > 1:
         yield ConfigError(

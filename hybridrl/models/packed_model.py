@@ -23,7 +23,7 @@ class PackedTokens:
     scored_S: Tensor  # int64, packed tokens whose successor is scored
     targets_S: Tensor  # int64, those successors
     num_padding: int = 0  # tokens at the end that belong to no row
-    num_row_tokens: int = 0  # that do, on all ranks that share the pack
+    num_pack_tokens: int = 0  # that belong to a row, on all ranks that share the pack
     experts_TJK: Tensor | None = None  # int16, on the host: experts to go through; -1: padding
 
 

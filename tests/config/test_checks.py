@@ -315,11 +315,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "own layers alone",
     ),
     (
-        (*MEGATRON, *LORA, *GPUS, "megatron.context_parallel_size=2"),
-        "megatron.context_parallel_size",
-        "own layers alone",
-    ),
-    (
         (*MOE, *LORA, *GPUS, "megatron.expert_tensor_parallel_size=2"),
         "megatron.expert_tensor_parallel_size",
         "whole on its rank",

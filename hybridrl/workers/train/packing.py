@@ -43,7 +43,7 @@ class _Whole:
     scored_S: Tensor
     place_S: Tensor
     row_S: Tensor
-    experts_TJK: Tensor | None
+    experts_TJK: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,18 +132,18 @@ class RowPacker:
         """
         whole = self._whole(rows) if rows else self._filler()
         mine, num_missing, layout = self._take_share(whole)
-        num_tokens = len(whole.token_ids_T) if rows else 0
         experts_TJK = mine.experts_TJK
         if experts_TJK is not None:
-            experts_TJK = pad(experts_TJK, (0, 0, 0, 0, 0, num_missing), value=-1)
+            experts_TJK = _pad_rows(experts_TJK, num_missing)
+        num_tokens = len(whole.token_ids_T) if rows else 0
         tokens = PackedTokens(
             token_ids_T=pad(mine.token_ids_T, (0, num_missing)).to(self._device),
             positions_T=pad(mine.positions_T, (0, num_missing)).to(self._device),
             layout=layout,
             scored_S=mine.scored_S.to(self._device),
             targets_S=self._token_ids[mine.place_S].to(self._device),
-            num_padding=num_missing + (0 if rows else len(mine.token_ids_T)),
-            num_row_tokens=num_tokens,
+            num_padding=num_missing if rows else len(mine.token_ids_T) + num_missing,
+            num_pack_tokens=num_tokens,
             experts_TJK=experts_TJK,
         )
         return Pack(tokens, mine.place_S, mine.row_S, num_tokens, len(whole.place_S))
@@ -198,7 +198,7 @@ class RowPacker:
             scored_S=torch.cat([own_S, shared_S]),
             place_S=place_S,
             row_S=torch.cat([row_T[own_S], shared_row_S]),
-            experts_TJK=None if self._experts is None else self._experts[place_T],
+            experts_TJK=self._experts_at(place_T),
         )
 
     def _find_rows(self, lengths_B: Tensor) -> dict[int, _Row]:
@@ -279,8 +279,19 @@ class RowPacker:
 
     def _filler(self) -> _Whole:
         one_T, nothing_S = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-        experts_TJK = None if self._experts is None else torch.full_like(self._experts[:1], -1)
+        experts_TJK = self._experts_at(nothing_S)
+        if experts_TJK is not None:
+            experts_TJK = _pad_rows(experts_TJK, 1)
         return _Whole(one_T, one_T, [Segment(1)], nothing_S, nothing_S, nothing_S, experts_TJK)
+
+    def _experts_at(self, place_T: Tensor) -> Tensor | None:
+        """Return the experts of the tokens at places among the flat values."""
+        return None if self._experts is None else self._experts[place_T]
+
+
+def _pad_rows(experts_TJK: Tensor, num_padding: int) -> Tensor:
+    """Let padding that follows have no experts: -1."""
+    return pad(experts_TJK, (0, 0, 0, 0, 0, num_padding), value=-1)
 
 
 def _digest(experts_LJK: Tensor) -> bytes:

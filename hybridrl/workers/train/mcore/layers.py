@@ -124,12 +124,15 @@ def decoder_layers(
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     is_fused = config.transformer_impl == "transformer_engine"
     layer_of = _fused_layer if is_fused else _local_layer
-    specs = [
-        layer_of(config, is_sparse=architecture.is_sparse(layer))
-        for layer in range(first, first + num_layers)
-    ]
-    for spec in specs:
+    specs = []
+    for layer in range(first, first + num_layers):
+        is_sparse = architecture.is_sparse(layer)
+        spec = layer_of(config, is_sparse=is_sparse)
         spec.submodules.self_attention.submodules.core_attention = PackedAttention
+        if is_sparse:
+            spec.module = RoutedLayer
+            spec.submodules.mlp.submodules.router = PackRouter
+        specs.append(spec)
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm if is_fused else RMSNorm)
 
 
@@ -155,9 +158,6 @@ def _local_layer(config: TransformerConfig, *, is_sparse: bool) -> ModuleSpec:
     if config.qk_layernorm:
         attention = spec.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if is_sparse:
-        spec.module = RoutedLayer
-        spec.submodules.mlp.submodules.router = PackRouter
     return spec
 
 

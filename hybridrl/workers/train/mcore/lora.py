@@ -52,6 +52,8 @@ class MegatronLoraEngine(MegatronEngine):
         ConfigError: see ``StagedModel``.
     """
 
+    takes_fused_layers = False
+
     def __init__(
         self,
         model_folder: Path,

@@ -78,7 +78,7 @@ def route(
         experts_TJK = experts_TJK[begin:end, layers.start : layers.stop].to(device)
     return PackRouting(
         is_real_T=torch.arange(begin, end, device=device) < num_all - tokens.num_padding,
-        num_tokens=tokens.num_row_tokens,
+        num_tokens=tokens.num_pack_tokens,
         experts_TJK=experts_TJK,
         first_layer=layers.start,
         balance=balance,

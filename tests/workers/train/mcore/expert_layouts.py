@@ -38,13 +38,14 @@ LAYOUTS = {
             expert_parallel_size=2,
         ),
         _cut("pp2", num_ranks=2, pipeline_parallel_size=2),
+        _cut("cp2-ep2", num_ranks=2, context_parallel_size=2, expert_parallel_size=2),
         _cut("pp2-vp2", num_ranks=2, pipeline_parallel_size=2, num_virtual_stages=2),
         _cut("pp2-ep2", num_ranks=4, dp_size=2, pipeline_parallel_size=2, expert_parallel_size=2),
     )
 }
 
 
-BY_NIGHT = {"ep2", "pp2-vp2", "pp2-ep2"}
+BY_NIGHT = {"ep2", "pp2-vp2", "pp2-ep2", "cp2-ep2"}
 """What the others, or the contract suite, show in part."""
 
 

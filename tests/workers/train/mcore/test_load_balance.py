@@ -18,7 +18,7 @@ from tests.workers.train.engines import ACTOR, OPTIMIZER, make_rows, rows_of, we
 from tests.workers.train.mcore.expert_layouts import MODELS, cut_as, make_expert_model
 
 COEFFICIENT = 0.7
-ALL = ("1", "ep2", "tp2-sp-ep2", "pp2", "pp2-vp2", "pp2-ep2")
+ALL = ("1", "ep2", "tp2-sp-ep2", "pp2", "pp2-vp2", "pp2-ep2", "cp2-ep2")
 ALONE = {"max_tokens_per_microbatch": 1}  # every row is a pack, on all layouts the same
 
 

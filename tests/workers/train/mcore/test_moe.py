@@ -30,7 +30,7 @@ from tests.workers.train.engines import (
 )
 from tests.workers.train.mcore.expert_layouts import MODELS, cut_as, make_expert_model, running
 
-ALL = ("1", "ep2", "tp2-sp-ep2", "pp2", "pp2-ep2")
+ALL = ("1", "ep2", "tp2-sp-ep2", "pp2", "pp2-ep2", "cp2-ep2")
 
 
 @pytest.fixture(scope="module", params=MODELS)

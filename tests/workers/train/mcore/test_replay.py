@@ -26,7 +26,7 @@ from tests.workers.train.engines import (
 from tests.workers.train.mcore.expert_layouts import MODELS, cut_as, make_expert_model
 from tests.workers.train.mcore.routes import RoutedPolicy
 
-ALL = ("1", "ep2", "tp2-sp-ep2", "pp2", "pp2-vp2", "pp2-ep2")
+ALL = ("1", "ep2", "tp2-sp-ep2", "pp2", "pp2-vp2", "pp2-ep2", "cp2-ep2")
 FIRST = 5  # rows of the first of two data-parallel ranks, of eleven
 
 
