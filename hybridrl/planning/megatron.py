@@ -192,13 +192,15 @@ class MegatronMemory:
         return numbers * self.numerics.compute_bytes // self.cut.sequence
 
     def _local(self, microbatch: Microbatch) -> Microbatch:
-        """Return the tokens that this rank has of a row that context-parallel ranks share."""
+        """Return the tokens that this rank has of a row that context-parallel ranks share.
+
+        Keys and values are gathered: it keeps them of all.
+        """
         size = self.cut.context
         return replace(
             microbatch,
             num_tokens=-(-microbatch.num_tokens // size),
             num_scored=-(-microbatch.num_scored // size),
-            num_key_slots=-(-microbatch.num_key_slots // size),
         )
 
     # -- sizes -----------------------------------------------------------------------------------
