@@ -203,6 +203,12 @@ def notes_of(error: BaseException) -> list[str]:
     return notes
 
 
+def first_of(names: Sequence[str], *, at_most: int = 4) -> str:
+    """Name the first ones and count the rest: ``a, b, c and 7 more``."""
+    more = len(names) - at_most
+    return ", ".join(names[:at_most]) + (f" and {more} more" if more > 0 else "")
+
+
 def nearest(name: str, known: Sequence[str]) -> str:
     """Say which known names are meant: ``did you mean 'lr'?`` or the whole list if none is near."""
     close = get_close_matches(name, known, n=3, cutoff=0.5)

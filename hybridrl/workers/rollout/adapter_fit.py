@@ -11,10 +11,8 @@ from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
-from hybridrl.errors import EngineError
+from hybridrl.errors import EngineError, first_of
 from hybridrl.models.adapter_names import is_adapter_name
-
-_NUM_NAMED = 3
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -35,7 +33,7 @@ def require_fit(tensors: Mapping[str, Tensor], shapes: Shapes) -> None:
     foreign = [name for name in tensors if not is_adapter_name(name)]
     if foreign:
         raise EngineError(
-            f"{_some(foreign)} came with an adapter and has no lora_A or lora_B in its name; "
+            f"{first_of(foreign)} came with an adapter and has no lora_A or lora_B in its name; "
             "send base weights by update_weights"
         )
     _require_names(tensors.keys(), shapes.keys())
@@ -51,7 +49,7 @@ def _require_names(came: Collection[str], taken: Collection[str]) -> None:
     if set(came).isdisjoint(taken):
         raise EngineError(
             f"the adapter matches none of the {len(taken) // 2} adapted layers: it has "
-            f"{_some(list(came))}, the engine has {_some(list(taken))}; trainer and "
+            f"{first_of(list(came))}, the engine has {first_of(list(taken))}; trainer and "
             "engine must have the same lora.target_modules and model.path"
         )
     for problem, names in (
@@ -60,11 +58,6 @@ def _require_names(came: Collection[str], taken: Collection[str]) -> None:
     ):
         if names:
             raise EngineError(
-                f"the adapter {problem} {_some(sorted(names))}; trainer and engine must have "
+                f"the adapter {problem} {first_of(sorted(names))}; trainer and engine must have "
                 "the same lora.target_modules and model.path"
             )
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - _NUM_NAMED
-    return ", ".join(names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")

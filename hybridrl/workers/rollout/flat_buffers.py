@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,30 +20,48 @@ _UNSHAREABLE = (
 )
 
 
-def lay_out(bucket: Bucket) -> tuple[Slot, ...]:
+def lay_out(bucket: Bucket, *, dtype: torch.dtype | None = None) -> tuple[Slot, ...]:
     """Place tensors end to end, those with the widest numbers first.
 
     No padding is needed then: every tensor begins at a multiple of its item size, without which its
     bytes could not be viewed as numbers.
+
+    Args:
+        bucket: names and tensors.
+        dtype: of floating-point tensors in the buffer; None leaves each its own.
     """
+
+    def type_of(tensor: Tensor) -> torch.dtype:
+        return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
     slots: list[Slot] = []
     end = 0
-    for name, tensor in sorted(bucket, key=lambda item: -item[1].element_size()):
-        slots.append(Slot(name, tensor.dtype, tuple(tensor.shape), end, end + tensor.nbytes))
-        end = slots[-1].end
+    for name, tensor in sorted(bucket, key=lambda item: -type_of(item[1]).itemsize):
+        kind = type_of(tensor)
+        begin, end = end, end + tensor.numel() * kind.itemsize
+        slots.append(Slot(name, kind, tuple(tensor.shape), begin, end))
     return tuple(slots)
+
+
+def tensors_in(flat: Tensor, slots: Sequence[Slot]) -> dict[str, Tensor]:
+    """Return views of the tensors in a flat buffer, by name."""
+    return {
+        slot.name: flat[slot.begin : slot.end].view(slot.dtype).view(slot.shape) for slot in slots
+    }
 
 
 class FlatBuffers:
     """A ring of byte buffers, each allocated when first used and again when it is too small."""
 
-    def __init__(self, *, count: int, allocate: Allocate) -> None:
+    def __init__(self, *, count: int, allocate: Allocate, dtype: torch.dtype | None = None) -> None:
         """Allocate nothing yet.
 
         Args:
             count: buckets that stay readable at the same time.
             allocate: makes a uint8 [n] tensor of n bytes.
+            dtype: to which floating-point tensors are cast on their way in; None leaves them.
         """
+        self._dtype = dtype
         self._allocate = allocate
         self._ring: list[Tensor | None] = [None] * count
         self._next = 0
@@ -55,14 +73,12 @@ class FlatBuffers:
             uint8 [n], the buffer's first n bytes, readable until ``count`` - 1 further buckets are
             packed; and where each tensor lies. The copies are finished, on a GPU too.
         """
-        slots = lay_out(bucket)
+        slots = lay_out(bucket, dtype=self._dtype)
         num_bytes = slots[-1].end if slots else 0
         flat = self._take(num_bytes)[:num_bytes]
-        tensors = dict(bucket)
-        for slot in slots:
-            tensor = tensors[slot.name].detach()
-            target = flat[slot.begin : slot.end].view(slot.dtype).view(slot.shape)
-            target.copy_(tensor, non_blocking=tensor.is_cuda)
+        targets = tensors_in(flat, slots)
+        for name, tensor in bucket:
+            targets[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         if flat.is_cuda:
             # Another process is about to read, and knows nothing of our streams.
             torch.cuda.current_stream(flat.device).synchronize()

@@ -22,6 +22,7 @@ from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError, LedgerError, PhaseError, nearest
 from hybridrl.metrics import Max, Metrics, merge
+from hybridrl.models.dtypes import DTYPES
 from hybridrl.models.load import WeightFiles
 from hybridrl.workers.rollout.adapted_layers import LoadedAdapter
 from hybridrl.workers.rollout.admission import Admission
@@ -37,8 +38,6 @@ from hybridrl.workers.rollout.protocol import (
 )
 from hybridrl.workers.rollout.sampling import check_prompts, check_sampling
 from hybridrl.workers.rollout.tensor_memory import TensorMemory, checksum
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class HFRolloutEngine:
@@ -86,7 +85,7 @@ class HFRolloutEngine:
 
     def _boot(self) -> None:
         model_config = load_config(self._folder, max_context_tokens=self._max_context_tokens)
-        self._model = build_model(model_config, _DTYPES[self._config.dtype], self._device)
+        self._model = build_model(model_config, DTYPES[self._config.dtype], self._device)
         parameters = dict(self._model.named_parameters())
         every_name = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
         self._tied_names = every_name - parameters.keys()

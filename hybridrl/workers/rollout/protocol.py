@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from hybridrl.batch import PromptBatch
+from hybridrl.errors import first_of
 from hybridrl.metrics import Metrics
 
 Bucket = Sequence[tuple[str, Tensor]]
 """Full tensors by HF name that travel together."""
-_NUM_NAMED = 4
 
 
 class MemoryPart(Enum):
@@ -155,10 +155,9 @@ class WeightPort(Protocol):
 
 def mismatch(names: Sequence[str]) -> str:
     """Say that these weights did not arrive as they were sent."""
-    more = f" and {len(names) - _NUM_NAMED} more" if names[_NUM_NAMED:] else ""
     return (
         f"{len(names)} weights of the rollout engine are not the trainer's after the first sync: "
-        f"{', '.join(names[:_NUM_NAMED])}{more}; every response would be sampled by another model. "
+        f"{first_of(names)}; every response would be sampled by another model. "
         "See that trainer and engine load the same model.path, and try rollout.transport=disk"
     )
 

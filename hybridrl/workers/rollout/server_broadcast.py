@@ -12,12 +12,13 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hybridrl.errors import DeadlineError, EngineError
-from hybridrl.workers.rollout.flat_buffers import FlatBuffers, lay_out
-from hybridrl.workers.rollout.protocol import Bucket, Offer
+from hybridrl.workers.rollout.protocol import Offer
 from hybridrl.workers.rollout.server import Server
 from hybridrl.workers.rollout.server_process import free_port
+from hybridrl.workers.rollout.server_transports import LeaderBuffers
 
 _POLL_S = 0.0005
 _LOCAL_HOST = "127.0.0.1"
@@ -40,7 +41,7 @@ class JoinGroup(Protocol):
         ...
 
 
-class BroadcastTransport:
+class BroadcastTransport(LeaderBuffers):
     """One broadcast a bucket, from the leader to all ranks of its server: nccl, on a CPU gloo.
 
     NCCL refuses two processes of a group on one GPU, so the server must be on others.
@@ -56,6 +57,7 @@ class BroadcastTransport:
         num_ranks: int,
         timeout_s: float,
         join: JoinGroup,
+        dtype: torch.dtype,
     ) -> None:
         """Connect when first used.
 
@@ -65,29 +67,19 @@ class BroadcastTransport:
             num_ranks: of the server.
             timeout_s: seconds that one broadcast may take.
             join: makes the group.
+            dtype: of the server's weights.
         """
-        self._leads = leads
+
+        def allocate(num_bytes: int) -> Tensor:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+        super().__init__(leads=leads, allocate=allocate, dtype=dtype)
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
         self._join = join
         self._backend = "nccl" if device.type == "cuda" else "gloo"
-        self._buffers = FlatBuffers(
-            count=2,
-            allocate=lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8, device=device),
-        )
         self._name = ""
         self._group: dist.ProcessGroup | None = None
-
-    def offer(self, bucket: Bucket) -> Offer:
-        """Pack, on the leader."""
-        if not self._leads:
-            return Offer(lay_out(bucket), None, "")
-        flat, slots = self._buffers.pack(bucket)
-        return Offer(slots, flat, "")
-
-    def handle(self, offer: Offer) -> str:
-        """A group needs none."""
-        return ""
 
     def deliver(self, server: Server, offer: Offer, handles: Sequence[str]) -> None:
         """Broadcast a bucket while the server is told what comes.
@@ -123,10 +115,6 @@ class BroadcastTransport:
 
     def finish(self, server: Server) -> None:
         """Nothing is left to do."""
-
-    def free(self) -> None:
-        """Let go of all buffers; the group stays."""
-        self._buffers.free()
 
     def forget(self) -> None:
         """Drop the group; the other end is gone or about to be."""

@@ -19,7 +19,13 @@ from torch import Tensor
 
 from hybridrl.disk import publish
 from hybridrl.errors import EngineError
-from hybridrl.workers.rollout.flat_buffers import FlatBuffers, allocator_of, lay_out
+from hybridrl.workers.rollout.flat_buffers import (
+    Allocate,
+    FlatBuffers,
+    allocator_of,
+    lay_out,
+    tensors_in,
+)
 from hybridrl.workers.rollout.protocol import Bucket, Offer, Slot
 from hybridrl.workers.rollout.server import Server
 
@@ -63,13 +69,16 @@ class SharedTransport:
 
     in_session = True
 
-    def __init__(self, *, device: torch.device, num_ranks: int, encode: Encode) -> None:
+    def __init__(
+        self, *, device: torch.device, num_ranks: int, encode: Encode, dtype: torch.dtype
+    ) -> None:
         """Allocate nothing yet.
 
         Args:
             device: of this rank; the server's rank of the same number is on it too.
             num_ranks: of the server.
             encode: makes a handle.
+            dtype: of the server's weights, in which they travel.
 
         Raises:
             EngineError: this process allocates memory that cannot be shared.
@@ -78,7 +87,7 @@ class SharedTransport:
         # them before it closes what it opened (torch/csrc/StorageSharing.cpp). Other ranks may
         # still copy, but have done so when the answer to the bucket after it comes.
         count = 2 if num_ranks == 1 else 3
-        self._buffers = FlatBuffers(count=count, allocate=allocator_of(device))
+        self._buffers = FlatBuffers(count=count, allocate=allocator_of(device), dtype=dtype)
         self._encode = encode
 
     def offer(self, bucket: Bucket) -> Offer:
@@ -114,32 +123,52 @@ class SharedTransport:
         self.free()
 
 
-class DiskTransport:
-    """Files, loaded in one go when all are there: the slowest, and the one that works anywhere."""
+class LeaderBuffers:
+    """What transports have in common whose leader alone hands bytes on, and without a handle.
 
-    in_session = False
+    Args:
+        leads: whether this rank is the one.
+        allocate: makes memory that is read while the next bucket is gathered.
+        dtype: of the server's weights, in which they travel.
+    """
 
-    def __init__(self, *, leads: bool) -> None:
-        """Write nothing yet; ``leads`` says whether this rank is the one that writes."""
+    def __init__(self, *, leads: bool, allocate: Allocate, dtype: torch.dtype) -> None:
         self._leads = leads
-        # In memory of the host: the file is written from it while the next bucket is gathered.
-        self._buffers = FlatBuffers(
-            count=2, allocate=lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8)
-        )
-        self._parent: Path | None = None
-        self._written: set[str] = set()
-        self._num_files = 0
+        self._dtype = dtype
+        self._buffers = FlatBuffers(count=2, allocate=allocate, dtype=dtype)
 
     def offer(self, bucket: Bucket) -> Offer:
-        """Copy to the host, on the leader."""
+        """Pack, on the leader."""
         if not self._leads:
-            return Offer(lay_out(bucket), None, "")
+            return Offer(lay_out(bucket, dtype=self._dtype), None, "")
         flat, slots = self._buffers.pack(bucket)
         return Offer(slots, flat, "")
 
     def handle(self, offer: Offer) -> str:
-        """Files need none."""
+        """None is needed."""
         return ""
+
+    def free(self) -> None:
+        """Let go of all buffers."""
+        self._buffers.free()
+
+
+class DiskTransport(LeaderBuffers):
+    """Files, loaded in one go when all are there: the slowest, and the one that works anywhere."""
+
+    in_session = False
+
+    def __init__(self, *, leads: bool, dtype: torch.dtype) -> None:
+        """Write nothing yet.
+
+        Args:
+            leads: whether this rank is the one that writes.
+            dtype: of the server's weights.
+        """
+        super().__init__(leads=leads, allocate=_on_the_host, dtype=dtype)
+        self._parent: Path | None = None
+        self._written: set[str] = set()
+        self._num_files = 0
 
     def deliver(self, server: Server, offer: Offer, handles: Sequence[str]) -> None:
         """Write a file.
@@ -184,10 +213,6 @@ class DiskTransport:
         finally:
             self.forget()
 
-    def free(self) -> None:
-        """Let go of all buffers."""
-        self._buffers.free()
-
     def forget(self) -> None:
         """Remove what was written."""
         if self._parent is not None:
@@ -199,8 +224,5 @@ class DiskTransport:
         return parent / "weights.unfinished"
 
 
-def tensors_in(flat: Tensor, slots: Sequence[Slot]) -> dict[str, Tensor]:
-    """Return views of the tensors in a flat buffer, by name."""
-    return {
-        slot.name: flat[slot.begin : slot.end].view(slot.dtype).view(slot.shape) for slot in slots
-    }
+def _on_the_host(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)

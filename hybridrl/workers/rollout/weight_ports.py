@@ -10,6 +10,7 @@ import torch.multiprocessing
 
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import PhaseError
+from hybridrl.models.dtypes import DTYPES
 from hybridrl.workers.rollout.protocol import Bucket, Offer
 from hybridrl.workers.rollout.server_broadcast import BroadcastTransport, JoinGroup
 from hybridrl.workers.rollout.server_transports import (
@@ -77,9 +78,9 @@ def build_transport(
         torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     else:
         dialect.prepare_ipc()
-    num_ranks = rollout.tensor_parallel_size
+    num_ranks, dtype = rollout.tensor_parallel_size, DTYPES[rollout.dtype]
     if rollout.transport == "disk":
-        return DiskTransport(leads=leads)
+        return DiskTransport(leads=leads, dtype=dtype)
     if rollout.transport == "broadcast":
         return BroadcastTransport(
             device=device,
@@ -87,5 +88,6 @@ def build_transport(
             num_ranks=num_ranks,
             timeout_s=rollout.stage_timeout_s,
             join=dialect.join,
+            dtype=dtype,
         )
-    return SharedTransport(device=device, num_ranks=num_ranks, encode=dialect.encode)
+    return SharedTransport(device=device, num_ranks=num_ranks, encode=dialect.encode, dtype=dtype)

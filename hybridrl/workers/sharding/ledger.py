@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from hybridrl.errors import LedgerError
+from hybridrl.errors import LedgerError, first_of
 from hybridrl.workers.rollout.protocol import WeightMemory
-
-_NUM_NAMED = 4
 
 
 class WeightLedger:
@@ -65,7 +63,7 @@ class WeightLedger:
         if unknown:
             raise LedgerError(
                 f"the trainer sent {len(unknown)} tensors that the rollout engine does not have: "
-                f"{_some(unknown)}; trainer and engine must load the same model.path"
+                f"{first_of(unknown)}; trainer and engine must load the same model.path"
             )
         for name in names:
             self._invalid.pop(name, None)
@@ -90,11 +88,6 @@ class WeightLedger:
         invalid = [name for name in self._tensors if name in self._invalid]  # in model order
         raise LedgerError(
             f"{len(invalid)} of {len(self._tensors)} rollout tensors are not what the "
-            f"trainer holds: {_some(invalid)} ({self._invalid[invalid[0]]}). "
+            f"trainer holds: {first_of(invalid)} ({self._invalid[invalid[0]]}). "
             "Send them with the sync, or keep a host copy with rollout.backup_weights=ledger"
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _NUM_NAMED
-    return ", ".join(names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -14,6 +14,7 @@ from hybridrl.batch import CriticBatch, RolloutBatch, ValueBatch
 from hybridrl.config.critic import CriticConfig
 from hybridrl.config.model import ModelConfig
 from hybridrl.metrics import Metrics
+from hybridrl.models.dtypes import DTYPES
 from hybridrl.models.packed_model import PackedTokens
 from hybridrl.models.value import ValueModel
 from hybridrl.workers.train.gradient_steps import GradientSteps, Learner
@@ -21,7 +22,7 @@ from hybridrl.workers.train.optimizer import GuardedAdamW
 from hybridrl.workers.train.packing import Pack
 from hybridrl.workers.train.protocol import TrainState
 from hybridrl.workers.train.sharded import ShardedModel
-from hybridrl.workers.train.shards import DTYPES, build_critic
+from hybridrl.workers.train.shards import build_critic
 from hybridrl.workers.train.value_rows import value_share
 
 

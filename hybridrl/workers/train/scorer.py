@@ -9,11 +9,12 @@ import torch
 from hybridrl.batch import RolloutBatch, ScoreBatch, SupervisedBatch
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.model import ModelConfig
+from hybridrl.models.dtypes import DTYPES
 from hybridrl.models.packed_model import PackedTokens
 from hybridrl.models.policy import PolicyModel
 from hybridrl.workers.train.protocol import TrainState
 from hybridrl.workers.train.sharded import ShardedModel
-from hybridrl.workers.train.shards import DTYPES, Adapt, build_policy
+from hybridrl.workers.train.shards import Adapt, build_policy
 
 
 class FSDP2Scorer(ShardedModel[PolicyModel]):

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hybridrl.config.actor import ActorConfig, EngineConfig
 from hybridrl.config.critic import CriticConfig
+from hybridrl.models.dtypes import DTYPES
 from hybridrl.models.load import (
     WeightFiles,
     WeightSource,
@@ -26,9 +27,6 @@ from hybridrl.models.load import (
 from hybridrl.models.packed_model import PackedModel
 from hybridrl.models.policy import PolicyModel
 from hybridrl.models.value import ValueModel
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""The types that a configuration can name."""
 
 Adapt = Callable[[PreTrainedModel, WeightSource], WeightSource]
 """Changes a model without memory; returns the weights of what it made of it."""

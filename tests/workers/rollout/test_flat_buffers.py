@@ -15,8 +15,8 @@ from hybridrl.workers.rollout.flat_buffers import (
     allocate_shared,
     allocator_of,
     lay_out,
+    tensors_in,
 )
-from hybridrl.workers.rollout.server_transports import tensors_in
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
 shapes = st.lists(st.integers(0, 4), max_size=3)
@@ -104,3 +104,13 @@ def test_a_trainer_whose_memory_cannot_be_exported_is_refused(
     monkeypatch.setattr(env, "get", lambda asked, default="": value if asked == name else default)
     with pytest.raises(EngineError, match=f"{name}=.*CUDA IPC cannot export"):
         allocator_of(torch.device("cuda", 0))
+
+
+def test_weights_travel_in_the_type_that_the_engine_holds_and_nothing_else_changes() -> None:
+    bucket = [("w", torch.tensor([1.0, 1 / 3])), ("step", torch.tensor([7, 8]))]
+    flat, slots = FlatBuffers(count=1, allocate=_ordinary, dtype=torch.bfloat16).pack(bucket)
+    assert len(flat) == 2 * 2 + 2 * 8
+    assert slots == lay_out(bucket, dtype=torch.bfloat16)
+    found = tensors_in(flat, slots)
+    assert torch.equal(found["w"], bucket[0][1].bfloat16())
+    assert torch.equal(found["step"], bucket[1][1])
