@@ -37,6 +37,7 @@ _NUM_TOKENS = 16
 class Answers:
     """What one engine said."""
 
+    prompts: PromptBatch
     greedy: list[Response]
     as_sampled: list[Response]
     """Empty where the trainer does not look."""
@@ -87,12 +88,12 @@ class Canary:
             return None
         greedy = engine.generate(self._prompts, self._sampling(temperature=0.0))
         if not self._is_due(version):
-            return Answers(greedy, [])
+            return Answers(self._prompts, greedy, [])
         config = self._config
         as_trained = replace(
             self._sampling(temperature=config.temperature), top_p=config.top_p, top_k=config.top_k
         )
-        return Answers(greedy, engine.generate(self._prompts, as_trained))
+        return Answers(self._prompts, greedy, engine.generate(self._prompts, as_trained))
 
     def judge(self, answers: Answers | None, *, version: int) -> Metrics:
         """Compare, on all ranks together, after the rollout phase.
@@ -107,13 +108,13 @@ class Canary:
         """
         if self._prompts is None:
             return {}
-        mine = self._shared(answers)
+        mine, ours = self._shared(answers)
         if self._known is not None and self._known[0] == version:
             self._require_same(mine.greedy, self._known[1], version)
         self._known = (version, mine.greedy)
         if not self._is_due(version):
             return {}
-        drift = self._widest(self._evidence(mine))
+        drift = self._widest(self._evidence(ours))
         if not drift.is_within(self._config.canary_max_drift_nats):
             self._raise_with_cause(drift, version)
         self._scored_version = version
@@ -130,14 +131,25 @@ class Canary:
         num_tokens = min(_NUM_TOKENS, self._config.max_response_tokens)
         return SamplingParams(1, num_tokens, temperature)
 
-    def _shared(self, answers: Answers | None) -> Answers:
-        """Hand an engine's answers to all ranks that share it: each of them scores."""
+    def _shared(self, answers: Answers | None) -> tuple[Answers, list[Answers]]:
+        """Hand answers to all ranks that score them.
+
+        Returns:
+            Those of this rank's engine; and those of all engines of the ranks that share its
+            trainer's model, which score the same rows together.
+        """
         rank, size = self._control.rank, self._config.tensor_parallel_size
-        everyones = self._control.gather("canary", answers)
-        mine = everyones[rank // size * size]
-        if mine is None:
-            raise DriftError("the engine of this rank was not asked for its canary's answers")
-        return mine
+        everyone = self._control.gather("canary", (self._trainer.dp_rank, answers))
+        shares = [
+            place for place, (dp_rank, _) in enumerate(everyone) if dp_rank == everyone[rank][0]
+        ]
+        engines = sorted({place // size for place in shares})
+        of_engine = {engine: everyone[engine * size][1] for engine in engines}
+        ours = [found for found in of_engine.values() if found is not None]
+        mine = of_engine[rank // size]
+        if mine is None or len(ours) < len(engines):
+            raise DriftError("an engine of these ranks was not asked for its canary's answers")
+        return mine, ours
 
     def _require_same(
         self, now: Sequence[Response], before: Sequence[Response], version: int
@@ -156,30 +168,39 @@ class Canary:
                 "rollout.sleep=false"
             )
 
-    def _evidence(self, answers: Answers) -> Evidence:
-        ids = torch.cat([r.token_ids for r in (*answers.greedy, *answers.as_sampled)])
+    def _evidence(self, ours: Sequence[Answers]) -> Evidence:
+        said = [response for it in ours for response in (*it.greedy, *it.as_sampled)]
+        ids = torch.cat([response.token_ids for response in said])
         num_foreign = int(((ids < 0) | (ids >= self._vocab_size)).sum())
         num_foreign = self._control.largest("canary ids", num_foreign)
         if num_foreign:  # the trainer has no row for them
             nothing = Drift(float("inf"), float("inf"))
             return Evidence(as_sampled=nothing, greedy=nothing, num_foreign_ids=num_foreign)
         return Evidence(
-            as_sampled=self._scored(answers.as_sampled, self._config.temperature),
-            greedy=self._scored(answers.greedy, 1.0),
+            as_sampled=self._scored(
+                [(it.prompts, it.as_sampled) for it in ours], self._config.temperature
+            ),
+            greedy=self._scored([(it.prompts, it.greedy) for it in ours], 1.0),
             num_foreign_ids=0,
         )
 
-    def _scored(self, responses: list[Response], temperature: float) -> Drift:
-        if self._prompts is None or not responses:
-            return Drift(0.0, 0.0)
-        rollouts = assemble_rollouts(self._prompts, responses, policy_version=0)
-        scored = self._trainer.compute_logprobs(rollouts, temperature=temperature)
-        mask = rollouts.response_mask_BL.values()
-        return self._largest(
-            measure_drift(
-                scored.logprobs_BL.values().cpu()[mask], rollouts.sampler_logprobs_BL.values()[mask]
+    def _scored(
+        self, ours: Sequence[tuple[PromptBatch, list[Response]]], temperature: float
+    ) -> Drift:
+        drifts = [Drift(0.0, 0.0)]
+        for prompts, responses in ours:
+            if not responses:
+                continue
+            rollouts = assemble_rollouts(prompts, responses, policy_version=0)
+            scored = self._trainer.compute_logprobs(rollouts, temperature=temperature)
+            mask = rollouts.response_mask_BL.values()
+            drifts.append(
+                measure_drift(
+                    scored.logprobs_BL.values().cpu()[mask],
+                    rollouts.sampler_logprobs_BL.values()[mask],
+                )
             )
-        )
+        return self._largest(max(drifts, key=lambda it: it.max_nats))
 
     def _largest(self, drift: Drift) -> Drift:
         """Of all ranks' drifts the worst: all go on, or all stop."""
@@ -195,7 +216,8 @@ class Canary:
         self._known = None
         with self._sharding.rollout_phase() as engine:
             answers = None if engine is None else self.ask(engine, version=version)
-        evidence = self._evidence(self._shared(answers))
+        _, ours = self._shared(answers)
+        evidence = self._evidence(ours)
         limit = self._config.canary_max_drift_nats
         cause = attribute_drift(evidence, limit_nats=limit)
         raise DriftError(
