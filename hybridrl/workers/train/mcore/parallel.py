@@ -123,7 +123,7 @@ def start_parallel(
         timeout_s: seconds one collective may take.
 
     Raises:
-        ResourceError: the world is not divisible.
+        ResourceError: the world is not divisible, or nothing stands in for CUDA where it is not.
     """
     world_size = dist.get_world_size()
     if world_size % config.model_parallel_size:
@@ -146,7 +146,7 @@ def start_parallel(
             distributed_timeout_minutes=math.ceil(timeout_s / 60),
             create_gloo_process_groups=False,
         )
-        model_parallel_cuda_manual_seed(seed)
+        _seed(seed, device)
     replica_size = math.lcm(
         config.tensor_parallel_size * config.context_parallel_size,
         config.expert_tensor_parallel_size * config.expert_parallel_size,
@@ -162,6 +162,20 @@ def start_parallel(
         expert_tensor=Place.in_group(parallel_state.get_expert_tensor_parallel_group()),
         replica=Place.in_group(_replica_group(config.pipeline_parallel_size, replica_size)),
     )
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    """Seed megatron-core's generators: the first thing for which it asks CUDA."""
+    try:
+        model_parallel_cuda_manual_seed(seed)
+    except (AssertionError, RuntimeError) as err:
+        if device.type == "cuda":
+            raise
+        raise ResourceError(
+            "megatron-core asks for CUDA, and cluster.device=cpu: from a checkout set "
+            "cluster.worker_setup_hook=tests.megatron.stand_ins.install, which stands in for it "
+            "(recipes=megatron_cpu does), or set cluster=one_gpu, or actor=fsdp2"
+        ) from err
 
 
 @functools.cache
