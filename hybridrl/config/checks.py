@@ -63,10 +63,12 @@ from hybridrl.config.model_checks import (
     check_starter_warmup_batch,
 )
 from hybridrl.config.server_checks import (
+    check_certificate,
     check_drain_fits_its_stage,
     check_engine_args,
     check_server_reads_the_model,
     check_sglang_is_installed,
+    check_transport,
 )
 from hybridrl.errors import ConfigError
 
@@ -181,39 +183,6 @@ def check_rollout_engine(config: ExperimentConfig) -> Iterator[ConfigError]:
             size,
             "rollout.engine=hf runs on one rank",
             remedies=[("rollout.tensor_parallel_size=1",)],
-        )
-
-
-def check_certificate(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A proof bit by bit needs an engine that draws from the seeds that it is given."""
-    rollout = config.rollout
-    is_seeded = rollout.engine_args.get("enable_deterministic_inference")
-    if config.mode == "certify" and rollout.engine == "sglang" and not is_seeded:
-        yield ConfigError(
-            "rollout.engine",
-            "sglang",
-            "SGLang draws from a generator of its own, so a resumed run samples other responses",
-            remedies=[("rollout=hf",)],
-            fix="set +rollout.engine_args.enable_deterministic_inference=true, or rollout=hf",
-        )
-
-
-def check_transport(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Weights travel only to an engine of another process, and NCCL wants a GPU for each end."""
-    key, transport = "rollout.transport", config.rollout.transport
-    if config.rollout.engine == "hf" and transport != "auto":
-        yield ConfigError(
-            key,
-            transport,
-            "would be ignored: rollout.engine=hf has its weights in the trainer's process",
-            remedies=[(f"{key}=auto",)],
-        )
-    elif transport == "broadcast" and config.cluster.device == "cuda":
-        yield ConfigError(
-            key,
-            transport,
-            "NCCL takes one process of a group on a GPU, and engines share theirs with the trainer",
-            remedies=[(f"{key}=auto",), (f"{key}=disk",)],
         )
 
 
