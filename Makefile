@@ -59,8 +59,8 @@ train: $(STAMP)
 # what they say.
 test: $(SGLANG_STAMP)
 ifeq ($(strip $(ARGS)),)
-	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not nightly" --ignore tests/sglang
-	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not nightly" tests/sglang
+	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not nightly" --durations 25 --ignore tests/sglang
+	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not nightly" --durations 15 tests/sglang
 else
 	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not nightly" $(ARGS)
 endif

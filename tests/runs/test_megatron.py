@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hybridrl.errors import RemoteCallError, WorkerDiedError
+from hybridrl.errors import WorkerDiedError
 from hybridrl.trainer.launch import run
 from tests.runs.small import read_metrics, small_config
 from tests.runs.test_faults import run_into
@@ -89,6 +89,7 @@ def test_ppo_trains_policy_and_critic_in_pipeline_stages_of_one_process(tmp_path
     assert lines[3]["policy/kl_to_reference_nats/mean"] > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("ray_cluster")
 def test_supervised_fine_tuning_lowers_the_loss_on_held_out_rows(tmp_path: Path) -> None:
     lines = train(
@@ -106,10 +107,3 @@ def test_a_rank_that_dies_within_a_pipeline_ends_the_run_by_name(tmp_path: Path)
     error = run_into(tmp_path / "run", *MEGATRON, PIPELINE, at="update", number=signal.SIGKILL)
     assert isinstance(error, WorkerDiedError)
     assert "killed by signal 9" in str(error)
-
-
-@pytest.mark.usefixtures("ray_cluster")
-def test_without_cuda_and_without_the_hook_the_start_says_what_to_set(tmp_path: Path) -> None:
-    config = small_config(tmp_path / "run", "actor=megatron", "checkpoint.max_restarts=0")
-    with pytest.raises(RemoteCallError, match=r"cluster\.worker_setup_hook=tests\.megatron"):
-        run(config, resolved_yaml="")
