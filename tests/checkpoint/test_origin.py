@@ -29,8 +29,8 @@ def test_another_engine_or_another_cut_is_the_same_recipe_and_rounds_differently
     here = environment_of(megatron)
     assert (here["actor.engine"], here["megatron.tensor_parallel_size"]) == ("megatron", "2")
     assert "megatron-core" in here
-    fp8 = config_of(*cut, "megatron.transformer_args={fp8: hybrid}")
-    assert recipe_of(fp8) != recipe_of(plain)
+    other = config_of(*cut, "megatron.transformer_args={bias_activation_fusion: true}")
+    assert recipe_of(other) != recipe_of(plain)
 
 
 @pytest.mark.parametrize(

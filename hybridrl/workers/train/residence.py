@@ -29,7 +29,8 @@ class ResidentModel(ABC):
     def restore(self, part: TrainState) -> None:
         """Bring a part back, bit by bit. Twice is a no-op."""
         if part in self._parked:
-            self._parked.pop(part).restore()
+            self._parked[part].restore()  # may fail for want of memory, and be tried again
+            del self._parked[part]
 
     def resident_bytes(self, part: TrainState) -> int:
         """Return the bytes that this part holds on the device of this rank, measured."""
@@ -54,16 +55,18 @@ def write_on_first(
     """Let the first rank write what all ranks gather; all return, or raise, when it is done.
 
     Raises:
-        RunFolderError: it could not be written.
+        RunFolderError: it could not be written. On the first rank whatever ``write`` raised.
     """
-    failure: RunFolderError | None = None
+    failure: Exception | None = None
     if ranks.rank == 0:
         try:
             write(weights)
-        except RunFolderError as err:
+        except Exception as err:  # raised below, once nobody waits for this rank
             failure = err
     for _ in weights:  # the other ranks' part; and the first one's, where it failed half-way
         pass
-    message = ranks.share_text(str(failure) if failure else "")
+    message = ranks.share_text("" if failure is None else str(failure) or repr(failure))
+    if failure is not None:
+        raise failure
     if message:
-        raise RunFolderError(message) from failure
+        raise RunFolderError(message)

@@ -1,1 +1,1 @@
-"""Training on megatron-core; the only package that imports it, and loaded only when asked for."""
+"""Training on megatron-core: the only package that imports it, and not before it is asked for."""

@@ -41,6 +41,7 @@ class GradientBuffers:
         for data, size in zip(self._data, self._sizes, strict=True):
             data.untyped_storage().resize_(size)
         for stage in self._stages:
+            _forget_broken_pass(stage)
             stage.zero_grad_buffer()
 
     def free(self) -> None:
@@ -183,8 +184,10 @@ class DistributedAdamW:
         for optimizer in self._optimizers:
             adamw = optimizer.optimizer
             adamw.state.clear()
-            for group in adamw.param_groups if num_steps else ():
-                _begin_at(adamw, group, num_steps)
+            for group in adamw.param_groups:
+                group.pop("step", None)
+                if num_steps:
+                    _begin_at(adamw, group, num_steps)
 
     @torch.no_grad()
     def end_restore(self) -> None:
@@ -198,6 +201,14 @@ class DistributedAdamW:
         grads = [master.grad for master in self.masters() if master.grad is not None]
         if grad_norm > self._config.max_grad_norm and grads:
             torch._foreach_mul_(grads, self._config.max_grad_norm / grad_norm)
+
+
+def _forget_broken_pass(stage: DistributedDataParallel) -> None:
+    """Drop what a backward pass that broke off half-way left counted and waiting."""
+    for group in (*stage.bucket_groups, *stage.expert_parallel_bucket_groups):
+        if len(group.per_param_grad_ready_counts) < len(group.params):
+            group.per_param_grad_ready_counts = {}
+            group.grad_reduce_handle = None
 
 
 def _begin_at(adamw: torch.optim.Optimizer, group: dict[str, Any], num_steps: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -160,7 +161,9 @@ def start_parallel(
         data=Place.in_group(parallel_state.get_data_parallel_group()),
         expert=Place.in_group(parallel_state.get_expert_model_parallel_group()),
         expert_tensor=Place.in_group(parallel_state.get_expert_tensor_parallel_group()),
-        replica=Place.in_group(_replica_group(config.pipeline_parallel_size, replica_size)),
+        replica=Place.in_group(
+            _replica_group(config.pipeline_parallel_size, replica_size, timeout_s)
+        ),
     )
 
 
@@ -179,7 +182,7 @@ def _seed(seed: int, device: torch.device) -> None:
 
 
 @functools.cache
-def _replica_group(num_stages: int, size: int) -> ProcessGroup:
+def _replica_group(num_stages: int, size: int, timeout_s: float) -> ProcessGroup:
     """Make the groups of ranks that have a whole model together; a collective call.
 
     Megatron-core numbers ranks by tensor, context, expert, data and last by pipeline place. Dense
@@ -188,6 +191,7 @@ def _replica_group(num_stages: int, size: int) -> ProcessGroup:
     Args:
         num_stages: pipeline ranks.
         size: ranks of a stage after which both have repeated.
+        timeout_s: seconds one collective may take.
 
     Returns:
         The one that this rank belongs to.
@@ -201,7 +205,7 @@ def _replica_group(num_stages: int, size: int) -> ProcessGroup:
             for stage in range(0, world_size, stage_size)
             for place in range(size)
         ]
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
         if dist.get_rank() in ranks:
             mine = group
     if mine is None:

@@ -59,6 +59,8 @@ def transformer_config(
     Raises:
         ConfigError: it does not take ``megatron.transformer_args``, or refuses the whole.
     """
+    if is_fused:
+        _require_shared_experts(architecture, megatron)
     is_half = engine.compute_dtype == "bfloat16"
     dtype = torch.bfloat16 if is_half else torch.float32
     arguments: dict[str, object] = {
@@ -99,6 +101,8 @@ def transformer_config(
         "masked_softmax_fusion": False,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
+        # TransformerEngine's 8-bit copies of weights would stay on the device of a sleeping model.
+        "disable_parameter_transpose_cache": is_fused,
     }
     if megatron.num_virtual_stages > 1:
         arguments |= {
@@ -124,6 +128,23 @@ def transformer_config(
             f"megatron-core refuses it: {err}",
             "see the fields of megatron.core.transformer.TransformerConfig",
         ) from err
+
+
+def _require_shared_experts(architecture: Architecture, megatron: MegatronConfig) -> None:
+    """Refuse grouped experts that each tensor-parallel rank has whole: nobody adds what they learn.
+
+    ``layers.mark_shards`` has it done for megatron-core's own layers alone.
+    """
+    is_whole = megatron.expert_parallel_size == megatron.expert_tensor_parallel_size == 1
+    if architecture.experts is not None and megatron.tensor_parallel_size > 1 and is_whole:
+        raise ConfigError(
+            "megatron.expert_parallel_size",
+            1,
+            f"TransformerEngine's experts would be whole on each of "
+            f"{megatron.tensor_parallel_size} tensor-parallel ranks, and learn apart",
+            f"set megatron.expert_parallel_size={megatron.tensor_parallel_size}, or "
+            "megatron.layers=local",
+        )
 
 
 def _experts(architecture: Architecture) -> dict[str, object]:

@@ -1,0 +1,31 @@
+"""Parts of a model that leave the device, and what one rank writes for all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybridrl.errors import RunFolderError
+from hybridrl.workers.train.collectives import Ranks
+from hybridrl.workers.train.protocol import NamedTensors
+from hybridrl.workers.train.residence import write_on_first
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def _fail_to_write(rank: int) -> tuple[str, str]:
+    def weights() -> NamedTensors:
+        yield "w", torch.zeros(2)
+
+    def write(_: NamedTensors) -> None:
+        raise ValueError("temperature without do_sample")
+
+    with pytest.raises((ValueError, RunFolderError)) as caught:
+        write_on_first(Ranks(CPU), weights(), write)
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_whatever_the_writing_rank_raises_no_rank_waits_for_it() -> None:
+    told = "temperature without do_sample"
+    assert run_ranks(2, _fail_to_write) == [("ValueError", told), ("RunFolderError", told)]
