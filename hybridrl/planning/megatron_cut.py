@@ -113,8 +113,7 @@ class Cut:
 
     def padded_words(self, vocab_size: int) -> int:
         """Return the rows of the whole embedding, of which each rank has as many."""
-        multiple = _WORDS_PER_RANK * self.tensor
-        return -(-vocab_size // multiple) * multiple
+        return padded_words(vocab_size, tp_size=self.tensor)
 
     def parameters(self, role: Role) -> Parameters:
         """Count a rank's parameters, without those of an adapter."""
@@ -191,3 +190,9 @@ class Cut:
 def _sides(name: str, outputs: int, inputs: int, *, size: int) -> int:
     """Return outputs plus inputs on a rank, for a matrix that is cut by columns or by rows."""
     return outputs // size + inputs if name in _COLUMN else outputs + inputs // size
+
+
+def padded_words(vocab_size: int, *, tp_size: int) -> int:
+    """Return the rows of a padded embedding: a multiple of 8 on every tensor-parallel rank."""
+    multiple = _WORDS_PER_RANK * tp_size
+    return -(-vocab_size // multiple) * multiple

@@ -10,22 +10,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybridrl.batch import SupervisedBatch, TrainBatch
+from hybridrl.batch import TrainBatch
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.model import ModelConfig
-from hybridrl.errors import ModelError
 from hybridrl.metrics import Metrics
 from hybridrl.workers.train.gradient_steps import GradientSteps, Learner
-from hybridrl.workers.train.losses import SupervisedLoss
 from hybridrl.workers.train.optimizer import GuardedAdamW
 from hybridrl.workers.train.packing import Pack
-from hybridrl.workers.train.policy_rows import as_train_batch, count_pack, loss_inputs
+from hybridrl.workers.train.policy_engine import LearningPolicy
+from hybridrl.workers.train.policy_rows import count_pack, loss_inputs
 from hybridrl.workers.train.protocol import TokenLoss, TrainState, WeightPart
 from hybridrl.workers.train.scorer import FSDP2Scorer
 from hybridrl.workers.train.shards import Adapt
 
 
-class FSDP2Engine(Learner, FSDP2Scorer):
+class FSDP2Engine(LearningPolicy, Learner, FSDP2Scorer):
     """The policy with its optimizer; a ``TrainEngine``.
 
     Args:
@@ -103,27 +102,6 @@ class FSDP2Engine(Learner, FSDP2Scorer):
             loss_share,
             aggregation=aggregation,
             max_response_tokens=max_response_tokens,
-        )
-
-    def fit(self, batch: SupervisedBatch) -> Metrics:
-        """Take one optimizer step on the mean negative log-likelihood of the masked tokens."""
-        return self.update(
-            as_train_batch(batch),
-            loss=SupervisedLoss(),
-            aggregation="token_mean",
-            temperature=1.0,
-            max_response_tokens=1,
-        )
-
-    def export_adapter(self, folder: Path) -> None:
-        """Refuse: the whole policy learned, so there is no adapter.
-
-        Raises:
-            ModelError: always.
-        """
-        raise ModelError(
-            f"cannot write {folder}: this policy has no adapter; export the whole of it, or train "
-            "with lora.enabled=true"
         )
 
     def _tensors(self, part: TrainState) -> list[Tensor]:

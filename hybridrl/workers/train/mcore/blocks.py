@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hybridrl.errors import ModelError
+from hybridrl.planning.megatron_cut import padded_words
 from hybridrl.workers.train.mcore.architecture import Architecture
 from hybridrl.workers.train.mcore.hf_tensors import (
     EMBEDDING,
@@ -26,8 +27,6 @@ from hybridrl.workers.train.mcore.hf_tensors import (
 from hybridrl.workers.train.mcore.linear_layers import Boxes, linear_boxes
 from hybridrl.workers.train.mcore.parallel_rank import ParallelRank
 from hybridrl.workers.train.places import Box, Place
-
-_VOCAB_MULTIPLE = 8
 
 _WHOLE = {
     "input_layernorm.weight": "input_layernorm.weight",
@@ -92,8 +91,7 @@ class FlatPiece:
 
 def padded_vocab_size(architecture: Architecture, *, tp_size: int) -> int:
     """Return the rows of the padded embedding: a multiple of 8 on every tensor-parallel rank."""
-    multiple = _VOCAB_MULTIPLE * tp_size
-    return -(-architecture.vocab_size // multiple) * multiple
+    return padded_words(architecture.vocab_size, tp_size=tp_size)
 
 
 def blocks_of(

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from hybridrl.batch import RolloutBatch, ScoreBatch, SupervisedBatch, TrainBatch
 from hybridrl.config.actor import ActorConfig
-from hybridrl.errors import ModelError
 from hybridrl.metrics import Metrics
-from hybridrl.workers.train.losses import SupervisedLoss
 from hybridrl.workers.train.mcore.architecture import Architecture
 from hybridrl.workers.train.mcore.learner import StagedLearner
 from hybridrl.workers.train.mcore.megatron_core import TransformerConfig
@@ -24,7 +22,8 @@ from hybridrl.workers.train.mcore.routing import require_routes
 from hybridrl.workers.train.mcore.setting import Setting
 from hybridrl.workers.train.mcore.stages import BuildStage, StagedModel
 from hybridrl.workers.train.packing import Pack
-from hybridrl.workers.train.policy_rows import as_train_batch, count_pack, loss_inputs
+from hybridrl.workers.train.policy_engine import LearningPolicy
+from hybridrl.workers.train.policy_rows import count_pack, loss_inputs
 from hybridrl.workers.train.protocol import TokenLoss, TrainState, WeightPart
 
 Adapt = Callable[[PolicyStage], None]
@@ -80,7 +79,7 @@ class MegatronScorer(_ScoresTokens):
         super().__init__(model_folder, _policy_stages(config), config=config, setting=setting)
 
 
-class MegatronEngine(_ScoresTokens, StagedLearner):
+class MegatronEngine(LearningPolicy, _ScoresTokens, StagedLearner):
     """The policy with its optimizer; a ``TrainEngine``.
 
     Args:
@@ -159,33 +158,12 @@ class MegatronEngine(_ScoresTokens, StagedLearner):
             max_response_tokens=max_response_tokens,
         )
 
-    def fit(self, batch: SupervisedBatch) -> Metrics:
-        """Take one optimizer step on the mean negative log-likelihood of the masked tokens."""
-        return self.update(
-            as_train_batch(batch),
-            loss=SupervisedLoss(),
-            aggregation="token_mean",
-            temperature=1.0,
-            max_response_tokens=1,
-        )
-
     def _routes(self, rows: RolloutBatch | TrainBatch | SupervisedBatch) -> Tensor | None:
         if not self._parallel.config.replay_routing:
             return None
         if isinstance(rows, SupervisedBatch):
             return require_routes(None, self._architecture)
         return require_routes(rows.routed_experts_BLJK, self._architecture)
-
-    def export_adapter(self, folder: Path) -> None:
-        """Refuse: the whole policy learned, so there is no adapter.
-
-        Raises:
-            ModelError: always.
-        """
-        raise ModelError(
-            f"cannot write {folder}: this policy has no adapter; export the whole of it, or train "
-            "with lora.enabled=true"
-        )
 
 
 def _policy_stages(config: ActorConfig, adapt: Adapt | None = None) -> BuildStage:
