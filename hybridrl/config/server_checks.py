@@ -49,6 +49,12 @@ _OURS: Mapping[str, str] = {
 """Arguments of SGLang that are not to be chosen, and why."""
 
 
+_GRAPH_BACKENDS = ("cuda_graph_backend_prefill", "cuda_graph_backend_decode")
+_IN_PIECES = "breakable"
+_FLOAT32_ATTENTION = ("triton", "torch_native", "flex_attention")
+"""Backends of SGLang that are written in Triton or plain torch, for any type of number."""
+
+
 def check_engine_args(config: ExperimentConfig) -> Iterator[ConfigError]:
     """What has a key of its own is typed there; else two keys would say different things."""
     rollout = config.rollout
@@ -70,6 +76,41 @@ def check_engine_args(config: ExperimentConfig) -> Iterator[ConfigError]:
         else:
             continue
         yield ConfigError(key, value, rule, fix, remedies=[(f"~{key}",)])
+
+
+def check_graphs_can_be_released(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """SGLang captures graphs in pieces only where their memory is never released."""
+    rollout = config.rollout
+    releases_graphs = rollout.sleep and rollout.cuda_graphs and config.cluster.device == "cuda"
+    if rollout.engine != "sglang" or not releases_graphs:
+        return
+    for name in _GRAPH_BACKENDS:
+        if rollout.engine_args.get(name) == _IN_PIECES:
+            key = f"rollout.engine_args.{name}"
+            yield ConfigError(
+                key,
+                _IN_PIECES,
+                "SGLang does not start with it and rollout.sleep=true: the memory of graphs that "
+                "are captured in pieces cannot be released",
+                remedies=[(f"~{key}",), ("rollout.sleep=false",)],
+            )
+
+
+def check_server_computes_in(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The attention that SGLang takes on a GPU by itself knows no float32."""
+    rollout = config.rollout
+    is_on_gpu = rollout.engine == "sglang" and config.cluster.device == "cuda"
+    if not is_on_gpu or rollout.dtype == "bfloat16":
+        return
+    if rollout.engine_args.get("attention_backend") not in _FLOAT32_ATTENTION:
+        yield ConfigError(
+            "rollout.dtype",
+            rollout.dtype,
+            "FlashAttention and FlashInfer, which SGLang takes on a GPU by itself, compute in "
+            "bfloat16",
+            remedies=[("rollout.dtype=bfloat16",)],
+            fix="set rollout.dtype=bfloat16, or +rollout.engine_args.attention_backend=triton",
+        )
 
 
 def check_sglang_is_installed(config: ExperimentConfig) -> Iterator[ConfigError]:

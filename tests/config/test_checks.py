@@ -18,10 +18,14 @@ LORA = ("lora=default",)
 MEGATRON = ("actor=megatron",)
 FOUR = (*MEGATRON, "cluster.num_ranks_per_node=4")
 GPUS = ("cluster=one_gpu", "cluster.num_ranks_per_node=8")
-MOE = (*MEGATRON, "rollout=sglang", "model.starter=null", "model.path=moe")
+MOE = (
+    *(*MEGATRON, "rollout=sglang", "rollout.dtype=bfloat16"),
+    *("model.starter=null", "model.path=moe"),
+)
 PP2 = ("megatron.pipeline_parallel_size=2",)
 TP2 = ("megatron.tensor_parallel_size=2",)
 SGLANG = ("rollout=sglang",)
+SERVED = (*SGLANG, "cluster=one_gpu", "rollout.dtype=bfloat16", "rollout.sleep=true")
 ADAPTER = (
     *("lora=default", "lora.init_from=adapter", "lora.rank=2", "lora.alpha=2"),
     *("lora.target_modules=[o_proj,q_proj]", "model.starter.num_layers=1"),
@@ -109,6 +113,17 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "rollout.engine_args.max_lora_rank",
         "lora.rank says that",
     ),
+    (
+        (*SERVED, "rollout.engine_args={cuda_graph_backend_prefill: breakable}"),
+        "rollout.engine_args.cuda_graph_backend_prefill",
+        "does not start with it and rollout.sleep=true",
+    ),
+    (
+        (*SERVED, "rollout.engine_args={cuda_graph_backend_decode: breakable}"),
+        "rollout.engine_args.cuda_graph_backend_decode",
+        "does not start with it and rollout.sleep=true",
+    ),
+    ((*SERVED, "rollout.dtype=float32"), "rollout.dtype", "compute in bfloat16"),
     ((*SGLANG, "rollout.stage_timeout_s=50"), "rollout.stage_timeout_s", "30 s more"),
     ((*SGLANG, "rollout.stage_timeout_s=20"), "rollout.stage_timeout_s", "30 s more"),
     (
@@ -125,6 +140,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
             "cluster=one_gpu",
             "model.attention=varlen",
             "actor.compute_dtype=bfloat16",
+            "rollout.dtype=bfloat16",
             "rollout.transport=broadcast",
         ),
         "rollout.transport",
@@ -619,6 +635,16 @@ def test_what_sglang_alone_knows_passes_through() -> None:
         *SGLANG, "rollout.engine_args={chunked_prefill_size: 512, lora_backend: triton}"
     )
     assert given.rollout.engine_args == {"chunked_prefill_size": 512, "lora_backend": "triton"}
+
+
+def test_what_sglang_may_do_with_graphs_depends_on_sleep_and_device() -> None:
+    in_pieces = "rollout.engine_args={cuda_graph_backend_prefill: breakable}"
+    for free in ("rollout.sleep=false", "rollout.cuda_graphs=false", "cluster=cpu"):
+        assert config_of(*SERVED, in_pieces, free).rollout.engine_args
+    whole = config_of(*SERVED, "rollout.engine_args={cuda_graph_backend_prefill: tc_piecewise}")
+    assert whole.rollout.sleep
+    in_triton = "rollout.engine_args={attention_backend: triton}"
+    assert config_of(*SERVED, "rollout.dtype=float32", in_triton).rollout.dtype == "float32"
 
 
 def test_all_violations_of_all_sections_are_reported_at_once() -> None:

@@ -26,6 +26,11 @@ _CPU: Arguments = {
 }
 """What SGLang needs where there is no GPU; measured to work."""
 
+_WITH_MEMORY_SAVER: Arguments = {"cuda_graph_backend_prefill": "disabled"}
+"""On CUDA SGLang captures prefill graphs by default, in pieces (``breakable``), and the class that
+does so refuses to be made where the memory of graphs can be released
+(model_executor/runner_backend/breakable_cuda_graph_backend.py, 0.5.17 to 0.5.23)."""
+
 _CONTEXT_SLACK = 8
 """SGLang ends a response some tokens before the context that it is told is full."""
 
@@ -48,6 +53,11 @@ class ServerSpec:
     seed: int
     device: str
     """cpu or cuda."""
+
+    @property
+    def saves_memory(self) -> bool:
+        """Whether the server runs under torch_memory_saver."""
+        return self.rollout.sleep and self.device == "cuda"
 
     @property
     def keeps_backup(self) -> bool:
@@ -85,9 +95,11 @@ def build_arguments(spec: ServerSpec, *, name: str, port: int) -> Arguments:
         "grammar_backend": "none",
         "log_level": "warning",
         "enable_return_routed_experts": rollout.routed_experts,
-        "enable_memory_saver": rollout.sleep and spec.device == "cuda",
+        "enable_memory_saver": spec.saves_memory,
         "enable_weights_cpu_backup": spec.keeps_backup and spec.device == "cuda",
     }
+    if spec.saves_memory:
+        arguments |= _WITH_MEMORY_SAVER
     if spec.device == "cpu":
         arguments |= _CPU | {
             "max_total_tokens": rollout.num_slots * (spec.max_context_tokens + _CONTEXT_SLACK),

@@ -88,6 +88,19 @@ def test_full_fine_tuning_keeps_no_host_copy() -> None:
     assert arguments_of(spec_of())["enable_weights_cpu_backup"] is False
 
 
+@pytest.mark.parametrize(
+    ("device", "sleep", "graphs_in_pieces"),
+    [("cuda", True, False), ("cuda", False, True), ("cpu", True, True)],
+)
+def test_prefill_graphs_are_off_where_graph_memory_is_released(
+    device: str, sleep: bool, graphs_in_pieces: bool
+) -> None:
+    sent = arguments_of(spec_of(device=device, sleep=sleep, cuda_graphs=True))
+    assert sent.get("cuda_graph_backend_prefill", "breakable") == (
+        "breakable" if graphs_in_pieces else "disabled"
+    )
+
+
 def test_an_adapter_tells_its_rank_and_layers() -> None:
     found = arguments_of(spec_of(lora=config_of("lora=default").lora))
     assert (found["enable_lora"], found["max_lora_rank"]) == (True, 16)
