@@ -28,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from hybridrl import env
+from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import free_keys, known_keys, load_config
 from hybridrl.config.summary import summarize
 from hybridrl.errors import ConfigError, ConfigErrors, HybridRLError, nearest, notes_of
@@ -39,6 +40,7 @@ _PACKAGE = Path(__file__).resolve().parent
 _ROOT = _PACKAGE if (_PACKAGE / "hydra_configs").is_dir() else _PACKAGE.parent
 _CONFIG_DIR = str(_ROOT / "hydra_configs")
 _BY_NAME_TO_KEEP_RAY_OUT = "hybridrl.trainer.launch"
+_REHEARSAL = "hybridrl.trainer.rehearsal"
 _SEARCH_PATH = "hydra.searchpath="
 _EXIT_CONFIG = 2
 _EXIT_INTERRUPTED = 130
@@ -178,13 +180,22 @@ def _run_or_stop(composed: DictConfig) -> None:
 def _run_composed(composed: DictConfig) -> None:
     config = load_config(_as_mapping(composed))
     if config.mode == "check":
-        sys.stdout.write(f"{summarize(config)}\n{peak_line(config)}\n")
+        rehearsed = [f"{'rehearsal':<12} {line}\n" for line in _rehearse(config)]
+        sys.stdout.write(f"{summarize(config)}\n{peak_line(config)}\n{''.join(rehearsed)}")
         return
     if config.mode == "plan":
         sys.stdout.write(plan_page(config))
         return
     launch = import_module(_BY_NAME_TO_KEEP_RAY_OUT)
     launch.run(config, resolved_yaml=OmegaConf.to_yaml(composed))
+
+
+def _rehearse(config: ExperimentConfig) -> list[str]:
+    """Let the packages that a run would start look at its configuration; returns what to tell."""
+    if not config.megatron_worlds:
+        return []  # without torch, which the rehearsal imports
+    lines: list[str] = import_module(_REHEARSAL).rehearse_megatron(config)
+    return lines
 
 
 def compose(overrides: Sequence[str]) -> Mapping[str, object]:

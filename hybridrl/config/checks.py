@@ -40,6 +40,11 @@ from hybridrl.config.lora_checks import (
     check_lora_rank,
     check_lora_targets,
 )
+from hybridrl.config.megatron_args import (
+    check_ddp_args,
+    check_optimizer_args,
+    check_transformer_args,
+)
 from hybridrl.config.megatron_checks import (
     check_layer_kernels,
     check_master_weights,
@@ -50,7 +55,6 @@ from hybridrl.config.megatron_checks import (
     check_routes_were_sampled,
     check_routing,
     check_routing_replay,
-    check_transformer_args,
 )
 from hybridrl.config.model_checks import (
     check_attention_runs_on_device,
@@ -222,6 +226,8 @@ _COMMON_RULES: Mapping[str, tuple[Rule, ...]] = {
         check_adapted_layers,
         check_routing,
         check_transformer_args,
+        check_optimizer_args,
+        check_ddp_args,
     ),
     "lora": (check_lora_targets, check_lora_rank, check_lora_dropout, check_lora_init_from),
     "data": (check_data_source, check_data_files, check_sort_digits),

@@ -63,6 +63,12 @@ class MegatronConfig:
     """Further fields of megatron-core's TransformerConfig by their names, as fp8; handed on as they
     are. What has a key of its own here is refused."""
 
+    optimizer_args: Mapping[str, ArgumentValue]
+    """Further fields of its OptimizerConfig, as optimizer_cpu_offload; likewise."""
+
+    ddp_args: Mapping[str, ArgumentValue]
+    """Further fields of its DistributedDataParallelConfig, as bucket_size; likewise."""
+
     @property
     def model_parallel_size(self) -> int:
         """Ranks that together hold one copy of the model's dense layers."""

@@ -79,7 +79,7 @@ class ShapeFacts:
 def broken_sizes(config: ExperimentConfig, facts: ShapeFacts) -> Iterator[Broken]:
     """Yield every rule that the parallel sizes of ``config`` break; none without megatron."""
     if config.megatron_worlds:
-        for rule in (_worlds, _tensor, _sequence, _pipeline, _experts):
+        for rule in (_worlds, _tensor, _sequence, _pipeline, _experts, _whole_experts):
             yield from rule(config, facts)
 
 
@@ -162,6 +162,24 @@ def _experts(config: ExperimentConfig, facts: ShapeFacts) -> Iterator[Broken]:
             "megatron.expert_tensor_parallel_size",
             "ranks that share an expert gather unequal numbers of tokens, which gloo, the "
             "collectives of cluster.device=cpu, cannot",
+        )
+
+
+def _whole_experts(config: ExperimentConfig, facts: ShapeFacts) -> Iterator[Broken]:
+    """Nobody adds up what grouped experts learn that each tensor-parallel rank has whole.
+
+    For layers of megatron-core's own ``layers.mark_shards`` has it done. On CUDA ``auto`` counts as
+    TransformerEngine wherever this is asked: the ranks may have it where this machine has not.
+    """
+    sizes = config.megatron
+    may_be_grouped = config.cluster.device == "cuda" and sizes.layers != "local"
+    is_whole = sizes.expert_parallel_size == sizes.expert_tensor_parallel_size == 1
+    if facts.num_experts and may_be_grouped and is_whole and sizes.tensor_parallel_size > 1:
+        yield (
+            "megatron.expert_parallel_size",
+            "TransformerEngine's experts would be whole on each of "
+            f"{sizes.tensor_parallel_size} tensor-parallel ranks, and learn apart; with "
+            "megatron.layers=local they do not",
         )
 
 

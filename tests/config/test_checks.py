@@ -294,6 +294,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "34 columns inside an expert",
     ),
     (
+        (*MOE, *GPUS, "megatron.tensor_parallel_size=4", "megatron.sequence_parallel=true"),
+        "megatron.expert_parallel_size",
+        "whole on each of 4 tensor-parallel ranks",
+    ),
+    (
         (*MOE, *GPUS, "megatron.expert_parallel_size=8", *PP2),
         "cluster.num_ranks_per_node",
         "multiple of 16, for experts: expert 8 x expert tensor 1 x pipeline 2",
@@ -373,6 +378,31 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         (*MEGATRON, "megatron.transformer_args={fp8_param: true}"),
         "megatron.transformer_args.fp8_param",
         "exported and saved in the type that is computed in",
+    ),
+    (
+        (*MEGATRON, "megatron.transformer_args={moe_token_dispatcher_type: allgather}"),
+        "megatron.transformer_args.moe_token_dispatcher_type",
+        "alltoall and flex alone take",
+    ),
+    (
+        (*MEGATRON, "megatron.transformer_args={tp_comm_overlap: true}"),
+        "megatron.transformer_args.tp_comm_overlap",
+        "it takes one length",
+    ),
+    (
+        (*MEGATRON, "megatron.optimizer_args={clip_grad: 2.0}"),
+        "megatron.optimizer_args.clip_grad",
+        "actor.optimizer.max_grad_norm says that",
+    ),
+    (
+        (*MEGATRON, "megatron.optimizer_args={use_precision_aware_optimizer: true}"),
+        "megatron.optimizer_args.use_precision_aware_optimizer",
+        "TransformerEngine's, which runs on CUDA alone",
+    ),
+    (
+        (*MEGATRON, "megatron.ddp_args={nccl_ub: true}"),
+        "megatron.ddp_args.nccl_ub",
+        "keep the old address",
     ),
     (
         (*MEGATRON, "megatron.transformer_args={num_query_groups: 2}"),
