@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from hybridrl.config.fsdp2 import FSDP2Config
 from hybridrl.config.limits import Count, CountOrZero, NotNegative, Within
 
 
@@ -58,6 +59,9 @@ class EngineConfig:
 
     gradient_checkpointing: bool
     """Recompute each block in the backward pass: memory for about a third more time."""
+
+    fsdp2: FSDP2Config
+    """Read by ``engine=fsdp2`` alone."""
 
     optimizer: OptimizerConfig
     """AdamW and its schedule."""

@@ -9,6 +9,7 @@ Legend: T packed tokens, N heads, D size of a head.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -51,3 +52,10 @@ def _packed_attention(  # noqa: PLR0913 - transformers chooses these
 
 
 AttentionInterface.register(PACKED_ATTENTION, _packed_attention)
+
+
+def keep_attention_eager() -> None:
+    """Let ``torch.compile`` leave attention alone, in this process."""
+    # Not a decorator: it imports torch._dynamo, which takes a second.
+    eager = torch.compiler.disable(_packed_attention)  # type: ignore[no-untyped-call]
+    AttentionInterface.register(PACKED_ATTENTION, eager)

@@ -71,6 +71,11 @@ class MegatronMemory:
         return self._trained.here * size
 
     @property
+    def gradients_on_host(self) -> int:
+        """None: the buffers lie on the device."""
+        return 0
+
+    @property
     def snapshot(self) -> int:
         """What a checkpoint copies to the host: float32 weights that learn, and their moments."""
         return (_FLOAT32 + _MOMENTS) * self._trained.share

@@ -103,7 +103,8 @@ class _PolicyRank(Rank):
 
     def _make_room(self) -> list[Part]:
         """Moments lie on the device until their copies on the host are whole."""
-        return [*self._standing(), *self._moments(Place.HOST)]
+        copies = Part("offloaded optimizer", self._movable_moments, Place.HOST)
+        return [*self._standing(), copies]
 
     def _sync(self) -> Iterator[list[Part]]:
         """Both copies of the weights are there, and a bucket in between.

@@ -56,6 +56,11 @@ class ModelMemory(Protocol):
         """Weights of other ranks that it holds while computing."""
         ...
 
+    @property
+    def gradients_on_host(self) -> int:
+        """This rank's share of the gradients, where they lie in host memory."""
+        ...
+
     def gradients_before_last(self, microbatch: Microbatch) -> int:
         """Gradients, beside ``buffers``, when the last backward pass of an update begins."""
         ...

@@ -105,11 +105,24 @@ class Rank:
     # -- what lies there while something else happens --------------------------------------------
 
     def _weights(self) -> list[Part]:
-        return [Part(f"{model.role.name} weights", model.weights) for model in self._models]
+        return [
+            Part(f"{model.role.name} weights", model.weights, _home_of(model))
+            for model in self._models
+        ]
 
     def _moments(self, place: Place = Place.DEVICE) -> list[Part]:
+        """Moments where they lie while computing; or, of those that may leave, in ``place``."""
+        on_host = sum(m.optimizer for m in self._models if _home_of(m) is Place.HOST)
         name = "optimizer" if place is Place.DEVICE else "offloaded optimizer"
-        return [Part(name, sum(model.optimizer for model in self._models), place)]
+        return [
+            Part(name, self._movable_moments, place),
+            Part("optimizer on the host", on_host, Place.HOST),
+        ]
+
+    @property
+    def _movable_moments(self) -> int:
+        """Bytes of the moments that lie on the device while computing."""
+        return sum(m.optimizer for m in self._models if _home_of(m) is Place.DEVICE)
 
     def _standing(self) -> list[Part]:
         """Training state and what the rollout engine leaves there."""
@@ -148,6 +161,7 @@ class Rank:
             Part("gradient buffers", model.buffers),
             Part("gathered weights", model.gathered),
             Part("malloc fragments", int(share_of_fragments * saved)),
+            Part("gradients on the host", model.gradients_on_host, Place.HOST),
         ]
         before, held = model.gradients_before_last(pack), model.embedding_gradient()
         yield [
@@ -174,15 +188,22 @@ class Rank:
 
     def _export(self) -> list[Part]:
         """The end of a run: the last checkpoint's copy, then on rank 0 a file of whole weights."""
+        return [*self._standing(), Part("checkpoint", self._snapshot, Place.HOST)]
+
+    @property
+    def _snapshot(self) -> int:
+        """What a save copies to the host."""
         saves = self.config.checkpoint.every_num_steps > 0
-        snapshot = saves * sum(model.snapshot for model in self._models)
-        return [*self._standing(), Part("checkpoint", snapshot, Place.HOST)]
+        return saves * sum(model.snapshot for model in self._models)
 
     def _phase(self, name: str, parts: list[Part]) -> Phase:
         if self.config.cluster.device == "cuda":
             rest = [Part("CUDA, NCCL, fragments", _CUDA_RESERVE, is_measured=False)]
         else:
             rest = [Part("libraries", _LIBRARIES.get(name, 20) * _MIB)]
+        if name not in ("build", "export"):
+            # It is written while the step after the save goes on; how long depends on the disk.
+            rest.append(Part("checkpoint", self._snapshot, Place.HOST, is_measured=False))
         rest.append(Part("Python, torch, Ray", _PROCESS, Place.HOST, is_measured=False))
         return Phase(name, tuple(part for part in (*parts, *rest) if part.num_bytes))
 
@@ -222,6 +243,11 @@ class CriticRank(Rank):
         yield self._phase("values", self._values())
         yield self._phase("critic_update", self._critic_update())
         yield self._phase("export", self._export())
+
+
+def _home_of(model: ModelMemory) -> Place:
+    """Return where the model's state lies while it computes."""
+    return Place.HOST if model.numerics.lies_on_host else Place.DEVICE
 
 
 def total_bytes(parts: list[Part]) -> int:

@@ -39,6 +39,18 @@ class Numerics:
     needs_entropy_gradient: bool
     chunk_tokens: int
 
+    sums_whole_gradients: bool = False
+    """FSDP2: each rank adds up the gradients of all weights until the last micro-batch."""
+
+    lies_on_host: bool = False
+    """FSDP2: weights, gradients and moments stay in host memory."""
+
+    keeps_gathered: bool = False
+    """FSDP2: gathered weights stay from the forward pass to the backward pass."""
+
+    num_prefetched_blocks: int = 0
+    """FSDP2: blocks whose weights are asked for ahead of time."""
+
     @classmethod
     def of(cls, config: ExperimentConfig) -> Numerics:
         """Read the policy's; the reference has them too."""
@@ -56,17 +68,23 @@ class Numerics:
     ) -> Numerics:
         model, compute_dtype = config.model, engine.compute_dtype
         has_varlen = config.cluster.device == "cuda" and compute_dtype == "bfloat16"
+        options, is_fsdp2 = engine.fsdp2, engine.engine == "fsdp2"
+        needs_cast = needs_cast or compute_dtype != model.dtype or options.cpu_offload
         return cls(
             # On megatron-core float32 weights are the optimizer's, and counted there.
             storage_bytes=BYTES[compute_dtype if engine.engine == "megatron" else model.dtype],
             compute_bytes=BYTES[compute_dtype],
             reduce_bytes=BYTES[engine.reduce_dtype],
-            num_shards=num_ranks,
-            is_sharded=num_ranks > 1 or compute_dtype != model.dtype or needs_cast,
+            num_shards=max(1, num_ranks // options.num_replicas),
+            is_sharded=num_ranks > 1 or needs_cast,
             has_varlen_attention=has_varlen and model.attention != "padded",
             checkpoints_blocks=engine.gradient_checkpointing,
             needs_entropy_gradient=config.algorithm.entropy_coefficient > 0,
             chunk_tokens=config.actor.logprob_chunk_tokens,
+            sums_whole_gradients=is_fsdp2 and options.reduce_gradients == "last_microbatch",
+            lies_on_host=is_fsdp2 and options.cpu_offload,
+            keeps_gathered=is_fsdp2 and not options.reshard_after_forward,
+            num_prefetched_blocks=options.num_prefetched_blocks,
         )
 
 

@@ -65,29 +65,46 @@ class TrainingMemory:
 
     @property
     def gathered(self) -> int:
-        """What FSDP2 holds in whole: the root, two blocks, and the buffer of a third's gather."""
+        """What FSDP2 holds in whole: the root, the block that computes, those asked for ahead of
+        it, and the buffer that one more arrives in; or all blocks and that buffer."""
         if not self.numerics.is_sharded:
             return 0
-        role = self.role
+        role, numerics = self.role, self.numerics
         adapter = role.adapter.num_block_parameters if role.adapter else 0
-        num_parameters = role.num_root_parameters
-        num_parameters += 3 * (role.shape.num_block_parameters + adapter)
+        block = role.shape.num_block_parameters + adapter
         whole = role.num_parameters + role.num_adapter_parameters
-        return min(num_parameters, 2 * whole) * self.numerics.compute_bytes
+        if numerics.keeps_gathered:
+            num_parameters = whole + block
+        else:
+            num_blocks = 2 + max(1, numerics.num_prefetched_blocks)
+            num_parameters = role.num_root_parameters + num_blocks * block
+        return min(num_parameters, 2 * whole) * numerics.compute_bytes
+
+    @property
+    def gradients_on_host(self) -> int:
+        """This rank's share of the gradients, where they lie in host memory."""
+        return self.numerics.lies_on_host * self.trained
+
+    @property
+    def _gradients_here(self) -> int:
+        """This rank's share of the gradients, where they lie on the device."""
+        return self.trained - self.gradients_on_host
 
     def gradients_before_last(self, microbatch: Microbatch) -> int:
-        """Gradients that exist when the last backward pass of an update begins.
+        """Gradients on the device when the last backward pass of an update begins.
 
-        FSDP2 sums them unsharded over micro-batches, in ``actor.reduce_dtype``.
+        FSDP2 sums this rank's share of them over micro-batches, in the type of the weights; with
+        ``reduce_gradients=last_microbatch`` all of them, in ``reduce_dtype``.
         """
         if microbatch.is_only_one:
             return 0
-        if self.numerics.is_sharded:
+        if self.numerics.is_sharded and self.numerics.sums_whole_gradients:
             return self.role.num_trained * self.numerics.reduce_bytes
-        return self.trained
+        return self._gradients_here
 
     def gradients_at_end(self, microbatch: Microbatch) -> int:
-        """Gradients when the last backward pass ends: this rank's share, and the last to leave."""
+        """Gradients on the device when the last backward pass ends: this rank's share, and the last
+        to leave."""
         if not self.numerics.is_sharded:
             return self.trained
         role = self.role
@@ -95,7 +112,8 @@ class TrainingMemory:
             leaving = role.adapter.num_block_parameters
         else:
             leaving = max(role.num_root_parameters, role.shape.num_block_parameters)
-        return self.trained + 2 * min(leaving, role.num_trained) * self.numerics.reduce_bytes
+        leaving_bytes = 2 * min(leaving, role.num_trained) * self.numerics.reduce_bytes
+        return self._gradients_here + leaving_bytes
 
     def saved_by_block(self, microbatch: Microbatch) -> int:
         """What autograd keeps of one block's forward pass.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hybridrl.workers.train.protocol import TrainState
 from tests.contract.layouts import on_layouts
 from tests.contract.plain import PlainPolicy
 from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn, mute, share_of, together
-from tests.workers.train.engines import OPTIMIZER, make_rows, to_rollouts, weights_of
+from tests.workers.train.engines import ACTOR, OPTIMIZER, make_rows, to_rollouts, weights_of
 
 pytestmark = on_layouts(compares_numbers=True)
 
@@ -61,6 +62,23 @@ def test_columns_stay_with_their_tokens(ranks: RanksUnderTest, folder: Path) -> 
     metrics = together(ranks.run(_compare_with_itself, folder))
     for name in ("kl_to_old_nats/mean", "kl_to_reference_nats/mean", "sampler_mismatch_nats/max"):
         assert metrics[f"policy/{name}"] == pytest.approx(0.0, abs=3e-6), name
+
+
+def _look_around_scoring(rank: Rank, folder: Path) -> None:
+    engine = rank.policy(folder, replace(ACTOR, compute_dtype="bfloat16"))
+    learn(engine, make_rows(4), first=2)
+    held = {part: engine.resident_bytes(part) for part in TrainState}
+    dtypes = {name: tensor.dtype for name, tensor in engine.full_weights()}
+    for _ in range(2):
+        engine.compute_logprobs(to_rollouts(make_rows(4)), temperature=1.0)
+        assert held == {part: engine.resident_bytes(part) for part in TrainState}
+        assert dtypes == {name: tensor.dtype for name, tensor in engine.full_weights()}
+
+
+def test_scoring_leaves_the_shards_that_it_found_and_nothing_gathered(
+    ranks: RanksUnderTest, folder: Path
+) -> None:
+    ranks.run(_look_around_scoring, folder)
 
 
 def _score_what_has_no_response(rank: Rank, folder: Path) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,23 @@ from torch import Tensor
 
 from hybridrl.checkpoint.manifest import FileEntry
 from hybridrl.errors import CheckpointError
-from hybridrl.workers.train.places import Part
+from hybridrl.workers.train.offload import SLAB_BYTES, copy_to_host
 from hybridrl.workers.train.protocol import LearningEngine
-from hybridrl.workers.train.shard_files import ShardReader, parts_of, write_parts
+from hybridrl.workers.train.shard_files import ShardReader, header_of, parts_to_write, write_file
 
 Notes = Mapping[str, object]
 """Small state besides tensors, as JSON has it."""
 
 
 class CheckpointWriter:
-    """Writes one snapshot at a time in a thread of its own."""
+    """Writes one snapshot at a time in a thread of its own.
 
-    def __init__(self) -> None:
+    Args:
+        slab_bytes: size of a piece of host memory; see ``SLAB_BYTES``.
+    """
+
+    def __init__(self, *, slab_bytes: int = SLAB_BYTES) -> None:
+        self._slab_bytes = slab_bytes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[FileEntry] | None = None
 
@@ -46,13 +51,12 @@ class CheckpointWriter:
         """
         if self._writing is not None:
             wait([self._writing])
-        parts = {
-            key: _copy(part)
-            for name, tensor in engine.checkpoint_tensors().items()
-            for key, part in parts_of(name, tensor)
-        }
+        parts = parts_to_write(engine.checkpoint_tensors())
         everything = {"num_updates": engine.num_updates, "random": _random_state(), **notes}
-        self._writing = self._thread.submit(_write, path, parts, everything)
+        header = header_of(parts, everything)
+        values = (part.values for part in parts.values())
+        copied = copy_to_host(values, slab_bytes=self._slab_bytes)
+        self._writing = self._thread.submit(_write, path, header, copied)
 
     def collect(self, *, waits: bool) -> FileEntry | None:
         """Return what was written; None while it is still being written, unless ``waits``.
@@ -101,17 +105,10 @@ def seed_generators(seed: int, *, rank: int) -> None:
     torch.manual_seed(own_seed)
 
 
-def _copy(part: Part) -> Part:
-    # A GPU's bytes land in pinned memory, so that the copy runs at the bus's speed.
-    values = part.values
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-    return Part(host.copy_(values), part.place)
-
-
-def _write(path: Path, parts: Mapping[str, Part], notes: Notes) -> FileEntry:
+def _write(path: Path, header: bytes, copied: Sequence[Tensor]) -> FileEntry:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return write_parts(path, parts, notes=notes)
+        return write_file(path, header, copied)
     except OSError as err:
         raise CheckpointError(f"{path} cannot be written: {err}; free space on its disk") from err
 

@@ -106,5 +106,5 @@ class FSDP2Critic(Learner, ShardedModel[ValueModel]):
             max_response_tokens=1,
         )
 
-    def _tensors(self, part: TrainState) -> list[Tensor]:
-        return super()._tensors(part) + self._steps.tensors(part)
+    def _state(self, part: TrainState) -> list[Tensor]:
+        return super()._state(part) + self._steps.tensors(part)

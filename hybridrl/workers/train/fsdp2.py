@@ -104,5 +104,5 @@ class FSDP2Engine(LearningPolicy, Learner, FSDP2Scorer):
             max_response_tokens=max_response_tokens,
         )
 
-    def _tensors(self, part: TrainState) -> list[Tensor]:
-        return super()._tensors(part) + self._steps.tensors(part)
+    def _state(self, part: TrainState) -> list[Tensor]:
+        return super()._state(part) + self._steps.tensors(part)

@@ -75,7 +75,7 @@ class GradientSteps:
 
     Args:
         model: built and sharded; is made ready to learn.
-        config: activation checkpointing and optimizer.
+        config: activation checkpointing, exchange of gradients and optimizer.
         num_total_steps: optimizer steps of the run, where the schedule ends.
         ranks: the data-parallel ranks.
         device: where the model computes.
@@ -102,6 +102,7 @@ class GradientSteps:
         self._ranks = ranks
         self._device = device
         self._area = area
+        self._reduces_every = config.fsdp2.reduce_gradients == "every_microbatch"
         self.constants = {}
         model.train()
         if config.gradient_checkpointing:
@@ -134,7 +135,7 @@ class GradientSteps:
         total_loss = torch.zeros((), device=self._device)
         parts: list[Metrics] = []
         for number, pack in enumerate(trace.each("microbatch", packs), 1):
-            self._reduce_gradients(now=number == len(packs))
+            self._reduce_gradients(now=self._reduces_every or number == len(packs))
             share, metrics = loss_share(pack, weights_B[pack.row_S].to(self._device))
             torch.autograd.backward(share)
             total_loss += share.detach()
@@ -158,7 +159,10 @@ class GradientSteps:
         return {f"model.{name}": parameter for name, parameter in learning.items()} | moments
 
     def _reduce_gradients(self, *, now: bool) -> None:
-        """Let ranks exchange gradients in the last backward pass of a step alone."""
+        """Let ranks exchange gradients in the next backward pass, or let each add up its own.
+
+        What is not exchanged stays whole, on every rank: the gradients of all weights.
+        """
         fsdp = as_fsdp(self._model)
         if fsdp is not None:
             fsdp.set_requires_gradient_sync(now)

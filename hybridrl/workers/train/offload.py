@@ -62,6 +62,32 @@ class ParkedTensors:
         _wait_for_copies(self._storages)
 
 
+def copy_to_host(tensors: Iterable[Tensor], *, slab_bytes: int = SLAB_BYTES) -> list[Tensor]:
+    """Copy the bytes of tensors, end to end, to host memory, and wait until all are there.
+
+    Args:
+        tensors: plain tensors of one kind of device, of any type and stride.
+        slab_bytes: size of a piece of host memory.
+
+    Returns:
+        uint8 pieces, pinned if the tensors come from a GPU; a tensor may lie across several.
+    """
+    tensors = list(tensors)
+    is_pinned = any(tensor.is_cuda for tensor in tensors)
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    slabs = _allocate(num_bytes, slab_bytes=slab_bytes, is_pinned=is_pinned)
+    begin = 0
+    for tensor in tensors:
+        source = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        while len(source):
+            slab, place = slabs[begin // slab_bytes], begin % slab_bytes
+            target = slab[place : place + len(source)]
+            target.copy_(source[: len(target)], non_blocking=is_pinned)
+            begin, source = begin + len(target), source[len(target) :]
+    _wait_for_copies([tensor.untyped_storage() for tensor in tensors])
+    return slabs
+
+
 def distinct_storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     """Return each storage behind the tensors once."""
     return list({t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values())

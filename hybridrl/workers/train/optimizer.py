@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hybridrl.config.actor import OptimizerConfig
 from hybridrl.workers.train.collectives import Ranks
-from hybridrl.workers.train.shards import local_shard
+from hybridrl.workers.train.shards import local_shard, num_copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +154,8 @@ class GuardedAdamW:
         """
         square = loss.new_zeros((), dtype=torch.float64)
         if grads:
-            square = torch.stack(torch._foreach_norm(grads)).double().square().sum()
+            norms = torch.stack(torch._foreach_norm(grads)).double()
+            # Each replica adds the same squares.
+            square = norms.square().sum().to(loss.device) / num_copies(self._parameters[0])
         total_loss, total_square = self._ranks.sum(torch.stack([loss.double(), square])).tolist()
         return total_loss, math.sqrt(total_square) if total_square >= 0 else math.nan

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ from hybridrl.workers.train.places import (
     rest_of,
     size_of,
 )
-from hybridrl.workers.train.shards import local_shard
+from hybridrl.workers.train.shards import is_first_copy, local_shard
 
 _DTYPE_NAMES = {
     torch.float32: "F32",
@@ -60,7 +60,7 @@ class _Held:
 
 
 def parts_of(name: str, tensor: CheckpointTensor) -> Iterator[tuple[str, Part]]:
-    """Yield what this rank holds of a tensor, views of its memory, by key in the rank's file."""
+    """Yield what this rank holds of a tensor, views of its memory, by key in a rank's file."""
     if isinstance(tensor, Tensor):
         yield name, Part(local_shard(tensor.detach()), Place.of(tensor))
     elif len(tensor.pieces) == 1:
@@ -70,20 +70,45 @@ def parts_of(name: str, tensor: CheckpointTensor) -> Iterator[tuple[str, Part]]:
             yield f"{name}{_PIECE}{number}", piece
 
 
+def parts_to_write(tensors: Mapping[str, CheckpointTensor]) -> dict[str, Part]:
+    """Return what goes into this rank's file, by key: of replicas the first one writes."""
+    return {
+        key: part
+        for name, tensor in tensors.items()
+        if not isinstance(tensor, Tensor) or is_first_copy(tensor)
+        for key, part in parts_of(name, tensor)
+    }
+
+
 def write_parts(path: Path, parts: Mapping[str, Part], *, notes: Mapping[str, object]) -> FileEntry:
     """Write a safetensors file and flush it to the disk.
 
     Args:
         path: of the file; its folder exists.
-        parts: by key, see ``parts_of``; contiguous host tensors.
+        parts: by key, see ``parts_of``; host tensors.
         notes: small state besides, as JSON has it.
+
+    Raises:
+        OSError: the disk is full or gone.
+    """
+    values = (part.values.contiguous().reshape(-1) for part in parts.values())
+    return write_file(path, header_of(parts, notes), (flat.view(torch.uint8) for flat in values))
+
+
+def write_file(path: Path, header: bytes, values: Iterable[Tensor]) -> FileEntry:
+    """Write a safetensors file, and flush it to the disk.
+
+    Args:
+        path: of the file; its folder exists.
+        header: what the file begins with, see ``header_of``.
+        values: uint8 host tensors that hold the values of all parts, end to end.
 
     Raises:
         OSError: the disk is full or gone.
     """
     checksum = num_bytes = 0
     with path.open("wb", buffering=0) as file:
-        for piece in _pieces(parts, notes):
+        for piece in _pieces(header, values):
             if file.write(piece) != len(piece):  # an unbuffered file may take a part of it
                 raise OSError(f"no space left for {path}")
             checksum = zlib.crc32(piece, checksum)
@@ -202,8 +227,11 @@ class ShardReader:
         self.notes.append(notes)
 
 
-def _header(parts: Mapping[str, Part], notes: Mapping[str, object]) -> bytes:
-    """Return the length and the JSON that a safetensors file begins with, padded to 8 bytes."""
+def header_of(parts: Mapping[str, Part], notes: Mapping[str, object]) -> bytes:
+    """Return the length and the JSON that a safetensors file begins with, padded to 8 bytes.
+
+    Of the parts only places, types and shapes are looked at.
+    """
     places = {name: (part.place.global_shape, part.place.offset) for name, part in parts.items()}
     entries: dict[str, object] = {
         "__metadata__": {"places": json.dumps(places), "notes": json.dumps(notes)}
@@ -221,13 +249,12 @@ def _header(parts: Mapping[str, Part], notes: Mapping[str, object]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _pieces(parts: Mapping[str, Part], notes: Mapping[str, object]) -> Iterator[bytes | memoryview]:
-    yield _header(parts, notes)
-    for part in parts.values():
-        if part.values.numel():
-            flat = part.values.reshape(-1).view(torch.uint8).numpy().data
-            for begin in range(0, len(flat), _CHUNK_BYTES):
-                yield flat[begin : begin + _CHUNK_BYTES]
+def _pieces(header: bytes, values: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
+    yield header
+    for flat in values:
+        whole = flat.numpy().data
+        for begin in range(0, len(whole), _CHUNK_BYTES):
+            yield whole[begin : begin + _CHUNK_BYTES]
 
 
 def _whole_shape(tensor: CheckpointTensor) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from hybridrl.workers.train.export import configs_of, write_hf_folder
 from hybridrl.workers.train.packs import Packing
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightPart, WeightSpec
 from hybridrl.workers.train.residence import ResidentModel, write_on_first
-from hybridrl.workers.train.shards import as_fsdp, full_tensor, local_shard
+from hybridrl.workers.train.shards import full_tensor, local_shard, reshard
 
 Model = TypeVar("Model", bound=PackedModel)
 
@@ -69,6 +69,7 @@ class ShardedModel(ResidentModel, Generic[Model]):
     ) -> None:
         super().__init__(device)
         self._folder = folder
+        self._stays_on_host = config.fsdp2.cpu_offload
         self._ranks = Ranks(device)
         self.dp_rank, self.dp_size = self._ranks.rank, self._ranks.size
         self._packing = Packing(
@@ -120,6 +121,11 @@ class ShardedModel(ResidentModel, Generic[Model]):
         return self.full_weights()
 
     def _tensors(self, part: TrainState) -> list[Tensor]:
+        # With cpu_offload all of it lies on the host between computations: nothing can leave.
+        return [] if self._stays_on_host else self._state(part)
+
+    def _state(self, part: TrainState) -> list[Tensor]:
+        """Return this rank's tensors of a part, wherever they lie."""
         if part is TrainState.PARAMETERS:
             return [local_shard(parameter.detach()) for parameter in self.model.parameters()]
         return []
@@ -142,9 +148,7 @@ class ShardedModel(ResidentModel, Generic[Model]):
             columns = columns or [torch.zeros(token_ids_BL.values().shape) for _ in scores]
             for column, scores_S in zip(columns, scores, strict=True):
                 column[pack.place_S] = scores_S.cpu()
-        fsdp = as_fsdp(self.model)
-        if fsdp is not None:
-            fsdp.reshard()  # FSDP2 keeps the root whole until a backward pass that never comes
+        reshard(self.model)
         lengths_B = row_lengths(token_ids_BL)
         return [jagged_from(column, lengths_B) for column in columns]
 

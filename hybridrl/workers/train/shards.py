@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hybridrl.config.actor import ActorConfig, EngineConfig
 from hybridrl.config.critic import CriticConfig
+from hybridrl.models.compiled import compile_blocks
 from hybridrl.models.dtypes import DTYPES
+from hybridrl.models.liger import use_liger_kernels
 from hybridrl.models.load import (
     WeightFiles,
     WeightSource,
@@ -85,31 +95,84 @@ def _fill_and_shard(
 ) -> None:
     """Fill a model without memory, and shard each block as soon as it is filled.
 
-    One rank whose storage and compute types are equal has nothing to shard or cast and keeps a
-    plain module; ``as_fsdp`` tells which it is. FSDP2 would cost a small model 4% of
+    One rank whose storage and compute types are equal has nothing to shard, cast or offload and
+    keeps a plain module; ``as_fsdp`` tells which it is. FSDP2 would cost a small model 4% of
     its update (1.7 M parameters, 2 threads).
     """
-    hf = model.hf
+    hf, options = model.hf, config.fsdp2
+    if options.liger_kernels:
+        use_liger_kernels(hf)
+    if options.compile_blocks:
+        compile_blocks(hf)
     needs_cast = {p.dtype for p in hf.parameters()} != {DTYPES[config.compute_dtype]}
-    if num_ranks == 1 and not needs_cast:
+    if num_ranks == 1 and not needs_cast and not options.cpu_offload:
         fill_weights(hf, "", weights, device)
         finish_model(hf, device)
         return
-    mesh = init_device_mesh(device.type, (num_ranks,))
-    precision = MixedPrecisionPolicy(
-        param_dtype=DTYPES[config.compute_dtype], reduce_dtype=DTYPES[config.reduce_dtype]
-    )
+    shard = _sharding(config, device, num_ranks)
+    blocks = []
     for number, block in enumerate(hf.model.layers):
         fill_weights(block, f"model.layers.{number}.", weights, device)
-        fully_shard(block, mesh=mesh, mp_policy=precision)
+        blocks.append(shard(block))
     fill_weights(hf, "", weights, device)
     finish_model(hf, device)
-    _sum_gradients_over_ranks(fully_shard(model, mesh=mesh, mp_policy=precision))
+    _sum_gradients_over_ranks(shard(model))
+    _prefetch(blocks, options.num_prefetched_blocks)
+
+
+def _sharding(
+    config: EngineConfig, device: torch.device, num_ranks: int
+) -> Callable[[nn.Module], FSDPModule]:
+    """Return what shards one module as the configuration says."""
+    options = config.fsdp2
+    return partial(
+        fully_shard,
+        mesh=_mesh(device, num_ranks=num_ranks, num_replicas=options.num_replicas),
+        # Left to itself FSDP2 reshards all modules but the root, whose backward pass is the first.
+        reshard_after_forward=None if options.reshard_after_forward else False,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=DTYPES[config.compute_dtype], reduce_dtype=DTYPES[config.reduce_dtype]
+        ),
+        offload_policy=(
+            CPUOffloadPolicy(pin_memory=device.type == "cuda")
+            if options.cpu_offload
+            else OffloadPolicy()
+        ),
+    )
+
+
+def _mesh(device: torch.device, *, num_ranks: int, num_replicas: int) -> DeviceMesh:
+    """Return the mesh that parameters are sharded over; replicas are its first dimension.
+
+    Neighbours share a replica, so that weights are gathered within a node where a replica fits.
+    """
+    if num_replicas == 1:
+        return init_device_mesh(device.type, (num_ranks,))
+    shape = (num_replicas, num_ranks // num_replicas)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard"))
+
+
+def _prefetch(blocks: Sequence[FSDPModule], num_ahead: int) -> None:
+    """Let each block ask for the weights of those that follow it, in either direction."""
+    if not num_ahead:
+        return
+    for number, block in enumerate(blocks):
+        following = blocks[number + 1 : number + 1 + num_ahead]
+        preceding = blocks[max(0, number - num_ahead) : number]
+        block.set_modules_to_forward_prefetch(list(following))
+        block.set_modules_to_backward_prefetch(list(reversed(preceding)))
 
 
 def as_fsdp(model: PackedModel) -> FSDPModule | None:
     """Return the model's FSDP2 face, or None if it is a plain module."""
     return model if isinstance(model, FSDPModule) else None
+
+
+def reshard(model: PackedModel) -> None:
+    """Free what a forward pass gathered and no backward pass will free."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -120,7 +183,42 @@ def local_shard(tensor: Tensor) -> Tensor:
 def full_tensor(tensor: Tensor) -> Tensor:
     """Gather the whole of a tensor on every rank (a collective if it is sharded)."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return _on_mesh(tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _on_mesh(tensor: DTensor) -> DTensor:
+    """Return a tensor whose shard lies where the mesh communicates; an offloaded one is copied."""
+    local = tensor.to_local()
+    if local.device.type == tensor.device_mesh.device_type:
+        return tensor
+    return DTensor.from_local(
+        local.to(tensor.device_mesh.device_type),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def num_copies(tensor: Tensor) -> int:
+    """Return how many ranks hold the same part of a tensor: replicas."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    dims = [dim for dim, place in enumerate(tensor.placements) if place.is_replicate()]
+    return math.prod(tensor.device_mesh.size(dim) for dim in dims)
+
+
+def is_first_copy(tensor: Tensor) -> bool:
+    """Say whether this rank is the first of those that hold the same part of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return True
+    place = tensor.device_mesh.get_coordinate() or ()
+    return not any(
+        position
+        for position, placement in zip(place, tensor.placements, strict=True)
+        if placement.is_replicate()
+    )
 
 
 def _sum_gradients_over_ranks(root: FSDPModule) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 import resource
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrl.errors import CheckpointError
 from hybridrl.workers.train import checkpoint
@@ -61,6 +63,37 @@ def test_a_disk_without_room_is_an_error_of_that_save_and_the_next_one_works(
     writer.close()
     assert entry is not None
     assert (tmp_path / "f").stat().st_size == entry.num_bytes
+
+
+class _Allocations(TorchDispatchMode):
+    """Records the bytes of each piece of memory that is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.empty.memory_format:
+            self.sizes.append(made.nbytes)
+        return made
+
+
+def test_a_snapshot_takes_little_more_than_its_bytes_where_memory_is_pinned(
+    tmp_path: Path,
+) -> None:
+    # Each pinned allocation is rounded up to a power of two, pytorch issue 150517.
+    odd = make_tiny_model(tmp_path / "model", hidden_size=40, vocab_size=67)
+    engine, writer = _policy(odd), CheckpointWriter(slab_bytes=2**13)
+    with _Allocations() as allocations:
+        writer.begin(engine, tmp_path / "f", notes={})
+    writer.close()
+    pinned = sum(2 ** (size - 1).bit_length() for size in allocations.sizes)
+    tensors = engine.checkpoint_tensors().values()
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    each = sum(2 ** (tensor.nbytes - 1).bit_length() for tensor in tensors)
+    assert num_bytes <= sum(allocations.sizes)
+    assert pinned <= num_bytes + 2**13 < each
 
 
 def _draw() -> list[float]:

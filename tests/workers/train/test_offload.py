@@ -8,7 +8,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from hybridrl.workers.train.export import configs_of, write_hf_folder
-from hybridrl.workers.train.offload import ParkedTensors, resident_bytes
+from hybridrl.workers.train.offload import ParkedTensors, copy_to_host, resident_bytes
 from hybridrl.workers.train.protocol import WeightSpec
 from tests.models import make_tiny_model
 
@@ -44,6 +44,20 @@ def test_bytes_are_the_same_however_storages_lie_across_pieces_of_host_memory(
         assert resident_bytes(tensors) == 0
         parked.restore()
         assert [tensor.tolist() for tensor in tensors] == expected
+
+
+@pytest.mark.parametrize("slab_bytes", [1, 7, 4096])
+def test_a_copy_on_the_host_is_the_bytes_of_all_tensors_end_to_end(slab_bytes: int) -> None:
+    tensors = [
+        torch.arange(12.0).view(3, 4).T,  # not contiguous
+        torch.tensor(5.0),
+        torch.zeros(0),
+        torch.arange(3).bfloat16(),
+    ]
+    slabs = copy_to_host(tensors, slab_bytes=slab_bytes)
+    assert [len(slab) for slab in slabs[:-1]] == [slab_bytes] * (len(slabs) - 1)
+    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    assert torch.equal(torch.cat(slabs), torch.cat(flat))
 
 
 @pytest.mark.gpu

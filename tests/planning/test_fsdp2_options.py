@@ -1,0 +1,100 @@
+"""What the keys of ``actor.fsdp2`` and checkpoints change in the memory plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybridrl.planning.memory import plan_memory
+from hybridrl.planning.plan import MemoryPlan, Place
+from tests.config.values import config_of
+from tests.planning.test_memory import part, phase, plan_of
+
+QWEN3_32B = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 40960,
+}
+EIGHT = (
+    *("cluster=one_gpu", "cluster.num_ranks_per_node=8", "actor.compute_dtype=bfloat16"),
+    *("trainer.num_prompts_per_step=512", "actor.max_tokens_per_microbatch=512"),
+)
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    folder: Path = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(QWEN3_32B))
+    nodes = ("cluster.num_nodes=8", "cluster.ray_address=head:6379")
+    return ("model.starter=null", f"model.path={folder}", *nodes)
+
+
+def gradients(plan: MemoryPlan) -> int:
+    return part(plan, "update", "gradients")
+
+
+def test_between_microbatches_a_rank_of_64_keeps_2_gib_of_gradients_or_122(
+    large: tuple[str, ...],
+) -> None:
+    every = plan_of(*EIGHT, *large)
+    once = plan_of(*EIGHT, *large, "actor.fsdp2.reduce_gradients=last_microbatch")
+    assert gradients(once) == pytest.approx(122 * GIB, rel=0.02)
+    # Its share, and what leaves: the root or a block, twice.
+    assert gradients(every) < 20 * GIB
+    assert once.peak_bytes(phase(once, "update")) - every.peak_bytes(phase(every, "update")) > (
+        100 * GIB
+    )
+
+
+def test_replicas_each_hold_the_model_over_fewer_ranks() -> None:
+    whole, halves = plan_of(*EIGHT), plan_of(*EIGHT, "actor.fsdp2.num_replicas=2")
+    for name in ("actor weights", "optimizer"):
+        twice = 2 * part(whole, "update", name)
+        assert part(halves, "update", name) == pytest.approx(twice, rel=1e-3)
+
+
+def test_with_cpu_offload_the_state_lies_on_the_host_in_every_phase() -> None:
+    usual, offloaded = plan_of(*EIGHT), plan_of(*EIGHT, "actor.fsdp2.cpu_offload=true")
+    state = part(usual, "update", "actor weights") + part(usual, "update", "optimizer")
+    for name in ("sync", "generate", "update", "export"):
+        one, other = phase(usual, name), phase(offloaded, name)
+        saved = usual.peak_bytes(one) - offloaded.peak_bytes(other)
+        assert saved >= state, name
+        assert other.bytes_on(Place.HOST) >= one.bytes_on(Place.HOST) + state, name
+
+
+def test_weights_that_stay_gathered_or_come_early_are_counted() -> None:
+    def gathered(*overrides: str) -> int:
+        starter = ("model.starter.num_layers=12",)
+        return part(plan_of(*EIGHT, *starter, *overrides), "update", "gathered weights")
+
+    block = gathered("actor.fsdp2.num_prefetched_blocks=2") - gathered()
+    assert block > 0
+    assert gathered("actor.fsdp2.num_prefetched_blocks=1") == gathered()
+    assert gathered("actor.fsdp2.num_prefetched_blocks=4") == gathered() + 3 * block
+    # The root, twelve blocks, and the buffer of one more; usually the root and three.
+    assert gathered("actor.fsdp2.reshard_after_forward=false") == gathered() + 10 * block
+
+
+def test_a_snapshot_is_still_being_written_while_the_next_step_goes_on() -> None:
+    saves = plan_memory(config_of("checkpoint.every_num_steps=1", "rollout.sleep=true"))
+    copied = part(saves, "export", "checkpoint")
+    assert copied > 0
+    names = [one.name for one in saves.phases]
+    assert {n: part(saves, n, "checkpoint") for n in names} == {
+        name: copied * (name != "build") for name in names
+    }
+    # Whether the meter of a run sees it depends on the disk: nothing is compared with it.
+    never = plan_memory(config_of("checkpoint.every_num_steps=0", "rollout.sleep=true"))
+    for name in ("sync", "generate", "update"):
+        assert saves.measured_bytes(phase(saves, name)) == never.measured_bytes(phase(never, name))

@@ -1,0 +1,98 @@
+"""When ranks exchange gradients: what each of them keeps meanwhile, and what comes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from hybridrl.metrics import Metrics
+from hybridrl.workers.train.fsdp2 import FSDP2Engine
+from hybridrl.workers.train.protocol import TokenLossInputs, TrainState
+from tests.models import make_tiny_model
+from tests.ranks import run_ranks
+from tests.workers.train.engines import (
+    ACTOR,
+    FSDP2,
+    LOSS,
+    assert_same_weights,
+    build_fsdp2,
+    make_rows,
+    rows_of,
+    weights_of,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+class _LossThatLooksAround:
+    """The usual loss; notes the gradients that a rank keeps when a micro-batch begins."""
+
+    needs_entropy_gradient = False
+
+    def __init__(self, engine: FSDP2Engine) -> None:
+        self._engine = engine
+        self.shares: list[int] = []
+        self.wholes: list[int] = []
+
+    def __call__(self, inputs: TokenLossInputs) -> tuple[Tensor, Metrics]:
+        self.shares.append(self._engine.resident_bytes(TrainState.GRADIENTS))
+        self.wholes.append(_bytes_of_whole_gradients(self._engine))
+        return LOSS(inputs)
+
+
+def _bytes_of_whole_gradients(engine: FSDP2Engine) -> int:
+    """Count what FSDP2 has not reduced yet, of whole parameters."""
+    num_bytes = 0
+    for module in engine.model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    kept = parameter.unsharded_accumulated_grad
+                    if kept is None and hasattr(parameter, "_unsharded_param"):
+                        kept = parameter.unsharded_param.grad
+                    num_bytes += 0 if kept is None else kept.nbytes
+    return num_bytes
+
+
+def _learn(
+    rank: int, folder: Path, reduce_gradients: str, num_rows: int
+) -> tuple[dict[str, Tensor], _LossThatLooksAround]:
+    options = replace(FSDP2, reduce_gradients=reduce_gradients)
+    config = replace(ACTOR, fsdp2=options, max_tokens_per_microbatch=20)
+    engine = build_fsdp2(folder, config=config)
+    loss = _LossThatLooksAround(engine)
+    # Few rows on one rank: it computes fillers while the other still has micro-batches.
+    rows = range(num_rows) if rank == 0 else range(num_rows, 12)
+    for seed in range(2):
+        engine.update(
+            rows_of(make_rows(12, seed=seed), rows),
+            loss=loss,
+            aggregation="token_mean",
+            temperature=0.9,
+            max_response_tokens=8,
+        )
+    loss._engine = None
+    return weights_of(engine), loss
+
+
+@pytest.mark.parametrize("num_rows", [6, 11])
+def test_a_rank_keeps_its_share_of_gradients_or_all_and_learns_alike(
+    folder: Path, num_rows: int
+) -> None:
+    every = run_ranks(2, _learn, folder, "every_microbatch", num_rows)
+    once = run_ranks(2, _learn, folder, "last_microbatch", num_rows)
+    for (weights, loss), (same, kept) in zip(every, once, strict=True):
+        whole = sum(tensor.nbytes for tensor in weights.values())
+        assert len(loss.shares) > 4
+        assert max(loss.wholes) == 0
+        assert 0.4 * whole < max(loss.shares) < 0.6 * whole
+        assert max(kept.wholes) == whole
+        assert max(kept.shares) == 0
+        assert_same_weights(weights, same, atol=3e-7)  # a last bit or two
