@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from math import isfinite, isnan
 from typing import Any
 
 from hybridrl.errors import MetricError, nearest
@@ -33,22 +34,32 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """A maximum over everything merged; also for what is the same on all ranks."""
+    """A maximum over everything merged; not a number as soon as one part is none."""
 
     value: float
 
     def __add__(self, other: Max) -> Max:
-        return self if self.value >= other.value else other
+        return self if isnan(self.value) or self.value >= other.value else other
 
 
 @dataclass(frozen=True, slots=True)
 class Min:
-    """A minimum over everything merged."""
+    """A minimum over everything merged; not a number as soon as one part is none."""
 
     value: float
 
     def __add__(self, other: Min) -> Min:
-        return self if self.value <= other.value else other
+        return self if isnan(self.value) or self.value <= other.value else other
+
+
+@dataclass(frozen=True, slots=True)
+class Last:
+    """What the last part says: for what changes within a step and is the same on all ranks."""
+
+    value: float
+
+    def __add__(self, other: Last) -> Last:
+        return other
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +72,7 @@ class Sum:
         return Sum(self.value + other.value)
 
 
-Metric = Mean | Max | Min | Sum
+Metric = Mean | Max | Min | Last | Sum
 Metrics = dict[str, Metric]
 
 
@@ -77,14 +88,26 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
 
 
 def to_json(metrics: Mapping[str, Metric]) -> dict[str, list[float | str]]:
-    """Spell metrics as JSON has them; `from_json` gives the same ones back."""
-    return {name: [type(metric).__name__, *astuple(metric)] for name, metric in metrics.items()}
+    """Spell metrics as JSON has them; `from_json` gives the same ones back.
+
+    JSON has no number for what is not finite: it is spelled as text, ``"nan"`` or ``"-inf"``.
+    """
+    return {
+        name: [
+            type(metric).__name__,
+            *(number if isfinite(number) else str(number) for number in astuple(metric)),
+        ]
+        for name, metric in metrics.items()
+    }
 
 
 def from_json(values: Mapping[str, Sequence[Any]]) -> Metrics:
     """Read what `to_json` spelled."""
-    kinds = {kind.__name__: kind for kind in (Mean, Max, Min, Sum)}
-    return {name: kinds[kind](*numbers) for name, (kind, *numbers) in values.items()}
+    kinds = {kind.__name__: kind for kind in (Mean, Max, Min, Last, Sum)}
+    return {
+        name: kinds[kind](*(float(n) if isinstance(n, str) else n for n in numbers))
+        for name, (kind, *numbers) in values.items()
+    }
 
 
 AREAS = (
