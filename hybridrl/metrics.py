@@ -161,7 +161,7 @@ policy/lr | 1 | learning rate of the step's last update
 policy/trained_parameters | 1 | numbers that learn, where only an adapter does
 policy/updates | updates | optimizer steps taken in this step
 policy/skipped_updates | updates | optimizer steps left out, their loss or gradient was not finite
-policy/version | updates | optimizer steps taken since the run began
+policy/version | updates | updates since the run began, with those that were skipped
 moe/load_balance_loss | 1 | experts x sum of route share x probability, 1 if even; mean of layers
 moe/max_expert_load | 1 | most routes to one expert over the even share; worst layer
 critic/explained_variance | 1 | share of the returns' variance over tokens that the values foretold
@@ -194,7 +194,6 @@ time/update_s | s | remote calls that take the optimizer steps, the critic's too
 time/critic_values_s | s | computing values on the critic's ranks
 time/critic_update_s | s | the critic's optimizer steps on its ranks
 time/eval_s | s | evaluation
-time/sync_weights_s | s | all stages that lend the device to the rollout engine, before sampling
 time/start_s | s | engines give their memory back once, at the start of the run
 time/skew_s | s | ranks that have sampled wait for the last one
 time/pause_s | s | engines admit no new request
@@ -227,7 +226,6 @@ throughput/response_tokens_per_s | tokens/s | response tokens over the time of g
 throughput/train_tokens_per_s | tokens/s | trained tokens over the time of update
 data/epoch | epochs | passes over the prompts, with fraction
 data/prompts | prompts | prompts drawn since the run began
-data/dropped_prompts | prompts | prompts left out of the data for their length
 data/train_tokens | tokens | tokens through the forward pass of the update, prompts included
 data/loss_tokens | tokens | tokens that carry loss
 data/microbatches | passes | forward and backward passes of all ranks
