@@ -32,13 +32,14 @@ class OptimizerConfig:
     """Global L2 norm to which gradients are clipped."""
 
     schedule: Literal["constant", "linear", "cosine"]
-    """Shape after warm-up; linear and cosine end at ``min_lr_ratio`` at the run's last step."""
+    """Shape after warm-up; linear and cosine reach ``min_lr_ratio`` one step after the run's last,
+    so that even with a ratio of 0 the last step learns."""
 
     num_warmup_steps: CountOrZero
-    """Optimizer steps over which lr rises linearly from 0."""
+    """Optimizer steps over which lr rises linearly from 0; fewer than the run takes."""
 
     min_lr_ratio: Annotated[float, Within(at_least=0.0, at_most=1.0)]
-    """Last lr over peak lr."""
+    """Where the schedule ends, over the peak."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora import LINEAR_MODULES
 from hybridrl.config.lora_checks import linear_sizes, model_values
 from hybridrl.errors import ConfigError
+from hybridrl.json_text import to_json_text
 
 _KEY = "lora.init_from"
 _NO_ADAPTER = ("lora.init_from=null",)
@@ -111,7 +112,7 @@ def _other_settings(
     ):
         if got == ours:
             continue
-        typed = json.dumps(got, separators=(",", ":")).replace('"', "")
+        typed = to_json_text(got, separators=(",", ":")).replace('"', "")
         is_legal = key != "target_modules" or set(modules) <= set(LINEAR_MODULES)
         yield ConfigError(
             f"lora.{key}",

@@ -66,6 +66,7 @@ from hybridrl.config.model_checks import (
     check_starter_shape,
     check_starter_warmup_batch,
 )
+from hybridrl.config.schedule_checks import check_lr_warmup
 from hybridrl.config.server_checks import (
     check_certificate,
     check_drain_fits_its_stage,
@@ -230,6 +231,7 @@ _COMMON_RULES: Mapping[str, tuple[Rule, ...]] = {
         check_ddp_args,
     ),
     "lora": (check_lora_targets, check_lora_rank, check_lora_dropout, check_lora_init_from),
+    "schedule": (check_lr_warmup,),
     "data": (check_data_source, check_data_files, check_sort_digits),
     "cluster": (
         check_nodes_have_a_cluster,

@@ -110,7 +110,11 @@ def _build_loop(run: _Ingredients, workers: Workers, *, watch: PlanWatch) -> Loo
     def take_step(step: int) -> Metrics:
         report = algorithm_of(step).step(run.source.next())
         record.samples(step, sampler.take(report.task, report.rollouts, report.scores))
-        metrics = report.metrics() | {"data/epoch": Mean(run.source.epoch)}
+        progress: Metrics = {
+            "data/epoch": Mean(run.source.epoch),
+            "data/prompts": Mean(run.source.num_drawn),
+        }
+        metrics = report.metrics() | progress
         return metrics | watch.compare(metrics)
 
     def evaluate(step: int) -> Metrics:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import shutil
 import tempfile
@@ -19,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from hybridrl.config.data import DataConfig
 from hybridrl.config.model import StarterConfig
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
+from hybridrl.json_text import to_json_text
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def ensure_starter(
         cache: folder of made models, see ``env.cache_dir``.
         warm_up: trains the model in the first folder and writes the second, atomically.
     """
-    key = json.dumps([_FORMAT, asdict(starter), data.min_digits, data.max_digits, seed])
+    key = to_json_text([_FORMAT, asdict(starter), data.min_digits, data.max_digits, seed])
     name = "starter-" + hashlib.sha256(key.encode()).hexdigest()[:16]
     cache.mkdir(parents=True, exist_ok=True)
     folder = cache / name

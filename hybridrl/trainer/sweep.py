@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from hybridrl.disk import write_whole
+from hybridrl.json_text import to_json_text
 
 log = logging.getLogger(__name__)
 
@@ -194,7 +195,7 @@ def _find_error(folder: Path, exit_status: int) -> str:
 
 def _write(results: Sequence[SweepResult], *, folder: Path, num_jobs: int) -> None:
     entries = {"num_runs": num_jobs, "runs": [asdict(result) for result in results]}
-    write_whole(folder / "sweep.json", json.dumps(entries, indent=1) + "\n")
+    write_whole(folder / "sweep.json", to_json_text(entries, indent=1) + "\n")
     write_whole(folder / "sweep.md", describe(results, num_jobs=num_jobs) + "\n")
 
 

@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import os
 import shutil
@@ -33,6 +32,7 @@ from filelock import FileLock, Timeout
 from hybridrl.config.tracking import TrackingConfig
 from hybridrl.disk import free_name, write_whole
 from hybridrl.errors import RunFolderError
+from hybridrl.json_text import to_json_text
 from hybridrl.metrics import Metrics, check_declared
 
 CONFIG, METRICS, SAMPLES, LOG = "config.yaml", "metrics.jsonl", "samples.jsonl", "log.txt"
@@ -224,7 +224,7 @@ class RunLog:
 
 def _append(file: FileIO, record: Mapping[str, object]) -> None:
     """Write a line whole or not at all."""
-    data = json.dumps(record, ensure_ascii=False).encode(errors="replace") + b"\n"
+    data = to_json_text(record, keeps_unicode=True).encode(errors="replace") + b"\n"
     end = file.seek(0, SEEK_END)
     if file.write(data) != len(data):  # an unbuffered file may take a part of it
         file.truncate(end)

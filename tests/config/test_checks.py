@@ -62,6 +62,17 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "siblings",
     ),
     (("algorithm=ppo", "trainer.num_steps=5"), "critic.num_warmup_steps", "never learn"),
+    (("actor.optimizer.num_warmup_steps=100",), "actor.optimizer.num_warmup_steps", "never rise"),
+    (
+        ("mode=sft", "sft.num_steps=5", "actor.optimizer.num_warmup_steps=5"),
+        "actor.optimizer.num_warmup_steps",
+        "takes 5 optimizer steps",
+    ),
+    (
+        ("algorithm=ppo", "critic.optimizer.num_warmup_steps=400"),
+        "critic.optimizer.num_warmup_steps",
+        "takes 400 optimizer steps",
+    ),
     (("algorithm=ppo", "critic.num_minibatches=3"), "critic.num_minibatches", "multiple of 3"),
     (
         ("algorithm=ppo", "critic.placement=own_pool", "critic.num_ranks_per_node=3"),
@@ -632,6 +643,14 @@ def test_a_section_that_divides_is_accepted_and_counts_its_data_parallel_ranks()
         "megatron.load_balance_coefficient=0.001",
     )
     assert moe.num_train_groups == 4
+
+
+def test_a_warm_up_that_ends_before_the_run_is_accepted() -> None:
+    given = ("algorithm=ppo", "critic.optimizer.num_warmup_steps=399")
+    assert config_of(*given, "actor.optimizer.num_warmup_steps=94").num_policy_updates == 95
+    assert violations_of(*given, "actor.optimizer.num_warmup_steps=95")
+    unread = config_of("mode=sft", "algorithm=ppo", "critic.optimizer.num_warmup_steps=1000")
+    assert unread.mode == "sft"
 
 
 def test_what_learns_keeps_float32_but_a_frozen_base_need_not() -> None:

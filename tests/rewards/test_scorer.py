@@ -13,11 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hybridrl.algorithms.advantages import grpo_advantages
 from hybridrl.config.reward import RewardConfig
 from hybridrl.errors import RewardError
 from hybridrl.rewards import child as reward_child
 from hybridrl.rewards.runner import RewardInputs
-from hybridrl.rewards.scorer import BUILT_IN, RewardScorer
+from hybridrl.rewards.scorer import BUILT_IN, LARGEST_REWARD, RewardScorer
 
 Open = Callable[..., RewardScorer]
 
@@ -98,6 +99,9 @@ def test_a_reward_file_may_import_its_neighbours(tmp_path: Path) -> None:
     [
         ("return [float('nan') if r == 'bad' else 1 for r in responses]", "returned nan"),
         ("return [math.inf if r == 'bad' else 1 for r in responses]", "returned inf"),
+        # Finite in Python, and not in the float32 that advantages are computed in.
+        ("return [1e39 if r == 'bad' else 1 for r in responses]", "returned 1e+39, must lie"),
+        ("return [-2e15 if r == 'bad' else 1 for r in responses]", "returned -2e+15, must lie"),
         (
             "return [None if r == 'bad' else 1 for r in responses]",
             "returned 'None', must be a number",
@@ -133,6 +137,14 @@ def test_a_function_at_fault_is_named_with_response_and_prompt_or_scored_zero(
         scores = forgiving.score(batch)
         assert scores.rewards_B.tolist() == [1.0, 1.0, 0.0, 1.0]
         assert scores.is_failed_B.tolist() == [False, False, True, False]
+
+
+def test_the_largest_rewards_have_advantages_that_are_numbers(open_scorer: Open) -> None:
+    scorer = open_scorer(f"return [{LARGEST_REWARD}, -{LARGEST_REWARD}, 0, 1]")
+    rewards_B = scorer.score(inputs("a", "b", "c", "d")).rewards_B
+    advantages_B = grpo_advantages(rewards_B, num_responses=4, divide_by_std=True)
+    assert bool(advantages_B.isfinite().all())
+    assert float(advantages_B.abs().max()) > 1
 
 
 def test_an_error_says_where_in_the_users_file_it_was_raised(open_scorer: Open) -> None:

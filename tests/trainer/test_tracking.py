@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,15 @@ def test_a_run_folder_holds_configuration_metrics_and_samples(tmp_path: Path) ->
         "tokens": [],
         "logprobs": [],
     }
+
+
+def test_a_sample_that_is_not_finite_does_not_spoil_its_file(tmp_path: Path) -> None:
+    with open_log(tmp_path / "run") as run:
+        run.log_samples(1, [replace(sample("13"), reward=math.inf, logprobs=(-math.inf, -1.0))])
+    text = (tmp_path / "run" / "samples.jsonl").read_text()
+    assert "Infinity" not in text
+    (line,) = read_lines(tmp_path / "run" / "samples.jsonl")
+    assert (line["reward"], line["logprobs"]) == (None, [None, -1.0])
 
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from hybridrl import env
 from hybridrl.errors import ConfigError, ConfigErrors, DeadlineError, EngineError, nearest
+from hybridrl.json_text import to_json_text
 from hybridrl.workers.rollout.memory_saver import MemorySaverFacts, require_no_obstacle
 from hybridrl.workers.rollout.server_agreement import require_able, require_as_asked
 from hybridrl.workers.rollout.server_arguments import (
@@ -93,7 +94,7 @@ class Server:
         with tempfile.NamedTemporaryFile(
             "w", prefix="hybridrl-server-", suffix=".json", delete=False
         ) as file:
-            json.dump(arguments, file)
+            json.dump(arguments, file, allow_nan=False)
         self.process = ServerProcess(
             [sys.executable, "-m", _CHILD, file.name], name="SGLang", variables=variables
         )
@@ -297,4 +298,4 @@ def refused_arguments(log_text: str, arguments: Mapping[str, object]) -> list[Co
 
 def refusal_of(name: str, known: Sequence[str]) -> str:
     """Write the line that ``refused_arguments`` reads."""
-    return _REFUSED + json.dumps([name, nearest(name, known)])
+    return _REFUSED + to_json_text([name, nearest(name, known)])
