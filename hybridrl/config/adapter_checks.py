@@ -29,6 +29,8 @@ _DEFAULTS: Mapping[str, object] = {
 }
 """Settings of peft that are not supported unless they have these values."""
 
+_MOST_LAYERS = 10_000
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -127,7 +129,7 @@ def _other_model(config: ExperimentConfig, folder: Path, shapes: Shapes) -> Iter
     if sizes is None or not isinstance(num_layers, int) or model_values(config).get("num_experts"):
         return  # experts have names of their own; whoever loads the adapter compares them
     expected: dict[str, tuple[int, ...]] = {}
-    for layer in range(num_layers):
+    for layer in range(min(num_layers, _MOST_LAYERS)):
         for module in (name for name in config.lora.modules if name in sizes):
             part = "self_attn" if module in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
             name = f"base_model.model.model.layers.{layer}.{part}.{module}"

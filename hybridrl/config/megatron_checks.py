@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.util import find_spec
 
-from hybridrl.config.batch_sizes import check_batch_sizes
+from hybridrl.config.batch_sizes import BatchSizes
 from hybridrl.config.critic_checks import check_critic_batch_sizes
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora_checks import model_values
@@ -116,8 +116,8 @@ def _divides_rows(config: ExperimentConfig) -> bool:
         return False
     if config.mode == "sft":
         return config.sft.batch_size % config.num_train_groups == 0
-    rules = (check_batch_sizes, check_critic_batch_sizes)
-    return all(next(rule(config), None) is None for rule in rules)
+    # Not check_batch_sizes, which looks for remedies: this is asked of hundreds of shapes.
+    return BatchSizes.of(config).are_legal and next(check_critic_batch_sizes(config), None) is None
 
 
 def has_transformer_engine() -> bool:

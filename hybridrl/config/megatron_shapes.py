@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, islice, product
 from typing import Any, Self
 
+from hybridrl.config.divisors import divisors_near
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora_checks import model_values
 
@@ -283,9 +284,8 @@ def _candidates(config: ExperimentConfig, facts: ShapeFacts) -> dict[str, list[i
 
 def _divisors(number: int, value: int, most: int) -> list[int | bool]:
     """Return the divisors of ``number`` up to ``most`` that are nearest to ``value``, and 1."""
-    legal = [n for n in range(1, most + 1) if number % n == 0 and n != value]
-    nearest = sorted(legal, key=lambda n: abs(math.log(n / value)))[:_NEAREST]
-    return list(dict.fromkeys([*nearest, *legal[:1]]))
+    nearest = divisors_near(number, value, at_most=most, count=_NEAREST)
+    return list(dict.fromkeys([*nearest, *([1] if value != 1 else [])]))
 
 
 def _distance(config: ExperimentConfig, changes: Sizes) -> float:
