@@ -194,7 +194,7 @@ def test_restarts_do_not_prolong_the_deadline(open_runner: Open, tmp_path: Path)
 
 
 _DAEMON = """
-code = "import os, time; os.setsid(); print(os.getpid(), flush=True); time.sleep(600)"
+code = "import os, time; os.setsid(); print(os.getpid(), flush=True); time.sleep(60)"
 # No environment, no session and, once its parent has ended, no parent in common.
 shell = f"env -i {sys.executable} -c '{code}' > {NOTES}/pid & exit 0"
 subprocess.run(["sh", "-c", shell], check=True)
@@ -231,7 +231,7 @@ def test_a_function_that_holds_the_interpreter_ends_with_a_killed_driver(tmp_pat
 
 def _run_in_a_driver_that_is_killed(folder: Path, body: str = "") -> None:
     """Kill a driver whose reward function hangs, once the function has written its file ``pid``."""
-    body = body or _DAEMON + "time.sleep(600)"
+    body = body or _DAEMON + "time.sleep(60)"
     path = folder / "hang.py"
     path.write_text(
         f"import os, subprocess, sys, time\nNOTES = {str(folder)!r}\n"

@@ -87,7 +87,7 @@ def test_a_server_that_does_not_answer_in_time_names_the_key() -> None:
 
 DAEMON = """
 import subprocess, sys, time
-sleep = "import os, time; os.setsid(); print(os.getpid(), flush=True); time.sleep(600)"
+sleep = "import os, time; os.setsid(); print(os.getpid(), flush=True); time.sleep(60)"
 subprocess.run(["sh", "-c", f"{sys.executable} -c '{sleep}' & exit 0"])
 time.sleep(600)
 """
