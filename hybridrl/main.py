@@ -7,6 +7,7 @@ Neither torch nor Ray is imported before the configuration has passed its checks
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -33,6 +34,7 @@ from hybridrl.config.load import free_keys, known_keys, load_config
 from hybridrl.config.summary import summarize
 from hybridrl.errors import ConfigError, ConfigErrors, HybridRLError, nearest, notes_of
 from hybridrl.planning.page import peak_line, plan_page
+from hybridrl.trainer.interrupt import RunInterrupted, exit_status
 from hybridrl.trainer.sweep import SweepJob, build_jobs, run_sweep
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -43,7 +45,6 @@ _BY_NAME_TO_KEEP_RAY_OUT = "hybridrl.trainer.launch"
 _REHEARSAL = "hybridrl.trainer.rehearsal"
 _SEARCH_PATH = "hydra.searchpath="
 _EXIT_CONFIG = 2
-_EXIT_INTERRUPTED = 130
 _REFUSALS = (HydraException, OmegaConfBaseException, YAMLError)
 
 
@@ -76,7 +77,8 @@ class RecipesSearchPath(SearchPathPlugin):
 def main() -> None:
     """Run the command line.
 
-    Exit status: 0 done, 2 configuration refused, 1 the run failed, 130 interrupted.
+    Exit status: 0 done, 2 configuration refused, 1 the run failed; 128 + the number of the signal
+    that stopped it before its last step (Ctrl-C 130, SIGTERM 143, SIGHUP 129).
     """
     env.set_value("HYDRA_FULL_ERROR", "1")  # Hydra then raises, and we word the message
     _register_recipes()
@@ -91,7 +93,8 @@ def main() -> None:
         _stop(errors, _EXIT_CONFIG)
     except KeyboardInterrupt as interrupt:
         sys.stderr.write("\n".join(["interrupted", *notes_of(interrupt)]) + "\n")
-        sys.exit(_EXIT_INTERRUPTED)
+        number = interrupt.number if isinstance(interrupt, RunInterrupted) else signal.SIGINT
+        sys.exit(exit_status(number))
 
 
 def _register_recipes() -> None:

@@ -80,23 +80,30 @@ def train(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
 
 
 def _train_once(run: _Ingredients) -> None:
-    """Start workers, go on from the newest checkpoint to the end, and export."""
+    """Start workers, go on from the newest checkpoint to the end, and export.
+
+    Raises:
+        RunStopped: a signal ended it before its last step.
+    """
     config, record = run.config, run.record
     record.phase("start workers")
     with start_workers(config, run.folder, record=record) as workers:
         watch = PlanWatch(config)
-        has_learnt = go_on(
-            config,
-            _build_loop(run, workers, watch=watch),
-            workers.savers,
-            origin=run.origin,
-            stream=run.source,
-            record=record,
-        )
-        watch.report()
-        if config.trainer.export_hf:
-            record.phase("export")
-            export(workers.policy, record.folder, is_new=has_learnt, lora=config.lora)
+        loop = _build_loop(run, workers, watch=watch)
+        with loop.interrupt.listening():  # until all is written
+            has_learnt = go_on(
+                config,
+                loop,
+                workers.savers,
+                origin=run.origin,
+                stream=run.source,
+                record=record,
+            )
+            watch.report()
+            if config.trainer.export_hf:
+                record.phase("export")
+                export(workers.policy, record.folder, is_new=has_learnt, lora=config.lora)
+    loop.interrupt.raise_if_unfinished()
 
 
 def _build_loop(run: _Ingredients, workers: Workers, *, watch: PlanWatch) -> Loop:

@@ -68,16 +68,19 @@ def _tune_once(
         record.watching(group.spans),
     ):
         learner = cast(Learner, group)
-        has_learnt = go_on(
-            config,
-            _build_loop(config, learner, examples=examples, record=record),
-            {"actor": cast(Saver, group)},
-            origin=origin,
-            stream=examples.sampler,
-            record=record,
-        )
-        record.phase("export")
-        export(learner, record.folder, is_new=has_learnt, lora=config.lora)
+        loop = _build_loop(config, learner, examples=examples, record=record)
+        with loop.interrupt.listening():  # until all is written
+            has_learnt = go_on(
+                config,
+                loop,
+                {"actor": cast(Saver, group)},
+                origin=origin,
+                stream=examples.sampler,
+                record=record,
+            )
+            record.phase("export")
+            export(learner, record.folder, is_new=has_learnt, lora=config.lora)
+    loop.interrupt.raise_if_unfinished()
 
 
 def warm_up(config: ExperimentConfig, folder: Path, *, record: RunRecord, target: Path) -> None:
@@ -125,7 +128,9 @@ def warm_up(config: ExperimentConfig, folder: Path, *, record: RunRecord, target
         record.watching(group.spans),
     ):
         learner = cast(Learner, group)
-        _build_loop(warmup_config, learner, examples=examples, record=progress).run()
+        loop = _build_loop(warmup_config, learner, examples=examples, record=progress)
+        loop.run()
+        loop.interrupt.raise_if_unfinished()  # what is made is kept for later runs: whole or not
         progress.phase("export")
         learner.export_hf(target)
 

@@ -178,8 +178,8 @@ def test_a_hang_that_never_lets_go_of_the_interpreter_ends_too(open_scorer: Open
 
 def test_a_process_that_does_not_read_its_input_ends_too(open_scorer: Open) -> None:
     scorer = open_scorer("return [1.0] * len(responses)", timeout_s=0.5)
-    children = psutil.Process().children()
-    [child] = [one for one in children if one.cmdline()[2:3] == [reward_child.__file__]]
+    below = psutil.Process().children(recursive=True)
+    [child] = [one for one in below if one.cmdline()[2:3] == [reward_child.__file__]]
     child.suspend()
     with pytest.raises(RewardError, match=r"did not read its input within 0\.5 s"):
         scorer.score(inputs("a" * 2_000_000))
