@@ -28,11 +28,13 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from hybridrl import env
+from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import free_keys, known_keys, load_config
 from hybridrl.config.summary import summarize
 from hybridrl.errors import ConfigError, ConfigErrors, HybridRLError, nearest, notes_of
 from hybridrl.planning.page import peak_line, plan_page
 from hybridrl.trainer.sweep import SweepJob, build_jobs, run_sweep
+from hybridrl.workers.rollout.server_rehearsal import rehearse_server
 
 _PACKAGE = Path(__file__).resolve().parent
 # In a wheel both folders lie inside the package, in a checkout beside it.
@@ -179,12 +181,21 @@ def _run_composed(composed: DictConfig) -> None:
     config = load_config(_as_mapping(composed))
     if config.mode == "check":
         sys.stdout.write(f"{summarize(config)}\n{peak_line(config)}\n")
+        _rehearse(config)
         return
     if config.mode == "plan":
         sys.stdout.write(plan_page(config))
         return
     launch = import_module(_BY_NAME_TO_KEEP_RAY_OUT)
     launch.run(config, resolved_yaml=OmegaConf.to_yaml(composed))
+
+
+def _rehearse(config: ExperimentConfig) -> None:
+    """Say what SGLang, where it is asked for, makes of the arguments that it will get."""
+    if config.rollout.engine == "sglang":
+        sys.stdout.flush()
+        sys.stderr.write("asking SGLang about its arguments, some 10 s ...\n")
+        sys.stdout.write(f"{'sglang':<12} {rehearse_server(config)}\n")
 
 
 def compose(overrides: Sequence[str]) -> Mapping[str, object]:
