@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn, cast
@@ -36,6 +36,7 @@ from hybridrl.errors import ConfigError, ConfigErrors, HybridRLError, nearest, n
 from hybridrl.planning.page import peak_line, plan_page
 from hybridrl.trainer.interrupt import RunInterrupted, exit_status
 from hybridrl.trainer.sweep import SweepJob, build_jobs, run_sweep
+from hybridrl.workers.rollout.server_rehearsal import rehearse_server
 
 _PACKAGE = Path(__file__).resolve().parent
 # In a wheel both folders lie inside the package, in a checkout beside it.
@@ -183,8 +184,10 @@ def _run_or_stop(composed: DictConfig) -> None:
 def _run_composed(composed: DictConfig) -> None:
     config = load_config(_as_mapping(composed))
     if config.mode == "check":
-        rehearsed = [f"{'rehearsal':<12} {line}\n" for line in _rehearse(config)]
-        sys.stdout.write(f"{summarize(config)}\n{peak_line(config)}\n{''.join(rehearsed)}")
+        sys.stdout.write(f"{summarize(config)}\n{peak_line(config)}\n")
+        sys.stdout.flush()
+        for line in _rehearse(config):
+            sys.stdout.write(f"{'rehearsal':<12} {line}\n")
         return
     if config.mode == "plan":
         sys.stdout.write(plan_page(config))
@@ -193,12 +196,13 @@ def _run_composed(composed: DictConfig) -> None:
     launch.run(config, resolved_yaml=OmegaConf.to_yaml(composed))
 
 
-def _rehearse(config: ExperimentConfig) -> list[str]:
-    """Let the packages that a run would start look at its configuration; returns what to tell."""
-    if not config.megatron_worlds:
-        return []  # without torch, which the rehearsal imports
-    lines: list[str] = import_module(_REHEARSAL).rehearse_megatron(config)
-    return lines
+def _rehearse(config: ExperimentConfig) -> Iterator[str]:
+    """Let the packages that a run would start look at its configuration; yields what to tell."""
+    if config.megatron_worlds:  # not otherwise: the rehearsal imports torch
+        yield from import_module(_REHEARSAL).rehearse_megatron(config)
+    if config.rollout.engine == "sglang":
+        sys.stderr.write("asking SGLang about its arguments, some 10 s ...\n")
+        yield f"SGLang: {rehearse_server(config)}"
 
 
 def compose(overrides: Sequence[str]) -> Mapping[str, object]:

@@ -11,7 +11,7 @@ from hybridrl.config.lora_checks import model_values
 from hybridrl.config.rollout import ABORT_GRACE_S, FLUSH_TIMEOUT_S
 from hybridrl.errors import ConfigError
 
-_TYPED: Mapping[str, str] = {
+TYPED: Mapping[str, str] = {
     "model_path": "model.path",
     "tokenizer_path": "model.path",
     "context_length": "data.max_prompt_tokens and rollout.max_response_tokens",
@@ -44,7 +44,8 @@ _OURS: Mapping[str, str] = {
     "pp_size": "a server is tensor-parallel alone",
     "nnodes": "a server lies on one node",
     "node_rank": "a server lies on one node",
-    "api_key": "the server listens on its own machine alone",
+    "api_key": "each server gets a random one, which its engine alone knows",
+    "admin_api_key": "each server gets a random key, which its engine alone knows",
 }
 """Arguments of SGLang that are not to be chosen, and why."""
 
@@ -69,8 +70,8 @@ def check_engine_args(config: ExperimentConfig) -> Iterator[ConfigError]:
         return
     for name, value in rollout.engine_args.items():
         key = f"rollout.engine_args.{name}"
-        if name in _TYPED:
-            rule, fix = f"{_TYPED[name]} says that", f"set {_TYPED[name]}, and ~{key}"
+        if name in TYPED:
+            rule, fix = f"{TYPED[name]} says that", f"set {TYPED[name]}, and ~{key}"
         elif name in _OURS:
             rule, fix = f"is not to be chosen: {_OURS[name]}", f"leave it out, or add ~{key}"
         else:

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from hybridrl import env
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
+
+if TYPE_CHECKING:  # mode=check builds arguments too, and imports no torch
+    import torch
 
 Arguments = dict[str, object]
 
@@ -69,13 +71,14 @@ class ServerSpec:
         return self.rollout.sleep and (adapter_sleeps or self.rollout.backup_weights == "always")
 
 
-def build_arguments(spec: ServerSpec, *, name: str, port: int) -> Arguments:
+def build_arguments(spec: ServerSpec, *, name: str, port: int, key: str) -> Arguments:
     """Return the arguments of one server by their Python names.
 
     Args:
         spec: what it serves.
         name: under which it answers, to tell it from a stranger on the same port.
         port: where it listens, on this machine only.
+        key: what a caller must know, for other users of this machine can reach the port.
     """
     rollout = spec.rollout
     arguments: Arguments = {
@@ -83,6 +86,7 @@ def build_arguments(spec: ServerSpec, *, name: str, port: int) -> Arguments:
         "served_model_name": name,
         "host": "127.0.0.1",
         "port": port,
+        "api_key": key,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "dtype": rollout.dtype,

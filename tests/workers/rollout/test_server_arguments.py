@@ -31,7 +31,7 @@ def spec_of(*, lora: LoraConfig | None = None, device: str = "cuda", **changes: 
 
 
 def arguments_of(spec: ServerSpec) -> dict[str, object]:
-    return build_arguments(spec, name="me", port=20_000)
+    return build_arguments(spec, name="me", port=20_000, key="secret")
 
 
 def test_the_typed_keys_become_the_names_that_sglang_knows() -> None:
