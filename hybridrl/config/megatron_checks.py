@@ -18,7 +18,6 @@ from hybridrl.config.megatron_shapes import (
     value_of,
 )
 from hybridrl.config.model import MEGATRON_MODEL_TYPES
-from hybridrl.config.model_checks import check_starter_warmup_batch
 from hybridrl.errors import ConfigError
 
 UNUSED = MegatronConfig(
@@ -167,8 +166,6 @@ def check_parallel_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 def _divides_rows(config: ExperimentConfig) -> bool:
     """Say whether rows divide over the data-parallel ranks that a shape leaves."""
-    if next(check_starter_warmup_batch(config), None) is not None:
-        return False
     if config.mode == "sft":
         return config.sft.batch_size % config.num_train_groups == 0
     rules = (check_batch_sizes, check_critic_batch_sizes)

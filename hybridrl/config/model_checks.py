@@ -73,19 +73,6 @@ def check_starter_context(config: ExperimentConfig) -> Iterator[ConfigError]:
     )
 
 
-def check_starter_warmup_batch(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Rows of a warm-up step divide evenly over the ranks that have rows of their own."""
-    starter, num_ranks = config.model.starter, config.num_train_groups
-    if starter is None or not starter.num_warmup_steps or config.model.path is not None:
-        return
-    size = starter.warmup_batch_size
-    if size % num_ranks:
-        key = "model.starter.warmup_batch_size"
-        legal = [n for n in (size // num_ranks * num_ranks, -(-size // num_ranks) * num_ranks) if n]
-        rule = f"must be a multiple of {num_ranks} ranks with rows of their own"
-        yield ConfigError(key, size, rule, remedies=[(f"{key}={n}",) for n in legal])
-
-
 def check_starter_reads_plain_text(config: ExperimentConfig) -> Iterator[ConfigError]:
     """The made tokenizer has no chat template."""
     if config.model.path is None and config.data.use_chat_template:

@@ -45,11 +45,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "model.starter.max_position_embeddings",
         "longest row has 4120 tokens",
     ),
-    (
-        ("cluster.num_ranks_per_node=3", "trainer.num_prompts_per_step=15"),
-        "model.starter.warmup_batch_size",
-        "multiple of 3 ranks",
-    ),
     (("data.use_chat_template=true",), "data.use_chat_template", "no chat template"),
     (("model.attention=varlen",), "model.attention", "runs on CUDA in bfloat16"),
     (
