@@ -15,6 +15,7 @@ from hybridrl.data.rows import fingerprint
 from hybridrl.data.sampler import RowSampler
 from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.metrics import Metrics
+from hybridrl.models.folder import require_usable_model
 from hybridrl.trainer.checkpoints import Saver
 from hybridrl.trainer.cluster import rank_variables, start_group
 from hybridrl.trainer.export import export
@@ -35,6 +36,7 @@ def tune(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
     Raises:
         CheckpointError: there is a checkpoint, and it is of another run.
     """
+    require_usable_model(folder)
     examples = _load_examples(config, folder, record=record)
     origin = origin_of(config, folder)
     check_resumable(config, origin, rows=examples.sampler.state())
