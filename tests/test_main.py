@@ -73,8 +73,8 @@ def test_plan_refuses_a_folder_whose_model_it_does_not_know_by_name(tmp_path: Pa
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     folder = ("model=hf_folder", f"model.path={tmp_path}")
     done = hybridrl_main("mode=plan", *folder, folder=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.startswith("ModelError: ")
+    assert done.returncode == 2
+    assert done.stderr.startswith("ConfigError: model.path=")
     assert "'mamba'" in done.stderr
 
 

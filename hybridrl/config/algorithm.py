@@ -80,7 +80,8 @@ class AlgorithmConfig:
 
     sampler_ratio_cap: NotNegative
     """Truncated importance weight between trainer and rollout engine (arXiv:2510.18855 style),
-    at least 1; 0 is off."""
+    at least 1; 0 is off. Both sides' log-probs are those at ``rollout.temperature``: what
+    ``rollout.top_p`` and ``rollout.top_k`` take away is not corrected for."""
 
     kl: KLConfig
     """Penalty for leaving the reference policy."""

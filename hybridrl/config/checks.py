@@ -64,7 +64,6 @@ from hybridrl.config.model_checks import (
     check_starter_context,
     check_starter_reads_plain_text,
     check_starter_shape,
-    check_starter_warmup_batch,
 )
 from hybridrl.config.schedule_checks import check_lr_warmup
 from hybridrl.config.server_checks import (
@@ -211,7 +210,6 @@ _COMMON_RULES: Mapping[str, tuple[Rule, ...]] = {
         check_model_source,
         check_starter_shape,
         check_starter_context,
-        check_starter_warmup_batch,
         check_starter_reads_plain_text,
         check_attention_runs_on_device,
         check_model_folder,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora import ALL_LINEAR, LINEAR_MODULES
-from hybridrl.errors import ConfigError, nearest
+from hybridrl.config.model_folder import read_settings
+from hybridrl.errors import ConfigError, ModelError, nearest
 
 Sizes = Mapping[str, tuple[int, int]]
 """(outputs, inputs) of each linear layer of a block."""
@@ -151,10 +151,8 @@ def model_values(config: ExperimentConfig) -> Mapping[str, object]:
             "num_hidden_layers": starter.num_layers,
         }
     try:
-        values = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}  # check_model_folder and models/load.py name what is wrong with the file
-    if not isinstance(values, dict):
-        return {}
+        values = read_settings(Path(config.model.path))
+    except ModelError:
+        return {}  # check_model_folder names what is wrong with the file
     # As transformers 5 spells it when it writes the file.
     return {"num_experts": values.get("num_local_experts"), **values}

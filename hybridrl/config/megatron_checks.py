@@ -19,7 +19,6 @@ from hybridrl.config.megatron_shapes import (
     value_of,
 )
 from hybridrl.config.model import MEGATRON_MODEL_TYPES
-from hybridrl.config.model_checks import check_starter_warmup_batch
 from hybridrl.errors import ConfigError
 
 INSTALL_TRANSFORMER_ENGINE = "pip install 'hybridrl[transformer-engine]'"
@@ -112,8 +111,6 @@ def check_parallel_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 def _divides_rows(config: ExperimentConfig) -> bool:
     """Say whether rows divide over the data-parallel ranks that a shape leaves."""
-    if next(check_starter_warmup_batch(config), None) is not None:
-        return False
     if config.mode == "sft":
         return config.sft.batch_size % config.num_train_groups == 0
     # Not check_batch_sizes, which looks for remedies: this is asked of hundreds of shapes.

@@ -46,7 +46,8 @@ class RolloutConfig:
     evaluation alone: ``eval.temperature=0``."""
 
     top_p: Annotated[float, Within(above=0.0, at_most=1.0, usual=1.0)]
-    """Nucleus: smallest set of tokens with at least this probability. 1 is off."""
+    """Nucleus: smallest set of tokens with at least this probability. 1 is off. Log-probs of either
+    engine are those before top-p and top-k, as the trainer's are."""
 
     top_k: Annotated[int, Within(at_least=0, at_most=2**24, why="no tokenizer has more tokens")]
     """Sample among the k likeliest tokens. 0 is off."""

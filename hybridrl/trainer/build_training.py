@@ -13,6 +13,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.source import PromptSource, build_prompt_step
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
 from hybridrl.metrics import Mean, Metrics
+from hybridrl.models.folder import require_usable_model
 from hybridrl.rewards.scorer import RewardScorer
 from hybridrl.trainer.build_algorithm import (
     Algorithm,
@@ -42,6 +43,7 @@ class _Ingredients:
     folder: Path
     record: RunRecord
     tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
     source: PromptSource
     reward: TextReward
     origin: Origin
@@ -50,14 +52,16 @@ class _Ingredients:
 def train(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
     """Train the model in ``folder`` with reinforcement learning, or go on where the run ended.
 
-    Everything that can be wrong with data, tokenizer, reward function and the checkpoint to go on
-    from shows before a worker starts. Lost workers are started again.
+    Everything that can be wrong with data, model files, tokenizer, reward function and the
+    checkpoint to go on from shows before a worker starts. Lost workers are started again.
 
     Raises:
         CheckpointError: there is a checkpoint, and it is of another run.
     """
     record.phase("load data")
+    require_usable_model(folder)
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
+    stop_token_ids = load_stop_token_ids(folder, tokenizer)
     source = _build_source(config, tokenizer)
     origin = origin_of(config, folder)
     check_resumable(config, origin, rows=source.state())
@@ -67,6 +71,7 @@ def train(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
             folder=folder,
             record=record,
             tokenizer=tokenizer,
+            stop_token_ids=stop_token_ids,
             source=source,
             reward=TextReward(scorer, tokenizer),
             origin=origin,
@@ -154,7 +159,7 @@ def _build_algorithm(run: _Ingredients, workers: Workers) -> Callable[[int], Alg
             temperature=rollout.temperature,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
-            stop_token_ids=load_stop_token_ids(run.folder, run.tokenizer),
+            stop_token_ids=run.stop_token_ids,
         ),
         reward=run.reward,
         on_phase=run.record.phase,
@@ -181,7 +186,7 @@ def _build_evaluator(run: _Ingredients, workers: Workers) -> Evaluator:
             num_responses_per_prompt=config.eval.num_responses_per_prompt,
             max_response_tokens=config.rollout.max_response_tokens,
             temperature=config.eval.temperature,
-            stop_token_ids=load_stop_token_ids(run.folder, run.tokenizer),
+            stop_token_ids=run.stop_token_ids,
         ),
         reward=run.reward,
     )

@@ -42,17 +42,24 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "model.path",
         "its context is 64 tokens",
     ),
+    *(
+        (("model.starter=null", f"model.path={name}", *LORA), "model.path", word)
+        for name, word in {
+            "list": "holds a JSON list, must be an object",
+            "deep": "nested too deep",
+            "unknown": "'mamba2' is an architecture that nobody here trains",
+            "small": "pad_token_id=9 is not in the vocabulary of vocab_size=9",
+            "wide": "head_dim='wide' is no whole number",
+            "endless": "eos_token_id=9 is not in the vocabulary of 9",
+            "torn": "weight_map is None",
+        }.items()
+    ),
     (("model.starter.hidden_size=200",), "model.starter.hidden_size", "multiple of 12"),
     (("model.starter.num_key_value_heads=4",), "model.starter.num_key_value_heads", "divide"),
     (
         ("data.max_prompt_tokens=4096",),
         "model.starter.max_position_embeddings",
         "longest row has 4120 tokens",
-    ),
-    (
-        ("cluster.num_ranks_per_node=3", "trainer.num_prompts_per_step=15"),
-        "model.starter.warmup_batch_size",
-        "multiple of 3 ranks",
     ),
     (("data.use_chat_template=true",), "data.use_chat_template", "no chat template"),
     (("model.attention=varlen",), "model.attention", "runs on CUDA in bfloat16"),
@@ -487,7 +494,16 @@ BROKEN_FILES = [
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in {
-        "model/config.json": '{"max_position_embeddings": 64}',
+        "model/config.json": '{"model_type": "qwen3", "max_position_embeddings": 64}',
+        "list/config.json": "[]",
+        "deep/config.json": '{"a":' * 100_000,
+        "unknown/config.json": '{"model_type": "mamba2"}',
+        "small/config.json": '{"model_type": "qwen3", "vocab_size": 9, "pad_token_id": 9}',
+        "wide/config.json": '{"model_type": "llama", "hidden_size": 64, "head_dim": "wide"}',
+        "endless/config.json": '{"model_type": "qwen3", "vocab_size": 9}',
+        "endless/generation_config.json": '{"eos_token_id": [1, 9]}',
+        "torn/config.json": '{"model_type": "qwen3"}',
+        "torn/model.safetensors.index.json": "{}",
         "tied_moe/config.json": '{"model_type": "qwen3_moe", "tie_word_embeddings": true}',
         "moe/config.json": json.dumps(QWEN3_MOE),
         "mamba/config.json": '{"model_type": "mamba", "max_position_embeddings": 64}',
@@ -780,7 +796,12 @@ def test_a_section_that_is_off_is_held_to_nothing() -> None:
 
 
 def test_the_rank_is_held_against_the_config_of_a_model_folder() -> None:
-    shape = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 1}
+    shape: dict[str, object] = {
+        "model_type": "qwen3",
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+    }
     shape |= {"intermediate_size": 128, "max_position_embeddings": 64}
     Path("model/config.json").write_text(json.dumps(shape))
     folder = ("model.starter=null", "model.path=model", *LORA)

@@ -119,6 +119,8 @@ def environment(spec: ServerSpec) -> Mapping[str, str]:
     variables = {
         "HF_HUB_OFFLINE": "1",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the slack, which no token fills
+        # Else log-probs are those at temperature 1, which no weight of an update is computed from.
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
     }
     if spec.device == "cpu":
         # 30 times slower with as many threads as cores: they spin (measured, 2 cores).

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hybridrl import activity
 from hybridrl.batch import PromptBatch
+from hybridrl.config.model_folder import read_settings
 from hybridrl.config.rollout import ABORT_GRACE_S, FLUSH_TIMEOUT_S, RolloutConfig
 from hybridrl.errors import EngineError, LedgerError, ModelError, PhaseError, nearest
 from hybridrl.metrics import Max, Metrics, merge
@@ -107,7 +108,7 @@ class SGLangEngine:
         self._weights = list_weights(
             {**self._shapes, **self._adapter_shapes}, itemsize=_ITEMSIZE[spec.rollout.dtype]
         )
-        self._model = json.loads((spec.model_folder / "config.json").read_text(encoding="utf-8"))
+        self._model = read_settings(spec.model_folder)
         self._experts = _expert_shape(self._model) if spec.rollout.routed_experts else None
         self.transport = build_transport(
             spec.rollout, DIALECT, device=device or torch.device(spec.device), leads=True

@@ -64,6 +64,8 @@ def test_a_cpu_gets_no_memory_saver_and_no_graphs() -> None:
     assert (found["device"], found["enable_memory_saver"]) == ("cpu", False)
     assert found["disable_cuda_graph"] is True
     assert environment(spec_of(device="cpu"))["OMP_NUM_THREADS"] == "1"
+    for device in ("cpu", "cuda"):  # else log-probs would be those at temperature 1
+        assert environment(spec_of(device=device))["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
 
 
 @pytest.mark.parametrize(
