@@ -109,8 +109,10 @@ class TraceFile:
         if not self._file.closed:
             now_us = time.time_ns() // 1000
             end = {"ph": "i", "s": "g", "name": "the trace ends", "pid": 1, "tid": 1, "ts": now_us}
-            self._file.write(_encode(end) + b"\n]\n")
-            self._file.close()
+            try:
+                self._file.write(_encode(end) + b"\n]\n")
+            finally:
+                self._file.close()
 
     def _append(self, events: Iterable[_Event]) -> None:
         """Write whole lines in one call, so that a kill leaves at most the last one torn."""
