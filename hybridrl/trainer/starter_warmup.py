@@ -8,6 +8,7 @@ from typing import cast
 
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.cluster import ClusterConfig
+from hybridrl.config.fsdp2 import FSDP2Config
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.megatron_checks import UNUSED
 from hybridrl.config.model import ModelConfig
@@ -27,6 +28,15 @@ from hybridrl.trainer.supervised import SupervisedFineTuning
 from hybridrl.workers.build import TrainSpec
 from hybridrl.workers.supervised import SupervisedWorker
 
+_PLAIN = FSDP2Config(
+    reduce_gradients="every_microbatch",
+    num_replicas=1,
+    cpu_offload=False,
+    reshard_after_forward=True,
+    num_prefetched_blocks=0,
+    compile_blocks=False,
+    liger_kernels=False,
+)
 _OFF = LoraConfig(
     enabled=False,
     rank=1,
@@ -142,6 +152,7 @@ def _build_spec(recipe: StarterRecipe, folder: Path, *, timeout_s: float) -> Tra
             reduce_dtype="float32",
             gradient_checkpointing=False,
             logprob_chunk_tokens=4096,
+            fsdp2=_PLAIN,
             optimizer=recipe.optimizer,
         ),
         megatron=UNUSED,
