@@ -112,11 +112,12 @@ def shown(value: object) -> str:
         return "a number of thousands of digits"
 
 
-def shorten(text: str) -> str:
-    """Return ``text`` if it has at most 200 characters, else its ends."""
-    if len(text) <= _MOST_SHOWN:
+def shorten(text: str, *, at_most: int = _MOST_SHOWN) -> str:
+    """Return ``text`` if it has at most so many characters, else its ends."""
+    if len(text) <= at_most:
         return text
-    return f"{text[:90]}...{text[-90:]}"
+    half = (at_most - 3) // 2
+    return f"{text[:half]}...{text[-half:]}"
 
 
 class DispatchError(HybridRLError, ValueError):

@@ -107,7 +107,7 @@ def test_neither_torch_nor_ray_is_imported_before_the_checks_passed(
         ("~rollout.topk", ["rollout.topk", "'top_k'"]),
         ("rollout.top_k=[", ["rollout.top_k='['", "quote"]),
         ("seed=1,2", ["seed='1,2'", "--multirun"]),
-        ("trainer.num_steps=${trainer.num_stps}", ["trainer.num_stps", "existing key"]),
+        ("trainer.num_steps=${trainer.num_stps}", ["trainer.num_stps", "did you mean"]),
         ("rollout.top_p=2", ["rollout.top_p=2", "set rollout.top_p=1.0"]),
         ("+rollout.topk=2", ["rollout.topk=2", "use rollout.top_k"]),
     ],

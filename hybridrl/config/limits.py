@@ -92,7 +92,10 @@ PackedTokens = Annotated[
 """Tokens of several rows, laid end to end."""
 
 Width = Annotated[int, Within(at_least=1, at_most=2**20, why="no model is wider")]
-"""Columns or heads of a model."""
+"""Columns inside a model."""
+
+Heads = Annotated[int, Within(at_least=1, at_most=4096, why="no model has more")]
+"""Attention heads."""
 
 Layers = Annotated[int, Within(at_least=1, at_most=10_000, why="no model has more layers")]
 

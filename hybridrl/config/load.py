@@ -111,6 +111,8 @@ class _Reader:
         for name in unknown[:_MOST_TOLD]:
             key = f"{prefix}{name}"
             fix = "remove it; known: " + ", ".join(sorted(known))
+            if key == "recipes":
+                fix = "begin the recipe's file with the line: # @package _global_"
             remedy: tuple[str, ...] = (f"~{key}",)
             for close in difflib.get_close_matches(str(name)[:99], known, n=1, cutoff=0.5):
                 fix = f"use {prefix}{close}"

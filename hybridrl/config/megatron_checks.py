@@ -19,7 +19,8 @@ from hybridrl.config.megatron_shapes import (
     value_of,
 )
 from hybridrl.config.model import MEGATRON_MODEL_TYPES
-from hybridrl.errors import ConfigError
+from hybridrl.config.spelling import resetting
+from hybridrl.errors import ConfigError, instruction
 
 INSTALL_TRANSFORMER_ENGINE = "pip install 'hybridrl[transformer-engine]'"
 
@@ -50,14 +51,14 @@ def check_megatron_is_used(config: ExperimentConfig) -> Iterator[ConfigError]:
     for name, usual in asdict(UNUSED).items():
         value = values[name]
         if value != usual:
-            reset = f"megatron.{name}={'{}' if usual == {} else _spell(usual)}"
+            reset = resetting(f"megatron.{name}", value, usual)
             yield ConfigError(
                 f"megatron.{name}",
                 value,
                 "would be ignored: neither actor.engine nor the engine of a critic that is asked "
                 "is megatron",
-                remedies=[(reset,)],
-                fix=f"set {reset}, or actor=megatron",
+                remedies=[reset],
+                fix=f"{instruction(reset)}, or set actor=megatron",
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from hybridrl.config.limits import CountOrZero, Layers, Rows, Width, Within
+from hybridrl.config.limits import CountOrZero, Heads, Layers, Rows, Width, Within
 
 TRANSFORMERS_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 """Architectures of the engines that run transformers' own code, ``fsdp2`` and ``hf``: those whose
@@ -25,10 +25,10 @@ class StarterConfig:
     num_layers: Layers
     """Transformer blocks."""
 
-    num_attention_heads: Width
+    num_attention_heads: Heads
     """Query heads; hidden_size / num_attention_heads is the size of a head, an even number."""
 
-    num_key_value_heads: Width
+    num_key_value_heads: Heads
     """Key and value heads; divides num_attention_heads."""
 
     intermediate_size: Width

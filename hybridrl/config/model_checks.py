@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from hybridrl.config.divisors import divisors_of, multiples_near
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora_checks import model_values
 from hybridrl.config.model import MEGATRON_MODEL_TYPES, TRANSFORMERS_MODEL_TYPES
 from hybridrl.config.model_folder import problem_of
+from hybridrl.config.paths import flaw_of_file, flaw_of_folder
 from hybridrl.errors import ConfigError
 
 
@@ -39,7 +41,8 @@ def check_starter_shape(config: ExperimentConfig) -> Iterator[ConfigError]:
         return
     num_heads, num_kv_heads = starter.num_attention_heads, starter.num_key_value_heads
     if starter.hidden_size % (2 * num_heads):
-        legal = max(1, round(starter.hidden_size / (2 * num_heads))) * 2 * num_heads
+        below, above = multiples_near(starter.hidden_size, 2 * num_heads)
+        legal = below or above
         yield ConfigError(
             "model.starter.hidden_size",
             starter.hidden_size,
@@ -48,8 +51,7 @@ def check_starter_shape(config: ExperimentConfig) -> Iterator[ConfigError]:
             remedies=[(f"model.starter.hidden_size={legal}",)],
         )
     if num_heads % num_kv_heads:
-        divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
-        legal = min(divisors, key=lambda n: abs(n - num_kv_heads))
+        legal = min(divisors_of(num_heads), key=lambda n: abs(n - num_kv_heads))
         yield ConfigError(
             "model.starter.num_key_value_heads",
             num_kv_heads,
@@ -103,12 +105,12 @@ def check_model_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
     if path is None:
         return
     file = Path(path) / "config.json"
-    if not file.is_file():
-        what = "has no config.json" if file.parent.is_dir() else "does not exist"
+    flaw = flaw_of_folder(path) or (flaw_of_file(file) and f"it has no config.json: {file}")
+    if flaw:
         yield ConfigError(
             "model.path",
             path,
-            rule=f"a Hugging Face model folder; {Path(path).absolute()} {what}",
+            rule=f"must be a Hugging Face model folder; {flaw}",
             fix=f"download one (hf download NAME --local-dir {path}), or set model=starter",
         )
         return

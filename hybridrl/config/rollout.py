@@ -109,7 +109,9 @@ class RolloutConfig:
     skew_timeout_s: Seconds
     """Seconds that one rank may take longer to sample its responses than another."""
 
-    drain_timeout_s: Seconds
+    drain_timeout_s: Annotated[
+        float, Within(above=0.0, at_most=1e5, usual=30.0, why="longer than a day")
+    ]
     """Seconds a pausing engine may take to finish; then its requests are aborted."""
 
     stage_timeout_s: Seconds

@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora_checks import model_values
 from hybridrl.config.rollout import ABORT_GRACE_S, FLUSH_TIMEOUT_S
-from hybridrl.errors import ConfigError
+from hybridrl.config.spelling import resetting
+from hybridrl.errors import ConfigError, instruction
 
 TYPED: Mapping[str, str] = {
     "model_path": "model.path",
@@ -60,12 +61,13 @@ def check_engine_args(config: ExperimentConfig) -> Iterator[ConfigError]:
     """What has a key of its own is typed there; else two keys would say different things."""
     rollout = config.rollout
     if rollout.engine_args and rollout.engine != "sglang":
+        reset = resetting("rollout.engine_args", rollout.engine_args, {})
         yield ConfigError(
             "rollout.engine_args",
             dict(rollout.engine_args),
             f"would be ignored: they are SGLang's, and rollout.engine={rollout.engine}",
-            remedies=[("rollout.engine_args={}",)],
-            fix="set rollout.engine_args={}, or rollout=sglang",
+            remedies=[reset],
+            fix=f"{instruction(reset)}, or set rollout=sglang",
         )
         return
     for name, value in rollout.engine_args.items():

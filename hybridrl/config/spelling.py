@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 _PLAIN = re.compile(r"[\w./@%+:-]+", re.ASCII)
 _NOT_TEXT = ("null", "true", "false", "nan", "inf", "+inf", "-inf")
@@ -40,3 +41,13 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def resetting(key: str, value: object, usual: object) -> tuple[str, ...]:
+    """Return the overrides that take ``key`` from ``value`` back to ``usual``.
+
+    Entries of a mapping are deleted one by one: ``key={}`` is merged, and changes nothing.
+    """
+    if isinstance(value, Mapping):
+        return tuple(f"~{key}.{name}" for name in value)
+    return (f"{key}={spell(usual)}",)

@@ -510,7 +510,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "empty/README": "",
         "train.jsonl": '{"prompt": "1", "answer": "1"}\n',
         "empty.jsonl": "",
-        "reward.py": "def score(responses, answers):\n    return [0.0 for _ in responses]\n",
+        "reward.py": "def score(responses, **_):\n    return [0.0 for _ in responses]\n",
         "broken.py": "def score(:\n",
         "old/config.yaml": "mode: train\n",
         "old/metrics.jsonl": "{}\n",
