@@ -72,11 +72,13 @@ class _PolicyRank(Rank):
         if self._sees_engine:
             return super()._phase(name, parts)
         server = Part("SGLang's processes", _SERVER, Place.HOST, is_measured=False)
-        return super()._phase(name, [*parts, server])
+        on_gpu = Part("SGLang itself", self._rollout.server_resident, is_measured=False)
+        return super()._phase(name, [*parts, server, on_gpu])
 
-    def _engine(self) -> tuple[Part, Part]:
+    def _engine(self) -> tuple[Part, ...]:
         kv_cache = Part("KV cache", self._rollout.kv_cache, is_measured=self._sees_engine)
-        return self._rollout_weights(), kv_cache
+        graphs = Part("SGLang's graphs", self._rollout.server_graphs, is_measured=False)
+        return self._rollout_weights(), kv_cache, graphs
 
     def _rollout_weights(self) -> Part:
         return Part("rollout weights", self._rollout.weights, is_measured=self._sees_engine)
@@ -140,7 +142,7 @@ class _PolicyRank(Rank):
         return min(whole, (configured or _CPU_BUCKET) + largest) + gathered
 
     def _generate(self) -> list[Part]:
-        sampling = Part("sampling", self._rollout.sampling)
+        sampling = Part("sampling", self._rollout.sampling, is_measured=self._sees_engine)
         if not self._sleeps:
             return [*self._standing(), sampling]
         away = sum(model.weights + model.optimizer for model in self._models)
@@ -196,6 +198,7 @@ class _PolicyRank(Rank):
             self.max_context_tokens,
             AdapterShape.of(lora, self.shape) if lora.sends_adapters else None,
             capacity_bytes(self.config.cluster) if self.config.cluster.device == "cuda" else None,
+            on_gpu=self.config.cluster.device == "cuda",
         )
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.planning.roles import BYTES, AdapterShape
+from hybridrl.planning.server import ServerMemory
 from hybridrl.planning.shapes import ModelShape
 from hybridrl.planning.workload import Workload
 
@@ -34,6 +35,8 @@ class RolloutMemory:
     device_bytes: int | None = None
     """Of the GPU on which a server sizes its own cache; None on a CPU, or where nobody said."""
 
+    on_gpu: bool = False
+
     @property
     def is_server(self) -> bool:
         """Whether the engine has processes of its own, which the meter of a rank does not see."""
@@ -58,11 +61,27 @@ class RolloutMemory:
 
     @property
     def sampling(self) -> int:
-        """The most that a call holds besides weights and cache; a server counts it as its own."""
+        """The most that a call holds besides weights and cache; on a CPU a server's is host memory
+        of its own.
+        """
         if self.is_server:
-            return 0
+            return self._server.computing if self.on_gpu else 0
         prefilled = self._keys_and_values(self.workload.prefill_tokens) + self._prefill_logits
         return prefilled + max(self._prefill, self._seating, self._drawing)
+
+    @property
+    def server_resident(self) -> int:
+        """What a server on a GPU holds from start to end."""
+        return self._server.resident if self.is_server and self.on_gpu else 0
+
+    @property
+    def server_graphs(self) -> int:
+        """The graphs of a server on a GPU while it is awake."""
+        return self._server.graphs if self.is_server and self.on_gpu else 0
+
+    @property
+    def _server(self) -> ServerMemory:
+        return ServerMemory(self.shape, self.config, self.max_context_tokens)
 
     @property
     def _prefill(self) -> int:

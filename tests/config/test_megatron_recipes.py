@@ -98,7 +98,8 @@ def test_the_figures_of_a_header_are_those_of_the_formula(name: str, tmp_path: P
         pipeline = config.megatron.pipeline_parallel_size
         assert f"stage {plan.stage + 1} of {pipeline} " in lines[begin]
     assert "Fits: " in plan_page(config)
-    assert "peak of a rank 66.00 GiB in build" in peak_line(config)
+    peak = plan.peak_bytes(plan.fullest) / GIB
+    assert f"peak of a rank {peak:.2f} GiB in generate" in peak_line(config)
 
 
 def test_the_run_on_a_cpu_names_a_hook_that_is_there() -> None:

@@ -13,11 +13,8 @@ from hybridrl.workers.rollout.protocol import Bucket, Slot
 
 Allocate = Callable[[int], Tensor]
 
-_UNSHAREABLE = (
-    ("LD_PRELOAD", "torch_memory_saver"),
-    ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
-    ("PYTORCH_ALLOC_CONF", "expandable_segments:True"),
-)
+_PRELOAD = "LD_PRELOAD"
+_SAVER = "torch_memory_saver"
 
 
 def lay_out(bucket: Bucket, *, dtype: torch.dtype | None = None) -> tuple[Slot, ...]:
@@ -119,18 +116,19 @@ def allocate_shared(num_bytes: int) -> Tensor:
 def allocator_of(device: torch.device) -> Allocate:
     """Return what makes memory on ``device`` that another process can open.
 
-    On a GPU that is what cudaMalloc returns. Two ways to allocate give something else: pages that
-    torch_memory_saver maps, which cannot be exported, and segments that grow in place.
+    On a GPU that is what cudaMalloc returns. Pages that torch_memory_saver maps cannot be exported.
+    Segments that grow in place cannot either, but weights are streamed where they are off
+    (sharding/expandable_segments.py): torch then gives out none, not even those that it has kept
+    (CUDACachingAllocator, get_free_block). So training may use them.
 
     Raises:
         EngineError: this process allocates so; the servers alone run under torch_memory_saver.
     """
     if device.type == "cpu":
         return allocate_shared
-    for name, word in _UNSHAREABLE:
-        if word in env.get(name):
-            raise EngineError(
-                f"{name}={env.get(name)!r}: CUDA IPC cannot export the memory of this process; "
-                f"unset {name} for the trainer, or set rollout.transport=disk"
-            )
+    if _SAVER in env.get(_PRELOAD):
+        raise EngineError(
+            f"{_PRELOAD}={env.get(_PRELOAD)!r}: CUDA IPC cannot export the memory of this process; "
+            f"unset {_PRELOAD} for the trainer, or set rollout.transport=disk"
+        )
     return lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8, device=device)

@@ -91,19 +91,21 @@ def test_shared_memory_that_there_is_no_room_for_is_a_named_error() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("LD_PRELOAD", "/lib/torch_memory_saver_hook.so"),
-        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
-    ],
-)
 def test_a_trainer_whose_memory_cannot_be_exported_is_refused(
-    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(env, "get", lambda asked, default="": value if asked == name else default)
-    with pytest.raises(EngineError, match=f"{name}=.*CUDA IPC cannot export"):
+    # Not in the environment itself: every child would look for the library.
+    monkeypatch.setattr(env, "get", {"LD_PRELOAD": "/lib/torch_memory_saver_hook.so"}.get)
+    with pytest.raises(EngineError, match=r"LD_PRELOAD=.*CUDA IPC cannot export"):
         allocator_of(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_a_trainer_may_have_segments_that_grow_while_it_trains(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "expandable_segments:True")
+    assert callable(allocator_of(torch.device("cuda", 0)))
 
 
 def test_weights_travel_in_the_type_that_the_engine_holds_and_nothing_else_changes() -> None:
