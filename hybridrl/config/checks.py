@@ -32,7 +32,13 @@ from hybridrl.config.disk_checks import (
     check_run_folder,
     check_trackers,
 )
+from hybridrl.config.doubled_checks import (
+    check_data_columns,
+    check_files_stand_once,
+    check_trackers_stand_once,
+)
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.ignored_checks import check_rollout_keys_are_read
 from hybridrl.config.lora_checks import (
     check_adapted_layers,
     check_lora_base,
@@ -230,14 +236,20 @@ _COMMON_RULES: Mapping[str, tuple[Rule, ...]] = {
     ),
     "lora": (check_lora_targets, check_lora_rank, check_lora_dropout, check_lora_init_from),
     "schedule": (check_lr_warmup,),
-    "data": (check_data_source, check_data_files, check_sort_digits),
+    "data": (
+        check_data_source,
+        check_data_columns,
+        check_data_files,
+        check_files_stand_once,
+        check_sort_digits,
+    ),
     "cluster": (
         check_nodes_have_a_cluster,
         check_ray_address,
         check_object_store,
         check_worker_setup_hook,
     ),
-    "run folder": (check_run_folder, check_trackers),
+    "run folder": (check_run_folder, check_trackers, check_trackers_stand_once),
 }
 _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
     "algorithm": (
@@ -248,6 +260,7 @@ _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
     ),
     "rollout": (
         check_rollout_engine,
+        check_rollout_keys_are_read,
         check_transport,
         check_lora_base,
         check_certificate,

@@ -101,6 +101,8 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[tuple[int, Mapping[s
                 raise DataError(
                     f"{path} has no column {name!r}; set data.{key}: {nearest(name, known)}"
                 )
+            if known.count(name) > 1:
+                raise DataError(f"{path} has {known.count(name)} columns {name!r}; keep one")
         wanted = [columns.prompt, columns.answer]
         if columns.source in known:
             wanted.append(columns.source)
@@ -131,13 +133,23 @@ def _parse(
 def _parse_json(line: str) -> Mapping[str, object]:
     try:
         line.encode()  # bytes that were no UTF-8 cannot be encoded again
-        record = json.loads(line)
+        record = json.loads(line, object_pairs_hook=_parse_object)
     except UnicodeEncodeError as error:
         raise _Malformed(f"is not UTF-8 at character {error.start + 1}") from error
     except (ValueError, RecursionError) as error:
         raise _Malformed(f"is not JSON: {error}") from error
     if not isinstance(record, dict):
         raise _Malformed(f"is a JSON {type(record).__name__}, must be an object {{...}}")
+    return record
+
+
+def _parse_object(pairs: Sequence[tuple[str, object]]) -> Mapping[str, object]:
+    """Refuse a name that stands twice: of its two values JSON would keep the last, silently."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        names = [name for name, _ in pairs]
+        doubled = next(name for name in names if names.count(name) > 1)
+        raise _Malformed(f"has {doubled!r} twice; keep one")
     return record
 
 

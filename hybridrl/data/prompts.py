@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 _ROWS_PER_CALL = 1024
 _MAX_ROWS_SHOWN = 5
+_MAX_CHARS_SHOWN = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,9 @@ def tokenize_rows(
         The rows in order; fewer if some were dropped.
 
     Raises:
-        DataError: a chat prompt without a chat template, a prompt the template refuses or that has
-            no tokens, overlong prompts with ``overlong="error"``, or all of them dropped.
+        DataError: a chat prompt without a chat template, a prompt that the template refuses or
+            leaves out, or that has no tokens, overlong prompts with ``overlong="error"``, or all of
+            them dropped.
     """
     tokenized: list[TokenizedRow] = []
     for start in range(0, len(rows), _ROWS_PER_CALL):
@@ -70,8 +72,26 @@ def tokenize_rows(
         for row, text, token_ids in zip(chunk, texts, token_lists, strict=True):
             if not token_ids:
                 raise DataError(f"{row.origin}: the prompt {text!r} has no tokens; remove the row")
+            if use_chat_template and not text.strip():
+                raise DataError(
+                    f"{row.origin}: the chat template renders the prompt as {text!r}, without a "
+                    "word; mend the template, or set data.use_chat_template=false"
+                )
             tokenized.append(TokenizedRow(row, text, torch.tensor(token_ids)))
+    if use_chat_template:
+        _require_different_texts(tokenized)
     return list(_limit_length(tokenized, max_prompt_tokens=max_prompt_tokens, overlong=overlong))
+
+
+def _require_different_texts(rows: Sequence[TokenizedRow]) -> None:
+    """Refuse a template that leaves the prompt out: all prompts would be one and the same."""
+    prompts = {row.row.prompt for row in rows}
+    if len(prompts) > 1 and len({row.prompt_text for row in rows}) == 1:
+        raise DataError(
+            f"the chat template renders {len(prompts)} different prompts as the same text "
+            f"{rows[0].prompt_text[:_MAX_CHARS_SHOWN]!r}: it leaves the prompt out; mend it, or "
+            "set data.use_chat_template=false"
+        )
 
 
 def _to_text(row: Row, tokenizer: PreTrainedTokenizerBase, *, use_chat_template: bool) -> str:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.checkpoint.manifest import Origin
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.data.source import PromptSource, build_prompt_step
+from hybridrl.data.source import PromptSource, PromptStep, build_prompt_step
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.models.folder import require_usable_model
@@ -45,6 +45,9 @@ class _Ingredients:
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
     source: PromptSource
+    held_out: PromptStep | None
+    """What is evaluated on; None where nothing is."""
+
     reward: TextReward
     origin: Origin
 
@@ -63,6 +66,7 @@ def train(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
     stop_token_ids = load_stop_token_ids(folder, tokenizer)
     source = _build_source(config, tokenizer)
+    held_out = _build_held_out(config, tokenizer) if config.eval.every_num_steps else None
     origin = origin_of(config, folder)
     check_resumable(config, origin, rows=source.state())
     with RewardScorer(config.reward) as scorer:
@@ -73,6 +77,7 @@ def train(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
             tokenizer=tokenizer,
             stop_token_ids=stop_token_ids,
             source=source,
+            held_out=held_out,
             reward=TextReward(scorer, tokenizer),
             origin=origin,
         )
@@ -114,7 +119,9 @@ def _train_once(run: _Ingredients) -> None:
 def _build_loop(run: _Ingredients, workers: Workers, *, watch: PlanWatch) -> Loop:
     config, record = run.config, run.record
     algorithm_of = _build_algorithm(run, workers)
-    evaluator = _build_evaluator(run, workers) if config.eval.every_num_steps else None
+    evaluator = None
+    if run.held_out is not None:
+        evaluator = _build_evaluator(run, run.held_out, workers)
     num_samples = config.tracking.num_samples_per_step
     held_out = SampleTaker(run.tokenizer, num_samples=num_samples, split="eval")
     sampler = SampleTaker(run.tokenizer, num_samples=num_samples, split="train")
@@ -170,18 +177,22 @@ def _build_algorithm(run: _Ingredients, workers: Workers) -> Callable[[int], Alg
     return lambda step: group_relative
 
 
-def _build_evaluator(run: _Ingredients, workers: Workers) -> Evaluator:
-    config = run.config
+def _build_held_out(config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase) -> PromptStep:
     rows = load_rows(
         config.data,
-        run.tokenizer,
+        tokenizer,
         split="eval",
         num_rows=config.eval.num_prompts,
         seed=config.seed,
     )
+    return build_prompt_step(rows, first_index=0, seed=config.seed, stream="eval")
+
+
+def _build_evaluator(run: _Ingredients, held_out: PromptStep, workers: Workers) -> Evaluator:
+    config = run.config
     return Evaluator(
         policy=workers.policy,
-        task=build_prompt_step(rows, first_index=0, seed=config.seed, stream="eval"),
+        task=held_out,
         sampling=SamplingParams(
             num_responses_per_prompt=config.eval.num_responses_per_prompt,
             max_response_tokens=config.rollout.max_response_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from hybridrl.data.prompts import TokenizedRow, tokenize_rows
 from hybridrl.data.rows import Row
 from hybridrl.data.sort_digits import Split, build_sort_digits_rows
 from hybridrl.errors import DataError
+
+log = logging.getLogger(__name__)
 
 
 def load_rows(
@@ -61,5 +64,14 @@ def _read(data: DataConfig, *, split: Split, num_rows: int, seed: int) -> Sequen
         )
     columns = Columns(prompt=data.prompt_key, answer=data.answer_key, source=data.source_key)
     files = data.train_files if split == "train" else data.eval_files
+    if split == "eval":
+        _warn_of_files_in_both(data)
     rows = read_rows([Path(file) for file in files], columns=columns, key=f"data.{split}_files")
     return rows if split == "train" else rows[:num_rows]
+
+
+def _warn_of_files_in_both(data: DataConfig) -> None:
+    learnt = {Path(file).resolve() for file in data.train_files}
+    both = [file for file in data.eval_files if Path(file).resolve() in learnt]
+    if both:
+        log.warning("evaluating on files that are also learnt from: %s", ", ".join(both))

@@ -1,6 +1,7 @@
 import json
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,13 @@ from safetensors.numpy import save_file
 
 from hybridrl.config.checks import rules_of, run
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.ignored_checks import READ_BY
 from hybridrl.config.load import load_config, read_config
 from hybridrl.config.megatron_checks import UNUSED
 from hybridrl.errors import ConfigError, ConfigErrors
 from tests.config.values import config_of, values_of, with_overrides
 
+FILES = ("data.task=null", "eval.every_num_steps=0")
 LORA = ("lora=default",)
 MEGATRON = ("actor=megatron",)
 FOUR = (*MEGATRON, "cluster.num_ranks_per_node=4")
@@ -152,6 +155,15 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("rollout.tensor_parallel_size=2",), "rollout.tensor_parallel_size", "one rank"),
     (("mode=certify", "rollout=sglang"), "rollout.engine", "a generator of its own"),
     (("rollout.transport=disk",), "rollout.transport", "ignored"),
+    *(
+        ((override,), override.partition("=")[0], "would be ignored: rollout.engine=sglang alone")
+        for override in (
+            *("rollout.memory_fraction=0.5", "rollout.cuda_graphs=false"),
+            *("rollout.start_timeout_s=10.0", "rollout.request_timeout_s=10.0"),
+            "rollout.routed_experts=true",
+        )
+    ),
+    ((*SGLANG, "rollout.num_threads=2"), "rollout.num_threads", "rollout.engine=hf alone reads it"),
     (
         (
             "rollout=sglang",
@@ -193,6 +205,28 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("data.train_files=[train.jsonl]",), "data.train_files", "ignored"),
     (("data.eval_files=[train.jsonl]",), "data.eval_files", "ignored"),
     (("data.task=null", "data.train_files=[train.jsonl]"), "eval.every_num_steps", "empty"),
+    *(
+        (
+            (*FILES, "data.train_files=[train.jsonl]", *keys),
+            keys[0].partition("=")[0],
+            "same column",
+        )
+        for keys in (
+            ("data.prompt_key", "data.prompt_key=answer"),
+            ("data.prompt_key", "data.prompt_key=text", "data.source_key=text"),
+            ("data.answer_key", "data.answer_key=source"),
+        )
+    ),
+    (
+        (*FILES, "data.train_files=[train.jsonl,./train.jsonl]"),
+        "data.train_files",
+        "same entry twice",
+    ),
+    (
+        ("tracking.trackers=[tensorboard,tensorboard]",),
+        "tracking.trackers",
+        "same entry twice",
+    ),
     (("data.min_digits=21",), "data.min_digits", "at most data.max_digits=20"),
     (("data.max_digits=40",), "data.max_digits", "a token a digit"),
     (("data.max_digits=300",), "data.max_digits", "a token a digit"),
@@ -483,7 +517,6 @@ QWEN3_MOE = {
     "mlp_only_layers": [],
     "tie_word_embeddings": False,
 }
-FILES = ["data.task=null", "eval.every_num_steps=0"]
 BROKEN_FILES = [
     ("nowhere.jsonl", "does not exist"),
     ("empty.jsonl", "0 bytes"),
@@ -659,6 +692,18 @@ def test_a_section_that_divides_is_accepted_and_counts_its_data_parallel_ranks()
         "megatron.load_balance_coefficient=0.001",
     )
     assert moe.num_train_groups == 4
+
+
+def test_what_one_engine_alone_reads_is_known_with_its_value() -> None:
+    for engine, other in (("hf", "sglang"), ("sglang", "hf")):
+        rollout = config_of(f"rollout={engine}").rollout
+        for name, (reader, usual) in READ_BY.items():
+            assert asdict(rollout)[name] == usual, name
+            assert reader in (engine, other)
+
+
+def test_columns_of_a_built_in_task_are_held_to_nothing() -> None:
+    assert config_of("data.prompt_key=answer").data.task == "sort_digits"
 
 
 def test_a_warm_up_that_ends_before_the_run_is_accepted() -> None:

@@ -65,6 +65,7 @@ def test_a_prompt_may_be_a_chat_and_columns_may_have_other_names(tmp_path: Path)
         ('{"prompt": ["a"], "answer": "b"}', "prompt[0] is 'a', must be {role"),
         ('{"prompt": [{"role": "user"}], "answer": "b"}', "'prompt[0].content' is None"),
         ('{"prompt": "a", "answer": "b", "source": 3}', "'source' is 3, must be text"),
+        ('{"prompt": "a", "prompt": "c", "answer": "b"}', "has 'prompt' twice; keep one"),
     ],
 )
 def test_a_malformed_row_is_named_by_file_and_line(
@@ -112,6 +113,14 @@ def test_a_parquet_row_is_named_by_its_number_and_a_missing_column_by_its_key(
         read(path)
     with pytest.raises(DataError, match=r"no column 'prompts'; set data.prompt_key: did you mean"):
         read(path, columns=Columns(prompt="prompts"))
+
+
+def test_a_parquet_column_that_stands_twice_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    table = pyarrow.table([["a"], ["b"], ["c"]], names=["prompt", "answer", "answer"])
+    pyarrow.parquet.write_table(table, path)
+    with pytest.raises(DataError, match=r"data\.parquet has 2 columns 'answer'; keep one"):
+        read(path)
 
 
 def test_files_that_cannot_be_read_are_named_with_the_key(tmp_path: Path) -> None:

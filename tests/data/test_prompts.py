@@ -115,3 +115,21 @@ def test_a_prompt_without_tokens_is_named(chat_tokenizer: PreTrainedTokenizerBas
     chat_tokenizer.chat_template = "{{ '' }}"
     with pytest.raises(DataError, match="file:1: the prompt '' has no tokens"):
         tokenize(rows("a"), chat_tokenizer, chat=True)
+
+
+@pytest.mark.parametrize("template", ["{{ ' ' }}", "{{ '\\n\\n' }}"])
+def test_a_template_that_renders_blanks_is_named(
+    chat_tokenizer: PreTrainedTokenizerBase, template: str
+) -> None:
+    chat_tokenizer.chat_template = template
+    with pytest.raises(DataError, match=r"file:1: the chat template renders .* without a word"):
+        tokenize(rows("31="), chat_tokenizer, chat=True)
+
+
+def test_a_template_that_leaves_the_prompt_out_is_named(
+    chat_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    chat_tokenizer.chat_template = "<assistant>"
+    assert len(tokenize(rows("31=", "31="), chat_tokenizer, chat=True)) == 2
+    with pytest.raises(DataError, match=r"2 different prompts as the same text '<assistant>'"):
+        tokenize(rows("31=", "41="), chat_tokenizer, chat=True)

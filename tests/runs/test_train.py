@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hybridrl.errors import ConfigErrors, DataError, RemoteCallError, RewardError, TrainingError
+from hybridrl.errors import (
+    ConfigErrors,
+    DataError,
+    ModelError,
+    RemoteCallError,
+    RewardError,
+    TrainingError,
+)
 from hybridrl.trainer.launch import run
+from hybridrl.trainer.starter import write_random_model
 from tests.runs.small import read_metrics, small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -124,18 +135,66 @@ def test_own_data_and_an_own_reward_function_need_no_code_of_ours(tmp_path: Path
     assert 0 < read_metrics(tmp_path / "run")[-1]["reward/mean"] <= 1
 
 
-def test_a_bad_row_is_named_before_a_worker_starts(tmp_path: Path) -> None:
-    data = tmp_path / "rows.jsonl"
-    data.write_text('{"prompt": "1=", "answer": "1"}\n{"prompt": "2="}\n')
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_a_bad_row_is_named_before_a_worker_starts(tmp_path: Path, split: str) -> None:
+    good, bad = '{"prompt": "1=", "answer": "1"}\n', '{"prompt": "2="}\n'
+    (tmp_path / "train.jsonl").write_text(good + (bad if split == "train" else good))
+    (tmp_path / "eval.jsonl").write_text(good + (bad if split == "eval" else good))
+    folder = tmp_path / "run"
     config = small_config(
-        tmp_path / "run",
+        folder,
         "data=files",
-        f"data.train_files=[{data}]",
+        f"data.train_files=[{tmp_path}/train.jsonl]",
+        f"data.eval_files=[{tmp_path}/eval.jsonl]",
         "data.use_chat_template=false",
-        "eval.every_num_steps=0",
+        "model.starter.num_warmup_steps=0",
     )
-    with pytest.raises(DataError, match=r"rows\.jsonl:2"):
+    with pytest.raises(DataError, match=rf"{split}\.jsonl:2"):
         run(config, resolved_yaml="")
+    assert "start workers" not in (folder / "trace.json").read_text()
+
+
+def _spoil_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": []}')
+
+
+def _spoil_stop_tokens(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": [256, 999]}')
+
+
+def _spoil_types(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.int8)
+    save_file(weights, folder / "model.safetensors")
+
+
+def _spoil_head(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+    save_file(weights, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("mode", "spoil", "words"),
+    [
+        ("train", _spoil_index, "weight_map is"),
+        ("sft", _spoil_types, r"model\.norm\.weight is I8"),
+        ("train", _spoil_head, "hold another lm_head"),
+        ("train", _spoil_stop_tokens, "eos_token_id=999 is not in the vocabulary of 512"),
+    ],
+)
+def test_a_broken_model_folder_is_named_before_a_worker_starts(
+    tmp_path: Path, mode: str, spoil: Callable[[Path], None], words: str
+) -> None:
+    config = small_config(tmp_path / "run", f"mode={mode}")
+    assert config.model.starter is not None
+    model = tmp_path / "model"
+    write_random_model(config.model.starter, model, seed=0)
+    spoil(model)
+    config = replace(config, model=replace(config.model, path=str(model), starter=None))
+    with pytest.raises(ModelError, match=words):
+        run(config, resolved_yaml="")
+    assert "start workers" not in (tmp_path / "run" / "trace.json").read_text()
 
 
 def test_a_reward_function_that_raises_ends_the_run_by_name(tmp_path: Path) -> None:
