@@ -98,10 +98,12 @@ class RolloutConfig:
     """Seconds a pausing engine may take to finish; then its requests are aborted."""
 
     stage_timeout_s: Seconds
-    """Seconds all ranks may take for one stage of sleep or wake; then the run ends."""
+    """Seconds an engine may take for one stage of sleep or wake; then it is restarted. Ranks wait
+    for each other half as long again; then the run ends."""
 
     start_timeout_s: Seconds
-    """Seconds an SGLang server may take until it answers; kernels may be compiled meanwhile."""
+    """Seconds an SGLang server may take until it answers, at the start and when it is restarted;
+    kernels may be compiled meanwhile."""
 
     request_timeout_s: Seconds
     """Seconds one generation request may take before it counts as lost."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -13,9 +14,12 @@ from hybridrl import trace
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Metrics, Sum, merge
-from hybridrl.workers.rollout.protocol import Bucket, WeightPort
+from hybridrl.workers.rollout.protocol import Bucket, Offer, WeightPort
+from hybridrl.workers.rollout.stage_time import stage_time
 from hybridrl.workers.sharding.control import ControlGroup, Failures, Neighbours, attempt
+from hybridrl.workers.sharding.engine_start import start_limit
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.sharding.states import RESTART
 from hybridrl.workers.sharding.weight_pipeline import stream_offers
 from hybridrl.workers.sharding.weight_proof import temporary_weight_folder
 from hybridrl.workers.sharding.weight_stream import (
@@ -81,6 +85,7 @@ class FusedEngines:
         self._bucket_mib = config.bucket_mib
         self._device = device
         self._control = control
+        self._start_limit = start_limit(config)
         self._port = port
         self._neighbours = Neighbours(control, size=1 if port is None else tensor_parallel_size)
         self._metrics: Metrics = {}
@@ -101,9 +106,15 @@ class FusedEngines:
     ) -> Failures:
         """Do ``action`` on the engines ``members``; every rank gets the failed ones."""
         managed, error = self.managed, None
+        limit = self._start_limit if stage == RESTART.name else None
         if managed is not None and self._control.rank // self._ranks_per_engine in members:
-            _, error = attempt(lambda: action(managed))
-        return self._of_engines(self._control.exchange(stage, error))
+            with self._time_for(stage):
+                _, error = attempt(lambda: action(managed))
+        return self._of_engines(self._control.exchange(stage, error, limit=limit))
+
+    def _time_for(self, stage: str) -> AbstractContextManager[None]:
+        """Bound all that an engine is waited for in a stage; a start has its own limit."""
+        return nullcontext() if stage == RESTART.name else stage_time(self._control.timeout_s)
 
     def require_source(self) -> TrainEngine:
         """Return the engine whose weights a sync sends.
@@ -194,15 +205,20 @@ class FusedEngines:
             return stream_weights(
                 weights, self._receiver(part), bucket_bytes=bucket_bytes, control=self._control
             )
-        receiver = None if self.managed is None else self.managed.receive_offer
         return stream_offers(
             weights,
             self._port,
-            deliver=None if receiver is None else partial(receiver, self._port),
+            deliver=None if self.managed is None else partial(self._deliver, self.managed),
             bucket_bytes=bucket_bytes,
             control=self._control,
             neighbours=self._neighbours,
         )
+
+    def _deliver(self, managed: ManagedEngine, offer: Offer, handles: Sequence[str]) -> None:
+        """Hand over one bucket, in a thread of its own."""
+        if self._port is not None:
+            with stage_time(self._control.timeout_s):
+                managed.receive_offer(self._port, offer, handles)
 
     def _receiver(self, part: WeightPart) -> Callable[[Bucket], None] | None:
         if self.managed is None:

@@ -15,6 +15,7 @@ from hybridrl.errors import EngineError
 from hybridrl.metrics import Max, Metrics, Sum, merge
 from hybridrl.models.adapter_names import is_adapter_name
 from hybridrl.workers.rollout.protocol import MemoryPart, Offer, RolloutEngine, WeightPort
+from hybridrl.workers.rollout.stage_time import left_s
 from hybridrl.workers.sharding.ledger import WeightLedger
 from hybridrl.workers.sharding.memory import (
     empty_cache,
@@ -238,7 +239,7 @@ class ManagedEngine:
         wait_until_freed(
             self._resident(part),
             expected_free=None if before is None else (self._device, before + resident),
-            timeout_s=self._release_timeout_s,
+            timeout_s=left_s(self._release_timeout_s),
         )
         self._add("memory/released_bytes", resident)
         residue = residue_bytes(self._device)

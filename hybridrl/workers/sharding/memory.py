@@ -68,8 +68,8 @@ def wait_until_freed(
             return
         if time.monotonic() > deadline:
             raise EngineError(
-                f"released memory did not come back within {timeout_s:g} s: the engine still holds "
-                f"{still / 2**20:.1f} MiB and the device lacks {short / 2**20:.1f} MiB; "
+                f"released memory did not come back within {timeout_s:.3g} s: the engine still "
+                f"holds {still / 2**20:.1f} MiB and the device lacks {short / 2**20:.1f} MiB; "
                 "if releasing is only slow, raise rollout.stage_timeout_s"
             )
         time.sleep(_POLL_S)

@@ -164,6 +164,10 @@ def allocate(tensor: Tensor) -> None:
     tensor.fill_(torch.nan)
 
 
+def allocate_on_host(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
 def stored_bytes(tensors: Collection[Tensor]) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
