@@ -79,7 +79,8 @@ class RolloutConfig:
 
     check_first_sync: bool
     """Compare the weights of an engine that has just started, after the first sync, with the same
-    weights loaded from files: costs a copy of the model in the temporary folder, once."""
+    weights loaded from files: costs a copy of the model, in ``dtype``, in the temporary folder of
+    each node with such an engine."""
 
     canary_every_steps: CountOrZero
     """After every so many steps, and after every wake in between, the engine answers fixed prompts;

@@ -137,14 +137,16 @@ class ShardedModel(ResidentModel, Generic[Model]):
             Each column, jagged float32 [B, L] on the host, 0 where the mask is False.
         """
         columns: list[Tensor] = []
-        for pack in self._packing.cut(token_ids_BL, response_mask_BL):
-            scores = score(pack.tokens)
-            columns = columns or [torch.zeros(token_ids_BL.values().shape) for _ in scores]
-            for column, scores_S in zip(columns, scores, strict=True):
-                column[pack.place_S] = scores_S.cpu()
-        fsdp = as_fsdp(self.model)
-        if fsdp is not None:
-            fsdp.reshard()  # FSDP2 keeps the root whole until a backward pass that never comes
+        try:
+            for pack in self._packing.cut(token_ids_BL, response_mask_BL):
+                scores = score(pack.tokens)
+                columns = columns or [torch.zeros(token_ids_BL.values().shape) for _ in scores]
+                for column, scores_S in zip(columns, scores, strict=True):
+                    column[pack.place_S] = scores_S.cpu()
+        finally:  # a phase may follow an error: what is whole would not leave the device
+            fsdp = as_fsdp(self.model)
+            if fsdp is not None:
+                fsdp.reshard()  # FSDP2 keeps the root whole until a backward pass that never comes
         lengths_B = row_lengths(token_ids_BL)
         return [jagged_from(column, lengths_B) for column in columns]
 
