@@ -214,7 +214,9 @@ time/server_start_s | s | a rollout server started, until it answered
 time/restart_s | s | a broken engine starts anew
 memory/{stage}_peak_bytes/max | bytes | peak in a stage, or in build, generate, values, update ...
 memory/{phase}_plan_error_fraction | 1 | measured peak over predicted peak, less 1
-memory/released_bytes | bytes | what the engines gave back
+memory/released_bytes | bytes | what engines gave back; on CUDA the rise of the device's free memory
+memory/unseen_release_bytes | bytes | on CUDA: what engines said they gave back and nobody saw
+memory/left_allocated_bytes/max | bytes | on CUDA: torch's own once training state has left
 memory/asleep_residue_bytes | bytes | on CUDA: neither free nor torch's while the engine sleeps
 memory/unmoved_releases | releases | releases that an engine answered without freeing memory
 memory/synced_bytes | bytes | weights sent from trainer to engines

@@ -92,7 +92,8 @@ class RolloutConfig:
 
     check_first_sync: bool
     """Compare the weights of an engine that has just started, after the first sync, with the same
-    weights loaded from files: costs a copy of the model in the temporary folder, once."""
+    weights loaded from files: costs a copy of the model, in ``dtype``, in the temporary folder of
+    each node with such an engine."""
 
     canary_every_steps: CountOrZero
     """After every so many steps, and after every wake in between, the engine answers fixed prompts;
@@ -115,10 +116,12 @@ class RolloutConfig:
     """Seconds a pausing engine may take to finish; then its requests are aborted."""
 
     stage_timeout_s: Seconds
-    """Seconds all ranks may take for one stage of sleep or wake; then the run ends."""
+    """Seconds an engine may take for one stage of sleep or wake; then it is restarted. Ranks wait
+    for each other half as long again; then the run ends."""
 
     start_timeout_s: Seconds
-    """Seconds an SGLang server may take until it answers; kernels may be compiled meanwhile."""
+    """Seconds an SGLang server may take until it answers, at the start and when it is restarted;
+    kernels may be compiled meanwhile."""
 
     request_timeout_s: Seconds
     """Seconds one generation request may take before it counts as lost."""

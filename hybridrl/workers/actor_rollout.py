@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.protocol import SamplingParams
 from hybridrl.workers.rollout.server_arguments import device_name
 from hybridrl.workers.sharding.control import ControlGroup
+from hybridrl.workers.sharding.engine_start import start_engine
 from hybridrl.workers.sharding.frozen_base import settle_base
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
@@ -72,7 +74,8 @@ class ActorRolloutWorker(CheckpointedWorker):
         leads = self.rank % tensor_parallel_size == 0
         gpus = control.gather("devices", device_name(device))
         mine = gpus[self.rank : self.rank + tensor_parallel_size]
-        engine = build_rollout_engine(spec, device, gpus=mine) if leads else None
+        build = partial(build_rollout_engine, spec, device, gpus=mine)
+        engine = start_engine(build if leads else None, config=spec.rollout, control=control)
         self.sharding = ShardingManager(
             engine=engine,
             port=build_weight_port(spec, device, engine=engine),

@@ -1,7 +1,9 @@
 """A server that answers as a release of SGLang did, in a process of its own, within a second.
 
 ``python -m tests.sglang.recorded_server ARGUMENTS.json``, as the real one is started. It writes the
-control calls that it gets to ``$RECORDED_CALLS``, one JSON object a line.
+control calls that it gets to ``$RECORDED_CALLS``, one JSON object a line. It lacks the routes in
+``$RECORDED_LACKS``, answers those in ``$RECORDED_DELAYS`` so many seconds late, and its pause has
+the modes of ``$RECORDED_PAUSE_MODES`` (all JSON).
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,12 @@ def serve(file: Path) -> None:
     version = os.environ["RECORDED_VERSION"]
     recorded = json.loads((ANSWERS / f"{version}.json").read_text())
     changes = json.loads(os.environ.get("RECORDED_CHANGES", "{}"))
+    delays = json.loads(os.environ.get("RECORDED_DELAYS", "{}"))
+    for route in json.loads(os.environ.get("RECORDED_LACKS", "[]")):
+        del recorded["openapi"]["paths"][route]
+    if modes := os.environ.get("RECORDED_PAUSE_MODES"):
+        pause = recorded["openapi"]["components"]["schemas"]["PauseGenerationReqInput"]
+        pause["properties"]["mode"]["enum"] = json.loads(modes)
     answers = {
         "/server_info": recorded["server_info"] | arguments | changes,
         "/openapi.json": recorded["openapi"],
@@ -48,6 +57,7 @@ def serve(file: Path) -> None:
             )
             with Path(os.environ["RECORDED_CALLS"]).open("a") as calls:
                 calls.write(json.dumps({"path": self.path, "body": body}) + "\n")
+            time.sleep(delays.get(self.path, 0.0))
             self._answer({"success": True})
 
         def _answer(self, body: object) -> None:

@@ -17,12 +17,13 @@ from sglang.srt.utils import MultiprocessingSerializer
 from torch import Tensor
 
 from hybridrl.config.lora import LoraConfig
-from hybridrl.errors import EngineError, ModelError
+from hybridrl.errors import DeadlineError, EngineError, ModelError
 from hybridrl.workers.rollout import server
 from hybridrl.workers.rollout.protocol import MemoryPart
 from hybridrl.workers.rollout.server_memory import adapter_shapes, base_shapes
 from hybridrl.workers.rollout.server_process import free_port
 from hybridrl.workers.rollout.sglang import SGLangEngine
+from hybridrl.workers.rollout.stage_time import stage_time
 from tests.models import make_tiny_model
 from tests.sglang.engines import running_engine, server_spec, sync, weights_of
 from tests.sglang.recorded_server import MODULE, calls_in
@@ -143,6 +144,75 @@ def test_each_server_gets_a_key_of_its_own(start: Start) -> None:
         engine.restart()
         assert len(first) >= 32
         assert engine._server.info["api_key"] not in ("", first)
+
+
+@pytest.mark.parametrize("route", ["/release_memory_occupation", "/pause_generation"])
+def test_a_server_without_what_its_life_cycle_needs_is_refused_at_its_start(
+    start: Start, monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    monkeypatch.setenv("RECORDED_LACKS", json.dumps([route]))
+    with (
+        pytest.raises(
+            EngineError, match=f"this build of SGLang 0.5.21 cannot .*: it does .*{route}"
+        ),
+        start("0.5.21"),
+    ):
+        raise AssertionError("it may not start")
+
+
+def test_a_server_whose_pause_would_keep_requests_is_refused_at_its_start(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RECORDED_PAUSE_MODES", json.dumps(["retract", "in_place"]))
+    with (
+        pytest.raises(EngineError, match="has no pause mode 'abort'; it has retract, in_place"),
+        start("0.5.21"),
+    ):
+        raise AssertionError("it may not start")
+
+
+def test_all_answers_of_a_stage_together_get_its_time(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delays = {"/resume_memory_occupation": 1.2, "/continue_generation": 0.0}
+    monkeypatch.setenv("RECORDED_DELAYS", json.dumps(delays))
+    with start("0.5.21") as engine:
+        engine.pause()
+        engine.drain(timeout_s=5.0)
+        for part in MemoryPart:
+            engine.release(part)
+        with stage_time(2.0):
+            engine.resume(MemoryPart.WEIGHTS)
+            with pytest.raises(DeadlineError, match="/resume_memory_occupation: SGLang did not "):
+                engine.resume(MemoryPart.KV_CACHE)
+        engine.resume(MemoryPart.KV_CACHE)
+
+
+def test_two_servers_that_draw_the_same_port_end_on_two(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = free_port()
+    ports = iter([drawn, drawn, free_port()])
+    monkeypatch.setattr(server, "free_port", lambda: next(ports))
+    with start("0.5.21") as first, start("0.5.21") as second:
+        assert next(ports, None) is None
+        infos = [engine._server.server_info() for engine in (first, second)]
+        assert infos[0]["port"] == drawn != infos[1]["port"]
+        assert [info["served_model_name"] for info in infos] == [
+            engine._server.name for engine in (first, second)
+        ]
+
+
+def test_a_proof_scrambles_what_the_files_brought_after_it_was_copied(
+    start: Start, served_model: Path, calls: Path
+) -> None:
+    with start("0.5.21") as engine:
+        engine.expect_weights(served_model)
+    assert [(path, body.get("action", "")) for path, body in calls_in(calls)] == [
+        ("/update_weights_from_disk", ""),
+        ("/weights_checker", "snapshot"),
+        ("/weights_checker", "reset_tensors"),
+    ]
 
 
 def test_a_server_of_another_version_than_before_is_refused_at_a_restart(

@@ -101,4 +101,4 @@ def test_a_whole_run_begins_with_the_proof_and_goes_on(
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"rollout\.check_first_sync=false"):
-        WeightFolder(tmp_path / "missing").write([("w", torch.zeros(2))])
+        WeightFolder(tmp_path / "missing", dtype=torch.float32).write([("w", torch.zeros(2))])

@@ -259,7 +259,7 @@ class RolloutEngine(Protocol):
     def resident_bytes(self, part: MemoryPart) -> int:
         """Return the bytes that this part holds on the device now (measured, not remembered).
 
-        An engine in another process may say less than that while the part is resident, never more.
+        An engine in another process says what it counts, which may be more than it can give back.
         """
         ...
 

@@ -23,7 +23,7 @@ from hybridrl import env
 from hybridrl.errors import ConfigError, ConfigErrors, DeadlineError, EngineError
 from hybridrl.json_text import to_json_text
 from hybridrl.workers.rollout.memory_saver import MemorySaverFacts, require_no_obstacle
-from hybridrl.workers.rollout.server_agreement import require_able, require_as_asked
+from hybridrl.workers.rollout.server_agreement import PAUSE_MODE, require_able, require_as_asked
 from hybridrl.workers.rollout.server_arguments import (
     ServerSpec,
     build_arguments,
@@ -37,6 +37,7 @@ from hybridrl.workers.rollout.server_capabilities import (
 )
 from hybridrl.workers.rollout.server_client import ServerClient, ServerError
 from hybridrl.workers.rollout.server_process import ServerProcess, free_port
+from hybridrl.workers.rollout.stage_time import LEAST_WAIT_S, left_s
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,6 @@ _MEMORY_SAVER = "torch_memory_saver"
 _NUM_STARTS = 3
 _PROBE_TIMEOUT_S = 5.0
 _FLUSH_WAIT_S = 1.0
-_LEAST_WAIT_S = 0.5
 _REFUSED = "refused: "
 _IN_USE = ("address already in use", "Address already in use", "EADDRINUSE")
 
@@ -161,13 +161,13 @@ class Server:
         return info
 
     def post(self, path: str, **body: object) -> Any:  # noqa: ANN401 - as ServerClient.call
-        """Do one control call within ``rollout.stage_timeout_s``.
+        """Do one control call within ``rollout.stage_timeout_s``, and what is left of its stage.
 
         Raises:
             EngineError: it was refused, or the server is gone.
             DeadlineError: it was not answered.
         """
-        return self.client.call(path, body, timeout_s=self._timeout_s)
+        return self.client.call(path, body, timeout_s=left_s(self._timeout_s))
 
     def require_success(self, path: str, **body: object) -> Body:
         """Do one control call whose answer says itself whether it succeeded.
@@ -179,9 +179,10 @@ class Server:
 
     def start(self, path: str, **body: object) -> Future[Body]:
         """Begin what ``require_success`` does, and go on meanwhile."""
+        timeout_s = left_s(self._timeout_s)  # here: the client's own thread knows of no stage
 
         async def call() -> Body:
-            answer = await self.client.request(path, body, timeout_s=self._timeout_s)
+            answer = await self.client.request(path, body, timeout_s=timeout_s)
             return _successful(path, answer)
 
         return self.client.start(call())
@@ -225,15 +226,16 @@ class Server:
             DeadlineError: no answer until the deadline.
         """
 
-        def left_s() -> float:
-            return max(_LEAST_WAIT_S, deadline - time.monotonic())
+        def until_deadline_s() -> float:
+            return max(LEAST_WAIT_S, deadline - time.monotonic())
 
-        self.client.call("/abort_request", {"abort_all": True}, timeout_s=left_s())
-        wait_s = min(_FLUSH_WAIT_S, left_s())
-        self.client.call(f"/flush_cache?timeout={wait_s:.2f}", timeout_s=wait_s + left_s())
-        self.client.call("/pause_generation", {"mode": "abort"}, timeout_s=left_s())
+        self.client.call("/abort_request", {"abort_all": True}, timeout_s=until_deadline_s())
+        wait_s = min(_FLUSH_WAIT_S, until_deadline_s())
+        path = f"/flush_cache?timeout={wait_s:.2f}"
+        self.client.call(path, timeout_s=wait_s + until_deadline_s())
+        self.client.call("/pause_generation", {"mode": PAUSE_MODE}, timeout_s=until_deadline_s())
         # Once more: a request may have come in before the door was closed.
-        self.client.call("/flush_cache", timeout_s=left_s())
+        self.client.call("/flush_cache", timeout_s=until_deadline_s())
 
     def let_in(self) -> None:
         """Serve again."""

@@ -14,6 +14,10 @@ _KEPT = (
 )
 """Arguments that the trainer relies on; others SGLang may adapt to the machine."""
 
+PAUSE_MODE = "abort"
+"""Of ``/pause_generation``, which ends all requests: under the others some stay, and the server
+asserts that there are none when its memory is released."""
+
 
 def require_as_asked(arguments: Mapping[str, object], info: Mapping[str, object]) -> None:
     """Refuse a server that runs with other arguments than it was given.
@@ -56,3 +60,4 @@ def require_able(capabilities: ServerCapabilities, spec: ServerSpec) -> None:
     for capability, is_needed in needed.items():
         if is_needed:
             capabilities.require(capability)
+    capabilities.require_pause_mode(PAUSE_MODE)

@@ -114,9 +114,6 @@ class SharedTransport:
     def free(self) -> None:
         """Let go of all buffers."""
         self._buffers.free()
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            # Else blocks that were shared stay with the allocator.
-            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
     def forget(self) -> None:
         """Let go of all buffers."""

@@ -10,6 +10,7 @@ import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -23,6 +24,20 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Failures = Mapping[int, str]
+
+_PATIENCE = 1.5
+"""Ranks wait for each other so many times as long as each may wait for its engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """How long ranks wait for each other after work that takes longer than a stage."""
+
+    timeout_s: float
+    """Seconds that the first rank waits for the last."""
+
+    key: str
+    """Of the configuration, to raise if that is not enough."""
 
 
 class StageError(EngineError):
@@ -42,19 +57,30 @@ class ControlGroup:
         """Create the group; a collective call when ``torch.distributed`` is initialised.
 
         Args:
-            timeout_s: seconds a rank waits for the others (``rollout.stage_timeout_s``).
+            timeout_s: seconds that a rank's own work in a stage may take
+                (``rollout.stage_timeout_s``). The others wait half as long again: who is late can
+                still say why.
         """
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        self._wait_s = timeout_s * _PATIENCE
+        self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._group = (
-            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=self._wait_s))
             if self.world_size > 1
             else None
         )
 
-    def exchange(self, stage: str, error: BaseException | None) -> Failures:
+    def exchange(
+        self, stage: str, error: BaseException | None, *, limit: Limit | None = None
+    ) -> Failures:
         """Tell the others how this rank fared, and learn how they did.
+
+        Args:
+            stage: what was done.
+            error: what became of it here.
+            limit: how long to wait for ranks that do what takes longer than a stage.
 
         Returns:
             Failed ranks with their reasons, the same on every rank; empty if all is well.
@@ -67,12 +93,11 @@ class ControlGroup:
         if error is not None:
             # The others, and the error that all raise, know the reason but not the traceback.
             log.warning("stage failed here: stage=%s error=%s", stage, reason, exc_info=error)
+        if limit is not None:
+            self.meet(stage, timeout_s=limit.timeout_s, key=limit.key)
         if not self.is_true_anywhere(stage, flag=reason is not None):
             return {}
-        reasons: list[str | None] = [reason] * self.world_size
-        if self._group is not None:
-            with self.deadline(stage):
-                dist.all_gather_object(reasons, reason, group=self._group)
+        reasons = self._gather(stage, reason)
         return {rank: text for rank, text in enumerate(reasons) if text is not None}
 
     def is_true_anywhere(self, stage: str, *, flag: bool) -> bool:
@@ -101,16 +126,21 @@ class ControlGroup:
         return largest
 
     def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """Create a gloo group of some ranks; a collective call of all."""
-        group: dist.ProcessGroup = dist.new_group(
-            list(ranks), backend="gloo", timeout=timedelta(seconds=self._timeout_s)
-        )
-        return group
+        """Return the gloo group of some ranks; a collective call of all the first time."""
+        members = tuple(ranks)
+        if members not in self._subgroups:
+            self._subgroups[members] = dist.new_group(
+                list(members), backend="gloo", timeout=timedelta(seconds=self._wait_s)
+            )
+        return self._subgroups[members]
 
     def gather(self, stage: str, value: T) -> list[T]:
         """Return, on every rank, the ``value`` of each. Fails as ``largest`` does."""
-        values = [value] * self.world_size
         self.largest(stage, 0)
+        return self._gather(stage, value)
+
+    def _gather(self, stage: str, value: T) -> list[T]:
+        values = [value] * self.world_size
         if self._group is not None:
             with self.deadline(stage):
                 dist.all_gather_object(values, value, group=self._group)
@@ -127,9 +157,14 @@ class ControlGroup:
         Raises:
             DeadlineError: a rank did not come in time.
         """
-        if self._group is not None:
-            with self.deadline(work, timeout_s=timeout_s, key=key):
-                dist.monitored_barrier(self._group, timeout=timedelta(seconds=timeout_s))
+        if self._group is None:
+            return
+        # Not dist.barrier, which has no timeout of its own, nor dist.monitored_barrier, where all
+        # wait for rank 0 no longer than the group's.
+        options = dist.BarrierOptions()
+        options.timeout = timedelta(seconds=timeout_s)
+        with self.deadline(work, timeout_s=timeout_s, key=key):
+            self._group.barrier(options).wait()
 
     @contextmanager
     def deadline(
@@ -140,7 +175,7 @@ class ControlGroup:
             with activity.doing(f"wait for all ranks after {stage}", waits=True):
                 yield
         except RuntimeError as err:
-            limit_s = self._timeout_s if timeout_s is None else timeout_s
+            limit_s = self._wait_s if timeout_s is None else timeout_s
             raise DeadlineError(
                 f"{stage}: not all {self.world_size} ranks answered within {limit_s:g} s; "
                 f"a rank died or is stuck. If the stage is only slow, raise {key}"
@@ -163,7 +198,7 @@ class Neighbours:
     """The ranks that share an engine: adjacent ones, of which the first leads."""
 
     def __init__(self, control: ControlGroup, *, size: int) -> None:
-        """Create the groups of all engines; a collective call of all ranks.
+        """Create the groups of all engines; a collective call of all ranks the first time.
 
         Args:
             control: the control group of all ranks.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -13,11 +15,19 @@ from hybridrl import trace
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Metrics, Sum, merge
-from hybridrl.workers.rollout.protocol import Bucket, WeightPort
+from hybridrl.models.dtypes import DTYPES
+from hybridrl.workers.rollout.protocol import Bucket, Offer, WeightPort
+from hybridrl.workers.rollout.stage_time import stage_time
 from hybridrl.workers.sharding.control import ControlGroup, Failures, Neighbours, attempt
+from hybridrl.workers.sharding.engine_start import start_limit
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.sharding.states import RESTART
 from hybridrl.workers.sharding.weight_pipeline import stream_offers
-from hybridrl.workers.sharding.weight_proof import temporary_weight_folder
+from hybridrl.workers.sharding.weight_proof import (
+    WeightFolder,
+    make_weight_folder,
+    place_of_temporary_files,
+)
 from hybridrl.workers.sharding.weight_stream import (
     StreamReport,
     bucket_bytes_for,
@@ -77,10 +87,12 @@ class FusedEngines:
         self._ranks_per_engine = tensor_parallel_size
         self._resends_base = resends_base
         self._checks_first_sync = config.check_first_sync
+        self._dtype = DTYPES[config.dtype]
         self._names: dict[WeightPart, frozenset[str]] = {}
         self._bucket_mib = config.bucket_mib
         self._device = device
         self._control = control
+        self._start_limit = start_limit(config)
         self._port = port
         self._neighbours = Neighbours(control, size=1 if port is None else tensor_parallel_size)
         self._metrics: Metrics = {}
@@ -101,9 +113,15 @@ class FusedEngines:
     ) -> Failures:
         """Do ``action`` on the engines ``members``; every rank gets the failed ones."""
         managed, error = self.managed, None
+        limit = self._start_limit if stage == RESTART.name else None
         if managed is not None and self._control.rank // self._ranks_per_engine in members:
-            _, error = attempt(lambda: action(managed))
-        return self._of_engines(self._control.exchange(stage, error))
+            with self._time_for(stage):
+                _, error = attempt(lambda: action(managed))
+        return self._of_engines(self._control.exchange(stage, error, limit=limit))
+
+    def _time_for(self, stage: str) -> AbstractContextManager[None]:
+        """Bound all that an engine is waited for in a stage; a start has its own limit."""
+        return nullcontext() if stage == RESTART.name else stage_time(self._control.timeout_s)
 
     def require_source(self) -> TrainEngine:
         """Return the engine whose weights a sync sends.
@@ -117,10 +135,11 @@ class FusedEngines:
 
     def sync(self) -> Failures:
         """Stream what the engines lack of the training weights; the first time with a proof."""
-        if not self._needs_proof():
+        unproved = self._unproved()
+        if not unproved:
             return self._stream()
-        failures = self._expect(self.require_source()) or self._stream()
-        return failures or self.run("compare_weights", _compare, members=self._everyone)
+        failures = self._expect(self.require_source(), unproved) or self._stream()
+        return failures or self.run("compare_weights", _compare, members=unproved)
 
     def _stream(self) -> Failures:
         """Stream part by part, base before adapter.
@@ -163,28 +182,47 @@ class FusedEngines:
             metrics |= self.managed.take_metrics()
         return metrics
 
-    def _needs_proof(self) -> bool:
-        """Return, alike on all ranks, whether an engine of any rank was never compared."""
-        return self._checks_first_sync and self._control.is_true_anywhere(
-            "proof needed", flag=self.managed is not None and not self.managed.is_proved
-        )
+    def _unproved(self) -> list[int]:
+        """Return, alike on all ranks, the engines that were never compared since they started."""
+        is_unproved = self.managed is not None and not self.managed.is_proved
+        stage = "proof needed"
+        if not self._checks_first_sync or not self._control.is_true_anywhere(
+            stage, flag=is_unproved
+        ):
+            return []
+        flags = self._control.gather(stage, is_unproved)
+        return [rank // self._ranks_per_engine for rank, flag in enumerate(flags) if flag]
 
-    def _expect(self, source: TrainEngine) -> Failures:
-        """Write what is about to be sent to files, and let the engines note what it is to them."""
-        with temporary_weight_folder() as weights:
+    def _expect(self, source: TrainEngine, unproved: Sequence[int]) -> Failures:
+        """Write what is about to be sent to files, and let engines note what it is to them.
+
+        Once on each node: the first rank there that leads an unproved engine writes, the others
+        read.
+        """
+        control, place = self._control, place_of_temporary_files()
+        places = control.gather("places of proofs", place)
+        leaders = [engine * self._ranks_per_engine for engine in unproved]
+        writer = next((rank for rank in leaders if places[rank] == place), None)
+        weights = control.everywhere("folders of proofs", partial(self._folder_of, writer))
+        try:
+            folders = control.gather(
+                "folders of proofs", None if weights is None else weights.folder
+            )
             report = stream_weights(
                 source.full_weights(source.weight_parts[0]),
-                None if self.managed is None else weights.write,
+                None if weights is None else weights.write,
                 bucket_bytes=self._bucket_bytes(),
-                control=self._control,
+                control=control,
             )
             if report.failures:
                 return self._of_engines(report.failures)
-            return self.run(
-                "expect_weights",
-                lambda managed: managed.expect_weights(weights.folder),
-                members=self._everyone,
-            )
+            return self.run("expect_weights", _expecting(folders, writer), members=unproved)
+        finally:
+            if weights is not None:
+                weights.remove()
+
+    def _folder_of(self, writer: int | None) -> WeightFolder | None:
+        return make_weight_folder(dtype=self._dtype) if writer == self._control.rank else None
 
     def _send(self, part: WeightPart, source: TrainEngine) -> StreamReport:
         if self.managed is not None:
@@ -194,15 +232,20 @@ class FusedEngines:
             return stream_weights(
                 weights, self._receiver(part), bucket_bytes=bucket_bytes, control=self._control
             )
-        receiver = None if self.managed is None else self.managed.receive_offer
         return stream_offers(
             weights,
             self._port,
-            deliver=None if receiver is None else partial(receiver, self._port),
+            deliver=None if self.managed is None else partial(self._deliver, self.managed),
             bucket_bytes=bucket_bytes,
             control=self._control,
             neighbours=self._neighbours,
         )
+
+    def _deliver(self, managed: ManagedEngine, offer: Offer, handles: Sequence[str]) -> None:
+        """Hand over one bucket, in a thread of its own."""
+        if self._port is not None:
+            with stage_time(self._control.timeout_s):
+                managed.receive_offer(self._port, offer, handles)
 
     def _receiver(self, part: WeightPart) -> Callable[[Bucket], None] | None:
         if self.managed is None:
@@ -237,6 +280,19 @@ class FusedEngines:
             rank // self._ranks_per_engine: failures[rank]
             for rank in sorted(failures, reverse=True)
         }
+
+
+def _expecting(
+    folders: Sequence[Path | None], writer: int | None
+) -> Callable[[ManagedEngine], None]:
+    """Return what lets an engine note the weights that ``writer`` wrote on its node."""
+    folder = None if writer is None else folders[writer]
+
+    def expect(managed: ManagedEngine) -> None:
+        if folder is not None:
+            managed.expect_weights(folder)
+
+    return expect
 
 
 def _compare(managed: ManagedEngine) -> None:

@@ -284,7 +284,10 @@ class LifeCycle:
             serving = stopped
         self._release(serving)
         risen = self._where(State.WEIGHTS_UP, State.SYNCED, State.CACHE_UP)
-        self._take_forgiving(UNWIND, ManagedEngine.release_all, members=risen)
+        if self._depth is Depth.CACHE:  # whose weights stay has no copy of them to come back to
+            self._release(risen)
+        else:
+            self._take_forgiving(UNWIND, ManagedEngine.release_all, members=risen)
         for mend in (self._restart_broken, self._come_back):
             try:
                 mend()

@@ -15,14 +15,12 @@ from hybridrl.errors import EngineError
 from hybridrl.metrics import Max, Metrics, Sum, merge
 from hybridrl.models.adapter_names import is_adapter_name
 from hybridrl.workers.rollout.protocol import MemoryPart, Offer, RolloutEngine, WeightPort
+from hybridrl.workers.rollout.stage_time import left_s
 from hybridrl.workers.sharding.ledger import WeightLedger
-from hybridrl.workers.sharding.memory import (
-    empty_cache,
-    free_bytes,
-    residue_bytes,
-    wait_until_freed,
-)
+from hybridrl.workers.sharding.memory import DeviceMemory, residue_bytes
 from hybridrl.workers.sharding.memory_table import Holder, device_figures, memory_table
+from hybridrl.workers.sharding.release import await_release, demanded_bytes
+from hybridrl.workers.sharding.resume_room import require_room
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +61,12 @@ class ManagedEngine:
         """Who else holds memory of the device, for the error of an engine that finds no room."""
         self._metrics: Metrics = {}
         self._arriving: dict[str, Tensor] = {}
-        self._released: set[MemoryPart] = set()
+        self.memory = DeviceMemory(device)
+        """Of the device, as its driver sees it."""
+        self.config: RolloutConfig | None = None
+        """The rollout section, by which a resume without room says what to set."""
+        self._released: dict[MemoryPart, int] = {}
+        """Parts that are away, and the bytes that each will take again at least."""
         self._device = device
         self._sleeps = sleeps
         self._backs_up_everything = backs_up_everything
@@ -75,7 +78,7 @@ class ManagedEngine:
         cls, engine: RolloutEngine, *, config: RolloutConfig, device: torch.device
     ) -> ManagedEngine:
         """Build from the rollout section."""
-        return cls(
+        managed = cls(
             engine,
             device=device,
             sleeps=config.sleep,
@@ -83,11 +86,17 @@ class ManagedEngine:
             drain_timeout_s=config.drain_timeout_s,
             release_timeout_s=config.stage_timeout_s,
         )
+        managed.config = config
+        return managed
 
     def take_metrics(self) -> Metrics:
         """Return aborted requests and bytes moved since the last call, and start anew."""
         metrics, self._metrics = self._metrics, {}
         return metrics | self.engine.take_metrics()
+
+    def resident_bytes(self) -> int:
+        """Return what the engine holds on the device, as it counts it."""
+        return sum(self.engine.resident_bytes(part) for part in MemoryPart)
 
     def start(self) -> None:
         """Take an engine that has just booted from the road: it admits nothing, holds nothing."""
@@ -228,33 +237,46 @@ class ManagedEngine:
     def _release(self, part: MemoryPart, backup: frozenset[str]) -> None:
         if part in self._released:
             return
-        resident = self.engine.resident_bytes(part)
-        before = free_bytes(self._device)
+        said = self.engine.resident_bytes(part)
+        before = self.memory.free_bytes()
         self.engine.release(part, backup=backup)
-        self._released.add(part)
+        self._released[part] = 0
         if not self.engine.frees_memory:
             self._add("memory/unmoved_releases", 1)
             return
-        wait_until_freed(
-            self._resident(part),
-            expected_free=None if before is None else (self._device, before + resident),
-            timeout_s=self._release_timeout_s,
+        seen = await_release(
+            part,
+            said,
+            resident_bytes=self._resident(part),
+            memory=self.memory,
+            free_before=before,
+            timeout_s=left_s(self._release_timeout_s),
         )
-        self._add("memory/released_bytes", resident)
+        # Others may have freed memory meanwhile: what is needed again is no more than was said.
+        self._released[part] = min(seen, said) if demanded_bytes(part, said) else 0
+        self._add("memory/released_bytes", seen)
+        if seen < said:
+            self._add("memory/unseen_release_bytes", said - seen)
         residue = residue_bytes(self._device)
-        if residue is not None and self._released == set(MemoryPart):
+        if residue is not None and self._released.keys() == set(MemoryPart):
             found: Metrics = {"memory/asleep_residue_bytes": Max(residue)}
             self._metrics = merge([self._metrics, found])
 
     def _resume(self, part: MemoryPart) -> None:
         """Allocate what was released, and nothing else: an engine may refuse, or leak, the rest."""
         if part in self._released:
-            empty_cache(self._device)
+            self.memory.empty_cache()
             try:
+                self._require_room(part)
                 self.engine.resume(part)
             except EngineError as error:
                 raise EngineError(f"{error}\n{self._memory(part)}") from error
-            self._released.remove(part)
+            del self._released[part]
+
+    def _require_room(self, part: MemoryPart) -> None:
+        if self.config is not None:
+            needed = self._released[part]
+            require_room(part, needed, memory=self.memory, config=self.config)
 
     def _memory(self, wanted: MemoryPart) -> str:
         """Say who holds the memory in which ``wanted`` may not have found room."""

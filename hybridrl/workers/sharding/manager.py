@@ -79,6 +79,8 @@ class ShardingManager:
         )
         if self._engines.managed is not None:
             self._engines.managed.neighbours = self._tenants.holders
+        if port is None and self._engines.managed is not None:
+            self._tenants.engine_bytes = self._engines.managed.resident_bytes
         self._life = LifeCycle(
             self._engines,
             host=self._tenants,
@@ -160,7 +162,8 @@ class ShardingManager:
     def take_metrics(self) -> Metrics:
         """Return what the stages since the last call cost, and start anew."""
         stages, self._stages = self._stages, {}
-        return stages | self._engines.take_metrics() | self.meter.take_metrics()
+        left = self._tenants.take_metrics()
+        return stages | left | self._engines.take_metrics() | self.meter.take_metrics()
 
     def shutdown(self) -> None:
         """End this rank's rollout engine."""

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import torch
-
-from hybridrl.errors import EngineError
-
-_POLL_S = 0.02
 
 
 def empty_cache(device: torch.device) -> None:
     """Give cached blocks back to the driver, after all kernels are done.
 
     Precedes every resume: an engine maps memory past torch's allocator and cannot use what that
-    caches.
+    caches. Blocks that were shared with another process are cached only when they were collected,
+    after that process has closed them.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
 
 
@@ -40,36 +35,26 @@ def residue_bytes(device: torch.device) -> int | None:
     return total - free - torch.cuda.memory_reserved(device)
 
 
-def wait_until_freed(
-    resident_bytes: Callable[[], int],
-    *,
-    expected_free: tuple[torch.device, int] | None,
-    timeout_s: float,
-) -> None:
-    """Return once a release has really happened.
+class DeviceMemory:
+    """One device as its driver and torch's allocator see it; of a CPU they say nothing."""
 
-    Args:
-        resident_bytes: what the engine itself still counts; must reach 0.
-        expected_free: device and the free bytes it must reach; None where only storage can be
-            counted.
-        timeout_s: seconds to wait.
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
-    Raises:
-        EngineError: memory did not come back in time, with both numbers.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        still = resident_bytes()
-        short = 0
-        if expected_free is not None:
-            device, wanted = expected_free
-            short = max(0, wanted - (free_bytes(device) or 0))
-        if not still and not short:
-            return
-        if time.monotonic() > deadline:
-            raise EngineError(
-                f"released memory did not come back within {timeout_s:g} s: the engine still holds "
-                f"{still / 2**20:.1f} MiB and the device lacks {short / 2**20:.1f} MiB; "
-                "if releasing is only slow, raise rollout.stage_timeout_s"
-            )
-        time.sleep(_POLL_S)
+    def free_bytes(self) -> int | None:
+        """Return the free bytes of the device; None on a CPU."""
+        return free_bytes(self.device)
+
+    def total_bytes(self) -> int | None:
+        """Return the bytes of the device; None on a CPU."""
+        is_cuda = self.device.type == "cuda"
+        return torch.cuda.mem_get_info(self.device)[1] if is_cuda else None
+
+    def allocated_bytes(self) -> int | None:
+        """Return what tensors of this process take, whoever holds them; None on a CPU."""
+        is_cuda = self.device.type == "cuda"
+        return torch.cuda.memory_allocated(self.device) if is_cuda else None
+
+    def empty_cache(self) -> None:
+        """Give cached blocks back to the driver; see ``empty_cache``."""
+        empty_cache(self.device)

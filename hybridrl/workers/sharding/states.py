@@ -6,7 +6,8 @@
     READY -> PAUSED -> DRAINED -> ASLEEP -> WEIGHTS_UP -> SYNCED -> CACHE_UP -> READY
     PAUSED | DRAINED -> READY       roll back: nothing was released yet
     DRAINED -> SYNCED               weights updated without sleeping
-    DRAINED | SYNCED -> KV_ASLEEP   base weights stay (LoRA), only KV cache and graphs are released
+    DRAINED -> KV_ASLEEP            base weights stay (LoRA), only KV cache and graphs are released
+    WEIGHTS_UP | SYNCED | CACHE_UP -> KV_ASLEEP   likewise, after a wake-up that failed
     KV_ASLEEP -> SYNCED
     WEIGHTS_UP | SYNCED | CACHE_UP -> ASLEEP    unwind: a wake-up failed
     any -> BROKEN -> BOOT           an engine that failed after a release is restarted, not resumed
@@ -64,7 +65,11 @@ PAUSE = _edge("pause", {State.READY}, State.PAUSED, if_failed=State.PAUSED)
 DRAIN = _edge("drain", {State.PAUSED}, State.DRAINED, if_failed=State.PAUSED)
 ROLL_BACK = _edge("roll_back", {State.PAUSED, State.DRAINED}, State.READY)
 RELEASE = _edge("release", {State.DRAINED}, State.ASLEEP)
-RELEASE_CACHE = _edge("release_cache", {State.DRAINED, State.SYNCED}, State.KV_ASLEEP)
+RELEASE_CACHE = _edge(
+    "release_cache",
+    {State.DRAINED, State.WEIGHTS_UP, State.SYNCED, State.CACHE_UP},
+    State.KV_ASLEEP,
+)
 RESUME_WEIGHTS = _edge("resume_weights", {State.ASLEEP}, State.WEIGHTS_UP)
 SYNC = _edge("sync", {State.WEIGHTS_UP, State.DRAINED, State.KV_ASLEEP}, State.SYNCED)
 RESUME_CACHE = _edge("resume_cache", {State.SYNCED}, State.CACHE_UP)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from hybridrl.errors import PhaseError
+from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.workers.sharding.control import ControlGroup
-from hybridrl.workers.sharding.memory import empty_cache
+from hybridrl.workers.sharding.memory import DeviceMemory
 from hybridrl.workers.sharding.memory_table import Holder
 from hybridrl.workers.train.protocol import TrainState
+
+_MAY_STAY_BYTES = 2**30
+"""Of torch's memory, besides what tenants list: tables, workspaces of cuBLAS and of kernels."""
 
 
 class Tenant(Protocol):
@@ -34,8 +39,12 @@ class Tenants:
 
     def __init__(self, *, device: torch.device, control: ControlGroup) -> None:
         self._tenants: dict[str, Tenant] = {}
-        self._device = device
         self._control = control
+        self._metrics: Metrics = {}
+        self.memory = DeviceMemory(device)
+        """Of the device, as torch's allocator sees it."""
+        self.engine_bytes: Callable[[], int] = int
+        """What a rollout engine in this very process holds of torch's memory."""
 
     def register(self, name: str, tenant: Tenant) -> None:
         """Add a tenant.
@@ -63,7 +72,8 @@ class Tenants:
         """Parameters leave.
 
         Raises:
-            StageError: on all ranks, if anything of any tenant is still on a device.
+            StageError: on all ranks, if anything of any tenant is still on a device, or more of
+                torch's memory than anybody lists.
         """
         self._control.everywhere("leave", self._offload_parameters)
 
@@ -75,12 +85,12 @@ class Tenants:
         for tenant in self._tenants.values():
             tenant.offload(TrainState.GRADIENTS)
             tenant.offload(TrainState.OPTIMIZER)
-        empty_cache(self._device)
+        self.memory.empty_cache()
 
     def _offload_parameters(self) -> None:
         for tenant in self._tenants.values():
             tenant.offload(TrainState.PARAMETERS)
-        empty_cache(self._device)
+        self.memory.empty_cache()
         left = [
             f"{holder.name} {holder.num_bytes / 2**20:.1f} MiB"
             for holder in self.holders()
@@ -91,6 +101,30 @@ class Tenants:
                 "the KV cache may not wake while training state is on the device: "
                 + ", ".join(left)
             )
+        self._require_nothing_unlisted()
+
+    def _require_nothing_unlisted(self) -> None:
+        """Hold what tenants list against torch's own count: a list forgets what it never knew."""
+        allocated = self.memory.allocated_bytes()
+        if allocated is None:
+            return
+        unlisted = allocated - self.engine_bytes()
+        found: Metrics = {"memory/left_allocated_bytes/max": Max(unlisted)}
+        self._metrics = merge([self._metrics, found])
+        if unlisted > _MAY_STAY_BYTES:
+            raise PhaseError(
+                "the KV cache may not wake while training state is on the device: "
+                f"{', '.join(self._tenants)} list nothing, and torch has {unlisted / 2**20:,.1f} "
+                f"MiB of {self.memory.device} allocated, of which {_MAY_STAY_BYTES / 2**20:,.0f} "
+                "may stay (tables, workspaces). Something keeps tensors that offload() does not "
+                "know: see torch.cuda.memory_snapshot(), or set rollout.sleep=false and a lower "
+                "rollout.memory_fraction"
+            )
+
+    def take_metrics(self) -> Metrics:
+        """Return what was left since the last call, and start anew."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
 
     def _restore(self) -> None:
         for tenant in self._tenants.values():

@@ -7,11 +7,14 @@ stream, and compares. A tensor that the stream dropped, mixed up or tore is foun
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import gettempdir, mkdtemp
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -25,8 +28,15 @@ _INDEX = "model.safetensors.index.json"
 class WeightFolder:
     """The safetensors of a Hugging Face folder, written bucket by bucket on the engine's node."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, dtype: torch.dtype) -> None:
+        """Write nothing yet.
+
+        Args:
+            folder: that exists.
+            dtype: of floating-point tensors in the files: the engine's, in which weights travel.
+        """
         self.folder = folder
+        self._dtype = dtype
         self._file_of: dict[str, str] = {}
         self._num_files = 0
 
@@ -38,7 +48,7 @@ class WeightFolder:
         """
         self._num_files += 1
         file_name = f"model-{self._num_files:05d}.safetensors"
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket}
+        tensors = {name: self._as_sent(tensor).cpu().contiguous() for name, tensor in bucket}
         try:
             save_file(tensors, self.folder / file_name, metadata={"format": "pt"})
             self._file_of |= dict.fromkeys(tensors, file_name)
@@ -51,9 +61,24 @@ class WeightFolder:
                 "rollout.check_first_sync=false"
             ) from error
 
+    def _as_sent(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
-@contextmanager
-def temporary_weight_folder() -> Iterator[WeightFolder]:
-    """A folder that is gone afterwards."""
-    with TemporaryDirectory(prefix="hybridrl-first-sync-") as name:
-        yield WeightFolder(Path(name))
+    def remove(self) -> None:
+        """Remove the folder with all that was written. Idempotent."""
+        with suppress(FileNotFoundError):
+            for file in self.folder.iterdir():
+                file.unlink(missing_ok=True)
+            self.folder.rmdir()
+
+
+def make_weight_folder(*, dtype: torch.dtype) -> WeightFolder:
+    """Make a folder among the temporary files of this node; whoever makes it removes it."""
+    return WeightFolder(Path(mkdtemp(prefix="hybridrl-first-sync-")), dtype=dtype)
+
+
+def place_of_temporary_files() -> str:
+    """Name the folder of temporary files so that processes have the same name for the same one."""
+    status = os.stat(gettempdir())
+    return f"{socket.gethostname()} {status.st_dev} {status.st_ino}"

@@ -143,12 +143,14 @@ class ShardedModel(ResidentModel, Generic[Model]):
             Each column, jagged float32 [B, L] on the host, 0 where the mask is False.
         """
         columns: list[Tensor] = []
-        for pack in self._packing.cut(token_ids_BL, response_mask_BL):
-            scores = score(pack.tokens)
-            columns = columns or [torch.zeros(token_ids_BL.values().shape) for _ in scores]
-            for column, scores_S in zip(columns, scores, strict=True):
-                column[pack.place_S] = scores_S.cpu()
-        reshard(self.model)
+        try:
+            for pack in self._packing.cut(token_ids_BL, response_mask_BL):
+                scores = score(pack.tokens)
+                columns = columns or [torch.zeros(token_ids_BL.values().shape) for _ in scores]
+                for column, scores_S in zip(columns, scores, strict=True):
+                    column[pack.place_S] = scores_S.cpu()
+        finally:  # a phase may follow an error: what is whole would not leave the device
+            reshard(self.model)
         lengths_B = row_lengths(token_ids_BL)
         return [jagged_from(column, lengths_B) for column in columns]
 

@@ -30,6 +30,7 @@ from hybridrl.workers.rollout.protocol import (
 from hybridrl.workers.sharding.control import ControlGroup, Failures, attempt
 from hybridrl.workers.sharding.lifecycle import Depth, LifeCycle
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.sharding.memory import DeviceMemory
 from hybridrl.workers.sharding.states import State
 from hybridrl.workers.sharding.tenants import Tenants
 from hybridrl.workers.sharding.weight_stream import buckets
@@ -164,6 +165,10 @@ def allocate(tensor: Tensor) -> None:
     tensor.fill_(torch.nan)
 
 
+def allocate_on_host(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
 def stored_bytes(tensors: Collection[Tensor]) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
@@ -172,6 +177,8 @@ class RecordingEngine:
     """A RolloutEngine whose responses' log-probs are its weights, so that garbage is seen."""
 
     frees_memory = True
+    keeps_backup = True
+    """Whether it was started so that it can copy weights to the host, as a server must be."""
 
     def __init__(self, index: int, journal: Journal, policy: Policy = Policy.WHOLE) -> None:
         self.index = index
@@ -245,6 +252,8 @@ class RecordingEngine:
 
     def release(self, part: MemoryPart, *, backup: frozenset[str] = frozenset()) -> None:
         with self.journal.entry(self.index, "release", part.value):
+            if not self.keeps_backup and backup - {BUFFER}:
+                raise EngineError(f"{sorted(backup)} would be lost: no host copy is kept here")
             for name, tensor in self.memory[part].items():
                 if name in backup:
                     self._copies[name] = tensor.clone()
@@ -280,6 +289,30 @@ class RecordingEngine:
 
     def shutdown(self) -> None:
         self.is_alive = False
+
+
+class CountedMemory(DeviceMemory):
+    """A device of ``total`` bytes, on which the storages of engines and tenants are counted."""
+
+    def __init__(self, *, total: int, held_bytes: Callable[[], int]) -> None:
+        super().__init__(CPU)
+        self._total = total
+        self._held_bytes = held_bytes
+        self.unlisted = 0
+        """Bytes that somebody holds and nobody lists."""
+        self.calls: list[str] = []
+
+    def free_bytes(self) -> int:
+        return self._total - self._held_bytes() - self.unlisted
+
+    def total_bytes(self) -> int:
+        return self._total
+
+    def allocated_bytes(self) -> int:
+        return self._held_bytes() + self.unlisted
+
+    def empty_cache(self) -> None:
+        self.calls.append("empty_cache")
 
 
 class RecordingTenant:

@@ -8,7 +8,7 @@ from hybridrl.workers.rollout.protocol import MemoryPart
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.lifecycle import Depth
 from hybridrl.workers.sharding.states import State
-from tests.workers.sharding.recording import TENANT, Rig
+from tests.workers.sharding.recording import TENANT, Policy, Rig
 
 FALLING_ASLEEP = [("pause", ""), ("drain", "")]
 RELEASE = [("release", part.value) for part in MemoryPart]
@@ -242,3 +242,20 @@ def test_all_engines_at_fault_are_named() -> None:
         rig.life.wake()
     rig.check_training()
     rig.cycle()
+
+
+def test_with_a_resident_base_a_failed_wake_up_restarts_the_engine_at_fault_alone() -> None:
+    rig = Rig(num_engines=3, depth=Depth.CACHE, policy=Policy.ADAPTER_KEPT_BASE)
+    for engine in rig.engines:
+        engine.keeps_backup = False
+    rig.cycle()
+    for call in ("kv_cache", "cuda_graph"):
+        rig.journal.events.clear()
+        rig.journal.fail(1, "resume", call)
+        with pytest.raises(StageError, match="resume_cache failed on engine 1"):
+            rig.life.wake()
+        assert rig.life.states == (State.KV_ASLEEP, State.ASLEEP, State.KV_ASLEEP)
+        assert [rig.journal.calls(engine).count("restart") for engine in range(3)] == [0, 1, 0]
+        assert "release weights" not in rig.journal.calls(0) + rig.journal.calls(2)
+        rig.check_training()
+        rig.cycle()

@@ -5,13 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-import torch
 
 from hybridrl.metrics import Sum
-from hybridrl.workers.sharding import managed_engine
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.lifecycle import Depth
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.sharding.memory import DeviceMemory
 from hybridrl.workers.sharding.states import State
 from tests.workers.sharding.recording import CPU, Event, Journal, RecordingEngine, Rig
 from tests.workers.sharding.test_manager import _device
@@ -67,15 +66,21 @@ def test_no_engine_continues_before_all_have_their_cache_even_if_one_had_to_be_r
     rig.cycle()
 
 
-def test_the_allocators_cache_is_emptied_before_every_resume(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+class EmptiedMemory(DeviceMemory):
+    """A device whose cache is emptied in the journal."""
+
+    journal: Journal
+
+    def empty_cache(self) -> None:
+        self.journal.events.append(Event(-2, "empty_cache"))
+
+
+def test_the_allocators_cache_is_emptied_before_every_resume() -> None:
     rig = Rig()
-
-    def empty_cache(device: torch.device) -> None:
-        rig.journal.events.append(Event(-2, "empty_cache"))
-
-    monkeypatch.setattr(managed_engine, "empty_cache", empty_cache)
+    memory = EmptiedMemory(CPU)
+    memory.journal = rig.journal
+    for managed in rig.set.engines:
+        managed.memory = memory
     for _ in range(2):
         rig.journal.events.clear()
         rig.cycle()

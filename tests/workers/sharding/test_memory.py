@@ -4,26 +4,14 @@ import pytest
 import torch
 
 from hybridrl.errors import EngineError, PhaseError
-from hybridrl.workers.sharding.control import ControlGroup
-from hybridrl.workers.sharding.memory import empty_cache, free_bytes, wait_until_freed
+from hybridrl.metrics import Max
+from hybridrl.workers.rollout.protocol import MemoryPart
+from hybridrl.workers.sharding.control import ControlGroup, StageError
+from hybridrl.workers.sharding.memory import DeviceMemory, empty_cache, free_bytes
+from hybridrl.workers.sharding.release import await_release
 from hybridrl.workers.sharding.tenants import Tenants
 from hybridrl.workers.train.protocol import TrainState
-from tests.workers.sharding.recording import CPU, Journal, RecordingTenant
-
-
-def test_a_release_that_takes_a_while_is_waited_for() -> None:
-    resident = iter([3, 2, 1, 0])
-    wait_until_freed(lambda: next(resident), expected_free=None, timeout_s=60.0)
-    assert list(resident) == []
-
-
-def test_memory_that_does_not_come_back_is_an_error_with_the_amount_and_the_key() -> None:
-    with pytest.raises(EngineError) as raised:
-        wait_until_freed(lambda: 3 * 2**20, expected_free=None, timeout_s=0.05)
-    assert str(raised.value) == (
-        "released memory did not come back within 0.05 s: the engine still holds 3.0 MiB and the "
-        "device lacks 0.0 MiB; if releasing is only slow, raise rollout.stage_timeout_s"
-    )
+from tests.workers.sharding.recording import CPU, CountedMemory, Journal, RecordingTenant
 
 
 def test_a_cpu_counts_storage_and_not_free_memory() -> None:
@@ -34,14 +22,62 @@ def test_a_cpu_counts_storage_and_not_free_memory() -> None:
 @pytest.mark.gpu
 def test_a_release_counts_only_when_the_device_is_free_again() -> None:
     device = torch.device("cuda:0")
+    memory = DeviceMemory(device)
     block = torch.empty(256 * 2**20, dtype=torch.uint8, device=device)
-    before = free_bytes(device) or 0
-    wanted = (device, before + block.nbytes)
+    before = free_bytes(device)
+
+    def release(timeout_s: float) -> int:
+        return await_release(
+            MemoryPart.KV_CACHE,
+            256 * 2**20,
+            resident_bytes=int,
+            memory=memory,
+            free_before=before,
+            timeout_s=timeout_s,
+        )
+
     with pytest.raises(EngineError, match="the device lacks"):
-        wait_until_freed(lambda: 0, expected_free=wanted, timeout_s=0.1)
+        release(0.1)
     del block
-    empty_cache(device)
-    wait_until_freed(lambda: 0, expected_free=wanted, timeout_s=5.0)
+    memory.empty_cache()
+    assert release(5.0) >= 256 * 2**20
+    assert memory.allocated_bytes() is not None
+
+
+def test_memory_that_was_shared_is_collected_before_the_cache_is_emptied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    for name in ("synchronize", "ipc_collect", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: calls.append(name))
+    DeviceMemory(torch.device("cuda", 0)).empty_cache()
+    assert calls == ["synchronize", "ipc_collect", "empty_cache"]
+
+
+def test_what_tenants_do_not_list_keeps_them_from_having_left() -> None:
+    tenant = RecordingTenant(Journal())
+    tenants = Tenants(device=CPU, control=ControlGroup(timeout_s=1.0))
+    tenants.register("actor", tenant)
+    engine_bytes = 3 * 2**30
+    memory = CountedMemory(
+        total=2**36,
+        held_bytes=lambda: engine_bytes + sum(tenant.resident_bytes(part) for part in TrainState),
+    )
+    tenants.memory = memory
+    tenants.engine_bytes = lambda: engine_bytes
+    for unlisted, is_refused in ((2**28, False), (2**31, True), (0, False)):
+        memory.unlisted = unlisted
+        tenants.make_room()
+        if is_refused:
+            with pytest.raises(StageError, match=r"actor list nothing, and torch has 2,048.0 MiB"):
+                tenants.leave()
+        else:
+            tenants.leave()
+        assert memory.calls == ["empty_cache"] * 2
+        memory.calls.clear()
+        assert tenants.take_metrics() == {"memory/left_allocated_bytes/max": Max(unlisted)}
+        assert tenants.take_metrics() == {}
+        tenants.come_back()
 
 
 def test_all_tenants_leave_and_come_back_in_every_cycle() -> None:

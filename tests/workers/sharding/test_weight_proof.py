@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from hybridrl.workers.rollout.hf import HFRolloutEngine
+from hybridrl.workers.sharding import fused_engines
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.manager import ShardingManager
-from hybridrl.workers.sharding.weight_proof import temporary_weight_folder
+from hybridrl.workers.sharding.weight_proof import make_weight_folder
 from tests.models import make_tiny_model
 from tests.ranks import run_ranks
 from tests.workers.rollout.engines import make_prompts, rollout_config, sampling_params
@@ -74,11 +77,59 @@ def test_a_folder_of_buckets_is_one_that_engines_load_and_is_gone_afterwards(
     tiny_model: Path,
 ) -> None:
     weights = load_file(tiny_model / "model.safetensors")
-    with temporary_weight_folder() as folder:
-        for item in weights.items():
-            folder.write([item])
-        files = sorted(folder.folder.glob("*.safetensors"))
-        assert len(files) == len(weights)
-        found = {name: t for file in files for name, t in load_file(file).items()}
-        assert found.keys() == weights.keys()
-    assert not folder.folder.exists()
+    folder = make_weight_folder(dtype=torch.bfloat16)
+    for item in [*weights.items(), ("step", torch.tensor([7]))]:
+        folder.write([item])
+    files = sorted(folder.folder.glob("*.safetensors"))
+    assert len(files) == len(weights) + 1
+    found = {name: t for file in files for name, t in load_file(file).items()}
+    assert found.pop("step").tolist() == [7]
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name].bfloat16()) for name in weights)
+    for _ in range(2):
+        folder.remove()
+        assert not folder.folder.exists()
+
+
+class Noting(HFRolloutEngine):
+    """The embedded engine, writing down the proofs that it was asked for."""
+
+    def expect_weights(self, folder: Path) -> None:
+        files = sorted(folder.glob("*.safetensors"))
+        self.proofs.append(
+            (folder.name, {str(t.dtype) for f in files for t in load_file(f).values()})
+        )
+        super().expect_weights(folder)
+
+    proofs: list[tuple[str, set[str]]]
+
+
+def _proofs_on_two_nodes(rank: int, model: Path, folder: Path) -> list[tuple[str, set[str]]]:
+    """Ranks 0 and 1 are on one node, 2 on another. All sample, engine 1 restarts, all sample."""
+    tempfile.tempdir = str(folder)
+    fused_engines.place_of_temporary_files = lambda: f"node {rank // 2}"
+    config = replace(rollout_config(), check_first_sync=True, dtype="bfloat16")
+    engine = Noting(model, config=config, max_context_tokens=32, device=CPU)
+    engine.proofs = []
+    manager = ShardingManager(
+        engine=engine, config=config, device=CPU, control=ControlGroup(timeout_s=30.0)
+    )
+    manager.attach_policy(build_fsdp2(model))
+    for phase in range(2):
+        with manager.rollout_phase():
+            engine.generate(PROMPTS, SAMPLING)
+        if phase == 0 and rank == 1:
+            manager._engines.managed.restart()
+            manager._engines.managed.start()
+    return engine.proofs
+
+
+def test_one_proof_is_written_a_node_and_a_restart_proves_one_engine(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    zero, one, two = run_ranks(3, _proofs_on_two_nodes, tiny_model, tmp_path)
+    assert [len(proofs) for proofs in (zero, one, two)] == [1, 2, 1]
+    assert zero[0] == one[0]  # the same folder
+    assert zero[0][0] != two[0][0]
+    assert all(dtypes == {"torch.bfloat16"} for _, dtypes in zero + one + two)
+    assert list(tmp_path.glob("hybridrl-first-sync-*")) == []

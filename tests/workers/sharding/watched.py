@@ -27,7 +27,7 @@ DRAWN = {
     "drain": "PAUSED -> DRAINED",
     "roll_back": "PAUSED DRAINED -> READY",
     "release": "DRAINED -> ASLEEP",
-    "release_cache": "DRAINED SYNCED -> KV_ASLEEP",
+    "release_cache": "DRAINED WEIGHTS_UP SYNCED CACHE_UP -> KV_ASLEEP",
     "resume_weights": "ASLEEP -> WEIGHTS_UP",
     "sync": "WEIGHTS_UP DRAINED KV_ASLEEP -> SYNCED",
     "resume_cache": "SYNCED -> CACHE_UP",

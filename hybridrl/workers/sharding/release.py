@@ -1,0 +1,92 @@
+"""What must be seen of a release before it counts, and what a resume will need again.
+
+An engine in another process says how much a part holds, from its own figures, of which some lie
+outside of what it can give back: SGLang takes the fall of free memory around the capture of graphs,
+and its buffer of logits, page tables and workspaces stay.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from hybridrl.errors import EngineError
+from hybridrl.workers.rollout.protocol import MemoryPart
+from hybridrl.workers.sharding.memory import DeviceMemory
+
+log = logging.getLogger(__name__)
+
+_DEMANDED = {MemoryPart.WEIGHTS: 0.8, MemoryPart.KV_CACHE: 0.8, MemoryPart.CUDA_GRAPH: 0.0}
+"""Share of what a part is said to hold by which free memory must rise."""
+
+_HOPED = 0.97
+"""Share below which it is told."""
+
+_POLL_S = 0.02
+_GRACE_S = 0.5
+"""How long what is enough may take to become what was hoped for."""
+
+_MIB = 2**20
+
+
+def demanded_bytes(part: MemoryPart, said_bytes: int) -> int:
+    """Return how many of the bytes that a part is said to hold must be seen to come back."""
+    return int(_DEMANDED[part] * said_bytes)
+
+
+def await_release(
+    part: MemoryPart,
+    said_bytes: int,
+    *,
+    resident_bytes: Callable[[], int],
+    memory: DeviceMemory,
+    free_before: int | None,
+    timeout_s: float,
+) -> int:
+    """Return what was seen to come back, once that is enough.
+
+    Args:
+        part: what was released.
+        said_bytes: what the engine said that it held.
+        resident_bytes: what the engine itself still counts; must reach 0.
+        memory: of the device.
+        free_before: free bytes before the release; None where only storage can be counted.
+        timeout_s: seconds to wait.
+
+    Raises:
+        EngineError: too little came back in time, with both numbers.
+    """
+    demanded = demanded_bytes(part, said_bytes)
+    begin = enough_at = time.monotonic()
+    while True:
+        still = resident_bytes()
+        seen = _risen(memory, free_before, said_bytes)
+        now = time.monotonic()
+        if still or seen < demanded:
+            enough_at = now
+            if now - begin > timeout_s:
+                raise _not_back(timeout_s, still=still, short=max(0, demanded - seen))
+        elif seen >= _HOPED * said_bytes or not demanded or now - enough_at > _GRACE_S:
+            break
+        time.sleep(_POLL_S)
+    tell = log.warning if demanded and seen < _HOPED * said_bytes else log.info
+    tell(
+        "released: part=%s said_mib=%.1f seen_mib=%.1f",
+        *(part.value, said_bytes / _MIB, seen / _MIB),
+    )
+    return seen
+
+
+def _risen(memory: DeviceMemory, free_before: int | None, said_bytes: int) -> int:
+    if free_before is None:
+        return said_bytes
+    return max(0, (memory.free_bytes() or 0) - free_before)
+
+
+def _not_back(timeout_s: float, *, still: int, short: int) -> EngineError:
+    return EngineError(
+        f"released memory did not come back within {timeout_s:.3g} s: the engine still holds "
+        f"{still / _MIB:.1f} MiB and the device lacks {short / _MIB:.1f} MiB; "
+        "if releasing is only slow, raise rollout.stage_timeout_s"
+    )

@@ -1,0 +1,107 @@
+"""A bucket in flight outlives the copies of whoever reads it, by the transports' own buffers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrl.workers.rollout.flat_buffers import tensors_in
+from hybridrl.workers.rollout.protocol import Bucket, Offer
+from hybridrl.workers.rollout.server_broadcast import BroadcastTransport
+from hybridrl.workers.rollout.server_transports import DiskTransport, SharedTransport, Transport
+from hybridrl.workers.sharding.control import ControlGroup, Neighbours
+from hybridrl.workers.sharding.weight_pipeline import stream_offers
+
+CPU = torch.device("cpu")
+NUM_BUCKETS = 6
+
+
+def _never(**_: object) -> torch.distributed.ProcessGroup:
+    raise AssertionError("nothing is sent here")
+
+
+def _shared(num_ranks: int) -> Transport:
+    return SharedTransport(
+        device=CPU, num_ranks=num_ranks, encode=lambda flat, slots: "", dtype=torch.float32
+    )
+
+
+TRANSPORTS = {
+    "shared": lambda: _shared(1),
+    "shared by two ranks": lambda: _shared(2),
+    "disk": lambda: DiskTransport(leads=True, dtype=torch.float32),
+    "broadcast": lambda: BroadcastTransport(
+        device=CPU, leads=True, num_ranks=1, timeout_s=5.0, join=_never, dtype=torch.float32
+    ),
+}
+
+
+class LateReaderPort:
+    """A server whose ranks read as late as they may.
+
+    The first has read a bucket when it answers: here, when the next one has been packed. The others
+    have read it when the first answers the bucket after it.
+    """
+
+    def __init__(self, transport: Transport, *, num_ranks: int) -> None:
+        self._transport = transport
+        self._num_ranks = num_ranks
+        self._num_packed = 0
+        self._packed = threading.Condition()
+        self._delivered: list[Offer] = []
+        self.read: list[list[list[float]]] = [[] for _ in range(num_ranks)]
+
+    def offer(self, bucket: Bucket) -> Offer:
+        offer = self._transport.offer(bucket)
+        with self._packed:
+            self._num_packed += 1
+            self._packed.notify_all()
+        return offer
+
+    def deliver(self, offer: Offer, handles: Sequence[str]) -> None:
+        self._delivered.append(offer)
+        number = len(self._delivered)
+        with self._packed:
+            is_packed = self._packed.wait_for(
+                lambda: self._num_packed >= min(number + 1, NUM_BUCKETS), timeout=20.0
+            )
+        assert is_packed
+        self._read(0, offer)
+        if self._num_ranks > 1 and number > 1:
+            self._read(1, self._delivered[-2])
+
+    def end_stream(self) -> None:
+        self._transport.free()
+
+    def _read(self, rank: int, offer: Offer) -> None:
+        assert offer.flat is not None
+        (values,) = tensors_in(offer.flat, offer.slots).values()
+        self.read[rank].append(values.tolist())
+
+
+def _weights() -> Iterator[tuple[str, Tensor]]:
+    for number in range(NUM_BUCKETS):
+        yield f"w{number}", torch.full((8,), float(number))
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_bucket_is_whole_for_the_last_who_reads_it(name: str) -> None:
+    num_ranks = 2 if "two" in name else 1
+    port = LateReaderPort(TRANSPORTS[name](), num_ranks=num_ranks)
+    control = ControlGroup(timeout_s=20.0)
+    report = stream_offers(
+        _weights(),
+        port,
+        deliver=port.deliver,
+        bucket_bytes=32,
+        control=control,
+        neighbours=Neighbours(control, size=1),
+    )
+    assert not report.failures
+    sent = [[float(number)] * 8 for number in range(NUM_BUCKETS)]
+    assert port.read[0] == sent
+    assert port.read[1:] == [sent[:-1]] * (num_ranks - 1)

@@ -1,0 +1,191 @@
+"""Real ranks wait for each other longer than any of them may wait for its engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from hybridrl.errors import ConfigError, ConfigErrors, EngineError
+from hybridrl.workers.rollout.flat_buffers import FlatBuffers, tensors_in
+from hybridrl.workers.rollout.protocol import Bucket, MemoryPart, Offer
+from hybridrl.workers.sharding.control import ControlGroup, StageError
+from hybridrl.workers.sharding.engine_start import start_engine
+from hybridrl.workers.sharding.manager import ShardingManager
+from hybridrl.workers.sharding.states import State
+from tests.ranks import run_ranks
+from tests.workers.sharding.recording import (
+    CPU,
+    WEIGHTS,
+    Journal,
+    RecordingEngine,
+    RecordingTrainEngine,
+    allocate_on_host,
+    rollout_config,
+)
+
+STAGE_S = 1.5
+"""What a stage may take; ranks are late by more than twice of it."""
+
+LATE_S = 4.0
+
+
+class SlowEngine(RecordingEngine):
+    """Boots more slowly than a stage may take, and once keeps what it says it has released.
+
+    Or gives it back later than it says, each part within the time of a stage, all beyond it.
+    """
+
+    keeps: MemoryPart | None = None
+    is_crawling = False
+    _gone_at = 0.0
+
+    def resident_bytes(self, part: MemoryPart) -> int:
+        return 1 if time.monotonic() < self._gone_at else super().resident_bytes(part)
+
+    def release(self, part: MemoryPart, *, backup: frozenset[str] = frozenset()) -> None:
+        if part is self.keeps:
+            self.keeps = None
+            return
+        super().release(part, backup=backup)
+        if self.is_crawling:
+            self._gone_at = time.monotonic() + 0.8 * STAGE_S
+
+    def restart(self) -> None:
+        self.is_crawling, self._gone_at = False, 0.0
+        time.sleep(LATE_S)
+        super().restart()
+
+
+class MemoryPort:
+    """A rank's end of the stream into an engine that lies in the memory of the leader."""
+
+    def __init__(self, engine: RecordingEngine | None) -> None:
+        self._engine = engine
+        self._buffers = FlatBuffers(count=2, allocate=allocate_on_host)
+
+    def offer(self, bucket: Bucket) -> Offer:
+        flat, slots = self._buffers.pack(bucket)
+        return Offer(slots, flat, "")
+
+    def deliver(self, offer: Offer, handles: Sequence[str]) -> None:
+        assert self._engine is not None and offer.flat is not None
+        assert len(handles) == 2
+        self._engine.update_weights(list(tensors_in(offer.flat, offer.slots).items()))
+
+    def end_stream(self) -> None:
+        self._buffers.free()
+
+
+def _late_engine() -> SlowEngine:
+    time.sleep(LATE_S)
+    return SlowEngine(0, Journal())
+
+
+def _two_ranks_of_an_engine_that_starts_late(rank: int) -> bool:
+    config = rollout_config(tensor_parallel_size=2)
+    control = ControlGroup(timeout_s=STAGE_S)
+
+    def build() -> SlowEngine:
+        assert (0, 1) in control._subgroups  # made while no rank was late
+        return _late_engine()
+
+    engine = start_engine(build if rank == 0 else None, config=config, control=control)
+    assert (engine is None) == (rank == 1)
+    assert engine is None or isinstance(engine, SlowEngine)
+    manager = ShardingManager(
+        engine=engine, port=MemoryPort(engine), config=config, device=CPU, control=control
+    )
+    manager.attach_policy(RecordingTrainEngine(Journal()))
+    with manager.rollout_phase():
+        served = {} if engine is None else engine.serve()
+    return all(served[name].tolist() == [size] * size for name, size in WEIGHTS.items() if served)
+
+
+def test_ranks_wait_for_an_engine_that_starts_later_than_a_stage() -> None:
+    assert run_ranks(2, _two_ranks_of_an_engine_that_starts_late) == [True, True]
+
+
+class OneOfTheirs(Exception):
+    """An error of another library, that cannot be read again."""
+
+    def __init__(self, *, text: str) -> None:
+        super().__init__(text)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (OneOfTheirs, ())
+
+
+def _one_engine_does_not_start(rank: int, error: Exception) -> tuple[str, list[str], bool]:
+    control = ControlGroup(timeout_s=STAGE_S)
+    started: list[SlowEngine] = []
+
+    def build() -> SlowEngine:
+        if rank == 1:
+            raise error if isinstance(error, ConfigErrors) else OneOfTheirs(text=str(error))
+        started.append(_late_engine())
+        return started[0]
+
+    with pytest.raises((ConfigErrors, EngineError)) as raised:
+        start_engine(build, config=rollout_config(), control=control)
+    is_left = any(engine.is_alive for engine in started)
+    return f"{type(raised.value).__name__}: {raised.value}", raised.value.__notes__, is_left
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ConfigErrors([ConfigError("rollout.engine_args.x", 1, "unknown", "drop it")]), "ConfigEr"),
+        (OSError("no such kernel"), "EngineError: OneOfTheirs: no such kernel"),
+    ],
+)
+def test_all_ranks_raise_what_one_engine_did_not_start_for(error: Exception, text: str) -> None:
+    for raised, notes, is_left in run_ranks(2, _one_engine_does_not_start, error):
+        assert raised.startswith(text)
+        assert notes == ["the rollout engine of rank 1 did not start"]
+        assert not is_left
+
+
+def _phases_of_slow_engines(rank: int, fault: str) -> tuple[list[str], list[State], int]:
+    """Two phases, in the first of which rank 1 is at fault; both ranks must come through both."""
+    engine = SlowEngine(rank, Journal())
+    config = replace(rollout_config(), stage_timeout_s=STAGE_S)
+    manager = ShardingManager(
+        engine=engine, config=config, device=CPU, control=ControlGroup(timeout_s=STAGE_S)
+    )
+    manager.attach_policy(RecordingTrainEngine(Journal()))
+    endings = []
+    for phase in range(2):
+        is_at_fault = rank == 1 and phase == 0
+        try:
+            if is_at_fault and fault == "resume":
+                engine.journal.fail(1, "resume", "kv_cache")
+            with manager.rollout_phase():
+                engine.serve()
+                engine.keeps = MemoryPart.KV_CACHE if is_at_fault and fault == "keep" else None
+                engine.is_crawling = is_at_fault and fault == "crawl"
+            endings.append("")
+        except StageError as error:
+            endings.append(str(error))
+        manager.require_training()
+    return endings, list(manager.states), engine.journal.calls(rank).count("restart")
+
+
+def test_the_group_outlives_a_restart_that_takes_longer_than_a_stage() -> None:
+    answers = run_ranks(2, _phases_of_slow_engines, "resume")
+    for rank, ((first, second), states, num_restarts) in enumerate(answers):
+        assert first.startswith("resume_cache failed on engine 1: InjectedFault: resume kv_cache")
+        assert second == ""
+        assert states == [State.ASLEEP] * 2
+        assert num_restarts == rank
+
+
+@pytest.mark.parametrize("fault", ["keep", "crawl"])
+def test_memory_that_is_not_back_in_time_on_one_rank_restarts_its_engine(fault: str) -> None:
+    answers = run_ranks(2, _phases_of_slow_engines, fault)
+    for rank, (endings, states, num_restarts) in enumerate(answers):
+        assert endings == ["", ""]
+        assert states == [State.ASLEEP] * 2
+        assert num_restarts == rank
