@@ -45,6 +45,17 @@ _EXIT_INTERRUPTED = 130
 _REFUSALS = (HydraException, OmegaConfBaseException, YAMLError)
 
 
+def _dtype_on(device: str) -> str:
+    """Return what a device computes in unless told otherwise: ``${dtype_on:cuda}``.
+
+    CUDA's variable-length attention, and its tensor cores at full speed, want 16 bits.
+    """
+    return "bfloat16" if device == "cuda" else "float32"
+
+
+OmegaConf.register_new_resolver("dtype_on", _dtype_on)
+
+
 class RecipesSource(FileConfigSource):
     """Shows Hydra the group ``recipes`` of the folder above it, and nothing else.
 

@@ -33,6 +33,11 @@ from hybridrl.config.disk_checks import (
     check_trackers,
 )
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.fsdp2_checks import (
+    check_fsdp2_is_used,
+    check_liger_kernels,
+    check_replicas,
+)
 from hybridrl.config.lora_checks import (
     check_adapted_layers,
     check_lora_base,
@@ -210,6 +215,7 @@ _COMMON_RULES: Mapping[str, tuple[Rule, ...]] = {
         check_model_folder,
         check_engines_know_the_model,
     ),
+    "fsdp2": (check_fsdp2_is_used, check_replicas, check_liger_kernels),
     "megatron": (
         check_megatron_is_used,
         check_megatron_is_installed,
