@@ -55,6 +55,8 @@ setup(
             "torch_memory_saver>=0.0.10",
         ],
         "megatron": ["megatron-core>=0.16.1,<0.17"],
+        # Fused layers and attention for it: CUDA alone, and compiled where pip finds no wheel.
+        "transformer-engine": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],
         "wandb": ["wandb"],
         "mlflow": ["mlflow"],
         "math": ["math-verify[antlr4-9-3]"],  # the parser runtime that omegaconf 2.3 pins

@@ -9,7 +9,13 @@ A static cache changes nothing, and continuous batching makes its sampling ten t
 
 TRL's environment and the starter model are made on the first run, in .cache/benchmarks.
 
-    python -m benchmarks.against_trl [--trl torch_compile=false] [--ours KEY=VALUE]
+How far ahead hybridrl is depends on the lengths of responses: where they are short and uneven, TRL
+computes on padding. So there are several cases, those of full length with a tokenizer whose stop
+token is never drawn.
+
+    python -m benchmarks.against_trl [--cases NAME ...] [--trl KEY=JSON] [--ours KEY=VALUE]
+
+``--alone`` runs our side without TRL, to try the script.
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -39,13 +45,9 @@ _TRL = "trl==1.16.*"
 _PHASES = ("step", "generate", "update", "rest")
 _TURN_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 60.0
+_TAIL_LINES = 30
 # What hybridrl gives its own workers, for both: TRL's threads gain from it as well.
 _ENVIRONMENT = env.process_environment(num_threads=2) | {"HF_HUB_OFFLINE": "1"}
-_SETTINGS: dict[str, object] = {
-    "num_prompts": 16,
-    "num_responses": 8,
-    "max_response_tokens": 24,
-}
 _OPTIMIZER = {
     "beta1": 0.9,
     "beta2": 0.95,
@@ -54,7 +56,29 @@ _OPTIMIZER = {
     "max_grad_norm": 1.0,
 }
 
+_NEVER = "<|never|>"
+
 Step = dict[str, float]
+Round = Mapping[str, Sequence[Step]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """What a step does."""
+
+    num_prompts: int = 16
+    max_response_tokens: int = 24
+    is_full_length: bool = False
+    num_steps: int = 3
+    """Of one turn."""
+
+
+_CASES = {
+    "default": Case(),
+    "64 prompts": Case(num_prompts=64, num_steps=1),
+    "24 full tokens": Case(is_full_length=True),
+    "96 full tokens": Case(is_full_length=True, max_response_tokens=96, num_steps=1),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,38 +104,62 @@ class Side:
 
 
 def main() -> None:
-    """Race and print a Markdown table."""
+    """Race and print Markdown tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=3, help="steps of one turn")
-    parser.add_argument("--warmup-steps", type=int, default=8)
+    parser.add_argument("--cases", nargs="+", choices=list(_CASES), default=list(_CASES))
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--warmup-steps", type=int, default=6)
     parser.add_argument("--lr", type=float, default=1e-6)
+    parser.add_argument("--model", type=Path, help="Hugging Face folder; the starter model")
+    parser.add_argument("--alone", action="store_true", help="without TRL")
     parser.add_argument("--raw", type=Path, help="write every step's numbers here, as JSON")
     parser.add_argument(
         "--trl", action="append", default=["torch_compile=true"], help="key=JSON, of GRPOConfig"
     )
     parser.add_argument("--ours", action="append", default=[], help="override of hybridrl")
     options = parser.parse_args()
-    make_trl_environment()
+    if not options.alone:
+        make_trl_environment()
+    model = options.model or make_model()
+    rounds = {name: race_in(_CASES[name], model, options) for name in options.cases}
+    if options.raw:
+        options.raw.write_text(json.dumps(rounds), encoding="utf-8")
+    if options.alone:
+        for name, several in rounds.items():
+            print(f"{name}: {median_of(several, 'hybridrl', 'step'):.3f} s a step")
+        return
+    print_cases(rounds)
+    print_parts(options.cases[0], rounds[options.cases[0]])
+
+
+def race_in(case: Case, model: Path, options: argparse.Namespace) -> list[Round]:
+    """Start both sides and let them take turns."""
     with tempfile.TemporaryDirectory(prefix="against-trl-") as folder:
         scratch = Path(folder)
         settings = {
-            **_SETTINGS,
+            "num_prompts": case.num_prompts,
+            "num_responses": 8,
+            "max_response_tokens": case.max_response_tokens,
             "optimizer": _OPTIMIZER | {"lr": options.lr},
-            "model": str(make_model()),
+            "model": str(without_end(model, scratch) if case.is_full_length else model),
             "rows": str(write_rows(scratch / "rows.jsonl")),
             "scratch": folder,
             "num_warmup_steps": options.warmup_steps,
-            "num_steps": options.warmup_steps + options.rounds * options.steps,
+            "num_steps": options.warmup_steps + options.rounds * case.num_steps,
         }
         text = json.dumps(settings)
-        ours = [sys.executable, "-m", "benchmarks.sides.hybridrl_side", text, *options.ours]
-        theirs = [str(_TRL_PYTHON), "-m", "benchmarks.sides.trl_side", text, *options.trl]
-        with start("TRL", theirs) as trl, start("hybridrl", ours) as hybridrl:
-            rounds = race(trl, hybridrl, num_rounds=options.rounds, num_steps=options.steps)
-    if options.raw:
-        options.raw.write_text(json.dumps(rounds), encoding="utf-8")
-    print_table(rounds)
+        commands = {
+            "TRL": [str(_TRL_PYTHON), "-m", "benchmarks.sides.trl_side", text, *options.trl],
+            "hybridrl": [sys.executable, "-m", "benchmarks.sides.hybridrl_side", text],
+        }
+        commands["hybridrl"] += options.ours
+        with ExitStack() as started:
+            sides = [
+                started.enter_context(start(name, command, log_path=scratch / f"{name}.log"))
+                for name, command in commands.items()
+                if name == "hybridrl" or not options.alone
+            ]
+            return race(sides, num_rounds=options.rounds, num_steps=case.num_steps)
 
 
 def make_trl_environment() -> None:
@@ -140,6 +188,26 @@ def make_model() -> Path:
     return run_dir / "hf"
 
 
+def without_end(model: Path, scratch: Path) -> Path:
+    """Copy a model folder and give it a stop token that it was never taught, so never draws."""
+    folder = scratch / "model"
+    shutil.copytree(model, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    special = tokenizer["added_tokens"]
+    token = 1 + max(one["id"] for one in special)
+    special.append(special[0] | {"id": token, "content": _NEVER})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    changes = {
+        "tokenizer_config.json": {"eos_token": _NEVER},
+        "config.json": {"eos_token_id": token},
+        "generation_config.json": {"eos_token_id": token},
+    }
+    for name, change in changes.items():
+        settings = json.loads((folder / name).read_text(encoding="utf-8"))
+        (folder / name).write_text(json.dumps(settings | change), encoding="utf-8")
+    return folder
+
+
 def write_rows(path: Path) -> Path:
     """Write the default task's training rows, which both sides take in this order."""
     rows = build_sort_digits_rows(10_000, split="train", seed=0, min_digits=2, max_digits=20)
@@ -149,10 +217,9 @@ def write_rows(path: Path) -> Path:
 
 
 @contextmanager
-def start(name: str, command: Sequence[str]) -> Iterator[Side]:
+def start(name: str, command: Sequence[str], *, log_path: Path) -> Iterator[Side]:
     """Start one side, wait until it has warmed up, and in the end let it stop by itself."""
     connection, its_end = Pipe()
-    log_path = _CACHE / f"{name}.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             [*command, "--connection", str(its_end.fileno())],
@@ -169,49 +236,74 @@ def start(name: str, command: Sequence[str]) -> Iterator[Side]:
         yield side
         connection.send(0)
         process.wait(_STOP_TIMEOUT_S)
-    except EOFError:
-        raise SystemExit(f"{name} ended early; {log_path} says why") from None
+    except (EOFError, ConnectionError):
+        said = log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+        raise SystemExit("\n".join([f"{name} ended early; its last words:", *said])) from None
     finally:
         process.kill()
         process.wait()
 
 
-def race(
-    trl: Side, hybridrl: Side, *, num_rounds: int, num_steps: int
-) -> list[Mapping[str, list[Step]]]:
-    """Let both take their turns; who begins alternates."""
+def race(sides: Sequence[Side], *, num_rounds: int, num_steps: int) -> list[Round]:
+    """Let all take their turns; who begins alternates."""
     rounds = []
     for number in range(num_rounds):
-        order = (trl, hybridrl) if number % 2 else (hybridrl, trl)
+        order = sides if number % 2 else sides[::-1]
         rounds.append({side.name: side.take(num_steps) for side in order})
     return rounds
 
 
-def print_table(rounds: Sequence[Mapping[str, Sequence[Step]]]) -> None:
-    """Print medians over steps, and the ratio of turns that were neighbours."""
+def print_cases(rounds: Mapping[str, Sequence[Round]]) -> None:
+    """Print a row for each case."""
+    print("Seconds are medians over steps; TRL / hybridrl is the median over rounds of the ratio")
+    print("between turns that were neighbours, with quartiles.\n")
+    print("| case | tokens a response | TRL, s | hybridrl, s | step | generate | update |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    for name, several in rounds.items():
+        tokens = mean_of(several, "hybridrl", "response_tokens")
+        step, generate, update = (
+            ratio_of(several, part) for part in ("step", "generate", "update")
+        )
+        low, middle, high = step
+        print(
+            f"| {name} | {tokens:.1f} | {median_of(several, 'TRL', 'step'):.3f} "
+            f"| {median_of(several, 'hybridrl', 'step'):.3f} "
+            f"| {middle:.2f} ({low:.2f} to {high:.2f}) | {generate[1]:.2f} | {update[1]:.2f} |"
+        )
+
+
+def print_parts(name: str, rounds: Sequence[Round]) -> None:
+    """Print where the time of one case goes, and that both sides did the same."""
     num_steps = sum(len(one["TRL"]) for one in rounds)
-    print(
-        f"{num_steps} steps each, in {len(rounds)} rounds; seconds are medians over steps, ratios"
-    )
-    print("are taken within a round, between turns that were neighbours, as medians (quartiles).\n")
+    print(f"\nThe parts of a step of {name!r}, {num_steps} steps each in {len(rounds)} rounds:\n")
     print("| part of the step | TRL, s | hybridrl, s | TRL / hybridrl |")
     print("|---|---:|---:|---:|")
-    for phase in _PHASES:
-        seconds = {name: [s[phase] for one in rounds for s in one[name]] for name in rounds[0]}
-        trl, hybridrl = (statistics.median(seconds[name]) for name in ("TRL", "hybridrl"))
-        ratios = [
-            sum(s[phase] for s in one["TRL"]) / sum(s[phase] for s in one["hybridrl"])
-            for one in rounds
-        ]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        print(f"| {phase} | {trl:.3f} | {hybridrl:.3f} | {middle:.2f} ({low:.2f} to {high:.2f}) |")
+    for part in _PHASES:
+        trl, hybridrl = (median_of(rounds, side, part) for side in ("TRL", "hybridrl"))
+        low, middle, high = ratio_of(rounds, part)
+        print(f"| {part} | {trl:.3f} | {hybridrl:.3f} | {middle:.2f} ({low:.2f} to {high:.2f}) |")
     print("\n| mean over steps | TRL | hybridrl |\n|---|---:|---:|")
     for what in ("prompt_tokens", "response_tokens", "reward", "entropy"):
-        trl, hybridrl = (
-            statistics.mean(step[what] for one in rounds for step in one[name])
-            for name in ("TRL", "hybridrl")
-        )
+        trl, hybridrl = (mean_of(rounds, side, what) for side in ("TRL", "hybridrl"))
         print(f"| {what} | {trl:.3f} | {hybridrl:.3f} |")
+
+
+def ratio_of(rounds: Sequence[Round], part: str) -> tuple[float, float, float]:
+    """Return quartiles over rounds of TRL's time for a part over ours."""
+    totals = [{side: sum(s[part] for s in steps) for side, steps in one.items()} for one in rounds]
+    ratios = [one["TRL"] / one["hybridrl"] for one in totals]
+    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    return low, middle, high
+
+
+def median_of(rounds: Sequence[Round], side: str, what: str) -> float:
+    """Return the median over all steps of one side."""
+    return statistics.median(step[what] for one in rounds for step in one[side])
+
+
+def mean_of(rounds: Sequence[Round], side: str, what: str) -> float:
+    """Return the mean over all steps of one side."""
+    return statistics.mean(step[what] for one in rounds for step in one[side])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ from hybridrl.single_controller import (
 
 Array = np.ndarray[Any, Any]
 
-_BATCH_BYTES = 256 * 1000 * 1000
 _ROWS = 2000
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -94,11 +93,11 @@ def raw_echo(actors: list[Any], array: Array) -> Array:
     return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
-def empty_calls(num_rounds: int) -> None:
+def empty_calls(sizes: Sequence[int], num_rounds: int) -> None:
     """Print the cost of a call without arguments, by number of workers."""
-    print("| workers | raw Ray, us | hybridrl, us | ratio | us per worker |")
+    print("The empty call:\n\n| workers | raw Ray, us | hybridrl, us | ratio | us per worker |")
     print("|---:|---:|---:|---:|---:|")
-    for size in _SIZES:
+    for size in sizes:
         actors = raw_actors(size)
         pool = RayResourcePool([size], num_cpus_per_rank=0.5)
         with RayWorkerGroup(pool, RayClassWithInitArgs(Echo)) as group:
@@ -106,19 +105,20 @@ def empty_calls(num_rounds: int) -> None:
                 "raw": partial(raw_empty_call, actors),
                 "ours": group.nothing,
             }
-            medians_s = alternate(ways, max(50, num_rounds // size))
+            medians_s = alternate(ways, max(min(50, num_rounds), num_rounds // size))
         for actor in actors:
             ray.kill(actor)
         raw, ours = medians_s["raw"] * 1e6, medians_s["ours"] * 1e6
         print(f"| {size} | {raw:.0f} | {ours:.0f} | {ours / raw:.2f} | {ours / size:.0f} |")
 
 
-def batches(num_rounds: int) -> None:
+def batches(num_bytes: int, num_rounds: int) -> None:
     """Print the cost of a batch there and back."""
-    shape = (_ROWS, _BATCH_BYTES // _ROWS // 4)
+    shape = (_ROWS, num_bytes // _ROWS // 4)
     array = np.random.default_rng(0).standard_normal(shape, np.float32)
     tensor = torch.from_numpy(array)
     batch = TensorDict({"observations": tensor}, [_ROWS])
+    print(f"{num_bytes // 10**6} MB there and back:\n")
     print("| ranks | payload | raw Ray numpy, ms | hybridrl, ms | ratio |")
     print("|---:|---|---:|---:|---:|")
     for size in (1, 2):
@@ -146,6 +146,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--empty-rounds", type=int, default=2000)
     parser.add_argument("--batch-rounds", type=int, default=15)
+    parser.add_argument("--sizes", type=int, nargs="+", default=_SIZES, help="numbers of workers")
+    parser.add_argument("--batch-mb", type=int, default=256)
     options = parser.parse_args()
     env.set_value("PYTHONPATH", str(Path(__file__).parents[1]))
     ray.init(
@@ -157,8 +159,9 @@ def main() -> None:
         _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False},
     )
     try:
-        batches(options.batch_rounds)
-        empty_calls(options.empty_rounds)
+        batches(options.batch_mb * 10**6, options.batch_rounds)
+        print()
+        empty_calls(options.sizes, options.empty_rounds)
     finally:
         ray.shutdown()
 

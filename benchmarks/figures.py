@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import ast
 import re
-import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -30,19 +28,32 @@ Row = tuple[str, str, str]
 
 
 def main() -> None:
-    """Measure and print a Markdown table."""
+    """Print the page."""
+    sys.stdout.write(page())
+
+
+def page() -> str:
+    """Measure, and return docs/figures.md."""
+    lines = [
+        "# Figures of this code",
+        "",
+        "Made by `make figures`; a test compares them. Targets are alarms, not goals: splitting a",
+        "clear 45-line function in two unclear ones is worse.",
+        "",
+        "| figure | measured | target |",
+        "|---|---|---|",
+        *(f"| {' | '.join(row)} |" for row in measure()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def measure() -> list[Row]:
+    """Return everything that can be counted."""
     source = tree.read_modules(ROOT / "hybridrl", root=ROOT)
     tests = tree.read_modules(ROOT / "tests", root=ROOT)
     areas: list[Callable[[list[Module]], Iterator[Row]]] = [sizes, words, structure, habits, raises]
     rows = [*chain.from_iterable(area(source) for area in areas), *of_tests(source, tests)]
-    rows += [step_figure(source), *seconds(), type_errors()]
-    sys.stdout.write(
-        "# Figures of this code\n\nMade by `make figures`. Targets are alarms, not goals: "
-        "splitting a clear 45-line function in two\nunclear ones is worse.\n\n"
-        "| figure | measured | target |\n|---|---|---|\n"
-    )
-    for figure, measured, target in rows:
-        sys.stdout.write(f"| {figure} | {measured} | {target} |\n")
+    return [*rows, step_figure(source)]
 
 
 def sizes(modules: list[Module]) -> Iterator[Row]:
@@ -207,40 +218,6 @@ def step_figure(modules: list[Module]) -> Row:
     branches = [sum(isinstance(n, ast.If | ast.IfExp) for n in ast.walk(f)) for f in steps]
     measured = [f"{tree.num_lines(f)} / {count}" for f, count in zip(steps, branches, strict=True)]
     return "training step: lines / branches", ", ".join(measured) or "-", "30 / 0"
-
-
-def seconds() -> Iterator[Row]:
-    """Yield import times, the median of three fresh processes each."""
-    torch = import_seconds("torch")
-    yield (
-        "seconds: import hybridrl.config.load",
-        f"{import_seconds('hybridrl.config.load'):.2f}",
-        "0.3",
-    )
-    trainer = import_seconds("hybridrl.trainer.build") - torch
-    yield "seconds: import hybridrl.trainer.build beyond torch", f"{trainer:.2f}", "1"
-
-
-def import_seconds(module: str) -> float:
-    """Time one import in fresh processes, without the start of Python itself."""
-    program = (
-        "import time; start = time.perf_counter(); "
-        f"import {module}; print(time.perf_counter() - start)"
-    )
-    times = []
-    for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT
-        )
-        times.append(float(done.stdout) if done.returncode == 0 else float("nan"))
-    return statistics.median(times)
-
-
-def type_errors() -> Row:
-    """Count what mypy --strict says."""
-    command = [sys.executable, "-m", "mypy"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    return "mypy --strict", done.stdout.strip().splitlines()[-1], "0 errors"
 
 
 def spread(values: Sequence[int]) -> str:

@@ -59,15 +59,16 @@ def main() -> None:
     """Print one row for each way to cut the model."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--cases", type=int, default=len(_CASES), help="run the first so many")
+    options = parser.parse_args()
     print(
         "| ranks | update, s: FSDP2, megatron | ratio | scoring, s | ratio | export, GB/s | copy |"
     )
     print("|---|---:|---:|---:|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as scratch:
         folder = make_tiny_model(Path(scratch) / "model", **_SIZES)  # type: ignore[arg-type]
-        for name, num_ranks, sizes in _CASES:
-            times = run_ranks(num_ranks, _measure, folder, dict(sizes), rounds)[0]
+        for name, num_ranks, sizes in _CASES[: options.cases]:
+            times = run_ranks(num_ranks, _measure, folder, dict(sizes), options.rounds)[0]
             print(_row(name, times), flush=True)
 
 

@@ -14,9 +14,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import cast
 
 import yaml
 
@@ -24,7 +23,6 @@ from hybridrl import env
 from hybridrl.config.load import load_config
 from hybridrl.main import compose
 from hybridrl.metrics import Metrics
-from hybridrl.single_controller.spans import SpanHarvest
 from hybridrl.trace import Recorder
 from hybridrl.trainer import build
 from hybridrl.trainer.cluster import ray_cluster
@@ -37,53 +35,51 @@ _NUM_SPANS = 1_000
 _NUM_REPEATS = 50
 
 
-class TimedRecord:
+@dataclass
+class Times:
+    """What recording cost, step by step."""
+
+    steps: list[dict[str, float]] = field(default_factory=list)
+    ended: float = 0.0
+    samples_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class TimedRecord(RunRecord):
     """Records as usual, and notes how long each part of it takes; traces every other step."""
 
-    def __init__(self, record: RunRecord) -> None:
-        self._record = record
-        self._ended = 0.0
-        self.steps: list[dict[str, float]] = []
-        self._samples_s = 0.0
+    times: Times = field(kw_only=True, default_factory=Times)
 
-    @property
-    def folder(self) -> Path:
-        """The run folder."""
-        return self._record.folder
-
-    def phase(self, name: str) -> None:
-        """Say what begins."""
-        self._record.phase(name)
-
-    def watching(self, ranks: SpanHarvest) -> AbstractContextManager[None]:
-        """Trace these ranks."""
-        return self._record.watching(ranks)
+    @classmethod
+    def around(cls, record: RunRecord) -> TimedRecord:
+        """Take over a run's record."""
+        return cls(**{one.name: getattr(record, one.name) for one in fields(record)})
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Keep samples, and time it."""
         begin = time.perf_counter()
-        self._record.samples(step, samples)
-        self._samples_s = time.perf_counter() - begin
+        super().samples(step, samples)
+        self.times.samples_s = time.perf_counter() - begin
 
     def record(self, step: int, metrics: Metrics) -> None:
         """Keep metrics and trace, and time each."""
         begin = time.perf_counter()
-        values = self._record.run_log.log_step(step, metrics)
+        values = self.run_log.log_step(step, metrics)
         logged = time.perf_counter()
         is_traced = step % 2 == 0
-        if is_traced and self._record.tracing is not None:
-            self._record.tracing.step(values)
+        if is_traced and self.tracing is not None:
+            self.tracing.step(values)
         end = time.perf_counter()
-        if step > _WARM_UP and self._ended:
-            self.steps.append(
+        if step > _WARM_UP and self.times.ended:
+            self.times.steps.append(
                 {
                     "is_traced": is_traced,
-                    "step_s": end - self._ended,
-                    "metrics_s": logged - begin + self._samples_s,
+                    "step_s": end - self.times.ended,
+                    "metrics_s": logged - begin + self.times.samples_s,
                     "trace_s": end - logged,
                 }
             )
-        self._ended = end
+        self.times.ended = end
 
 
 def main() -> None:
@@ -92,11 +88,11 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="of the configuration")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
-        timed = run(options.steps, options.overrides, Path(folder) / "run")
-    print_table(timed.steps, *cost_per_span())
+        times = run(options.steps, options.overrides, Path(folder) / "run")
+    print_table(times.steps, *cost_per_span())
 
 
-def run(num_steps: int, overrides: list[str], folder: Path) -> TimedRecord:
+def run(num_steps: int, overrides: list[str], folder: Path) -> Times:
     """Train the default, or what the overrides make of it."""
     words = [f"trainer.num_steps={num_steps}", f"trainer.run_dir={folder}", "tracking.live=off"]
     composed = compose([*words, "eval.every_num_steps=0", "trainer.export_hf=false", *overrides])
@@ -107,9 +103,9 @@ def run(num_steps: int, overrides: list[str], folder: Path) -> TimedRecord:
         open_record(config, resolved_yaml=yaml.safe_dump(composed)) as record,
         ray_cluster(config.cluster),
     ):
-        timed = TimedRecord(record)
-        build.run(config, record=cast(RunRecord, timed))
-    return timed
+        timed = TimedRecord.around(record)
+        build.run(config, record=timed)
+    return timed.times
 
 
 def cost_per_span() -> tuple[float, float]:

@@ -44,23 +44,27 @@ def main() -> None:
     """Run the command several times and print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5, help="of each kind")
+    parser.add_argument("--kinds", nargs="+", choices=list(_KINDS), default=list(_KINDS))
+    parser.add_argument("--models", type=Path, default=_CACHE, help="cache of starter models")
     parser.add_argument("overrides", nargs="*", help="of the configuration")
     options = parser.parse_args()
-    runs: dict[str, list[Run]] = {kind: [] for kind in _KINDS}
+    runs: dict[str, list[Run]] = {kind: [] for kind in options.kinds}
     with tempfile.TemporaryDirectory(prefix="startup-") as folder:
-        watch(options.overrides, Path(folder) / "first")  # makes the starter model if need be
+        # Makes the starter model if need be.
+        watch(options.overrides, Path(folder) / "first", options.models)
         for number in range(options.runs):
-            for kind, overrides in _KINDS.items():
+            for kind in options.kinds:
+                overrides = [*options.overrides, *_KINDS[kind]]
                 run_dir = Path(folder) / f"{number}-{kind.replace(' ', '-')}"
-                runs[kind].append(watch([*options.overrides, *overrides], run_dir))
+                runs[kind].append(watch(overrides, run_dir, options.models))
     print_table(runs)
 
 
-def watch(overrides: list[str], run_dir: Path) -> Run:
+def watch(overrides: list[str], run_dir: Path, models: Path) -> Run:
     """Run one step and note, in seconds after the command, when each event was first seen."""
     words = ["trainer.num_steps=1", "trainer.export_hf=false", f"trainer.run_dir={run_dir}"]
     command = [sys.executable, "-m", "hybridrl.main", *words, "tracking.live=off", *overrides]
-    environment = os.environ | {"HYBRIDRL_CACHE": str(_CACHE)}
+    environment = os.environ | {"HYBRIDRL_CACHE": str(models)}
     began = time.perf_counter()
     seen: Run = {}
     with (

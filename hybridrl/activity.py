@@ -13,7 +13,6 @@ Times are of ``time.monotonic``, which on Linux all processes of a machine share
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import signal
 import struct
@@ -23,6 +22,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from hybridrl.json_text import to_json_text
 
 STACKS_SIGNAL = signal.SIGUSR1
 """Makes a recorded rank write its stacks. Sent to it alone: elsewhere the signal kills."""
@@ -122,7 +123,7 @@ class _Activity:
             "last": self._last,
             "notes": {name: describe()[:_MAX_TEXT] for name, describe in self._watched.items()},
         }
-        data = json.dumps(record).encode()
+        data = to_json_text(record).encode()
         # Whatever befalls the disk of the record, the work that it is about goes on.
         with suppress(OSError):
             os.pwrite(self._file, data[:_ACTIVITY_BYTES].ljust(_ACTIVITY_BYTES), 0)

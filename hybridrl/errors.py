@@ -7,6 +7,8 @@ All errors survive pickling, because Ray carries them from a worker to the drive
 from __future__ import annotations
 
 import re
+import reprlib
+import shlex
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 
@@ -19,6 +21,14 @@ _LOST_PEER = re.compile(
     r"|\bServerDiedError: "
 )
 """What an error says, on one line after its type, when a process that it talked to went away."""
+
+
+_CHANGED_BY_SHELLS = re.compile(r"[\s'\"\\$`!()*?<>|&;#]|\{[^}]")
+_MOST_SHOWN = 200
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _MOST_SHOWN
+_SHORT.maxlong = 60
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 12
 
 
 class HybridRLError(Exception):
@@ -62,9 +72,9 @@ class ConfigError(HybridRLError, ValueError):
         *,
         remedies: Sequence[tuple[str, ...]] = (),
     ) -> None:
-        fix = fix or ", or ".join("set " + " ".join(overrides) for overrides in remedies)
+        fix = fix or ", or ".join(instruction(overrides) for overrides in remedies)
         end = "" if fix.endswith(("?", "...")) else "."
-        super().__init__(f"{key}={got!r}: {rule}. Fix: {fix}{end}")
+        super().__init__(f"{shorten(key)}={shown(got)}: {rule}. Fix: {fix}{end}")
         self.key = key
         self.rule = rule
         self.remedies = tuple(remedies)
@@ -78,6 +88,36 @@ class ConfigErrors(HybridRLError, ValueError):
         count = len(violations)
         super().__init__(f"{count} {'problem' if count == 1 else 'problems'}:\n{lines}")
         self.violations = tuple(violations)
+
+
+def instruction(overrides: Sequence[str]) -> str:
+    """Say what to type: ``set a=1 b=2``, ``add ~c``; quoted where a shell would change it."""
+    verb = "add" if overrides[0].startswith(("~", "+")) else "set"
+    return f"{verb} {' '.join(map(_in_a_shell, overrides))}"
+
+
+def _in_a_shell(override: str) -> str:
+    if not _CHANGED_BY_SHELLS.search(override):
+        return override
+    if not re.search(r'["$`\\!]', override):  # easier to read than ' inside of '
+        return f'"{override}"'
+    return shlex.quote(override)
+
+
+def shown(value: object) -> str:
+    """Write any value in one line of at most 200 characters."""
+    try:
+        return shorten(_SHORT.repr(value))
+    except ValueError:  # Python refuses to write a number of more than 4300 digits
+        return "a number of thousands of digits"
+
+
+def shorten(text: str, *, at_most: int = _MOST_SHOWN) -> str:
+    """Return ``text`` if it has at most so many characters, else its ends."""
+    if len(text) <= at_most:
+        return text
+    half = (at_most - 3) // 2
+    return f"{text[:half]}...{text[-half:]}"
 
 
 class DispatchError(HybridRLError, ValueError):

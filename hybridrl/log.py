@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -33,6 +34,32 @@ class _PresentStderr:
         sys.stderr.flush()
 
 
+class _LogFile(logging.Handler):
+    """Appends lines to a file. One that cannot be written is told once, and then left alone."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self._file = path.open("ab", buffering=0)  # nothing stays behind for a later flush
+        self._is_broken = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line."""
+        if self._is_broken:
+            return
+        try:
+            self._file.write(self.format(record).encode(errors="replace") + b"\n")
+        except OSError as error:
+            self._is_broken = True
+            with suppress(OSError):  # of the same disk, perhaps
+                sys.stderr.write(f"{self._path} is not written any more: {error}\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()
+
+
 def set_where(where: str) -> None:
     """Prefix each later line of this process, for example with ``rank 3 on host-a``."""
     _where.set(f"[{where}] " if where else "")
@@ -48,7 +75,7 @@ def configure(*, level: int = logging.INFO, file: Path | None = None) -> None:
         old.close()
     handlers: list[logging.Handler] = [logging.StreamHandler(_PresentStderr())]
     if file is not None:
-        handlers.append(logging.FileHandler(file, encoding="utf-8"))
+        handlers.append(_LogFile(file))
     for handler in handlers:
         handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%H:%M:%S"))
         handler.addFilter(_AddWhere())

@@ -7,20 +7,23 @@ Neither torch nor Ray is imported before the configuration has passed its checks
 from __future__ import annotations
 
 import re
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn, cast
 
 import hydra
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.conf import HydraConf
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -28,35 +31,65 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from hybridrl import env
-from hybridrl.config.load import free_keys, known_keys, load_config
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.interpolation import check_lengths, leaves, unresolved
+from hybridrl.config.load import load_config
 from hybridrl.config.summary import summarize
-from hybridrl.errors import ConfigError, ConfigErrors, HybridRLError, nearest, notes_of
+from hybridrl.config.unknown_keys import unknown_key
+from hybridrl.config.yaml_text import flaw_of_yaml
+from hybridrl.errors import (
+    ConfigError,
+    ConfigErrors,
+    HybridRLError,
+    nearest,
+    notes_of,
+    shorten,
+)
 from hybridrl.planning.page import peak_line, plan_page
+from hybridrl.rewards.rehearsal import check_reward_loads
+from hybridrl.trainer.interrupt import RunInterrupted, exit_status
 from hybridrl.trainer.sweep import SweepJob, build_jobs, run_sweep
+from hybridrl.workers.rollout.server_rehearsal import rehearse_server
 
 _PACKAGE = Path(__file__).resolve().parent
 # In a wheel both folders lie inside the package, in a checkout beside it.
 _ROOT = _PACKAGE if (_PACKAGE / "hydra_configs").is_dir() else _PACKAGE.parent
 _CONFIG_DIR = str(_ROOT / "hydra_configs")
 _BY_NAME_TO_KEEP_RAY_OUT = "hybridrl.trainer.launch"
+_REHEARSAL = "hybridrl.trainer.rehearsal"
 _SEARCH_PATH = "hydra.searchpath="
 _EXIT_CONFIG = 2
-_EXIT_INTERRUPTED = 130
 _REFUSALS = (HydraException, OmegaConfBaseException, YAMLError)
 
 
-def _dtype_on(device: str) -> str:
-    """Return what a device computes in unless told otherwise: ``${dtype_on:cuda}``.
-
-    CUDA's variable-length attention, and its tensor cores at full speed, want 16 bits.
-    """
-    return "bfloat16" if device == "cuda" else "float32"
+# What a device computes in unless told otherwise: CUDA's varlen attention takes 16 bits alone.
+OmegaConf.register_new_resolver(
+    "dtype_on", lambda device: "bfloat16" if device == "cuda" else "float32"
+)
 
 
-OmegaConf.register_new_resolver("dtype_on", _dtype_on)
+class BoundedSource(FileConfigSource):
+    """Reads YAML files of a folder, but none that would fill the memory, or end in a traceback."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Read one file.
+
+        Raises:
+            ConfigError: it is too large, not UTF-8, or holds what cannot be read.
+        """
+        file = Path(self.path, self._normalize_file_name(config_path))
+        flaw = flaw_of_yaml(file.read_bytes()) if file.is_file() else ""
+        if flaw:
+            raise ConfigError("file", str(file), flaw, "mend the file")
+        try:
+            return super().load_config(config_path)
+        except YAMLError:
+            raise
+        except (ValueError, TypeError, AttributeError) as err:
+            raise ConfigError("file", str(file), _one_line(err), "mend the file") from err
 
 
-class RecipesSource(FileConfigSource):
+class RecipesSource(BoundedSource):
     """Shows Hydra the group ``recipes`` of the folder above it, and nothing else.
 
     A plain ``file://`` source would offer every folder of a checkout, .venv included, as a group.
@@ -85,27 +118,32 @@ class RecipesSearchPath(SearchPathPlugin):
 def main() -> None:
     """Run the command line.
 
-    Exit status: 0 done, 2 configuration refused, 1 the run failed, 130 interrupted.
+    Exit status: 0 done, 2 configuration refused, 1 the run failed; 128 + the number of the signal
+    that stopped it before its last step (Ctrl-C 130, SIGTERM 143, SIGHUP 129).
     """
     env.set_value("HYDRA_FULL_ERROR", "1")  # Hydra then raises, and we word the message
-    _register_recipes()
+    _register_sources()
     sweep = _Sweep()
     try:
         _under_hydra(sweep.take)()
         if sweep.overrides_of_jobs:
             sys.exit(sweep.run())
-    except _REFUSALS as refusal:
-        _stop(ConfigErrors(_explain_all(refusal, sys.argv[1:])), _EXIT_CONFIG)
     except ConfigErrors as errors:
         _stop(errors, _EXIT_CONFIG)
     except KeyboardInterrupt as interrupt:
         sys.stderr.write("\n".join(["interrupted", *notes_of(interrupt)]) + "\n")
-        sys.exit(_EXIT_INTERRUPTED)
+        number = interrupt.number if isinstance(interrupt, RunInterrupted) else signal.SIGINT
+        sys.exit(exit_status(number))
+    except Exception as refusal:  # Hydra raises anything, from its own errors to AssertionError
+        if sweep.has_begun:
+            raise
+        _stop(ConfigErrors(_explain_all(refusal, sys.argv[1:])), _EXIT_CONFIG)
 
 
-def _register_recipes() -> None:
+def _register_sources() -> None:
     for plugin in (RecipesSource, RecipesSearchPath):
         Plugins.instance().register(plugin)
+    SourcesRegistry.instance().types[BoundedSource.scheme()] = BoundedSource
 
 
 def _under_hydra(task: Callable[[DictConfig], None]) -> Callable[[], None]:
@@ -119,6 +157,7 @@ class _Sweep:
     """
 
     def __init__(self) -> None:
+        self.has_begun = False
         self.overrides_of_jobs: list[list[str]] = []
         self._refused: list[ConfigError] = []
         self._folder = Path()
@@ -126,6 +165,7 @@ class _Sweep:
 
     def take(self, composed: DictConfig) -> None:
         """Run a composed configuration, or keep it for `run`."""
+        self.has_begun = True
         settings = HydraConfig.get()
         if settings.mode != RunMode.MULTIRUN or composed.mode in ("check", "plan"):
             _run_or_stop(composed)
@@ -189,13 +229,26 @@ def _run_or_stop(composed: DictConfig) -> None:
 def _run_composed(composed: DictConfig) -> None:
     config = load_config(_as_mapping(composed))
     if config.mode == "check":
+        check_reward_loads(config.reward)
         sys.stdout.write(f"{summarize(config)}\n{peak_line(config)}\n")
+        sys.stdout.flush()
+        for line in _rehearse(config):
+            sys.stdout.write(f"{'rehearsal':<12} {line}\n")
         return
     if config.mode == "plan":
         sys.stdout.write(plan_page(config))
         return
     launch = import_module(_BY_NAME_TO_KEEP_RAY_OUT)
     launch.run(config, resolved_yaml=OmegaConf.to_yaml(composed))
+
+
+def _rehearse(config: ExperimentConfig) -> Iterator[str]:
+    """Let the packages that a run would start look at its configuration; yields what to tell."""
+    if config.megatron_worlds:  # not otherwise: the rehearsal imports torch
+        yield from import_module(_REHEARSAL).rehearse_megatron(config)
+    if config.rollout.engine == "sglang":
+        sys.stderr.write("asking SGLang about its arguments, some 10 s ...\n")
+        yield f"SGLang: {rehearse_server(config)}"
 
 
 def compose(overrides: Sequence[str]) -> Mapping[str, object]:
@@ -206,18 +259,29 @@ def compose(overrides: Sequence[str]) -> Mapping[str, object]:
         ConfigError: an interpolation cannot be resolved.
         YAMLError: a file is not YAML.
     """
-    _register_recipes()
+    _register_sources()
     with hydra.initialize_config_dir(_CONFIG_DIR, version_base="1.3"):
         return _as_mapping(hydra.compose("config", list(overrides)))
 
 
 def _as_mapping(composed: DictConfig) -> Mapping[str, object]:
+    check_lengths(cast("Mapping[str, object]", OmegaConf.to_container(composed)))
     try:
         OmegaConf.resolve(composed)  # in place, so that the run folder's time is told once
-    except OmegaConfBaseException as err:
-        rule = " ".join(str(err.msg or err).split())
-        raise ConfigError(err.full_key or "config", "${...}", rule, "name an existing key") from err
+    except (OmegaConfBaseException, RecursionError) as err:
+        raise ConfigErrors(_unresolved(composed) or [_explain(err, [])]) from err
     return cast("Mapping[str, object]", OmegaConf.to_container(composed))
+
+
+def _unresolved(composed: DictConfig) -> list[ConfigError]:
+    """Return every value whose ``${...}`` cannot be resolved."""
+    violations = []
+    for key, value in leaves(OmegaConf.to_container(composed)):
+        try:
+            OmegaConf.select(composed, key)
+        except (OmegaConfBaseException, RecursionError) as err:
+            violations.append(unresolved(key, value, _one_line(err)))
+    return violations
 
 
 def _explain_all(refusal: Exception, arguments: Sequence[str]) -> Sequence[ConfigError]:
@@ -230,9 +294,9 @@ def _explain_all(refusal: Exception, arguments: Sequence[str]) -> Sequence[Confi
         try:
             compose([*kept, override])
             kept.append(override)
-        except ConfigError as error:
-            violations.append(error)
-        except _REFUSALS as another:
+        except ConfigErrors as errors:
+            violations += errors.violations
+        except Exception as another:  # as in main
             violations.append(_explain(another, [override]))
     if not violations:  # no override is at fault: a file is
         return [_explain(refusal, [])]
@@ -245,7 +309,9 @@ def _explain_all(refusal: Exception, arguments: Sequence[str]) -> Sequence[Confi
 
 def _explain(refusal: Exception, overrides: Sequence[str]) -> ConfigError:
     """Turn a refusal of Hydra, OmegaConf or YAML into one message with the nearest names."""
-    text = " ".join(str(refusal).split())
+    if isinstance(refusal, ConfigError):
+        return refusal
+    text = _one_line(refusal)
     given = {key.lstrip("+~"): value for key, _, value in (o.partition("=") for o in overrides)}
     if isinstance(refusal, MissingConfigException) and refusal.missing_cfg_file:
         group, _, name = refusal.missing_cfg_file.rpartition("/")
@@ -257,22 +323,23 @@ def _explain(refusal: Exception, overrides: Sequence[str]) -> ConfigError:
         return ConfigError(key, value, text, fix)
     mistyped = re.search(r"Could not (?:override|delete)[^']*'([^'@=]+)", text)
     if mistyped:
-        return _unknown_key(mistyped[1], given.get(mistyped[1], ""))
+        return unknown_key(mistyped[1], given.get(mistyped[1], ""))
     key, value = next(iter(given.items()), ("config", ""))
-    return ConfigError(key, value, text, "correct it, or see --help")
+    names = sorted(file.stem for file in _folder_of(key).glob("*.yaml")) if key else []
+    if names and not isinstance(refusal, _REFUSALS):  # a number or a list in the place of a name
+        rule = "a section is chosen by the name of one of its files"
+        return ConfigError(key, value, rule, nearest(value, names))
+    return ConfigError(key, value, f"it cannot be read: {text}", "correct it, or see --help")
 
 
-def _unknown_key(key: str, value: str) -> ConfigError:
-    section, dot, name = key.rpartition(".")
-    if any(free in (section, key) for free in free_keys()):
-        fix = f"write +{key}={value}"
-        return ConfigError(key, value, "it is no key of ours but of another program", fix)
-    siblings = [known.rpartition(".") for known in (*known_keys(), "recipes")]
-    names = [sibling for above, _, sibling in siblings if above == section]
-    if not names:  # the section itself is mistyped, or the key stands in another one
-        return ConfigError(key, value, "there is no such section", nearest(key, [*known_keys()]))
-    hint = nearest(name, names)
-    return ConfigError(key, value, f"there is no such key{dot and ' in ' + section}", hint)
+def _folder_of(group: str) -> Path:
+    return _ROOT / group if group == "recipes" else Path(_CONFIG_DIR, group)
+
+
+def _one_line(error: Exception) -> str:
+    if "integer string conversion" in str(error):  # Python's own advice is for programmers
+        return "it holds a number of thousands of digits"
+    return shorten(" ".join(str(error).split()), at_most=1000)
 
 
 def _stop(error: HybridRLError, status: int) -> NoReturn:

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from math import isfinite, isnan
 from typing import Any
 
 from hybridrl.errors import MetricError, nearest
@@ -33,22 +34,32 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """A maximum over everything merged; also for what is the same on all ranks."""
+    """A maximum over everything merged; not a number as soon as one part is none."""
 
     value: float
 
     def __add__(self, other: Max) -> Max:
-        return self if self.value >= other.value else other
+        return self if isnan(self.value) or self.value >= other.value else other
 
 
 @dataclass(frozen=True, slots=True)
 class Min:
-    """A minimum over everything merged."""
+    """A minimum over everything merged; not a number as soon as one part is none."""
 
     value: float
 
     def __add__(self, other: Min) -> Min:
-        return self if self.value <= other.value else other
+        return self if isnan(self.value) or self.value <= other.value else other
+
+
+@dataclass(frozen=True, slots=True)
+class Last:
+    """What the last part says: for what changes within a step and is the same on all ranks."""
+
+    value: float
+
+    def __add__(self, other: Last) -> Last:
+        return other
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +72,7 @@ class Sum:
         return Sum(self.value + other.value)
 
 
-Metric = Mean | Max | Min | Sum
+Metric = Mean | Max | Min | Last | Sum
 Metrics = dict[str, Metric]
 
 
@@ -77,14 +88,26 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
 
 
 def to_json(metrics: Mapping[str, Metric]) -> dict[str, list[float | str]]:
-    """Spell metrics as JSON has them; `from_json` gives the same ones back."""
-    return {name: [type(metric).__name__, *astuple(metric)] for name, metric in metrics.items()}
+    """Spell metrics as JSON has them; `from_json` gives the same ones back.
+
+    JSON has no number for what is not finite: it is spelled as text, ``"nan"`` or ``"-inf"``.
+    """
+    return {
+        name: [
+            type(metric).__name__,
+            *(number if isfinite(number) else str(number) for number in astuple(metric)),
+        ]
+        for name, metric in metrics.items()
+    }
 
 
 def from_json(values: Mapping[str, Sequence[Any]]) -> Metrics:
     """Read what `to_json` spelled."""
-    kinds = {kind.__name__: kind for kind in (Mean, Max, Min, Sum)}
-    return {name: kinds[kind](*numbers) for name, (kind, *numbers) in values.items()}
+    kinds = {kind.__name__: kind for kind in (Mean, Max, Min, Last, Sum)}
+    return {
+        name: kinds[kind](*(float(n) if isinstance(n, str) else n for n in numbers))
+        for name, (kind, *numbers) in values.items()
+    }
 
 
 AREAS = (
@@ -138,7 +161,7 @@ policy/lr | 1 | learning rate of the step's last update
 policy/trained_parameters | 1 | numbers that learn, where only an adapter does
 policy/updates | updates | optimizer steps taken in this step
 policy/skipped_updates | updates | optimizer steps left out, their loss or gradient was not finite
-policy/version | updates | optimizer steps taken since the run began
+policy/version | updates | updates since the run began, with those that were skipped
 moe/load_balance_loss | 1 | experts x sum of route share x probability, 1 if even; mean of layers
 moe/max_expert_load | 1 | most routes to one expert over the even share; worst layer
 critic/explained_variance | 1 | share of the returns' variance over tokens that the values foretold
@@ -171,7 +194,6 @@ time/update_s | s | remote calls that take the optimizer steps, the critic's too
 time/critic_values_s | s | computing values on the critic's ranks
 time/critic_update_s | s | the critic's optimizer steps on its ranks
 time/eval_s | s | evaluation
-time/sync_weights_s | s | all stages that lend the device to the rollout engine, before sampling
 time/start_s | s | engines give their memory back once, at the start of the run
 time/skew_s | s | ranks that have sampled wait for the last one
 time/pause_s | s | engines admit no new request
@@ -204,7 +226,6 @@ throughput/response_tokens_per_s | tokens/s | response tokens over the time of g
 throughput/train_tokens_per_s | tokens/s | trained tokens over the time of update
 data/epoch | epochs | passes over the prompts, with fraction
 data/prompts | prompts | prompts drawn since the run began
-data/dropped_prompts | prompts | prompts left out of the data for their length
 data/train_tokens | tokens | tokens through the forward pass of the update, prompts included
 data/loss_tokens | tokens | tokens that carry loss
 data/microbatches | passes | forward and backward passes of all ranks

@@ -1,19 +1,25 @@
-"""Processes that belong together: those of one session, which end together."""
+"""Processes that belong together and end together: those of a session, or below a guard."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from hybridrl import guard
 from hybridrl.activity import process_stat
+
+log = logging.getLogger(__name__)
 
 _KILL_WAIT_S = 10.0
 _POLL_S = 0.02
+_GUARD_WAIT_S = 15.0
 
 
 def members_of(session: int) -> list[int]:
@@ -34,6 +40,30 @@ def kill_session(leader: subprocess.Popen[bytes]) -> None:
                 os.kill(pid, signal.SIGKILL)
         leader.poll()  # what is dead and not asked for stays in the list
         time.sleep(_POLL_S)
+
+
+def guarded(command: Sequence[str]) -> list[str]:
+    """Return what to start so that ``command`` leaves nothing behind, however it or we end.
+
+    Start it with a pipe as its standard input, in a session of its own; end it with `end_guarded`.
+    Its exit status is the command's.
+    """
+    return [sys.executable, "-S", "-E", guard.__file__, *command]
+
+
+def end_guarded(process: subprocess.Popen[bytes]) -> None:
+    """Kill a guarded command and all that it started, in whatever session. Twice is a no-op.
+
+    The exit status stays with ``process``.
+    """
+    if process.stdin is not None:
+        process.stdin.close()  # which the guard waits for
+    try:
+        process.wait(_GUARD_WAIT_S)
+    except subprocess.TimeoutExpired:
+        log.warning("process %d did not end what is below it", process.pid)
+    kill_session(process)  # of a guard that was killed itself
+    process.wait()
 
 
 def _lives_in(session: int, stat: Sequence[str]) -> bool:

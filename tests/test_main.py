@@ -73,8 +73,8 @@ def test_plan_refuses_a_folder_whose_model_it_does_not_know_by_name(tmp_path: Pa
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     folder = ("model=hf_folder", f"model.path={tmp_path}")
     done = hybridrl_main("mode=plan", *folder, folder=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.startswith("ModelError: ")
+    assert done.returncode == 2
+    assert done.stderr.startswith("ConfigError: model.path=")
     assert "'mamba'" in done.stderr
 
 
@@ -107,7 +107,7 @@ def test_neither_torch_nor_ray_is_imported_before_the_checks_passed(
         ("~rollout.topk", ["rollout.topk", "'top_k'"]),
         ("rollout.top_k=[", ["rollout.top_k='['", "quote"]),
         ("seed=1,2", ["seed='1,2'", "--multirun"]),
-        ("trainer.num_steps=${trainer.num_stps}", ["trainer.num_stps", "existing key"]),
+        ("trainer.num_steps=${trainer.num_stps}", ["trainer.num_stps", "did you mean"]),
         ("rollout.top_p=2", ["rollout.top_p=2", "set rollout.top_p=1.0"]),
         ("+rollout.topk=2", ["rollout.topk=2", "use rollout.top_k"]),
     ],

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import math
 import random
 import re
@@ -14,13 +15,16 @@ from hybridrl.errors import MetricError
 from hybridrl.metrics import (
     AREAS,
     DECLARATIONS,
+    Last,
     Max,
     Mean,
     Metric,
     Min,
     Sum,
     check_declared,
+    from_json,
     merge,
+    to_json,
     to_markdown,
 )
 
@@ -48,6 +52,27 @@ def describe(values: list[float]) -> dict[str, Metric]:
         "min": Min(min(values)),
         "sum": Sum(sum(values)),
     }
+
+
+@pytest.mark.parametrize("kind", [Max, Min])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_extreme_of_what_is_no_number_is_none_in_any_order(
+    kind: type[Max] | type[Min], place: int
+) -> None:
+    values = [1.0, 2.0, 3.0]
+    values[place] = math.nan
+    assert math.isnan(merge({"a": kind(value)} for value in values)["a"].value)
+
+
+def test_of_a_rate_that_changes_within_a_step_the_last_counts() -> None:
+    assert merge([{"lr": Last(2.0)}, {"lr": Last(3.0)}, {"lr": Last(1.0)}]) == {"lr": Last(1.0)}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.1])
+def test_metrics_come_back_from_json_that_any_reader_takes(value: float) -> None:
+    metrics = {"a": Mean(value, 3.0), "b": Max(value), "c": Last(value)}
+    spelled = json.dumps(to_json(metrics), allow_nan=False)
+    assert repr(from_json(json.loads(spelled))) == repr(metrics)  # a NaN equals nothing
 
 
 def test_a_name_that_only_some_parts_have_is_kept() -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import cast
@@ -20,11 +19,9 @@ import yaml
 from hybridrl.config.load import load_config
 from hybridrl.main import compose
 from hybridrl.metrics import Metrics
-from hybridrl.single_controller.spans import SpanHarvest
 from hybridrl.trainer.build_training import train
 from hybridrl.trainer.cluster import ray_cluster
 from hybridrl.trainer.record import RunRecord, open_record
-from hybridrl.trainer.tracking import Sample
 
 _REPORTED = {
     "generate": "time/generate_s",
@@ -36,36 +33,17 @@ _REPORTED = {
 }
 
 
-class GatedRecord:
-    """Records as usual, reports each step to the parent, and waits after the last one allowed."""
+class Gate:
+    """Reports each step to the parent, and waits after the last one allowed."""
 
-    def __init__(self, record: RunRecord, parent: Connection, num_warmup_steps: int) -> None:
-        self._record = record
+    def __init__(self, parent: Connection, num_warmup_steps: int) -> None:
         self._parent = parent
         self._num_allowed = num_warmup_steps
         self._steps: list[dict[str, float]] = []
         self._began = time.perf_counter()
 
-    @property
-    def folder(self) -> Path:
-        """The run folder."""
-        return self._record.folder
-
-    def phase(self, name: str) -> None:
-        """Say what begins."""
-        self._record.phase(name)
-
-    def watching(self, ranks: SpanHarvest) -> AbstractContextManager[None]:
-        """Trace these ranks."""
-        return self._record.watching(ranks)
-
-    def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Keep some responses of a step."""
-        self._record.samples(step, samples)
-
-    def record(self, step: int, metrics: Metrics) -> None:
-        """Record and report; the step ends here. Leaves the run when the parent allows 0 steps."""
-        self._record.record(step, metrics)
+    def end_step(self, metrics: Metrics) -> None:
+        """Report; the step ends here. Leaves the run when the parent allows 0 steps."""
         step_s = time.perf_counter() - self._began
         reported = {key: metrics[name].value for key, name in _REPORTED.items()}
         self._steps.append({"step": step_s, **reported})
@@ -76,6 +54,23 @@ class GatedRecord:
             if not self._num_allowed:
                 raise SystemExit(0)
         self._began = time.perf_counter()
+
+
+@dataclass(frozen=True)
+class GatedRecord(RunRecord):
+    """Records as usual, all of it, and passes the gate after each step."""
+
+    gate: Gate = field(kw_only=True)
+
+    @classmethod
+    def around(cls, record: RunRecord, gate: Gate) -> GatedRecord:
+        """Take over a run's record."""
+        return cls(**{one.name: getattr(record, one.name) for one in fields(record)}, gate=gate)
+
+    def record(self, step: int, metrics: Metrics) -> None:
+        """Record and report."""
+        super().record(step, metrics)
+        self.gate.end_step(metrics)
 
 
 def main() -> None:
@@ -93,8 +88,8 @@ def main() -> None:
         open_record(config, resolved_yaml=yaml.safe_dump(composed)) as record,
         ray_cluster(config.cluster),
     ):
-        gated = GatedRecord(record, parent, settings["num_warmup_steps"])
-        train(config, Path(settings["model"]), record=cast(RunRecord, gated))
+        gate = Gate(parent, settings["num_warmup_steps"])
+        train(config, Path(settings["model"]), record=GatedRecord.around(record, gate))
 
 
 def overrides(settings: dict[str, object]) -> list[str]:

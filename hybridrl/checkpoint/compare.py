@@ -11,6 +11,7 @@ from pathlib import Path
 from hybridrl.checkpoint.manifest import FileEntry
 from hybridrl.checkpoint.shelf import Checkpoint, Shelf
 from hybridrl.errors import CheckpointError
+from hybridrl.json_text import to_json_text
 
 _TIMED = ("time/", "throughput/", "memory/")
 """Metrics that measure the machine and not the run."""
@@ -138,6 +139,6 @@ def _digests(folder: Path, files: tuple[FileEntry, ...]) -> dict[tuple[str, str]
             low, high = tensor["data_offsets"]
             values = data[begin + low : begin + high]
             found[entry.name, name] = _Digest(len(values), zlib.crc32(values))
-        state = json.dumps(json.loads(metadata["notes"])["random"]).encode()
+        state = to_json_text(json.loads(metadata["notes"])["random"]).encode()
         found[entry.name, "random"] = _Digest(len(state), zlib.crc32(state))
     return found

@@ -11,6 +11,7 @@ from typing import Any, Self
 from hybridrl.data.sampler import SamplerState
 from hybridrl.disk import write_whole
 from hybridrl.errors import CheckpointError, TornCheckpointError
+from hybridrl.json_text import to_json_text
 
 _NAME = "manifest.json"
 _FORMAT = 1
@@ -85,7 +86,7 @@ class Manifest:
         Raises:
             OSError: the disk is full or gone.
         """
-        text = json.dumps({"format": _FORMAT} | asdict(self), indent=1)
+        text = to_json_text({"format": _FORMAT} | asdict(self), indent=1)
         write_whole(folder / _NAME, text + "\n")
 
     @classmethod

@@ -15,6 +15,7 @@ from hybridrl.checkpoint.manifest import Origin, Recipe
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.keys import flatten
 from hybridrl.errors import CheckpointError
+from hybridrl.json_text import to_json_text
 
 _FREE_SECTIONS = ("tracking.", "checkpoint.", "cluster.", "certify.")
 _SHAPE = (
@@ -61,7 +62,7 @@ def recipe_of(config: ExperimentConfig) -> Recipe:
         for key, value in flat.items()
         if key not in _FREE_KEYS and not key.startswith(_FREE_SECTIONS)
     }
-    return {key: json.loads(json.dumps(value)) for key, value in kept.items()}
+    return {key: json.loads(to_json_text(value)) for key, value in kept.items()}
 
 
 def environment_of(config: ExperimentConfig) -> Mapping[str, str]:

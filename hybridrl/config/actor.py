@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from hybridrl.config.fsdp2 import FSDP2Config
-from hybridrl.config.limits import Count, CountOrZero, NotNegative, Within
+from hybridrl.config.limits import CountOrZero, NotNegative, PackedTokens, Within
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
     """AdamW and its learning-rate schedule."""
 
-    lr: Annotated[float, Within(above=0.0, usual=1e-6)]
+    lr: Annotated[float, Within(above=0.0, at_most=1.0, usual=1e-6)]
     """Peak learning rate."""
 
     beta1: Annotated[float, Within(at_least=0.0, below=1.0, usual=0.9)]
@@ -22,23 +22,26 @@ class OptimizerConfig:
     beta2: Annotated[float, Within(at_least=0.0, below=1.0, usual=0.999)]
     """Decay of the second moment."""
 
-    eps: Annotated[float, Within(above=0.0, usual=1e-8)]
-    """Added to the root of the second moment."""
+    eps: Annotated[float, Within(at_least=1e-30, at_most=1.0, usual=1e-8)]
+    """Added to the root of the second moment; a smaller one would be 0 in float32, and 0 / 0."""
 
     weight_decay: NotNegative
     """Decoupled weight decay; not applied to vectors (norms, biases)."""
 
-    max_grad_norm: Annotated[float, Within(above=0.0, usual=1.0)]
+    max_grad_norm: Annotated[
+        float, Within(above=0.0, at_most=1e9, usual=1.0, why="it clips nothing any more")
+    ]
     """Global L2 norm to which gradients are clipped."""
 
     schedule: Literal["constant", "linear", "cosine"]
-    """Shape after warm-up; linear and cosine end at ``min_lr_ratio`` at the run's last step."""
+    """Shape after warm-up; linear and cosine reach ``min_lr_ratio`` one step after the run's last,
+    so that even with a ratio of 0 the last step learns."""
 
     num_warmup_steps: CountOrZero
-    """Optimizer steps over which lr rises linearly from 0."""
+    """Optimizer steps over which lr rises linearly from 0; fewer than the run takes."""
 
     min_lr_ratio: Annotated[float, Within(at_least=0.0, at_most=1.0)]
-    """Last lr over peak lr."""
+    """Where the schedule ends, over the peak."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +51,7 @@ class EngineConfig:
     engine: Literal["fsdp2", "megatron"]
     """Training engine: PyTorch's FSDP2, or megatron-core cut as the ``megatron`` section says."""
 
-    max_tokens_per_microbatch: Count
+    max_tokens_per_microbatch: PackedTokens
     """Packed tokens per forward pass and rank; a single longer row still runs, alone."""
 
     compute_dtype: Literal["float32", "bfloat16"]
@@ -71,5 +74,5 @@ class EngineConfig:
 class ActorConfig(EngineConfig):
     """How the policy is trained. Mirrors hydra_configs/actor/*.yaml key by key."""
 
-    logprob_chunk_tokens: Count
+    logprob_chunk_tokens: PackedTokens
     """Tokens whose logits exist at one time in float32."""

@@ -11,7 +11,9 @@ from safetensors import SafetensorError, safe_open
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora import LINEAR_MODULES
 from hybridrl.config.lora_checks import linear_sizes, model_values
+from hybridrl.config.paths import flaw_of_file, flaw_of_folder
 from hybridrl.errors import ConfigError
+from hybridrl.json_text import to_json_text
 
 _KEY = "lora.init_from"
 _NO_ADAPTER = ("lora.init_from=null",)
@@ -27,6 +29,8 @@ _DEFAULTS: Mapping[str, object] = {
     "alpha_pattern": {},
 }
 """Settings of peft that are not supported unless they have these values."""
+
+_MOST_LAYERS = 10_000
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -56,13 +60,13 @@ def check_lora_init_from(config: ExperimentConfig) -> Iterator[ConfigError]:
 def _read_settings(folder: Path) -> tuple[Mapping[str, object], str]:
     """Return the adapter's settings, or what is wrong with them."""
     file = folder / _SETTINGS
-    if not folder.is_dir():
-        return {}, f"{folder.absolute()} does not exist"
+    if flaw := flaw_of_folder(folder):
+        return {}, flaw
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}, f"the folder has no {_SETTINGS}"
-    except (OSError, ValueError) as err:
+    except (OSError, ValueError, RecursionError) as err:
         return {}, f"{_SETTINGS} is torn: {err}"
     if not isinstance(settings, dict) or not {"r", "lora_alpha", "target_modules"} <= set(settings):
         return {}, f"{_SETTINGS} does not say r, lora_alpha and target_modules, as LoRA's does"
@@ -72,7 +76,7 @@ def _read_settings(folder: Path) -> tuple[Mapping[str, object], str]:
 def _read_shapes(folder: Path) -> tuple[Shapes, str]:
     """Return the shape of each tensor, or what is wrong with the file. Reads its header alone."""
     file = folder / _WEIGHTS
-    if not file.is_file():
+    if flaw_of_file(file):
         return {}, f"the folder has no {_WEIGHTS}"
     try:
         with safe_open(file, framework="np") as tensors:
@@ -111,7 +115,7 @@ def _other_settings(
     ):
         if got == ours:
             continue
-        typed = json.dumps(got, separators=(",", ":")).replace('"', "")
+        typed = to_json_text(got, separators=(",", ":")).replace('"', "")
         is_legal = key != "target_modules" or set(modules) <= set(LINEAR_MODULES)
         yield ConfigError(
             f"lora.{key}",
@@ -126,7 +130,7 @@ def _other_model(config: ExperimentConfig, folder: Path, shapes: Shapes) -> Iter
     if sizes is None or not isinstance(num_layers, int) or model_values(config).get("num_experts"):
         return  # experts have names of their own; whoever loads the adapter compares them
     expected: dict[str, tuple[int, ...]] = {}
-    for layer in range(num_layers):
+    for layer in range(min(num_layers, _MOST_LAYERS)):
         for module in (name for name in config.lora.modules if name in sizes):
             part = "self_attn" if module in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
             name = f"base_model.model.model.layers.{layer}.{part}.{module}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from hybridrl.config.limits import Count, NotNegative, Within
+from hybridrl.config.limits import Epochs, NotNegative, Rows, Within
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,9 @@ class AlgorithmConfig:
     clip_low: Annotated[float, Within(above=0.0, below=1.0, usual=0.2)]
     """Lower clip range of the probability ratio: ratio >= 1 - clip_low."""
 
-    clip_high: Annotated[float, Within(above=0.0, usual=0.2)]
+    clip_high: Annotated[
+        float, Within(above=0.0, at_most=1e6, usual=0.2, why="it clips nothing any more")
+    ]
     """Upper clip range: ratio <= 1 + clip_high. Above clip_low it is clip-higher
     (arXiv:2503.14476)."""
 
@@ -65,10 +67,10 @@ class AlgorithmConfig:
     entropy_coefficient: NotNegative
     """Weight of the entropy bonus."""
 
-    num_epochs: Count
+    num_epochs: Epochs
     """Passes over each rollout batch."""
 
-    num_minibatches: Count
+    num_minibatches: Rows
     """Optimizer steps per pass; divides the rows of a step."""
 
     old_logprobs: Literal["recompute", "current"]
@@ -78,7 +80,8 @@ class AlgorithmConfig:
 
     sampler_ratio_cap: NotNegative
     """Truncated importance weight between trainer and rollout engine (arXiv:2510.18855 style),
-    at least 1; 0 is off."""
+    at least 1; 0 is off. Both sides' log-probs are those at ``rollout.temperature``: what
+    ``rollout.top_p`` and ``rollout.top_k`` take away is not corrected for."""
 
     kl: KLConfig
     """Penalty for leaving the reference policy."""

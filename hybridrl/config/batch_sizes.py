@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import combinations, product
 from typing import Self
 
+from hybridrl.config.divisors import divisors_of, multiples_near
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ConfigError
 
@@ -19,6 +20,7 @@ _KEYS = {
 }
 _MAX_REMEDIES = 4
 _REACH = 16  # neighbours tried on either side of a value, besides the multiples nearest to it
+_MOST = 2**20  # of prompts, responses and mini-batches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +76,16 @@ class BatchSizes:
         """Rollout engines: prompts are divided over them. At least 1, so that it can divide."""
         return max(1, self.num_ranks // self.tensor_parallel_size)
 
+    @property
+    def are_legal(self) -> bool:
+        """Whether all divides; as many times as it is asked, ``broken_rules`` would be slow."""
+        return not (
+            self.num_ranks % self.world_multiple
+            or self.num_ranks_per_node % self.tensor_parallel_size
+            or self.num_prompts % self.num_engines
+            or self.num_prompts * self.num_responses % (self.num_groups * self.num_minibatches)
+        )
+
     def broken_rules(self) -> tuple[str, ...]:
         """Say in words what does not divide; nothing if all does."""
         num_rows = self.num_prompts * self.num_responses
@@ -124,8 +136,9 @@ def check_batch_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
         tuple(f"{_KEYS[name]}={n}" for name, n in asdict(legal).items() if n != before[name])
         for legal in alternatives
     ]
+    fix = "" if remedies else "use fewer ranks (cluster.num_nodes, cluster.num_ranks_per_node)"
     yield ConfigError(
-        _KEYS["num_prompts"], sizes.num_prompts, rule=" and ".join(rules), remedies=remedies
+        _KEYS["num_prompts"], sizes.num_prompts, " and ".join(rules), fix, remedies=remedies
     )
 
 
@@ -135,7 +148,7 @@ def check_engines_lie_within_nodes(config: ExperimentConfig) -> Iterator[ConfigE
     ranks, size = sizes.num_ranks_per_node, sizes.tensor_parallel_size
     if ranks % size == 0:
         return
-    largest = max(n for n in range(1, size) if ranks % n == 0)
+    largest = max(n for n in divisors_of(ranks) if n < size)
     yield ConfigError(
         "rollout.tensor_parallel_size",
         size,
@@ -176,7 +189,7 @@ def _nearest_of(sizes: BatchSizes, changed: tuple[str, ...]) -> tuple[float, Bat
         if found is not None and distance >= found[0]:
             continue
         legal = replace(sizes, **dict(zip(changed, values, strict=True)))
-        if not legal.broken_rules():
+        if legal.are_legal:
             found = (distance, legal)
     return found
 
@@ -186,9 +199,12 @@ def _candidates(sizes: BatchSizes, name: str) -> list[int]:
     value = asdict(sizes)[name]
     tried = set(range(value - _REACH, value + _REACH + 1))
     shares = sizes.num_groups * sizes.num_minibatches
-    for step in (sizes.num_engines, sizes.num_groups, shares, sizes.tensor_parallel_size):
-        tried |= {value // step * step, (value // step + 1) * step}
+    steps = (sizes.num_engines, sizes.num_groups, shares, math.lcm(shares, sizes.num_engines))
+    for step in (*steps, sizes.tensor_parallel_size):
+        tried |= {*multiples_near(value, step)}
+    highest = _MOST
     if name == "num_ranks_per_node":
-        tried = {n for n in range(1, value)}
+        tried |= {*divisors_of(value), *range(1, _REACH + 1)}
+        highest = value - 1
     lowest = 2 if name == "num_responses" else 1
-    return sorted(n for n in tried if n >= lowest and n != value)
+    return sorted(n for n in tried if lowest <= n <= highest and n != value)

@@ -27,7 +27,8 @@ class CheckpointConfig:
     ``never`` refuses a folder that holds a run."""
 
     accept_changes: bool
-    """Resume although recipe, data or tokenizer have changed since; each change is logged."""
+    """Resume although recipe, data or tokenizer have changed since, or lines of
+    ``metrics.jsonl`` or ``samples.jsonl`` are lost; each change is logged."""
 
     max_restarts: CountOrZero
     """Times in a row, without a new checkpoint between, that lost workers are started again."""

@@ -45,6 +45,11 @@ from hybridrl.config.lora_checks import (
     check_lora_rank,
     check_lora_targets,
 )
+from hybridrl.config.megatron_args import (
+    check_ddp_args,
+    check_optimizer_args,
+    check_transformer_args,
+)
 from hybridrl.config.megatron_checks import (
     check_layer_kernels,
     check_master_weights,
@@ -55,7 +60,6 @@ from hybridrl.config.megatron_checks import (
     check_routes_were_sampled,
     check_routing,
     check_routing_replay,
-    check_transformer_args,
 )
 from hybridrl.config.model_checks import (
     check_attention_runs_on_device,
@@ -65,12 +69,14 @@ from hybridrl.config.model_checks import (
     check_starter_context,
     check_starter_reads_plain_text,
     check_starter_shape,
-    check_starter_warmup_batch,
 )
+from hybridrl.config.schedule_checks import check_lr_warmup
 from hybridrl.config.server_checks import (
     check_certificate,
     check_drain_fits_its_stage,
     check_engine_args,
+    check_graphs_can_be_released,
+    check_server_computes_in,
     check_server_reads_the_model,
     check_sglang_is_installed,
     check_transport,
@@ -209,7 +215,6 @@ _COMMON_RULES: Mapping[str, tuple[Rule, ...]] = {
         check_model_source,
         check_starter_shape,
         check_starter_context,
-        check_starter_warmup_batch,
         check_starter_reads_plain_text,
         check_attention_runs_on_device,
         check_model_folder,
@@ -226,8 +231,11 @@ _COMMON_RULES: Mapping[str, tuple[Rule, ...]] = {
         check_adapted_layers,
         check_routing,
         check_transformer_args,
+        check_optimizer_args,
+        check_ddp_args,
     ),
     "lora": (check_lora_targets, check_lora_rank, check_lora_dropout, check_lora_init_from),
+    "schedule": (check_lr_warmup,),
     "data": (check_data_source, check_data_files, check_sort_digits),
     "cluster": (
         check_nodes_have_a_cluster,
@@ -251,6 +259,8 @@ _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
         check_certificate,
         check_sglang_is_installed,
         check_engine_args,
+        check_graphs_can_be_released,
+        check_server_computes_in,
         check_drain_fits_its_stage,
         check_server_reads_the_model,
         check_routing_replay,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from hybridrl import env
-from hybridrl.config.limits import Count, CountOrZero, Seconds, Within
+from hybridrl.config.limits import MebibytesOrZero, Ranks, Seconds, Threads, Within
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,20 +16,28 @@ class ClusterConfig:
     device: Literal["cpu", "cuda"]
     """What a rank computes on."""
 
-    num_nodes: Count
+    num_nodes: Ranks
     """Machines: as many different nodes of the Ray cluster."""
 
-    num_ranks_per_node: Count
+    num_ranks_per_node: Ranks
     """Worker processes a machine; with cuda one GPU each."""
 
-    device_memory_gib: Annotated[float, Within(above=0.0, usual=80.0)] | None
+    device_memory_gib: (
+        Annotated[
+            float,
+            Within(above=0.0, at_most=2**14, usual=80.0, why="16 TiB, and no device has more"),
+        ]
+        | None
+    )
     """Memory in GiB that one rank may take, for ``mode=plan`` to say whether a run fits. Null on a
     CPU is this machine's memory divided by its ranks; on CUDA nothing is judged."""
 
-    num_cpus_per_rank: Annotated[float, Within(above=0.0, usual=1.0)]
+    num_cpus_per_rank: Annotated[
+        float, Within(at_least=0.001, at_most=1024.0, usual=1.0, why="no machine has more")
+    ]
     """CPUs that Ray reserves for a rank."""
 
-    num_threads_per_rank: CountOrZero
+    num_threads_per_rank: Threads
     """OpenMP threads of a rank. 0 leaves torch's choice."""
 
     ray_address: str | None
@@ -41,7 +49,7 @@ class ClusterConfig:
     first: before engines are built, after Ray has set the environment. For what has to happen in
     every process: register a tokenizer or a model class, load a kernel, attach a debugger."""
 
-    object_store_mib: CountOrZero
+    object_store_mib: MebibytesOrZero
     """Memory of Ray's object store on this machine, MiB, at least 80. What does not fit goes to
     disk, slowly. 0 leaves Ray's choice, 30 % of the memory."""
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.python_files import names_at_top_level
+from hybridrl.config.python_files import ANYTHING, flaw_of_function, names_at_top_level
 from hybridrl.config.setup_hook import KEY, REMOVE
 from hybridrl.errors import ConfigError, nearest
 
@@ -90,18 +90,21 @@ def check_worker_setup_hook(config: ExperimentConfig) -> Iterator[ConfigError]:
 def _check_function(path: str, name: str, file: Path) -> Iterator[ConfigError]:
     try:
         known = names_at_top_level(file)
-    except (SyntaxError, UnicodeDecodeError, OSError) as err:
+    except SyntaxError as err:
         rule = f"{file} is not a Python file: {err}"
         yield ConfigError(KEY, path, rule, fix=f"mend it, or set {REMOVE[0]}", remedies=[REMOVE])
         return
-    if name not in known and "*" not in known:
+    if name not in known and ANYTHING not in known:
         yield ConfigError(
             KEY,
             path,
             f"{file} defines no {name!r} at its top level",
-            fix=f"{nearest(name, known)} Or set {REMOVE[0]}",
+            fix=f"{nearest(name, list(known))} Or set {REMOVE[0]}",
             remedies=[REMOVE],
         )
+    elif name in known and (flaw := flaw_of_function(known[name], keywords=())):
+        fix = f"mend it, or set {REMOVE[0]}"
+        yield ConfigError(KEY, path, f"it {flaw}", fix=fix, remedies=[REMOVE])
 
 
 def _find_module(name: str) -> tuple[str, Path | None]:
@@ -114,7 +117,7 @@ def _find_module(name: str) -> tuple[str, Path | None]:
         part = ".".join(parts[:end])
         try:
             spec = find_spec(part)
-        except (ImportError, ValueError) as err:  # the package above is a module, or does not load
+        except (Exception, SystemExit) as err:  # the package above is a module, or does not load
             return f"{part} ({err})", None
         if spec is None:
             return part, None

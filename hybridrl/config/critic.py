@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from hybridrl.config.actor import EngineConfig
-from hybridrl.config.limits import Count, CountOrZero, NotNegative
+from hybridrl.config.limits import Epochs, NotNegative, Ranks, Rows, Within
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,13 +16,13 @@ class CriticConfig(EngineConfig):
     The critic starts as the policy's model, with a value head of zeros in place of its last layer.
     """
 
-    num_warmup_steps: CountOrZero
+    num_warmup_steps: Annotated[int, Within(at_least=0, at_most=10**8, why="no run is so long")]
     """First steps of the run in which only the critic learns: the policy's weights do not move."""
 
-    num_epochs: Count
+    num_epochs: Epochs
     """Passes over each rollout batch."""
 
-    num_minibatches: Count
+    num_minibatches: Rows
     """Optimizer steps per pass; divides the rows of a step."""
 
     value_clip: NotNegative
@@ -33,7 +33,7 @@ class CriticConfig(EngineConfig):
     """``fused`` shares processes and devices with the policy; ``own_pool`` has its own beside them,
     and computes while they do."""
 
-    num_ranks_per_node: Count
+    num_ranks_per_node: Ranks
     """With ``own_pool``: worker processes a machine, in addition to the cluster's."""
 
     @property

@@ -6,8 +6,11 @@ import math
 from collections.abc import Iterator
 
 from hybridrl.config.batch_sizes import BatchSizes
+from hybridrl.config.divisors import divisors_near
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ConfigError
+
+_MOST_ROWS = 2**20  # prompts of a step, and mini-batches
 
 
 def check_critic_warmup(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -47,8 +50,7 @@ def check_critic_batch_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
     if num_rows % num_ranks == 0:
         key, value = "critic.num_minibatches", wanted
         rows_per_rank = num_rows // num_ranks
-        divisors = [n for n in range(1, rows_per_rank + 1) if rows_per_rank % n == 0]
-        nearest = sorted(divisors, key=lambda n: abs(n - wanted))[:2]
+        nearest = divisors_near(rows_per_rank, wanted, at_most=_MOST_ROWS, count=2)
         remedies: list[tuple[str, ...]] = [(f"critic.num_minibatches={n}",) for n in nearest]
     elif config.has_critic_pool:
         key, value = "critic.num_ranks_per_node", config.critic.num_ranks_per_node
@@ -57,7 +59,8 @@ def check_critic_batch_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
     elif num_ranks != config.num_train_groups:  # one engine is cut, the other is not
         key, value = "trainer.num_prompts_per_step", config.trainer.num_prompts_per_step
         multiple = _common_multiple(config)
-        remedies = [(f"{key}={-(-value // multiple) * multiple}",)]
+        enough = -(-value // multiple) * multiple
+        remedies = [(f"{key}={enough}",)] if enough <= _MOST_ROWS else []
     else:
         return  # the policy's own rows do not divide either, and check_batch_sizes says so
     yield ConfigError(
@@ -65,6 +68,7 @@ def check_critic_batch_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
         value,
         f"{num_rows} rows a step must be a multiple of {num_ranks * wanted} ({num_ranks} ranks of "
         f"the critic x {wanted} mini-batches)",
+        fix="" if remedies else "use fewer ranks or mini-batches",
         remedies=remedies,
     )
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from hybridrl.config.limits import Count
+from hybridrl.config.limits import Tokens, Within
+
+Digits = Annotated[
+    int, Within(at_least=1, at_most=640, why="Python may refuse to write longer ones")
+]
+"""Digits of a number. 640 is the lowest limit that ``PYTHONINTMAXSTRDIGITS`` can set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,13 +26,13 @@ class DataConfig:
     eval_files: tuple[str, ...]
     """Files for evaluation, same columns. Empty: no evaluation on files."""
 
-    num_task_rows: Count
+    num_task_rows: Annotated[int, Within(at_least=1, at_most=10**7, why="they are held in memory")]
     """Rows that a built-in task makes for training; evaluation rows come on top."""
 
-    min_digits: Count
+    min_digits: Digits
     """sort_digits: shortest number, in digits."""
 
-    max_digits: Count
+    max_digits: Digits
     """sort_digits: longest number, in digits."""
 
     prompt_key: str
@@ -42,7 +47,7 @@ class DataConfig:
     use_chat_template: bool
     """Wrap prompts with the tokenizer's chat template. A text prompt becomes one user message."""
 
-    max_prompt_tokens: Count
+    max_prompt_tokens: Tokens
     """Longest prompt, in tokens."""
 
     overlong_prompts: Literal["error", "drop", "keep_end"]

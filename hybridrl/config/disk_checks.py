@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.python_files import functions_at_top_level, names_at_top_level
-from hybridrl.config.reward import BUILT_IN_REWARDS
+from hybridrl.config.paths import (
+    flaw_of_file,
+    flaw_of_folder,
+    flaw_of_new_folder,
+    is_there,
+)
+from hybridrl.config.python_files import (
+    ANYTHING,
+    flaw_of_function,
+    functions_of,
+    names_at_top_level,
+)
+from hybridrl.config.reward import BUILT_IN_REWARDS, REWARD_COLUMNS
+from hybridrl.config.spelling import spell
 from hybridrl.errors import ConfigError, nearest
 
 _DATA_SUFFIXES = (".jsonl", ".parquet")
@@ -30,10 +41,8 @@ def check_data_files(config: ExperimentConfig) -> Iterator[ConfigError]:
                 yield ConfigError(
                     key, name, "must end in .jsonl or .parquet", fix="convert or rename the file"
                 )
-            elif not file.is_file():
-                yield ConfigError(
-                    key, name, f"{file.absolute()} does not exist", fix=f"correct {key}=[...]"
-                )
+            elif flaw := flaw_of_file(file):
+                yield ConfigError(key, name, flaw, fix=f"correct {key}=[...]")
             elif file.stat().st_size == 0:
                 yield ConfigError(key, name, "the file is empty, 0 bytes", fix=f"correct {key}")
 
@@ -57,50 +66,59 @@ def check_reward_function(config: ExperimentConfig) -> Iterator[ConfigError]:
                 remedies=[("reward.function=exact_match",)],
             )
         return
-    if not Path(path).is_file():
-        yield ConfigError(key, spelled, f"{Path(path).absolute()} does not exist", fix="correct it")
+    if flaw := flaw_of_file(path):
+        yield ConfigError(
+            key, spelled, flaw, fix="correct it; the form is path/to/file.py:function"
+        )
         return
     yield from _find_function(key, Path(path), name)
 
 
 def _find_function(key: str, file: Path, name: str) -> Iterator[ConfigError]:
-    try:
-        functions, names = functions_at_top_level(file), names_at_top_level(file)
-    except (SyntaxError, UnicodeDecodeError, OSError) as err:
-        yield ConfigError(key, f"{file}:{name}", f"not a Python file: {err}", fix=f"mend {file}")
+    spelled = f"{file}:{name}"
+    if file.suffix != ".py":
+        yield ConfigError(key, spelled, f"{file} must end in .py", fix="rename the file")
         return
-    if name not in names:
+    try:
+        names = names_at_top_level(file)
+    except SyntaxError as err:
+        yield ConfigError(key, spelled, f"not a Python file: {err}", fix=f"mend {file}")
+        return
+    functions = functions_of(names)
+    if name not in names and ANYTHING not in names:
         yield ConfigError(
             key,
-            f"{file}:{name}",
+            spelled,
             f"{file} defines no function {name!r} at its top level",
             fix=nearest(name, functions) if functions else f"define it in {file}",
-            remedies=[(f"{key}={file}:{function}",) for function in functions[:2]],
+            remedies=[
+                (f"{key}={spell(f'{file}:{function}')}",)
+                for function in functions
+                if not flaw_of_function(names[function], keywords=REWARD_COLUMNS)
+            ][:2],
         )
+    elif name in names and (flaw := flaw_of_function(names[name], keywords=REWARD_COLUMNS)):
+        fix = f"write def {name}({', '.join(REWARD_COLUMNS)}): ..., or **_ for those not needed"
+        yield ConfigError(key, spelled, f"it {flaw}", fix=fix)
 
 
 def check_run_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
     """The run folder is new, or may be replaced, and can be made."""
     folder = Path(config.trainer.run_dir)
-    if folder.is_dir() and any(path.name != _LOCK for path in folder.iterdir()):
+    is_folder = not flaw_of_folder(folder)
+    if is_folder and any(path.name != _LOCK for path in folder.iterdir()):
         yield from _check_replaceable(folder, config)
-        return
-    above = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        yield ConfigError(
-            "trainer.run_dir",
-            config.trainer.run_dir,
-            f"{above.absolute()} is no folder, or this user may not write there",
-            fix="set trainer.run_dir to a folder that you may make",
-        )
+    elif flaw := flaw_of_new_folder(folder):
+        fix = "set trainer.run_dir to a folder that you may make"
+        yield ConfigError("trainer.run_dir", config.trainer.run_dir, flaw, fix=fix)
 
 
 def _check_replaceable(folder: Path, config: ExperimentConfig) -> Iterator[ConfigError]:
     key, spelled = "trainer.run_dir", config.trainer.run_dir
     base = folder if folder.name.strip(".") else Path("runs/run")  # not "." or ".."
-    free = next(n for n in itertools.count(2) if not Path(f"{base}-{n}").exists())
-    elsewhere = (f"{key}={base}-{free}",)
-    is_run = all((folder / name).exists() for name in _RUN_FILES)
+    free = next(n for n in itertools.count(2) if not is_there(f"{base}-{n}"))
+    elsewhere = (f"{key}={spell(f'{base}-{free}')}",)
+    is_run = all(is_there(folder / name) for name in _RUN_FILES)
     if not is_run:
         rule = f"holds files, but no {' and '.join(_RUN_FILES)}: it is no run folder"
         yield ConfigError(key, spelled, rule, remedies=[elsewhere])

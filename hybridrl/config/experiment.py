@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.algorithm import AlgorithmConfig
@@ -13,7 +13,7 @@ from hybridrl.config.cluster import ClusterConfig
 from hybridrl.config.critic import CriticConfig
 from hybridrl.config.data import DataConfig
 from hybridrl.config.eval import EvalConfig
-from hybridrl.config.limits import CountOrZero
+from hybridrl.config.limits import Within
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.megatron import MegatronConfig
 from hybridrl.config.model import ModelConfig
@@ -33,7 +33,7 @@ class ExperimentConfig:
     and ``plan`` foretells the memory of ``train``; both start nothing. ``certify`` proves that
     this training resumes bit by bit."""
 
-    seed: CountOrZero
+    seed: Annotated[int, Within(at_least=0, at_most=2**31 - 1, why="SGLang takes seeds of 31 bits")]
     """All randomness of the run derives from it: model init, data order, sampling."""
 
     model: ModelConfig

@@ -23,7 +23,10 @@ class Within:
     """Upper end that is itself not legal."""
 
     usual: float | None = None
-    """A legal value to propose where the interval has no lowest or highest one."""
+    """The legal value to propose for one that is too low, where the lowest is unusual or open."""
+
+    why: str = ""
+    """Why it ends above where it does: what breaks, or loses its meaning, beyond."""
 
     def contains(self, value: float) -> bool:
         """Say whether ``value`` is legal."""
@@ -36,23 +39,83 @@ class Within:
 
     def nearest_to(self, value: float) -> float:
         """Return the legal value to propose instead of ``value``, which is not legal."""
-        if self.at_least is not None and value < self.at_least:
-            return self.at_least
         if self.at_most is not None and value > self.at_most:
             return self.at_most
-        if self.usual is None:
+        proposed = self.at_least if self.usual is None else self.usual
+        if proposed is None:
             raise ValueError(f"{self} has an open end and no usual value; give it one")
-        return self.usual
+        return proposed
+
+    def rule_for(self, value: float) -> str:
+        """Say what ``value``, which is not legal, must be; beyond the upper end also why."""
+        is_above = self.at_most is not None and value > self.at_most
+        return f"{self} ({self.why})" if is_above and self.why else f"{self}"
 
     def __str__(self) -> str:
         signs = {">=": self.at_least, ">": self.above, "<=": self.at_most, "<": self.below}
-        return " and ".join(f"{sign} {end:g}" for sign, end in signs.items() if end is not None)
+        return " and ".join(
+            f"{sign} {_spell(end)}" for sign, end in signs.items() if end is not None
+        )
 
 
-Count = Annotated[int, Within(at_least=1)]
-CountOrZero = Annotated[int, Within(at_least=0)]
-NotNegative = Annotated[float, Within(at_least=0.0)]
-Seconds = Annotated[float, Within(above=0.0, usual=60.0)]
+def _spell(end: float) -> str:
+    """Write an end so that it can be typed: all digits of a whole number."""
+    return str(int(end)) if float(end).is_integer() else f"{end:g}"
+
+
+_COUNTED = "no run counts so far"
+_IN_MEMORY = "they are held in memory at once"
+_ON_CLUSTERS = "no cluster has more"
+_IN_FLOAT32 = "float32 keeps seven digits"
+
+Count = Annotated[int, Within(at_least=1, at_most=10**9, why=_COUNTED)]
+CountOrZero = Annotated[int, Within(at_least=0, at_most=10**9, why=_COUNTED)]
+
+Rows = Annotated[int, Within(at_least=1, at_most=2**20, why=_IN_MEMORY)]
+"""Prompts, responses or examples that are worked on together."""
+
+Epochs = Annotated[int, Within(at_least=1, at_most=1000, why="the rollouts are too old by then")]
+"""Passes over the same rollouts."""
+
+Ranks = Annotated[int, Within(at_least=1, at_most=2**16, why=_ON_CLUSTERS)]
+"""Machines, processes, or processes that share something."""
+
+Threads = Annotated[int, Within(at_least=0, at_most=1024, why="no processor has more")]
+"""Threads of one process; 0 leaves the choice to somebody else."""
+
+Tokens = Annotated[int, Within(at_least=1, at_most=2**24, why="no model has a longer context")]
+"""Tokens of a prompt or of a response."""
+
+PackedTokens = Annotated[
+    int, Within(at_least=1, at_most=2**31 - 1, why="attention counts packed tokens in 31 bits")
+]
+"""Tokens of several rows, laid end to end."""
+
+Width = Annotated[int, Within(at_least=1, at_most=2**20, why="no model is wider")]
+"""Columns inside a model."""
+
+Heads = Annotated[int, Within(at_least=1, at_most=4096, why="no model has more")]
+"""Attention heads."""
+
+Layers = Annotated[int, Within(at_least=1, at_most=10_000, why="no model has more layers")]
+
+MebibytesOrZero = Annotated[
+    int, Within(at_least=0, at_most=2**24, why="16 TiB, and no machine has more memory")
+]
+
+NotNegative = Annotated[float, Within(at_least=0.0, at_most=1e6, why=_IN_FLOAT32)]
+"""A weight of something in a sum of float32."""
+
+Seconds = Annotated[
+    float,
+    Within(
+        above=0.0,
+        at_most=1e6,
+        usual=60.0,
+        why="11 days; timers of the system count milliseconds in 31 bits",
+    ),
+]
+"""A time limit. Two of them added up still fit a timer: poll(2) takes 24 days."""
 
 ArgumentValue = str | int | float | bool | None | tuple[str | int | float | bool, ...]
 """A value that another program reads, and that only it can check."""

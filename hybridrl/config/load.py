@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
+import re
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
 from hybridrl.config.checks import find_violations
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import Within
-from hybridrl.errors import ConfigError, ConfigErrors
+from hybridrl.config.scalars import KINDS, flaw_of_argument, flaw_of_text, is_of, meant_by
+from hybridrl.config.spelling import spell
+from hybridrl.errors import ConfigError, ConfigErrors, shown
 
 
 def load_config(values: Mapping[str, object]) -> ExperimentConfig:
@@ -74,8 +76,10 @@ class _Missing:
 
 _MISSING = _Missing()
 _MANDATORY = "???"  # how YAML files of Hydra say that the user must give a value
-_Convert = Callable[[object], object]
-_SCALARS = str | int | float | bool | None
+_MOST_ENTRIES = 10_000
+_MOST_TOLD = 20  # of one kind, in one place
+_MOST_TYPED = 1000  # characters of an override that is proposed
+_TYPEABLE = re.compile(r"[\w.]+", re.ASCII)
 
 
 class _Reader:
@@ -87,7 +91,10 @@ class _Reader:
     def read_section(self, section: type, values: object, key: str) -> object:
         """Build ``section``, or return ``_MISSING`` when a value of it cannot be understood."""
         if not isinstance(values, Mapping):
-            return self._refuse(key or "config", values, "must be a section with keys of its own")
+            rule = "must be a section with keys of its own"
+            first = next(iter(get_type_hints(section)))
+            fix = f"leave it out, or set its keys one by one: {key}.{first}=..."
+            return self._refuse(key or "config", values, rule, fix=fix)
         hints = get_type_hints(section, include_extras=True)
         prefix = f"{key}." if key else ""
         self._refuse_unknown(prefix, values, tuple(hints))
@@ -100,16 +107,21 @@ class _Reader:
     def _refuse_unknown(
         self, prefix: str, values: Mapping[str, object], known: Sequence[str]
     ) -> None:
-        for name in values:
-            if name in known:
-                continue
-            key = prefix + str(name)
+        unknown = [name for name in values if name not in known]
+        for name in unknown[:_MOST_TOLD]:
+            key = f"{prefix}{name}"
             fix = "remove it; known: " + ", ".join(sorted(known))
+            if key == "recipes":
+                fix = "begin the recipe's file with the line: # @package _global_"
             remedy: tuple[str, ...] = (f"~{key}",)
-            for close in difflib.get_close_matches(str(name), known, n=1, cutoff=0.5):
+            for close in difflib.get_close_matches(str(name)[:99], known, n=1, cutoff=0.5):
                 fix = f"use {prefix}{close}"
-                remedy += (f"{prefix}{close}={spell(values[name])}",)
-            self._refuse(key, values[name], "there is no such key", fix=fix, remedies=[remedy])
+                remedy += tuple(_typed(prefix + close, values[name]))
+            remedies = [remedy] if _TYPEABLE.fullmatch(key) else []
+            self._refuse(key, values[name], "there is no such key", fix=fix, remedies=remedies)
+        if (num_more := len(unknown) - _MOST_TOLD) > 0:
+            rule = f"{num_more} more of its keys do not exist"
+            self._refuse(prefix + "*", "...", rule, fix="remove them")
 
     def _read(self, hint: object, value: object, key: str) -> object:
         if value is _MISSING or value == _MANDATORY:
@@ -131,20 +143,25 @@ class _Reader:
         return self._read_scalar(hint, value, key)
 
     def _read_number(self, kind: type, limits: Within, value: object, key: str) -> object:
-        number = self._read_scalar(kind, value, key)
-        if not isinstance(number, int | float) or limits.contains(number):
-            return number
-        proposed = kind(limits.nearest_to(number))
-        remedies = [(f"{key}={spell(proposed)}",)]
-        self._refuse(key, value, f"must be {limits}", remedies=remedies)
-        return proposed
+        meant = meant_by(kind, value)
+        if not isinstance(meant, int | float):
+            what = f"{KINDS[kind]} {limits}"
+            return self._refuse(key, value, f"must be {what}", fix=f"set {key} to {what}")
+        rules = [] if is_of(kind, value) else [KINDS[kind]]
+        if not limits.contains(meant):
+            rules.append(limits.rule_for(meant))
+            meant = kind(limits.nearest_to(meant))
+        if rules:
+            rule = f"must be {' and '.join(rules)}"
+            self._refuse(key, value, rule, remedies=[(f"{key}={spell(meant)}",)])
+        return kind(meant)
 
     def _read_choice(self, choices: Sequence[object], value: object, key: str) -> object:
         if value in choices:
             return value
         names = [str(choice) for choice in choices]
-        close = difflib.get_close_matches(str(value), names, n=2, cutoff=0.5) or names
-        remedies = [(f"{key}={name}",) for name in close]
+        close = difflib.get_close_matches(shown(value)[:99].strip("'"), names, n=2, cutoff=0.5)
+        remedies = [(f"{key}={name}",) for name in close or names]
         return self._refuse(key, value, "must be one of " + ", ".join(names), remedies=remedies)
 
     def _read_collection(self, hint: object, value: object, key: str) -> object:
@@ -154,10 +171,19 @@ class _Reader:
 
     def _read_list(self, hint: object, value: object, key: str) -> object:
         if not isinstance(value, list | tuple):
-            remedies = [(f"{key}=[{spell(value)}]",)] if isinstance(value, str) else []
-            fix = "" if remedies else f"set {key}=[...]"
+            typed = _typed(key, [value]) if isinstance(value, str) else []
+            fix = "" if typed else f"set {key}=[...]"
+            remedies = [(override,) for override in typed]
             return self._refuse(key, value, "must be a list", remedies=remedies, fix=fix)
-        entries = [self._read_entry(hint, value, at, key) for at in range(len(value))]
+        if len(value) > _MOST_ENTRIES:
+            rule = f"must have at most {_MOST_ENTRIES} entries, and has {len(value)}"
+            return self._refuse(key, value, rule, fix="put them into fewer")
+        entries: list[object] = []
+        num_before = len(self.violations)
+        for at in range(len(value)):
+            entries.append(self._read_entry(hint, value, at, key))
+            if len(self.violations) - num_before == _MOST_TOLD:
+                return _MISSING
         return _MISSING if _MISSING in entries else tuple(entries)
 
     def _read_entry(self, hint: object, values: Sequence[object], at: int, key: str) -> object:
@@ -166,39 +192,40 @@ class _Reader:
         for violation in inner.violations:
             # An override replaces a list as a whole, so a remedy must spell all of it.
             meant = [overrides[0].partition("=")[2] for overrides in violation.remedies]
-            lists = [[*map(spell, values[:at]), m, *map(spell, values[at + 1 :])] for m in meant]
-            self._refuse(
-                key,
-                values[at],
-                f"each entry {violation.rule}",
-                remedies=[(f"{key}=[{','.join(entries)}]",) for entries in lists],
-            )
+            remedies = [(o,) for m in meant for o in _typed_list(key, values, at, m)]
+            fix = "" if remedies else f"correct entry {at + 1} of {key}"
+            rule = f"each entry {violation.rule}"
+            self._refuse(key, values[at], rule, remedies=remedies, fix=fix)
         return entry
 
     def _read_arguments(self, value: object, key: str) -> object:
         """Read what is meant for another program: names and scalars, or lists of scalars."""
         if not isinstance(value, Mapping):
-            return self._refuse(key, value, "must be a mapping", fix=f"set {key}={{name: value}}")
+            rule, fix = "must be a mapping", f"add arguments one by one: +{key}.NAME=VALUE"
+            return self._refuse(key, value, rule, fix=fix)
         for name, inner in value.items():
-            if not isinstance(inner, _SCALARS | list | tuple):
-                rule = "must be text, a number, true, false, null, or a list of those"
-                fix = f"write it as JSON in quotes, '{key}.{name}=\"...\"'"
-                return self._refuse(f"{key}.{name}", inner, rule, fix=fix)
+            flaw = flaw_of_argument(inner)
+            if not str(name).isidentifier():
+                flaw = "must be named as a Python argument: letters, digits and underscores"
+            if flaw:
+                fix = "correct or remove it; what is nested is written as text, JSON in quotes"
+                remedies = [(f"~{key}.{name}",)] if _TYPEABLE.fullmatch(str(name)) else []
+                return self._refuse(f"{key}.{name}", inner, flaw, fix=fix, remedies=remedies)
         return {
             str(name): tuple(inner) if isinstance(inner, list) else inner
             for name, inner in value.items()
         }
 
     def _read_scalar(self, kind: type, value: object, key: str) -> object:
-        if type(value) is kind and not (isinstance(value, float) and not math.isfinite(value)):
-            return value
-        if kind is float and type(value) is int:
-            return float(value)
-        meant = _CONVERSIONS[kind](value)
+        if is_of(kind, value):
+            flaw = flaw_of_text(value) if isinstance(value, str) else ""
+            return self._refuse(key, value, flaw, fix=f"correct {key}") if flaw else value
+        meant = meant_by(kind, value)
         if meant is None:
-            return self._refuse(key, value, f"must be {_KINDS[kind]}")
+            fix = f"set {key} to {KINDS[kind]}"
+            return self._refuse(key, value, f"must be {KINDS[kind]}", fix=fix)
         remedies = [(f"{key}={spell(meant)}",)]
-        self._refuse(key, value, f"must be {_KINDS[kind]}", remedies=remedies)
+        self._refuse(key, value, f"must be {KINDS[kind]}", remedies=remedies)
         return meant
 
     def _refuse(
@@ -210,59 +237,22 @@ class _Reader:
         remedies: Sequence[tuple[str, ...]] = (),
         fix: str = "",
     ) -> _Missing:
-        fix = fix or ("" if remedies else f"give {key} such a value")
         self.violations.append(ConfigError(key, value, rule, fix, remedies=remedies))
         return _MISSING
 
 
-def spell(value: object) -> str:
-    """Write ``value`` as the right-hand side of a Hydra override."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(spell(entry) for entry in value) + "]"
-    if isinstance(value, str) and _as_number(value) is not None:
-        return f"'{value}'"
-    return str(value)
+def _typed(key: str, value: object) -> list[str]:
+    """Return the override that gives ``key`` this value; none if it cannot be typed."""
+    if flaw_of_argument(value):
+        return []
+    override = f"{key}={spell(value)}"
+    return [override] if len(override) <= _MOST_TYPED else []
 
 
-def _as_number(value: object) -> float | None:
-    if not isinstance(value, str | int | float) or isinstance(value, bool):
-        return None
-    try:
-        number = float(value)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _as_whole(value: object) -> int | None:
-    number = _as_number(value)
-    return int(number) if number is not None and number.is_integer() else None
-
-
-def _as_truth(value: object) -> bool | None:
-    text = str(value).lower()
-    if text in ("true", "yes", "on", "1"):
-        return True
-    return False if text in ("false", "no", "off", "0") else None
-
-
-def _as_text(value: object) -> str | None:
-    return str(value) if isinstance(value, int | float) else None
-
-
-_KINDS: dict[type, str] = {
-    int: "a whole number",
-    float: "a finite number",
-    bool: "true or false",
-    str: "text",
-}
-_CONVERSIONS: dict[type, _Convert] = {
-    int: _as_whole,
-    float: _as_number,
-    bool: _as_truth,
-    str: _as_text,
-}
+def _typed_list(key: str, values: Sequence[object], at: int, meant: str) -> list[str]:
+    """Return the override that gives ``key`` these values, but for one that is spelled anew."""
+    others = [*values[:at], *values[at + 1 :]]
+    if not _typed(key, others):
+        return []
+    entries = [spell(value) for value in others]
+    return [f"{key}=[{','.join([*entries[:at], meant, *entries[at:]])}]"]

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from hybridrl.config.limits import Count, NotNegative, Within
+from hybridrl.config.limits import NotNegative, Width, Within
 
 ALL_LINEAR = "all-linear"
 LINEAR_MODULES = (
@@ -24,10 +24,12 @@ class LoraConfig:
     enabled: bool
     """Train adapters and freeze the model. False ignores the rest of the section."""
 
-    rank: Count
+    rank: Width
     """Rows of A and columns of B; at most the smaller side of each adapted layer."""
 
-    alpha: Annotated[float, Within(above=0.0, usual=16.0)]
+    alpha: Annotated[
+        float, Within(above=0.0, at_most=1e6, usual=16.0, why="float32 keeps seven digits")
+    ]
     """Scaling of the adapter is alpha / rank, or alpha / sqrt(rank) with ``use_rslora``."""
 
     use_rslora: bool

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora import ALL_LINEAR, LINEAR_MODULES
-from hybridrl.errors import ConfigError, nearest
+from hybridrl.config.model_folder import read_settings
+from hybridrl.errors import ConfigError, ModelError, nearest
 
 Sizes = Mapping[str, tuple[int, int]]
 """(outputs, inputs) of each linear layer of a block."""
@@ -46,7 +46,7 @@ def check_lora_rank(config: ExperimentConfig) -> Iterator[ConfigError]:
     smallest = min(targets, key=lambda name: min(sizes[name]))
     outputs, inputs = sizes[smallest]
     limit = min(outputs, inputs)
-    if config.lora.rank > limit:
+    if 0 < limit < config.lora.rank:  # of heads without a size check_starter_shape speaks
         yield ConfigError(
             "lora.rank",
             config.lora.rank,
@@ -119,12 +119,12 @@ def linear_sizes(config: ExperimentConfig) -> Sizes | None:
     """Return the sizes of the linear layers of a block; None where the model does not say them."""
     values = model_values(config)
     needed = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
-    if any(not isinstance(values.get(name), int) for name in needed):
+    hidden, num_heads, num_kv_heads, inner = (_size(values, name) for name in needed)
+    if not (hidden and num_heads and num_kv_heads and inner):
         return None
-    hidden, num_heads, num_kv_heads, inner = (int(str(values[name])) for name in needed)
-    head = int(str(values.get("head_dim") or hidden // num_heads))
+    head = _size(values, "head_dim") or hidden // num_heads
     if values.get("num_experts"):
-        inner = int(str(values.get("moe_intermediate_size") or inner))
+        inner = _size(values, "moe_intermediate_size") or inner
     return {
         "q_proj": (num_heads * head, hidden),
         "k_proj": (num_kv_heads * head, hidden),
@@ -134,6 +134,12 @@ def linear_sizes(config: ExperimentConfig) -> Sizes | None:
         "up_proj": (inner, hidden),
         "down_proj": (hidden, inner),
     }
+
+
+def _size(values: Mapping[str, object], name: str) -> int:
+    """Return a size of config.json; 0 where it says none, or none that could be one."""
+    value = values.get(name)
+    return value if isinstance(value, int) and value > 0 else 0
 
 
 def model_values(config: ExperimentConfig) -> Mapping[str, object]:
@@ -151,10 +157,8 @@ def model_values(config: ExperimentConfig) -> Mapping[str, object]:
             "num_hidden_layers": starter.num_layers,
         }
     try:
-        values = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}  # check_model_folder and models/load.py name what is wrong with the file
-    if not isinstance(values, dict):
-        return {}
+        values = read_settings(Path(config.model.path))
+    except ModelError:
+        return {}  # check_model_folder names what is wrong with the file
     # As transformers 5 spells it when it writes the file.
     return {"num_experts": values.get("num_local_experts"), **values}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from hybridrl.config.limits import ArgumentValue, Count, NotNegative
+from hybridrl.config.limits import ArgumentValue, Layers, NotNegative, Ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,27 +18,27 @@ class MegatronConfig:
     context parallelism are data-parallel, and share the optimizer's state.
     """
 
-    tensor_parallel_size: Count
+    tensor_parallel_size: Ranks
     """Ranks that share each matrix; they exchange activations twice a layer, so keep them on one
     node."""
 
     sequence_parallel: bool
     """Let tensor-parallel ranks share norms and residuals as well, each a part of the tokens."""
 
-    pipeline_parallel_size: Count
+    pipeline_parallel_size: Ranks
     """Ranks that have a stretch of layers each."""
 
-    num_virtual_stages: Count
+    num_virtual_stages: Layers
     """Stretches of layers on each pipeline rank: more make shorter bubbles and more messages."""
 
-    context_parallel_size: Count
+    context_parallel_size: Ranks
     """Ranks that share the tokens of each row, and gather keys and values in attention: for rows
     too long for one. A pack of max_tokens_per_microbatch is divided among them."""
 
-    expert_parallel_size: Count
+    expert_parallel_size: Ranks
     """Ranks, of those with other rows or other tokens, that share the experts of a layer."""
 
-    expert_tensor_parallel_size: Count
+    expert_tensor_parallel_size: Ranks
     """Ranks that share the matrices of one expert."""
 
     layers: Literal["auto", "local", "transformer_engine"]
@@ -62,6 +62,12 @@ class MegatronConfig:
     transformer_args: Mapping[str, ArgumentValue]
     """Further fields of megatron-core's TransformerConfig by their names, as fp8; handed on as they
     are. What has a key of its own here is refused."""
+
+    optimizer_args: Mapping[str, ArgumentValue]
+    """Further fields of its OptimizerConfig, as optimizer_cpu_offload; likewise."""
+
+    ddp_args: Mapping[str, ArgumentValue]
+    """Further fields of its DistributedDataParallelConfig, as bucket_size; likewise."""
 
     @property
     def model_parallel_size(self) -> int:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.util import find_spec
 
-from hybridrl.config.batch_sizes import check_batch_sizes
+from hybridrl.config.batch_sizes import BatchSizes
 from hybridrl.config.critic_checks import check_critic_batch_sizes
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora_checks import model_values
 from hybridrl.config.megatron import MegatronConfig
+from hybridrl.config.megatron_args import keys_of_transformer_engine
 from hybridrl.config.megatron_shapes import (
     ShapeFacts,
     broken_sizes,
@@ -18,8 +19,10 @@ from hybridrl.config.megatron_shapes import (
     value_of,
 )
 from hybridrl.config.model import MEGATRON_MODEL_TYPES
-from hybridrl.config.model_checks import check_starter_warmup_batch
-from hybridrl.errors import ConfigError
+from hybridrl.config.spelling import resetting
+from hybridrl.errors import ConfigError, instruction
+
+INSTALL_TRANSFORMER_ENGINE = "pip install 'hybridrl[transformer-engine]'"
 
 UNUSED = MegatronConfig(
     tensor_parallel_size=1,
@@ -34,71 +37,10 @@ UNUSED = MegatronConfig(
     load_balance_coefficient=0.0,
     replay_routing=False,
     transformer_args={},
+    optimizer_args={},
+    ddp_args={},
 )
 """The section as it is where nobody changed it: hydra_configs/megatron/default.yaml."""
-
-_TYPED: Mapping[str, str] = {
-    "tensor_model_parallel_size": "megatron.tensor_parallel_size",
-    "sequence_parallel": "megatron.sequence_parallel",
-    "pipeline_model_parallel_size": "megatron.pipeline_parallel_size",
-    "virtual_pipeline_model_parallel_size": "megatron.num_virtual_stages",
-    "context_parallel_size": "megatron.context_parallel_size",
-    "expert_model_parallel_size": "megatron.expert_parallel_size",
-    "expert_tensor_parallel_size": "megatron.expert_tensor_parallel_size",
-    "transformer_impl": "megatron.layers",
-    "moe_aux_loss_coeff": "megatron.load_balance_coefficient",
-    "moe_router_load_balancing_type": "megatron.load_balance_coefficient",
-    "moe_enable_routing_replay": "megatron.replay_routing",
-    "bf16": "actor.compute_dtype",
-    "fp16": "actor.compute_dtype",
-    "params_dtype": "actor.compute_dtype",
-    "pipeline_dtype": "actor.compute_dtype",
-    "enable_autocast": "actor.compute_dtype",
-    "autocast_dtype": "actor.compute_dtype",
-    "recompute_granularity": "actor.gradient_checkpointing",
-    "recompute_method": "actor.gradient_checkpointing",
-    "recompute_num_layers": "actor.gradient_checkpointing",
-}
-"""Fields of TransformerConfig that follow from a key of ours."""
-
-_OF_THE_MODEL = frozenset(
-    {
-        *("num_layers", "hidden_size", "ffn_hidden_size", "kv_channels", "window_size"),
-        *("num_attention_heads", "num_query_groups", "qk_layernorm", "multi_latent_attention"),
-        *("normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma"),
-        *("add_bias_linear", "add_qkv_bias", "gated_linear_unit", "activation_func"),
-        *("rotary_interleaved", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size"),
-        *("moe_layer_freq", "moe_router_pre_softmax", "moe_router_score_function"),
-        *("moe_shared_expert_intermediate_size", "moe_router_topk_scaling_factor"),
-    }
-)
-"""Fields that follow from the model's config.json."""
-
-_SAME_POLICY = "the policy that is trained would not be the one that sampled"
-_COMPUTED = "weights are loaded, exported and saved in the type that is computed in"
-_OURS: Mapping[str, str] = {
-    "calculate_per_token_loss": "losses come weighed, so gradients are summed",
-    "variable_seq_lengths": "micro-batches differ in length",
-    "hidden_dropout": _SAME_POLICY,
-    "attention_dropout": _SAME_POLICY,
-    "moe_input_jitter_eps": _SAME_POLICY,
-    "moe_token_dropping": _SAME_POLICY,
-    "moe_expert_capacity_factor": _SAME_POLICY,
-    "moe_z_loss_coeff": "it would be added up over micro-batches, and ranks, instead of averaged",
-    "moe_router_fusion": "its kernel chooses experts by itself, and cannot replay any",
-    "perform_initialization": "weights are read from the model folder",
-    "use_cpu_initialization": "weights are read from the model folder",
-    "init_model_with_meta_device": "weights are read from the model folder",
-    "fp8_param": _COMPUTED,
-    "fp4_param": _COMPUTED,
-    "cpu_offloading": "rollout.sleep moves training state, and it would no longer know where it is",
-    "finalize_model_grads_func": "it is a function of the engine",
-    "grad_scale_func": "it is a function of the engine",
-    "no_sync_func": "it is a function of the engine",
-    "grad_sync_func": "it is a function of the engine",
-    "param_sync_func": "it is a function of the engine",
-}
-"""Fields that are not to be chosen, and why."""
 
 
 def check_megatron_is_used(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -109,20 +51,23 @@ def check_megatron_is_used(config: ExperimentConfig) -> Iterator[ConfigError]:
     for name, usual in asdict(UNUSED).items():
         value = values[name]
         if value != usual:
-            reset = f"megatron.{name}={'{}' if name == 'transformer_args' else _spell(usual)}"
+            reset = resetting(f"megatron.{name}", value, usual)
             yield ConfigError(
                 f"megatron.{name}",
                 value,
                 "would be ignored: neither actor.engine nor the engine of a critic that is asked "
                 "is megatron",
-                remedies=[(reset,)],
-                fix=f"set {reset}, or actor=megatron",
+                remedies=[reset],
+                fix=f"{instruction(reset)}, or set actor=megatron",
             )
 
 
 def check_megatron_is_installed(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """megatron-core is an extra: a run should not learn that it is missing from its workers."""
-    if not config.megatron_worlds:
+    """megatron-core is an extra: a run should not learn that it is missing from its workers.
+
+    ``mode=check`` may be another machine's than the run; it says itself what it could not check.
+    """
+    if not config.megatron_worlds or config.mode in ("check", "plan"):
         return
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         key = _engine_key(config)
@@ -167,12 +112,10 @@ def check_parallel_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 def _divides_rows(config: ExperimentConfig) -> bool:
     """Say whether rows divide over the data-parallel ranks that a shape leaves."""
-    if next(check_starter_warmup_batch(config), None) is not None:
-        return False
     if config.mode == "sft":
         return config.sft.batch_size % config.num_train_groups == 0
-    rules = (check_batch_sizes, check_critic_batch_sizes)
-    return all(next(rule(config), None) is None for rule in rules)
+    # Not check_batch_sizes, which looks for remedies: this is asked of hundreds of shapes.
+    return BatchSizes.of(config).are_legal and next(check_critic_batch_sizes(config), None) is None
 
 
 def has_transformer_engine() -> bool:
@@ -181,23 +124,23 @@ def has_transformer_engine() -> bool:
 
 
 def check_layer_kernels(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Kernels that are asked for are there, and run on the device."""
+    """Kernels that are asked for are there, and run on the device.
+
+    ``mode=check`` may be another machine's than the run; its rehearsal says what is missing here.
+    """
     if not config.megatron_worlds:
         return
     is_cuda = config.cluster.device == "cuda"
-    missing = "is not installed" if is_cuda else "runs on CUDA alone, and cluster.device=cpu"
-    has_kernels = is_cuda and has_transformer_engine()
-    if config.megatron.layers == "transformer_engine" and not has_kernels:
-        how = "pip install 'transformer-engine[pytorch]', or " if is_cuda else ""
-        remedies = [("megatron.layers=auto",), ("megatron.layers=local",)]
-        yield ConfigError(
-            "megatron.layers",
-            "transformer_engine",
-            f"TransformerEngine {missing}",
-            fix=f"{how}set megatron.layers=auto, or set megatron.layers=local",
-            remedies=remedies,
-        )
-    yield from _few_bits(config, missing="" if has_kernels else missing)
+    is_elsewhere = config.mode in ("check", "plan")
+    missing = ""
+    if not is_cuda:
+        missing = "runs on CUDA alone, and cluster.device=cpu"
+    elif not has_transformer_engine() and not is_elsewhere:
+        missing = "is not installed"
+    if missing:
+        yield from _needs_transformer_engine(config, missing)
+    if config.megatron.layers == "local":
+        yield from _few_bits(config)
     if config.megatron.overlap_communication and not is_cuda:
         yield ConfigError(
             "megatron.overlap_communication",
@@ -207,18 +150,29 @@ def check_layer_kernels(config: ExperimentConfig) -> Iterator[ConfigError]:
         )
 
 
-def _few_bits(config: ExperimentConfig, *, missing: str) -> Iterator[ConfigError]:
+def _needs_transformer_engine(config: ExperimentConfig, missing: str) -> Iterator[ConfigError]:
+    how = "" if config.cluster.device == "cpu" else f"{INSTALL_TRANSFORMER_ENGINE}, or "
+    for key, value in keys_of_transformer_engine(config.megatron).items():
+        if key == "megatron.layers":
+            remedies = [("megatron.layers=auto",), ("megatron.layers=local",)]
+            fix = "set megatron.layers=auto, or set megatron.layers=local"
+            yield ConfigError(
+                key, value, f"TransformerEngine {missing}", f"{how}{fix}", remedies=remedies
+            )
+        elif config.megatron.layers != "local" or "transformer_args" not in key:
+            rule = f"it is TransformerEngine's, which {missing}"
+            fix = f"{how}leave it out, or add ~{key}"
+            yield ConfigError(key, value, rule, fix, remedies=[(f"~{key}",)])
+
+
+def _few_bits(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Matrix products of 8 and 4 bits are TransformerEngine's; without it nobody would do them."""
-    is_local = config.megatron.layers == "local"
-    for name in ("fp8", "fp4"):
-        value = config.megatron.transformer_args.get(name)
-        if value and (missing or is_local):
-            key = f"megatron.transformer_args.{name}"
-            what = "and megatron.layers=local" if is_local else f"which {missing}"
+    for key, value in keys_of_transformer_engine(config.megatron).items():
+        if key.startswith("megatron.transformer_args."):
             yield ConfigError(
                 key,
                 value,
-                f"such matrix products are TransformerEngine's, {what}",
+                "such matrix products are TransformerEngine's, and megatron.layers=local",
                 fix=f"leave it out, or add ~{key}",
                 remedies=[(f"~{key}",)],
             )
@@ -287,27 +241,11 @@ def check_routes_were_sampled(config: ExperimentConfig) -> Iterator[ConfigError]
         )
 
 
-def check_transformer_args(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """What has a key of its own is typed there; else two keys would say different things."""
-    if not config.megatron_worlds:
-        return
-    for name, value in config.megatron.transformer_args.items():
-        key = f"megatron.transformer_args.{name}"
-        if name in _TYPED:
-            rule, fix = f"{_TYPED[name]} says that", f"set {_TYPED[name]}, and ~{key}"
-        elif name in _OF_THE_MODEL:
-            rule = "the model's config.json says that"
-            fix = f"set model.path to a model of that shape, and ~{key}"
-        elif name in _OURS:
-            rule, fix = f"is not to be chosen: {_OURS[name]}", f"leave it out, or add ~{key}"
-        else:
-            continue
-        yield ConfigError(key, value, rule, fix, remedies=[(f"~{key}",)])
-
-
 def _engine_key(config: ExperimentConfig) -> str:
     return "actor.engine" if config.actor.engine == "megatron" else "critic.engine"
 
 
 def _spell(value: object) -> str:
-    return str(value).lower()
+    if value is None:
+        return "null"
+    return "[]" if value == () else str(value).lower()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, islice, product
 from typing import Any, Self
 
+from hybridrl.config.divisors import divisors_near
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora_checks import model_values
 
@@ -79,7 +80,7 @@ class ShapeFacts:
 def broken_sizes(config: ExperimentConfig, facts: ShapeFacts) -> Iterator[Broken]:
     """Yield every rule that the parallel sizes of ``config`` break; none without megatron."""
     if config.megatron_worlds:
-        for rule in (_worlds, _tensor, _sequence, _pipeline, _experts):
+        for rule in (_worlds, _tensor, _sequence, _pipeline, _experts, _whole_experts):
             yield from rule(config, facts)
 
 
@@ -162,6 +163,24 @@ def _experts(config: ExperimentConfig, facts: ShapeFacts) -> Iterator[Broken]:
             "megatron.expert_tensor_parallel_size",
             "ranks that share an expert gather unequal numbers of tokens, which gloo, the "
             "collectives of cluster.device=cpu, cannot",
+        )
+
+
+def _whole_experts(config: ExperimentConfig, facts: ShapeFacts) -> Iterator[Broken]:
+    """Nobody adds up what grouped experts learn that each tensor-parallel rank has whole.
+
+    For layers of megatron-core's own ``layers.mark_shards`` has it done. On CUDA ``auto`` counts as
+    TransformerEngine wherever this is asked: the ranks may have it where this machine has not.
+    """
+    sizes = config.megatron
+    may_be_grouped = config.cluster.device == "cuda" and sizes.layers != "local"
+    is_whole = sizes.expert_parallel_size == sizes.expert_tensor_parallel_size == 1
+    if facts.num_experts and may_be_grouped and is_whole and sizes.tensor_parallel_size > 1:
+        yield (
+            "megatron.expert_parallel_size",
+            "TransformerEngine's experts would be whole on each of "
+            f"{sizes.tensor_parallel_size} tensor-parallel ranks, and learn apart; with "
+            "megatron.layers=local they do not",
         )
 
 
@@ -265,9 +284,8 @@ def _candidates(config: ExperimentConfig, facts: ShapeFacts) -> dict[str, list[i
 
 def _divisors(number: int, value: int, most: int) -> list[int | bool]:
     """Return the divisors of ``number`` up to ``most`` that are nearest to ``value``, and 1."""
-    legal = [n for n in range(1, most + 1) if number % n == 0 and n != value]
-    nearest = sorted(legal, key=lambda n: abs(math.log(n / value)))[:_NEAREST]
-    return list(dict.fromkeys([*nearest, *legal[:1]]))
+    nearest = divisors_near(number, value, at_most=most, count=_NEAREST)
+    return list(dict.fromkeys([*nearest, *([1] if value != 1 else [])]))
 
 
 def _distance(config: ExperimentConfig, changes: Sizes) -> float:

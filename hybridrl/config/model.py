@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from hybridrl.config.limits import Count, CountOrZero, Within
+from hybridrl.config.limits import CountOrZero, Heads, Layers, Rows, Width, Within
 
 TRANSFORMERS_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 """Architectures of the engines that run transformers' own code, ``fsdp2`` and ``hf``: those whose
@@ -19,34 +19,36 @@ MEGATRON_MODEL_TYPES = (*TRANSFORMERS_MODEL_TYPES, "qwen3_moe")
 class StarterConfig:
     """A small Qwen3-shaped model made on the spot, so that a first run needs no download."""
 
-    hidden_size: Count
+    hidden_size: Width
     """Width of the residual stream."""
 
-    num_layers: Count
+    num_layers: Layers
     """Transformer blocks."""
 
-    num_attention_heads: Count
+    num_attention_heads: Heads
     """Query heads; hidden_size / num_attention_heads is the size of a head, an even number."""
 
-    num_key_value_heads: Count
+    num_key_value_heads: Heads
     """Key and value heads; divides num_attention_heads."""
 
-    intermediate_size: Count
+    intermediate_size: Width
     """Width inside the MLP."""
 
-    vocab_size: Annotated[int, Within(at_least=258)]
+    vocab_size: Annotated[int, Within(at_least=258, at_most=2**24, why="no tokenizer has more")]
     """Rows of the (tied) embedding; the tokenizer uses 258: 256 bytes and two special tokens."""
 
-    max_position_embeddings: Count
+    max_position_embeddings: Annotated[
+        int, Within(at_least=1, at_most=2**25, why="the longest prompt and response together")
+    ]
     """Context length, in tokens."""
 
     num_warmup_steps: CountOrZero
     """Supervised steps before the model is handed over; it is kept in the cache and made once."""
 
-    warmup_batch_size: Count
+    warmup_batch_size: Rows
     """Rows per supervised warm-up step."""
 
-    warmup_lr: Annotated[float, Within(above=0.0, usual=1e-3)]
+    warmup_lr: Annotated[float, Within(above=0.0, at_most=1.0, usual=1e-3)]
     """Peak learning rate of the warm-up."""
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from hybridrl.config.divisors import divisors_of, multiples_near
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora_checks import model_values
 from hybridrl.config.model import MEGATRON_MODEL_TYPES, TRANSFORMERS_MODEL_TYPES
+from hybridrl.config.model_folder import problem_of
+from hybridrl.config.paths import flaw_of_file, flaw_of_folder
 from hybridrl.errors import ConfigError
 
 
@@ -39,7 +41,8 @@ def check_starter_shape(config: ExperimentConfig) -> Iterator[ConfigError]:
         return
     num_heads, num_kv_heads = starter.num_attention_heads, starter.num_key_value_heads
     if starter.hidden_size % (2 * num_heads):
-        legal = max(1, round(starter.hidden_size / (2 * num_heads))) * 2 * num_heads
+        below, above = multiples_near(starter.hidden_size, 2 * num_heads)
+        legal = below or above
         yield ConfigError(
             "model.starter.hidden_size",
             starter.hidden_size,
@@ -48,8 +51,7 @@ def check_starter_shape(config: ExperimentConfig) -> Iterator[ConfigError]:
             remedies=[(f"model.starter.hidden_size={legal}",)],
         )
     if num_heads % num_kv_heads:
-        divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
-        legal = min(divisors, key=lambda n: abs(n - num_kv_heads))
+        legal = min(divisors_of(num_heads), key=lambda n: abs(n - num_kv_heads))
         yield ConfigError(
             "model.starter.num_key_value_heads",
             num_kv_heads,
@@ -71,19 +73,6 @@ def check_starter_context(config: ExperimentConfig) -> Iterator[ConfigError]:
         f"{config.rollout.max_response_tokens}",
         remedies=[(f"model.starter.max_position_embeddings={config.max_row_tokens}",)],
     )
-
-
-def check_starter_warmup_batch(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Rows of a warm-up step divide evenly over the ranks that have rows of their own."""
-    starter, num_ranks = config.model.starter, config.num_train_groups
-    if starter is None or not starter.num_warmup_steps or config.model.path is not None:
-        return
-    size = starter.warmup_batch_size
-    if size % num_ranks:
-        key = "model.starter.warmup_batch_size"
-        legal = [n for n in (size // num_ranks * num_ranks, -(-size // num_ranks) * num_ranks) if n]
-        rule = f"must be a multiple of {num_ranks} ranks with rows of their own"
-        yield ConfigError(key, size, rule, remedies=[(f"{key}={n}",) for n in legal])
 
 
 def check_starter_reads_plain_text(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -111,22 +100,25 @@ def check_attention_runs_on_device(config: ExperimentConfig) -> Iterator[ConfigE
 
 
 def check_model_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A model folder exists, and its context holds the longest row."""
+    """A model folder exists, can be read, and its context holds the longest row."""
     path = config.model.path
     if path is None:
         return
     file = Path(path) / "config.json"
-    if not file.is_file():
-        what = "has no config.json" if file.parent.is_dir() else "does not exist"
+    flaw = flaw_of_folder(path) or (flaw_of_file(file) and f"it has no config.json: {file}")
+    if flaw:
         yield ConfigError(
             "model.path",
             path,
-            rule=f"a Hugging Face model folder; {Path(path).absolute()} {what}",
+            rule=f"must be a Hugging Face model folder; {flaw}",
             fix=f"download one (hf download NAME --local-dir {path}), or set model=starter",
         )
         return
-    context = _context_tokens(file)
-    if context is not None and config.max_row_tokens > context:
+    if problem := problem_of(Path(path)):
+        yield ConfigError("model.path", path, problem, fix="download the folder again")
+        return
+    context = model_values(config).get("max_position_embeddings")
+    if isinstance(context, int) and config.max_row_tokens > context:
         yield ConfigError(
             "model.path",
             path,
@@ -138,10 +130,19 @@ def check_model_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_engines_know_the_model(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """What megatron-core alone trains, or SGLang alone serves, is given to no other engine."""
-    model_type = str(model_values(config).get("model_type"))
-    if model_type in TRANSFORMERS_MODEL_TYPES or model_type not in MEGATRON_MODEL_TYPES:
-        return  # of what nobody knows models/load.py speaks
+    """An architecture is known, and one that megatron-core alone trains is given to no other."""
+    model_type = model_values(config).get("model_type")
+    if model_type is None or model_type in TRANSFORMERS_MODEL_TYPES:
+        return
+    if model_type not in MEGATRON_MODEL_TYPES:
+        yield ConfigError(
+            "model.path",
+            config.model.path,
+            f"its model_type={model_type!r} is an architecture that nobody here trains: known are "
+            f"{', '.join(MEGATRON_MODEL_TYPES)}",
+            fix="set model.path to such a model",
+        )
+        return
     samples = config.mode != "sft"
     for key, engine, remedy, is_asked in (
         ("actor.engine", config.actor.engine, "actor=megatron", True),
@@ -170,12 +171,3 @@ def _shorter_rows(config: ExperimentConfig, context: int) -> list[tuple[str, ...
     return remedies or [
         (f"data.max_prompt_tokens={half}", f"rollout.max_response_tokens={context - half}")
     ]
-
-
-def _context_tokens(config_file: Path) -> int | None:
-    try:
-        values = json.loads(config_file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None  # models/load.py names what is wrong with the file
-    context = values.get("max_position_embeddings") if isinstance(values, dict) else None
-    return context if isinstance(context, int) else None

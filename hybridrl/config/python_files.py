@@ -3,47 +3,90 @@
 from __future__ import annotations
 
 import ast
+import inspect
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
+Names = Mapping[str, ast.AST]
+"""What binds each name last: a function, a class, an import, an assignment."""
 
-def functions_at_top_level(file: Path) -> list[str]:
-    """Return the names of functions that ``file`` defines.
-
-    Raises:
-        SyntaxError: it is no Python file.
-        UnicodeDecodeError: likewise.
-        OSError: it cannot be read.
-    """
-    return [node.name for node in _body(file) if isinstance(node, ast.FunctionDef)]
+ANYTHING = "*"
+"""Bound where a file imports everything of another: then any name may be there."""
 
 
-def names_at_top_level(file: Path) -> list[str]:
-    """Return functions, classes, bound and imported names: all that could be called.
+def names_at_top_level(file: Path) -> Names:
+    """Return all names that exist in the module once ``file`` was imported, as far as can be seen.
 
-    ``*`` is among them where the file imports everything of another.
+    Names within if, try, with and loops count, too.
 
     Raises:
-        SyntaxError: it is no Python file.
-        UnicodeDecodeError: likewise.
-        OSError: it cannot be read.
+        SyntaxError: it is no Python file, or cannot be read; its text says why.
     """
-    body = _body(file)
-    bound = [
-        target.id
-        for node in body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    ]
-    imported = [
-        alias.asname or alias.name
-        for node in body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    ]
-    classes = [node.name for node in body if isinstance(node, ast.ClassDef)]
-    return [*functions_at_top_level(file), *classes, *bound, *imported]
+    try:
+        # As bytes: the first line may say that the file is not in UTF-8.
+        body = compile(file.read_bytes(), str(file), "exec", ast.PyCF_ONLY_AST).body
+        compile(file.read_bytes(), str(file), "exec", dont_inherit=True)  # 'return' outside etc.
+    except (ValueError, RecursionError, MemoryError, OSError) as err:
+        raise SyntaxError(str(err) or "it is nested too deep") from err
+    return dict(binding for node in body for binding in _bindings(node))
 
 
-def _body(file: Path) -> list[ast.stmt]:
-    return ast.parse(file.read_text(encoding="utf-8")).body
+def functions_of(names: Names) -> list[str]:
+    """Return the names of functions that are defined right there."""
+    return [name for name, node in names.items() if isinstance(node, ast.FunctionDef)]
+
+
+def flaw_of_function(node: ast.AST, *, keywords: Collection[str]) -> str:
+    """Say why what binds a name is no function to be called with ``keywords``; empty if it may be.
+
+    Of assigned, imported and decorated ones nobody knows before they are run.
+    """
+    if isinstance(node, ast.AsyncFunctionDef):
+        return "is asynchronous, and nobody would await it"
+    if isinstance(node, ast.ClassDef | ast.Import):
+        return f"is a {'class' if isinstance(node, ast.ClassDef) else 'module'}, not a function"
+    if not isinstance(node, ast.FunctionDef) or node.decorator_list:
+        return ""
+    try:
+        _signature_of(node.args).bind(**dict.fromkeys(keywords))
+    except TypeError as err:
+        how = f"with the keywords {', '.join(keywords)}" if keywords else "without arguments"
+        return f"is called {how}, which it does not take: {err}"
+    return ""
+
+
+def _signature_of(arguments: ast.arguments) -> inspect.Signature:
+    kinds = inspect.Parameter
+    positional = [
+        *((arg.arg, kinds.POSITIONAL_ONLY) for arg in arguments.posonlyargs),
+        *((arg.arg, kinds.POSITIONAL_OR_KEYWORD) for arg in arguments.args),
+    ]
+    num_required = len(positional) - len(arguments.defaults)
+    parameters = [
+        kinds(name, kind, default=kinds.empty if at < num_required else None)
+        for at, (name, kind) in enumerate(positional)
+    ]
+    if arguments.vararg:
+        parameters.append(kinds(arguments.vararg.arg, kinds.VAR_POSITIONAL))
+    parameters += [
+        kinds(arg.arg, kinds.KEYWORD_ONLY, default=kinds.empty if default is None else None)
+        for arg, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    ]
+    if arguments.kwarg:
+        parameters.append(kinds(arguments.kwarg.arg, kinds.VAR_KEYWORD))
+    return inspect.Signature(parameters)
+
+
+def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """Yield what a statement binds, those within it included, but not those of a scope within."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name, node
+    elif isinstance(node, ast.Import):
+        yield from ((alias.asname or alias.name.partition(".")[0], node) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        yield from ((alias.asname or alias.name, node) for alias in node.names)
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.id, node
+    elif not isinstance(node, ast.Lambda):
+        for part in ast.iter_child_nodes(node):
+            yield from _bindings(part)

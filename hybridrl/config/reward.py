@@ -9,6 +9,9 @@ from hybridrl.config.limits import Seconds
 
 BUILT_IN_REWARDS = ("exact_match", "sorted_prefix", "math")
 
+REWARD_COLUMNS = ("responses", "answers", "prompts", "sources")
+"""Keywords with which a function is called; those that it does not need it takes as ``**_``."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardConfig:

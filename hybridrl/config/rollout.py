@@ -6,7 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from hybridrl.config.limits import ArgumentValue, Count, CountOrZero, Seconds, Within
+from hybridrl.config.limits import (
+    ArgumentValue,
+    CountOrZero,
+    MebibytesOrZero,
+    Ranks,
+    Rows,
+    Seconds,
+    Threads,
+    Tokens,
+    Within,
+)
+
+TOO_HOT = "sampling is as good as uniform"
 
 ABORT_GRACE_S = 10.0
 """Seconds that the requests of a draining server may take to end once they were aborted."""
@@ -23,33 +35,34 @@ class RolloutConfig:
     """Rollout engine: ``hf`` is the embedded one, runs everywhere; ``sglang`` a server that each
     group of ``tensor_parallel_size`` ranks starts as its child."""
 
-    num_responses_per_prompt: Count
+    num_responses_per_prompt: Rows
     """Group size G. Group-relative algorithms need G >= 2."""
 
-    max_response_tokens: Count
+    max_response_tokens: Tokens
     """Hard stop, in tokens. A response that reaches it is marked truncated."""
 
-    temperature: Annotated[float, Within(above=0.0, usual=1.0)]
+    temperature: Annotated[float, Within(at_least=0.001, at_most=100.0, usual=1.0, why=TOO_HOT)]
     """Divides the logits. Log-probs are computed at this same temperature. Greedy decoding is for
     evaluation alone: ``eval.temperature=0``."""
 
     top_p: Annotated[float, Within(above=0.0, at_most=1.0, usual=1.0)]
-    """Nucleus: smallest set of tokens with at least this probability. 1 is off."""
+    """Nucleus: smallest set of tokens with at least this probability. 1 is off. Log-probs of either
+    engine are those before top-p and top-k, as the trainer's are."""
 
-    top_k: CountOrZero
+    top_k: Annotated[int, Within(at_least=0, at_most=2**24, why="no tokenizer has more tokens")]
     """Sample among the k likeliest tokens. 0 is off."""
 
-    num_threads: CountOrZero
+    num_threads: Threads
     """CPU threads while sampling; many small operations gain nothing from a second one. 0 is as
     many as ``cluster.num_threads_per_rank``."""
 
-    num_slots: Count
+    num_slots: Rows
     """Sequences that decode at the same time on a rank (rows of the KV cache)."""
 
     dtype: Literal["float32", "bfloat16"]
     """Type of the engine's weights and KV cache."""
 
-    tensor_parallel_size: Count
+    tensor_parallel_size: Ranks
     """Ranks of one node that share a rollout engine; ``hf`` runs on one."""
 
     engine_args: Mapping[str, ArgumentValue]
@@ -85,16 +98,20 @@ class RolloutConfig:
     """After every so many steps, and after every wake in between, the engine answers fixed prompts;
     its log-probs are held against the trainer's, or its own of the same weights. 0 is off."""
 
-    canary_max_drift_nats: Annotated[float, Within(above=0.0, usual=0.1)]
+    canary_max_drift_nats: Annotated[
+        float, Within(above=0.0, at_most=1000.0, usual=0.1, why="a log-prob is never so far off")
+    ]
     """The run stops when a log-prob of a canary is further off, after the cause was looked for."""
 
-    bucket_mib: CountOrZero
+    bucket_mib: MebibytesOrZero
     """Size of one bucket of the weight stream, in MiB. 0 takes it from free memory."""
 
     skew_timeout_s: Seconds
     """Seconds that one rank may take longer to sample its responses than another."""
 
-    drain_timeout_s: Seconds
+    drain_timeout_s: Annotated[
+        float, Within(above=0.0, at_most=1e5, usual=30.0, why="longer than a day")
+    ]
     """Seconds a pausing engine may take to finish; then its requests are aborted."""
 
     stage_timeout_s: Seconds

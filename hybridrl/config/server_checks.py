@@ -9,9 +9,10 @@ from importlib.util import find_spec
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora_checks import model_values
 from hybridrl.config.rollout import ABORT_GRACE_S, FLUSH_TIMEOUT_S
-from hybridrl.errors import ConfigError
+from hybridrl.config.spelling import resetting
+from hybridrl.errors import ConfigError, instruction
 
-_TYPED: Mapping[str, str] = {
+TYPED: Mapping[str, str] = {
     "model_path": "model.path",
     "tokenizer_path": "model.path",
     "context_length": "data.max_prompt_tokens and rollout.max_response_tokens",
@@ -44,32 +45,75 @@ _OURS: Mapping[str, str] = {
     "pp_size": "a server is tensor-parallel alone",
     "nnodes": "a server lies on one node",
     "node_rank": "a server lies on one node",
-    "api_key": "the server listens on its own machine alone",
+    "api_key": "each server gets a random one, which its engine alone knows",
+    "admin_api_key": "each server gets a random key, which its engine alone knows",
 }
 """Arguments of SGLang that are not to be chosen, and why."""
+
+
+_GRAPH_BACKENDS = ("cuda_graph_backend_prefill", "cuda_graph_backend_decode")
+_IN_PIECES = "breakable"
+_FLOAT32_ATTENTION = ("triton", "torch_native", "flex_attention")
+"""Backends of SGLang that are written in Triton or plain torch, for any type of number."""
 
 
 def check_engine_args(config: ExperimentConfig) -> Iterator[ConfigError]:
     """What has a key of its own is typed there; else two keys would say different things."""
     rollout = config.rollout
     if rollout.engine_args and rollout.engine != "sglang":
+        reset = resetting("rollout.engine_args", rollout.engine_args, {})
         yield ConfigError(
             "rollout.engine_args",
             dict(rollout.engine_args),
             f"would be ignored: they are SGLang's, and rollout.engine={rollout.engine}",
-            remedies=[("rollout.engine_args={}",)],
-            fix="set rollout.engine_args={}, or rollout=sglang",
+            remedies=[reset],
+            fix=f"{instruction(reset)}, or set rollout=sglang",
         )
         return
     for name, value in rollout.engine_args.items():
         key = f"rollout.engine_args.{name}"
-        if name in _TYPED:
-            rule, fix = f"{_TYPED[name]} says that", f"set {_TYPED[name]}, and ~{key}"
+        if name in TYPED:
+            rule, fix = f"{TYPED[name]} says that", f"set {TYPED[name]}, and ~{key}"
         elif name in _OURS:
             rule, fix = f"is not to be chosen: {_OURS[name]}", f"leave it out, or add ~{key}"
         else:
             continue
         yield ConfigError(key, value, rule, fix, remedies=[(f"~{key}",)])
+
+
+def check_graphs_can_be_released(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """SGLang captures graphs in pieces only where their memory is never released."""
+    rollout = config.rollout
+    releases_graphs = rollout.sleep and rollout.cuda_graphs and config.cluster.device == "cuda"
+    if rollout.engine != "sglang" or not releases_graphs:
+        return
+    for name in _GRAPH_BACKENDS:
+        if rollout.engine_args.get(name) == _IN_PIECES:
+            key = f"rollout.engine_args.{name}"
+            yield ConfigError(
+                key,
+                _IN_PIECES,
+                "SGLang does not start with it and rollout.sleep=true: the memory of graphs that "
+                "are captured in pieces cannot be released",
+                remedies=[(f"~{key}",), ("rollout.sleep=false",)],
+            )
+
+
+def check_server_computes_in(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The attention that SGLang takes on a GPU by itself knows no float32."""
+    rollout = config.rollout
+    is_on_gpu = rollout.engine == "sglang" and config.cluster.device == "cuda"
+    if not is_on_gpu or rollout.dtype == "bfloat16":
+        return
+    if rollout.engine_args.get("attention_backend") not in _FLOAT32_ATTENTION:
+        yield ConfigError(
+            "rollout.dtype",
+            rollout.dtype,
+            "FlashAttention and FlashInfer, which SGLang takes on a GPU by itself, compute in "
+            "bfloat16",
+            remedies=[("rollout.dtype=bfloat16",)],
+            fix="set rollout.dtype=bfloat16, or +rollout.engine_args.attention_backend=triton",
+        )
 
 
 def check_sglang_is_installed(config: ExperimentConfig) -> Iterator[ConfigError]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridrl.config.limits import Count, CountOrZero
+from hybridrl.config.limits import Count, CountOrZero, Rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,7 +14,7 @@ class SftConfig:
     num_steps: Count
     """Optimizer steps."""
 
-    batch_size: Count
+    batch_size: Rows
     """Rows per step over all ranks."""
 
     eval_every_num_steps: CountOrZero

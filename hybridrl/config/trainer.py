@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridrl.config.limits import Count, CountOrZero
+from hybridrl.config.limits import Count, CountOrZero, Rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,7 +14,7 @@ class TrainerConfig:
     num_steps: Count
     """Steps: one rollout batch and its updates each."""
 
-    num_prompts_per_step: Count
+    num_prompts_per_step: Rows
     """Prompts P per step; P x rollout.num_responses_per_prompt responses are sampled."""
 
     max_skipped_updates: CountOrZero

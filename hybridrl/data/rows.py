@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+from hybridrl.json_text import to_json_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,5 +46,5 @@ def fingerprint(rows: Iterable[Row]) -> str:
         prompt: object = row.prompt
         if not isinstance(row.prompt, str):
             prompt = [[message.role, message.content] for message in row.prompt]
-        digest.update(json.dumps([prompt, row.answer, row.source]).encode())
+        digest.update(to_json_text([prompt, row.answer, row.source]).encode())
     return digest.hexdigest()

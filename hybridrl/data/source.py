@@ -54,6 +54,11 @@ class PromptSource:
         """Passes over the rows, with fraction."""
         return self._sampler.epoch
 
+    @property
+    def num_drawn(self) -> int:
+        """Prompts drawn since the run began."""
+        return self._sampler.num_drawn
+
     def next(self) -> PromptStep:
         """Draw the prompts of the next step."""
         first_index = self._sampler.num_drawn

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybridrl.batch import RolloutBatch, response_lengths
+from hybridrl.config.model_folder import CONFIG, read_settings, read_stop_tokens
 from hybridrl.errors import ModelError
 
 
@@ -46,17 +46,18 @@ def load_stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tup
     """Return the tokens that end a response: the tokenizer's and those of generation_config.json.
 
     Raises:
-        ModelError: generation_config.json is no JSON object.
+        ModelError: generation_config.json is no JSON object, or one of them is no token of the
+            model.
     """
-    path = folder / "generation_config.json"
-    listed: int | list[int] | None = None
-    if path.is_file():
-        try:
-            listed = dict(json.loads(path.read_text(encoding="utf-8"))).get("eos_token_id")
-        except (ValueError, TypeError) as error:
-            raise ModelError(f"{path} is no JSON object ({error}); mend or remove it") from error
-    more = [listed] if isinstance(listed, int) else listed or []
-    return tuple(sorted({tokenizer.eos_token_id, *more}))
+    end = tokenizer.eos_token_id
+    vocab_size = read_settings(folder).get("vocab_size") if (folder / CONFIG).exists() else None
+    if vocab_size is not None and not 0 <= end < vocab_size:
+        raise ModelError(
+            f"the tokenizer in {folder} ends responses with token {end}, and the model knows 0 to "
+            f"{vocab_size - 1} (vocab_size={vocab_size}): no response could end; put the tokenizer "
+            "that belongs to the model into the folder"
+        )
+    return tuple(sorted({end, *read_stop_tokens(folder)}))
 
 
 def decode_responses(rollouts: RolloutBatch, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -6,7 +6,6 @@ is sharded as it is filled never stands whole in anybody's memory.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,18 +17,20 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
+    PretrainedConfig,
     PreTrainedModel,
 )
 
 from hybridrl.config.model import TRANSFORMERS_MODEL_TYPES
+from hybridrl.config.model_folder import CONFIG, INDEX, read_settings, read_weight_map
 from hybridrl.errors import ModelError, nearest
 from hybridrl.models.packed_attention import PACKED_ATTENTION
 
 SUPPORTED_MODEL_TYPES = TRANSFORMERS_MODEL_TYPES
 """Architectures whose packed forward pass is proved equal to the one by single rows."""
 
-_INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_FLOATS = ("F32", "BF16", "F16", "F64")
 
 
 class WeightSource(Protocol):
@@ -65,9 +66,10 @@ class WeightFiles:
         """Read one tensor to host memory, in ``dtype``.
 
         Raises:
-            ModelError: the stored shape is another.
+            ModelError: the stored shape is another, or the values are not those of a model.
         """
         tensor: Tensor = self._file_with(name).get_tensor(name)
+        self._require_numbers(name, tensor)
         if tensor.shape != shape:
             raise ModelError(
                 f"{self._folder / self._file_of[name]}: {name} is {list(tensor.shape)}, and "
@@ -82,11 +84,42 @@ class WeightFiles:
         Args:
             name: of the tensor.
             box: begin and end along each of its dimensions.
+
+        Raises:
+            ModelError: the values are not those of a model.
         """
         part: Tensor = self._file_with(name).get_slice(name)[
             tuple(slice(begin, end) for begin, end in box)
         ]
+        self._require_numbers(name, part)
         return part
+
+    def dtype_of(self, name: str) -> str:
+        """Read the type of a tensor as safetensors spells it, for example ``BF16``."""
+        return str(self._file_with(name).get_slice(name).get_dtype())
+
+    def require_floats(self) -> None:
+        """Refuse weights whose values mean nothing without the scales beside them.
+
+        Raises:
+            ModelError: names a tensor, its type and its file.
+        """
+        for name in sorted(self.names):
+            if (dtype := self.dtype_of(name)) not in _FLOATS:
+                raise ModelError(
+                    f"{self._folder / self._file_of[name]}: {name} is {dtype}, and weights are "
+                    f"read as {', '.join(_FLOATS)}: quantised ones have scales that nobody would "
+                    "apply; point model.path at a folder with float weights"
+                )
+
+    def _require_numbers(self, name: str, values: Tensor) -> None:
+        """Refuse NaN and infinity at the door: inside, the learning rate would be blamed."""
+        # One pass at the speed of memory; isfinite() would take 40 times as long in bfloat16.
+        if values.numel() and not all(bool(end.isfinite()) for end in values.aminmax()):
+            raise ModelError(
+                f"{self._folder / self._file_of[name]}: {name} holds NaN or infinity; the file is "
+                "broken, or was saved by a run that diverged: point model.path at another"
+            )
 
     def _file_with(self, name: str) -> Any:  # noqa: ANN401 - safetensors ships no types
         file_name = self._file_of[name]
@@ -106,12 +139,25 @@ def read_model_type(folder: Path) -> str:
         raise ModelError(f"{folder} is no folder; set model.path to a Hugging Face model folder")
     if not path.is_file():
         raise ModelError(f"{folder} has no config.json; set model.path to a Hugging Face folder")
+    return str(read_settings(folder)["model_type"])
+
+
+def load_model_config(folder: Path, **changes: object) -> PretrainedConfig:
+    """Let transformers read ``config.json``.
+
+    Raises:
+        ModelError: it cannot.
+    """
     try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["model_type"])
-    except (ValueError, KeyError, TypeError) as err:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            folder, local_files_only=True, **changes
+        )
+    except Exception as err:  # what a file holds decides what transformers raises
         raise ModelError(
-            f"{path} holds no model_type ({err}); set model.path to a Hugging Face model folder"
+            f"transformers cannot read {folder / CONFIG} ({type(err).__name__}: {err}); mend it, "
+            "or download the folder again"
         ) from err
+    return config
 
 
 def build_empty_model(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
@@ -124,7 +170,7 @@ def build_empty_model(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
             of ``SUPPORTED_MODEL_TYPES``.
     """
     _check_model_type(folder)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = load_model_config(folder)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=PACKED_ATTENTION
@@ -143,7 +189,7 @@ def build_empty_critic(
         ModelError: as ``build_empty_model``.
     """
     _check_model_type(folder)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, num_labels=1)
+    config = load_model_config(folder, num_labels=1)
     with torch.device("meta"):
         critic = AutoModelForTokenClassification.from_config(
             config, dtype=dtype, attn_implementation=PACKED_ATTENTION
@@ -159,8 +205,9 @@ def check_weights(model: PreTrainedModel, files: WeightFiles) -> None:
     """Compare the names of the model's weights with those in the files.
 
     Raises:
-        ModelError: weights are missing or left over; names the first ones.
+        ModelError: weights are missing, left over or quantised; names the first ones.
     """
+    files.require_floats()
     wanted = {name for name, _ in model.named_parameters()}
     # Copies of tied weights and, in old llama folders, rotary frequencies do no harm.
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -215,10 +262,10 @@ def _check_model_type(folder: Path) -> None:
 
 
 def _file_of_each_tensor(folder: Path) -> dict[str, str]:
-    if (folder / _INDEX).is_file():
-        weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+    if (folder / INDEX).is_file():
+        weight_map = read_weight_map(folder)
         _check_files(folder, set(weight_map.values()))
-        return dict(weight_map)
+        return weight_map
     _check_files(folder, [_SINGLE])
     return dict.fromkeys(_open_safetensors(folder / _SINGLE).keys(), _SINGLE)
 

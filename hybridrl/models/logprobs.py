@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridrl.models.onednn import linear
+
 
 @dataclass(frozen=True, slots=True)
 class VocabShard:
@@ -118,9 +120,9 @@ class _TokenLogprobs(torch.autograd.Function):
                 surprise_CV = all_logprobs_CV.add_(entropies_S[chunk, None])
                 slopes_CV -= entropy_grads_S[chunk, None] * probs_CV * surprise_CV
             slopes_CV = slopes_CV.div_(ctx.temperature).to(hidden_SH.dtype)
-            hidden_grad_SH[chunk] = slopes_CV @ weight_VH
+            hidden_grad_SH[chunk] = linear(slopes_CV, weight_VH.T)
             if weight_grad_VH is not None:
-                weight_grad_VH += slopes_CV.T @ hidden_SH[chunk]
+                weight_grad_VH += linear(slopes_CV.T, hidden_SH[chunk].T)
         if weight_grad_VH is not None:
             weight_grad_VH = weight_grad_VH.to(weight_VH.dtype)
         return hidden_grad_SH, weight_grad_VH, None, None, None, None, None
@@ -167,4 +169,4 @@ def _join(
 
 def _logits(hidden_CH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
     """Return ``hidden @ weight.T / temperature`` in float32 [C, V]."""
-    return (hidden_CH @ weight_VH.T).float().div_(temperature)
+    return linear(hidden_CH, weight_VH).float().div_(temperature)

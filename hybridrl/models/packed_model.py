@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hybridrl.models.onednn import use_onednn
 from hybridrl.models.packed import PackLayout
 
 
@@ -37,6 +38,7 @@ class PackedModel(nn.Module):
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf
+        use_onednn(hf)
 
     def hidden_before_scored(self, tokens: PackedTokens) -> Tensor:
         """Return the body's last hidden state just before each scored token, float [S, H]."""

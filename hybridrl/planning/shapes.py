@@ -6,12 +6,12 @@ vocabulary, E experts.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from hybridrl.config.model import ModelConfig, StarterConfig
+from hybridrl.config.model_folder import read_settings
 from hybridrl.errors import ModelError, nearest
 
 
@@ -192,13 +192,8 @@ def read_shape(folder: Path) -> ModelShape:
         ModelError: config.json cannot be read, holds an odd size, or is of an unknown family.
     """
     file = folder / "config.json"
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        model_type = str(values["model_type"])
-    except (OSError, ValueError, KeyError, TypeError) as err:
-        raise ModelError(
-            f"{file} holds no readable model_type ({err}); set model.path to a Hugging Face folder"
-        ) from err
+    values = read_settings(folder)
+    model_type = values["model_type"]
     if model_type not in _FAMILIES:
         raise ModelError(
             f"{file}: there is no plan for model_type={model_type!r}: "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ class Series:
     """Rising."""
 
     values: list[float | None]
-    """None where it was not finite."""
+    """None where it was not finite, or too large to square."""
 
     @property
     def finite(self) -> list[float]:
@@ -38,6 +37,7 @@ class Series:
 
 
 _EMPTY = Series([], [])
+_LARGEST = 1e150
 
 
 class History:
@@ -49,7 +49,7 @@ class History:
         """
         by_step = {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
         self.steps = sorted(by_step)
-        self.elapsed_s = [_finite(by_step[step].get("elapsed_s")) for step in self.steps]
+        self.elapsed_s = [plottable(by_step[step].get("elapsed_s")) for step in self.steps]
         self._series: dict[str, Series] = {}
         for step in self.steps:
             self._add(step, by_step[step])
@@ -79,7 +79,7 @@ class History:
             if series is None:
                 series = self._series[name] = Series([], [])
             series.steps.append(step)
-            series.values.append(_finite(value))
+            series.values.append(plottable(value))
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -97,12 +97,13 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
     """Return the JSON object that a line holds; None if it is torn or none."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
 
 
-def _finite(value: object) -> float | None:
+def plottable(value: object) -> float | None:
+    """Return a number that means and squares can be taken of; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    return float(value) if abs(value) <= _LARGEST else None  # not so if it is not a number

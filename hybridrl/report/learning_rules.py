@@ -163,6 +163,16 @@ def updates_skipped(evidence: Evidence) -> Finding | None:
     skipped = [s for s, v in zip(series.steps, series.values, strict=True) if v]
     if not skipped:
         return None
+    if blamed := _steps_without_a_reward(evidence, skipped):
+        return Finding(
+            severity="warning",
+            title="Rewards were not finite",
+            text=f"In {len(blamed)} of {len(series.steps)} steps the mean reward was not finite, "
+            "so the loss was not either, and the update was left out; the last time in step "
+            f"{blamed[-1]}. The reward function is at fault, not the learning rate. With the "
+            "override below the run ends and names the response.",
+            remedies=("reward.on_error=stop",),
+        )
     return Finding(
         severity="warning",
         title="Updates were left out",
@@ -170,3 +180,10 @@ def updates_skipped(evidence: Evidence) -> Finding | None:
         f"the last time in step {skipped[-1]}.",
         remedies=(*evidence.scaled("actor.optimizer.lr", 0.5), "actor.compute_dtype=float32"),
     )
+
+
+def _steps_without_a_reward(evidence: Evidence, steps: list[int]) -> list[int]:
+    """Return those of the steps whose mean reward was logged, and was not finite."""
+    rewards = evidence.history.get("reward/mean")
+    known = dict(zip(rewards.steps, rewards.values, strict=True))
+    return [step for step in steps if step in known and known[step] is None]

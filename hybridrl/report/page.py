@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from typing import Any
 from hybridrl import __version__
 from hybridrl.disk import write_whole
 from hybridrl.errors import RunFolderError
+from hybridrl.json_text import to_json_text
 from hybridrl.report.evidence import Evidence, Finding
 from hybridrl.report.findings import find
 from hybridrl.report.history import History
@@ -100,7 +100,7 @@ def describe(folder: Path) -> dict[str, Any]:
 
 def build_page(data: Mapping[str, Any]) -> str:
     """Fill the page. Texts of models reach it as data alone, in which no ``<`` stands."""
-    as_json = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    as_json = to_json_text(data, keeps_unicode=True, separators=(",", ":"))
     texts = {name: (_ASSETS / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
     return Template(texts["html"]).substitute(
         style=texts["css"],

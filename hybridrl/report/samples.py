@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hybridrl.report.history import parse_row
+from hybridrl.report.history import parse_row, plottable
 
 _HEAD = re.compile(rb'\{"step": (\d+)')
 _EVAL = b'"split": "eval"'
@@ -66,13 +66,24 @@ def _read(file: BinaryIO, places: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def _shorten(sample: dict[str, Any]) -> dict[str, Any]:
-    """A page stays small whatever a model writes."""
+    """A page stays small whatever a model writes, and can be drawn whatever it was scored."""
     texts = {name: str(sample.get(name, "")) for name in ("prompt", "response", "answer")}
     cut = {
         name: text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]} … {len(text)} characters"
         for name, text in texts.items()
     }
-    return sample | cut
+    tokens, logprobs = (_list_of(sample, name) for name in ("tokens", "logprobs"))
+    scored = {
+        "reward": plottable(sample.get("reward")),
+        "tokens": [str(token) for token in tokens],
+        "logprobs": [plottable(logprob) for logprob in logprobs],
+    }
+    return sample | cut | scored
+
+
+def _list_of(sample: dict[str, Any], name: str) -> list[Any]:
+    values = sample.get(name)
+    return values if isinstance(values, list) else []
 
 
 def _tell(held_out: dict[int, list[dict[str, Any]]]) -> list[dict[str, Any]]:

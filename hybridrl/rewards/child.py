@@ -1,53 +1,92 @@
 """The process that runs a user's reward function. A script of its own: imports nothing of hybridrl.
 
-``python child.py FD``: FD is a socket to the driver. First message in: path, function name and the
-driver's ``sys.path``; first answer: ``("ready", [])`` or ``("failed", [reason])``. Then one answer
-for each message of keyword arguments: ``("rewards", values)`` or ``("failed", [reason])``.
+``python child.py FD``: FD is a socket to the driver. A message is eight bytes that tell a length,
+and as many bytes of JSON; never pickle, which would run what it is sent. First message in: path and
+name of the function and the driver's ``sys.path``; then the columns of one call each. Every message
+has the number of its call, from 0 for the first, and every answer repeats it: ``{"call": 3,
+"rewards": [...]}`` or ``{"call": 3, "failed": reason}``.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import os
-import queue
+import socket
+import struct
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterable
-from multiprocessing.connection import Connection
+from typing import Any
+
+HEADER = struct.Struct("!Q")
+"""What stands before a message: its bytes."""
 
 COLUMNS = ("responses", "answers", "prompts", "sources")
-Arguments = dict[str, list[str]]
+Message = dict[str, Any]
 RewardFunction = Callable[..., Iterable[object]]
-_STDOUT, _STDERR = 1, 2
+_STDIN, _STDOUT, _STDERR = 0, 1, 2
+_MAX_REASON, _MAX_VALUE = 2000, 160  # characters
 
 
 def main() -> None:
     """Load the function, then answer calls until the driver is gone."""
-    connection = Connection(int(sys.argv[1]))
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)
     os.dup2(_STDERR, _STDOUT)  # what a reward function prints is not the driver's output
-    path, name, search_path = connection.recv()
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), _STDIN)
+    pid = os.getpid()
+    function: RewardFunction | None = None
+    while (message := _receive(connection)) is not None:
+        if function is None:
+            function, answer = _try_to_load(**message["load"])
+        else:
+            answer = _call(function, message["columns"])
+        if os.getpid() != pid:  # the function forked, and this is its copy that came back too
+            os._exit(0)
+        connection.sendall(encode(answer | {"call": message["call"]}))
+
+
+def encode(message: Message) -> bytes:
+    """Return a message as it is sent. Numbers that are not finite are ``NaN`` and ``Infinity``."""
+    data = json.dumps(message).encode()
+    return HEADER.pack(len(data)) + data
+
+
+def _receive(connection: socket.socket) -> Message | None:
+    """Return the next message; None at the end."""
+    header = _read(connection, HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    [size] = HEADER.unpack(header)
+    data = _read(connection, size)
+    if len(data) < size:
+        return None
+    message: Message = json.loads(data)
+    return message
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    """Return ``size`` bytes, or fewer at the end."""
+    data = bytearray()
+    try:
+        while len(data) < size and (part := connection.recv(min(size - len(data), 1 << 20))):
+            data += part
+    except ConnectionResetError:  # the driver let go, and had not read all
+        return b""
+    return bytes(data)
+
+
+def _try_to_load(
+    path: str, name: str, search_path: list[str]
+) -> tuple[RewardFunction | None, Message]:
     sys.path[:] = [os.path.dirname(os.path.abspath(path)), *search_path]
     try:
-        function = _load(path, name)
+        return _load(path, name), {"rewards": []}
     except (Exception, SystemExit) as error:  # any user code: the driver names it and raises
-        connection.send(("failed", [_last_line(error)]))
-        return
-    connection.send(("ready", []))
-    calls: queue.SimpleQueue[Arguments] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(connection, calls), daemon=True).start()
-    while True:
-        connection.send(_call(function, calls.get()))
-
-
-def _receive(connection: Connection, calls: queue.SimpleQueue[Arguments]) -> None:
-    """Take calls in a thread of its own, to notice the driver's end while the function hangs."""
-    while True:
-        try:
-            calls.put(connection.recv())
-        except (EOFError, OSError):
-            os._exit(0)
+        return None, {"failed": _last_line(error)}
 
 
 def _load(path: str, name: str) -> RewardFunction:
@@ -71,24 +110,33 @@ def _load(path: str, name: str) -> RewardFunction:
     return function
 
 
-def _call(function: RewardFunction, arguments: Arguments) -> tuple[str, list[float | str]]:
+def _call(function: RewardFunction, columns: dict[str, list[str]]) -> Message:
+    num_responses = len(columns["responses"])
+    rewards: list[float | str] = []
+    num_rewards = 0
     try:
-        return "rewards", [_to_number(value) for value in function(**arguments)]
+        for value in function(**columns):
+            num_rewards += 1
+            if num_rewards <= num_responses:  # the others are counted, not kept
+                rewards.append(_to_number(value))
     except (Exception, SystemExit) as error:
-        return "failed", ["raised " + _last_line(error)]
+        return {"failed": "raised " + _last_line(error)}
+    if num_rewards != num_responses:
+        return {"failed": f"returned {num_rewards} rewards for {num_responses} responses"}
+    return {"rewards": rewards}
 
 
 def _to_number(value: object) -> float | str:
     """Return what is no number (nor a tensor or array that holds one) as text, for a message."""
     try:
-        return repr(value) if isinstance(value, str) else float(value)  # type: ignore[arg-type]
+        return repr(value)[:_MAX_VALUE] if isinstance(value, str) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        return repr(value)
+        return repr(value)[:_MAX_VALUE]
 
 
 def _last_line(error: BaseException) -> str:
     """Return error and place, for example ``ValueError: no digits (reward.py:12)``."""
-    text = "".join(traceback.format_exception_only(error)).strip()
+    text = "".join(traceback.format_exception_only(error)).strip()[:_MAX_REASON]
     frames = traceback.extract_tb(error.__traceback__)
     return f"{text} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})"
 

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import os
+import logging
 import signal
 import socket
-import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
 from hybridrl.errors import RewardError
+from hybridrl.processes import end_guarded, guarded
 from hybridrl.rewards import child
+from hybridrl.rewards.channel import Channel, ChannelClosed, Garbage, Refused
+
+log = logging.getLogger(__name__)
 
 _LOAD_TIMEOUT_S = 60.0
+_MAX_RESTARTS = 2
+_KILLED = tuple(
+    -number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+)
+"""How processes end that somebody else ends: not by a crash of their own code."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +57,10 @@ class CallFailed(Exception):
 
 class CallHung(CallFailed):
     """A call took longer than it may, and was killed."""
+
+
+class CallKilled(CallFailed):
+    """The process was killed from outside."""
 
 
 class RewardRunner(Protocol):
@@ -87,8 +98,9 @@ class ChildRunner:
     """Runs a user's function in a process of its own, with a deadline for every call.
 
     A thread could not be killed, and a fork of the driver would copy Ray's and torch's threads in
-    the middle of what they do; so it is a fresh interpreter (40 ms, plus what the file imports). It
-    has a session of its own: Ctrl-C does not reach it, and what it starts dies with it.
+    the middle of what they do; so it is a fresh interpreter (60 ms, plus what the file imports). It
+    has a session of its own: Ctrl-C does not reach it. What it starts dies with it, whatever
+    sessions and daemons that makes: see `hybridrl.guard`.
     """
 
     def __init__(self, path: Path, name: str, *, timeout_s: float) -> None:
@@ -97,7 +109,7 @@ class ChildRunner:
         Args:
             path: Python file.
             name: function in it.
-            timeout_s: seconds for one call.
+            timeout_s: seconds for one call, from the first byte of its input on.
 
         Raises:
             RewardError: the function cannot be loaded within 60 s.
@@ -108,73 +120,113 @@ class ChildRunner:
         self._start()
 
     def call(self, inputs: RewardInputs) -> Sequence[float | str]:
-        """Return its rewards; the process is started again if the last call ended it.
+        """Return its rewards.
+
+        A process that somebody killed, the kernel for want of memory for example, is started again
+        and asked again, twice at most; all attempts share the ``timeout_s`` seconds.
 
         Raises:
             CallFailed: it raised, died or hung.
             RewardError: it had to be loaded again, and that failed.
         """
-        if self._process.poll() is not None:
-            self.close()
-            self._start()
-        try:
-            self._connection.send(asdict(inputs))
-        except BlockingIOError as error:
-            self.close()
-            raise CallHung(f"did not read its input within {self._timeout_s:g} s") from error
-        except OSError as error:
-            raise CallFailed(self._describe_death()) from error
-        kind, values = self._receive(self._timeout_s)
-        if kind == "failed":
-            raise CallFailed(values[0])
-        return values
+        remaining_s = self._timeout_s
+        num_restarts = 0
+        while True:
+            self._start_again_if_gone()
+            begin = time.monotonic()
+            try:
+                return self._call_once(inputs, remaining_s)
+            except CallKilled as killed:
+                remaining_s -= time.monotonic() - begin
+                if num_restarts == _MAX_RESTARTS or remaining_s <= 0.0:
+                    raise
+                num_restarts += 1
+                log.warning(
+                    "the process of %s %s during a call; it is started again (%d of %d)",
+                    *(self._describe(), killed, num_restarts, _MAX_RESTARTS),
+                )
 
     def close(self) -> None:
         """Kill the process and all that it started. Twice is a no-op."""
-        self._connection.close()
-        with suppress(ProcessLookupError):  # before wait(): until then the id cannot be reused
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._is_closed = True
+        self._channel.close()
+        end_guarded(self._process)
+
+    def _call_once(self, inputs: RewardInputs, timeout_s: float) -> Sequence[float | str]:
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._channel.send({"columns": asdict(inputs)}, timeout_s=timeout_s)
+        except TimeoutError as error:
+            self.close()
+            raise CallHung(f"did not read its input within {self._timeout_s:g} s") from error
+        except ChannelClosed as error:
+            raise self._death() from error
+        return self._receive(len(inputs), deadline - time.monotonic(), limit_s=self._timeout_s)
+
+    def _start_again_if_gone(self) -> None:
+        status = self._process.poll()
+        if status is None:
+            return
+        if not self._is_closed:  # else it was told why
+            log.warning(
+                "the process of %s %s between calls; it is started again",
+                *(self._describe(), _describe_end(status)),
+            )
+        self.close()
+        self._start()
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        # A child that does not read, a stopped one for example, must not hold up who writes.
-        limit = struct.pack("ll", int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         with theirs:
+            # -P: its folder must not hide modules of the standard library.
+            command = [sys.executable, "-P", child.__file__, str(theirs.fileno())]
             self._process = subprocess.Popen(
-                # -P: its folder must not hide modules of the standard library.
-                [sys.executable, "-P", child.__file__, str(theirs.fileno())],
+                guarded(command),
                 pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 start_new_session=True,
             )
-        self._connection = Connection(ours.detach())
+        self._channel = Channel(ours)
+        self._is_closed = False
+        search_path = [entry for entry in sys.path if isinstance(entry, str)]
+        load = {"path": str(self._path), "name": self._name, "search_path": search_path}
         try:
-            self._connection.send((str(self._path), self._name, sys.path))
-            kind, values = self._receive(_LOAD_TIMEOUT_S)
-        except (CallFailed, OSError) as error:
+            self._channel.send({"load": load}, timeout_s=_LOAD_TIMEOUT_S)
+            self._receive(0, _LOAD_TIMEOUT_S, limit_s=_LOAD_TIMEOUT_S)
+        except (CallFailed, TimeoutError, ChannelClosed) as error:
             self.close()
-            raise RewardError(self._cannot_load(str(error))) from error
-        if kind == "failed":
-            self.close()
-            raise RewardError(self._cannot_load(str(values[0])))
+            reason = str(error) or _describe_end(self._process.returncode)
+            raise RewardError(
+                f"{self._describe()} cannot be loaded: {reason}; mend the file"
+            ) from error
 
-    def _cannot_load(self, reason: str) -> str:
-        return (
-            f"reward.function={self._path}:{self._name} cannot be loaded: {reason}; mend the file"
-        )
+    def _describe(self) -> str:
+        return f"reward.function={self._path}:{self._name}"
 
-    def _receive(self, timeout_s: float) -> tuple[str, list[float | str]]:
-        if not self._connection.poll(timeout_s):
-            self.close()
-            raise CallHung(f"took longer than {timeout_s:g} s")
+    def _receive(
+        self, num_rewards: int, timeout_s: float, *, limit_s: float
+    ) -> Sequence[float | str]:
         try:
-            answer: tuple[str, list[float | str]] = self._connection.recv()
-        except (EOFError, OSError) as error:
-            raise CallFailed(self._describe_death()) from error
-        return answer
+            return self._channel.receive(num_rewards=num_rewards, timeout_s=timeout_s)
+        except TimeoutError as error:
+            self.close()
+            raise CallHung(f"took longer than {limit_s:g} s") from error
+        except ChannelClosed as error:
+            raise self._death() from error
+        except Garbage as error:
+            self.close()
+            raise CallFailed(f"{error}; its process was ended") from error
+        except Refused as error:
+            raise CallFailed(str(error)) from error
 
-    def _describe_death(self) -> str:
+    def _death(self) -> CallFailed:
+        """Return the error of a process that ended, and make sure that it did."""
         self.close()
-        return f"ended its process, exit code {self._process.returncode}"
+        kind = CallKilled if self._process.returncode in _KILLED else CallFailed
+        return kind(_describe_end(self._process.returncode))
+
+
+def _describe_end(status: int) -> str:
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"ended its process, exit code {status}"

@@ -33,6 +33,10 @@ _IN_CHILD = {"math": (Path(__file__).with_name("math_answers.py"), "score_math")
 BUILT_IN = (*_IN_PROCESS, *_IN_CHILD)
 """Names that ``reward.function`` may hold besides a path."""
 
+LARGEST_REWARD = 1e15
+"""Beyond it float32 loses more than units, and squares of rewards (their deviation, a critic's
+loss) come near the 3e38 at which float32 ends."""
+
 _MAX_HANGS = 3
 _MAX_TEXT = 80
 
@@ -44,7 +48,7 @@ Outcome = float | str
 class Scores:
     """Rewards of B responses."""
 
-    rewards_B: Tensor  # float32, finite; 0 where scoring failed
+    rewards_B: Tensor  # float32, at most LARGEST_REWARD in size; 0 where scoring failed
     is_failed_B: Tensor  # bool
 
 
@@ -107,8 +111,8 @@ class RewardScorer:
 
         Raises:
             RewardError: with ``on_error="stop"``, the function raised, hung, ended its process, or
-                returned another number of rewards or something that is no finite number. Names
-                function, response and prompt.
+                returned another number of rewards, or something that is no number of a size that
+                training can compute with. Names function, response and prompt.
         """
         outcomes = self._call(inputs)
         is_failed_B = torch.tensor([isinstance(outcome, str) for outcome in outcomes])
@@ -172,7 +176,14 @@ class RewardScorer:
 def _check(value: float | str) -> Outcome:
     if isinstance(value, str):
         return f"returned {_shorten(value)}, must be a number"
-    return value if math.isfinite(value) else f"returned {value}, must be finite"
+    if not math.isfinite(value):
+        return f"returned {value}, must be finite"
+    if abs(value) > LARGEST_REWARD:
+        return (
+            f"returned {value:g}, must lie within -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}, "
+            "since advantages are computed in float32; scale the rewards"
+        )
+    return value
 
 
 def _shorten(text: str) -> str:

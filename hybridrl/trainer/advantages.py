@@ -104,6 +104,27 @@ class Generalized:
         return replace(estimate, advantages_BL=whiten(estimate.advantages_BL, mask_BL))
 
 
+@dataclass(frozen=True, slots=True)
+class KLCharge:
+    """Says what responses pay for leaving the reference policy, where it is a matter of reward."""
+
+    kl: KLConfig
+
+    def __call__(self, rollouts: RolloutBatch, logprobs: LogprobBatch) -> Metrics:
+        """Return the mean over the responses of a step; nothing where none pays.
+
+        Raises:
+            TrainingError: old or reference log-probs were not computed.
+        """
+        if self.kl.placement != "reward":
+            return {}
+        kl_BL = estimate_response_kl(
+            *_both_logprobs(logprobs), rollouts.response_mask_BL, estimator=self.kl.estimator
+        )
+        total = self.kl.coefficient * float(kl_BL.values().double().sum())
+        return {"reward/kl_charge/mean": Mean(total, len(rollouts))}
+
+
 def describe_values(estimate: AdvantageEstimate, values_BL: Tensor, mask_BL: Tensor) -> Metrics:
     """Say how well the critic foretold the returns, over all response tokens of a step."""
     mask_T = mask_BL.values()

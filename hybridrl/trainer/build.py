@@ -8,9 +8,10 @@ from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ConfigError
 from hybridrl.trainer.build_training import train
-from hybridrl.trainer.build_tuning import tune, warm_up
+from hybridrl.trainer.build_tuning import tune
 from hybridrl.trainer.record import RunRecord
-from hybridrl.trainer.starter import ensure_starter
+from hybridrl.trainer.starter import ensure_starter, recipe_of
+from hybridrl.trainer.starter_warmup import warm_up
 
 
 def run(config: ExperimentConfig, *, record: RunRecord) -> None:
@@ -33,10 +34,9 @@ def _find_model(config: ExperimentConfig, record: RunRecord) -> Path:
             rule="there is neither a folder nor a model to make",
             fix="set model.path=FOLDER, or model=starter",
         )
-    return ensure_starter(
-        config.model.starter,
-        data=config.data,
-        seed=config.seed,
-        cache=env.cache_dir(),
-        warm_up=lambda raw, target: warm_up(config, raw, record=record, target=target),
-    )
+    recipe = recipe_of(config, config.model.starter)
+
+    def teach(raw: Path, target: Path) -> None:
+        warm_up(recipe, raw, cluster=config.cluster, record=record, target=target)
+
+    return ensure_starter(recipe, cache=env.cache_dir(), warm_up=teach)

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 from hybridrl.batch import CriticBatch, LogprobBatch, RolloutBatch, TrainBatch, row_lengths
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.source import PromptStep
-from hybridrl.trainer.advantages import Generalized, GroupRelative, GroupRelativeWithKL
+from hybridrl.trainer.advantages import Generalized, GroupRelative, GroupRelativeWithKL, KLCharge
 from hybridrl.trainer.policy import Critic, Policy, WithoutLogprobs, WithoutUpdate
 from hybridrl.trainer.report import StepReport
 from hybridrl.trainer.step import ActorCriticOptimization, Advantages, PolicyOptimization, Reward
@@ -45,6 +45,7 @@ def build_group_relative(config: ExperimentConfig, parts: Parts) -> PolicyOptimi
         reward=parts.reward,
         logprobs=_choose_logprobs(config, parts.policy),
         advantages=_build_advantages(config),
+        charge=KLCharge(config.algorithm.kl),
         arrange=_balance_for_policy(config),
         on_phase=parts.on_phase,
     )
@@ -67,6 +68,7 @@ def build_actor_critic(
         reward=parts.reward,
         logprobs=_choose_logprobs(config, parts.policy),
         advantages=Generalized(gae=config.algorithm.gae, kl=config.algorithm.kl),
+        charge=KLCharge(config.algorithm.kl),
         arrange=_balance_for_policy(config),
         arrange_for_critic=balance_for_critic,
         update_policy=parts.policy.update,

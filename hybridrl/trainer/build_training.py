@@ -13,6 +13,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.source import PromptSource, build_prompt_step
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
 from hybridrl.metrics import Mean, Metrics
+from hybridrl.models.folder import require_usable_model
 from hybridrl.rewards.scorer import RewardScorer
 from hybridrl.trainer.build_algorithm import (
     Algorithm,
@@ -42,6 +43,7 @@ class _Ingredients:
     folder: Path
     record: RunRecord
     tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
     source: PromptSource
     reward: TextReward
     origin: Origin
@@ -50,14 +52,16 @@ class _Ingredients:
 def train(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
     """Train the model in ``folder`` with reinforcement learning, or go on where the run ended.
 
-    Everything that can be wrong with data, tokenizer, reward function and the checkpoint to go on
-    from shows before a worker starts. Lost workers are started again.
+    Everything that can be wrong with data, model files, tokenizer, reward function and the
+    checkpoint to go on from shows before a worker starts. Lost workers are started again.
 
     Raises:
         CheckpointError: there is a checkpoint, and it is of another run.
     """
     record.phase("load data")
+    require_usable_model(folder)
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
+    stop_token_ids = load_stop_token_ids(folder, tokenizer)
     source = _build_source(config, tokenizer)
     origin = origin_of(config, folder)
     check_resumable(config, origin, rows=source.state())
@@ -67,6 +71,7 @@ def train(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
             folder=folder,
             record=record,
             tokenizer=tokenizer,
+            stop_token_ids=stop_token_ids,
             source=source,
             reward=TextReward(scorer, tokenizer),
             origin=origin,
@@ -80,23 +85,30 @@ def train(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
 
 
 def _train_once(run: _Ingredients) -> None:
-    """Start workers, go on from the newest checkpoint to the end, and export."""
+    """Start workers, go on from the newest checkpoint to the end, and export.
+
+    Raises:
+        RunStopped: a signal ended it before its last step.
+    """
     config, record = run.config, run.record
     record.phase("start workers")
     with start_workers(config, run.folder, record=record) as workers:
         watch = PlanWatch(config)
-        has_learnt = go_on(
-            config,
-            _build_loop(run, workers, watch=watch),
-            workers.savers,
-            origin=run.origin,
-            stream=run.source,
-            record=record,
-        )
-        watch.report()
-        if config.trainer.export_hf:
-            record.phase("export")
-            export(workers.policy, record.folder, is_new=has_learnt, lora=config.lora)
+        loop = _build_loop(run, workers, watch=watch)
+        with loop.interrupt.listening():  # until all is written
+            has_learnt = go_on(
+                config,
+                loop,
+                workers.savers,
+                origin=run.origin,
+                stream=run.source,
+                record=record,
+            )
+            watch.report()
+            if config.trainer.export_hf:
+                record.phase("export")
+                export(workers.policy, record.folder, is_new=has_learnt, lora=config.lora)
+    loop.interrupt.raise_if_unfinished()
 
 
 def _build_loop(run: _Ingredients, workers: Workers, *, watch: PlanWatch) -> Loop:
@@ -110,7 +122,11 @@ def _build_loop(run: _Ingredients, workers: Workers, *, watch: PlanWatch) -> Loo
     def take_step(step: int) -> Metrics:
         report = algorithm_of(step).step(run.source.next())
         record.samples(step, sampler.take(report.task, report.rollouts, report.scores))
-        metrics = report.metrics() | {"data/epoch": Mean(run.source.epoch)}
+        progress: Metrics = {
+            "data/epoch": Mean(run.source.epoch),
+            "data/prompts": Mean(run.source.num_drawn),
+        }
+        metrics = report.metrics() | progress
         return metrics | watch.compare(metrics)
 
     def evaluate(step: int) -> Metrics:
@@ -143,7 +159,7 @@ def _build_algorithm(run: _Ingredients, workers: Workers) -> Callable[[int], Alg
             temperature=rollout.temperature,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
-            stop_token_ids=load_stop_token_ids(run.folder, run.tokenizer),
+            stop_token_ids=run.stop_token_ids,
         ),
         reward=run.reward,
         on_phase=run.record.phase,
@@ -170,7 +186,7 @@ def _build_evaluator(run: _Ingredients, workers: Workers) -> Evaluator:
             num_responses_per_prompt=config.eval.num_responses_per_prompt,
             max_response_tokens=config.rollout.max_response_tokens,
             temperature=config.eval.temperature,
-            stop_token_ids=load_stop_token_ids(run.folder, run.tokenizer),
+            stop_token_ids=run.stop_token_ids,
         ),
         reward=run.reward,
     )

@@ -1,8 +1,8 @@
-"""Puts a run of supervised fine-tuning together; the starter model's warm-up is one."""
+"""Puts a run of supervised fine-tuning together."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -10,20 +10,19 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.checkpoint.manifest import Origin
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.sft import SftConfig
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import fingerprint
 from hybridrl.data.sampler import RowSampler
 from hybridrl.data.tokenizer import load_tokenizer
-from hybridrl.errors import ConfigError
 from hybridrl.metrics import Metrics
+from hybridrl.models.folder import require_usable_model
 from hybridrl.trainer.checkpoints import Saver
 from hybridrl.trainer.cluster import rank_variables, start_group
 from hybridrl.trainer.export import export
 from hybridrl.trainer.inputs import load_rows
-from hybridrl.trainer.loop import Loop, Recorder, UpdateGuard
+from hybridrl.trainer.loop import Loop, UpdateGuard
 from hybridrl.trainer.policy import Learner
-from hybridrl.trainer.record import ProgressRecord, RunRecord
+from hybridrl.trainer.record import RunRecord
 from hybridrl.trainer.restarts import with_restarts
 from hybridrl.trainer.resume import check_resumable, go_on, newest_step, origin_of
 from hybridrl.trainer.supervised import SupervisedFineTuning
@@ -37,6 +36,7 @@ def tune(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
     Raises:
         CheckpointError: there is a checkpoint, and it is of another run.
     """
+    require_usable_model(folder)
     examples = _load_examples(config, folder, record=record)
     origin = origin_of(config, folder)
     check_resumable(config, origin, rows=examples.sampler.state())
@@ -68,66 +68,19 @@ def _tune_once(
         record.watching(group.spans),
     ):
         learner = cast(Learner, group)
-        has_learnt = go_on(
-            config,
-            _build_loop(config, learner, examples=examples, record=record),
-            {"actor": cast(Saver, group)},
-            origin=origin,
-            stream=examples.sampler,
-            record=record,
-        )
-        record.phase("export")
-        export(learner, record.folder, is_new=has_learnt, lora=config.lora)
-
-
-def warm_up(config: ExperimentConfig, folder: Path, *, record: RunRecord, target: Path) -> None:
-    """Teach the made model its task to the point where rewards are neither all 0 nor all 1.
-
-    The learning rate stays constant: annealed to 0, a model this small ends in so narrow a valley
-    that the first steps of policy gradient throw it out (exact match .43 -> .11 in 20 steps at lr
-    5e-5, with TRL alike), while from the noisy floor of a constant rate it learns at once.
-    """
-    starter = config.model.starter
-    if starter is None:
-        raise ConfigError("model.starter", None, rule="is missing", fix="set model=starter")
-    optimizer = replace(
-        config.actor.optimizer,
-        lr=starter.warmup_lr,
-        schedule="constant",
-        num_warmup_steps=starter.num_warmup_steps // 20,
-        min_lr_ratio=0.0,
-    )
-    warmup_config = replace(
-        config,
-        mode="sft",
-        actor=replace(config.actor, optimizer=optimizer),
-        lora=replace(config.lora, enabled=False),  # the whole of what adapters start from
-        sft=SftConfig(
-            num_steps=starter.num_warmup_steps,
-            batch_size=starter.warmup_batch_size,
-            eval_every_num_steps=0,
-        ),
-    )
-    progress = ProgressRecord(
-        record, label="making the starter model, once", num_steps=starter.num_warmup_steps
-    )
-    examples = _load_examples(warmup_config, folder, record=progress)
-    progress.phase("start workers")
-    spec = _build_spec(warmup_config, folder)
-    with (
-        start_group(
-            config.cluster,
-            SupervisedWorker,
-            spec,
-            on_failure=record.keep_reports,
-            variables=rank_variables(config),
-        ) as group,
-        record.watching(group.spans),
-    ):
-        learner = cast(Learner, group)
-        _build_loop(warmup_config, learner, examples=examples, record=progress).run()
-        progress.phase("export")
-        learner.export_hf(target)
+        loop = _build_loop(config, learner, examples=examples, record=record)
+        with loop.interrupt.listening():  # until all is written
+            has_learnt = go_on(
+                config,
+                loop,
+                {"actor": cast(Saver, group)},
+                origin=origin,
+                stream=examples.sampler,
+                record=record,
+            )
+            record.phase("export")
+            export(learner, record.folder, is_new=has_learnt, lora=config.lora)
+    loop.interrupt.raise_if_unfinished()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +93,7 @@ class _Examples:
     sampler: RowSampler
 
 
-def _load_examples(config: ExperimentConfig, folder: Path, *, record: Recorder) -> _Examples:
+def _load_examples(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> _Examples:
     record.phase("load data")
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
     rows = load_rows(
@@ -173,7 +126,7 @@ def _build_loop(
     learner: Learner,
     *,
     examples: _Examples,
-    record: Recorder,
+    record: RunRecord,
 ) -> Loop:
     tuning = SupervisedFineTuning(
         learner=learner,
@@ -182,8 +135,7 @@ def _build_loop(
         sampler=examples.sampler,
         batch_size=config.sft.batch_size,
         dp_size=config.num_train_groups,
-        # A warm-up is one phase of a run, and shows its steps instead.
-        on_phase=record.phase if isinstance(record, RunRecord) else None,
+        on_phase=record.phase,
     )
 
     def evaluate(_: int) -> Metrics:

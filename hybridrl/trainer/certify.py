@@ -21,6 +21,7 @@ from hybridrl.checkpoint.origin import environment_of
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.disk import write_whole
 from hybridrl.errors import CertificateError, DeadlineError
+from hybridrl.json_text import to_json_text
 from hybridrl.trainer.child import Child
 from hybridrl.trainer.live import LiveView
 from hybridrl.trainer.record import RunRecord
@@ -53,7 +54,7 @@ def certify(config: ExperimentConfig, *, record: RunRecord) -> None:
     text = describe(config, findings, killed_at=killed_at, environment=environment_of(broken))
     write_whole(record.folder / "certificate.md", text)
     report = {"killed_at": killed_at, "findings": [asdict(finding) for finding in findings]}
-    write_whole(record.folder / "certificate.json", json.dumps(report, indent=1))
+    write_whole(record.folder / "certificate.json", to_json_text(report, indent=1))
     if any(finding.differences for finding in findings):
         raise CertificateError(f"resuming was not bit by bit:\n{text}")
     sys.stdout.write(text)

@@ -1,7 +1,8 @@
 """``python -m hybridrl.trainer.child config.yaml``: a run in a process of its own, without Hydra.
 
 The file is a run folder's ``config.yaml``. Used where a run must be killed: ``mode=certify`` and
-the benchmarks. Exit status: 0 done, 1 the run failed, 2 configuration refused.
+the benchmarks. Exit status: 0 done, 1 the run failed, 2 configuration refused, 128 + the number of
+a signal that stopped it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from hybridrl.config.load import load_config
 from hybridrl.disk import write_whole
 from hybridrl.errors import ConfigErrors, HybridRLError
 from hybridrl.processes import kill_session
+from hybridrl.trainer.interrupt import RunInterrupted, exit_status
 
 _LAUNCH = "hybridrl.trainer.launch"
 
@@ -80,6 +82,8 @@ def main(file: Path) -> int:
     except HybridRLError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 2 if isinstance(error, ConfigErrors) else 1
+    except RunInterrupted as interrupt:
+        return exit_status(interrupt.number)
     return 0
 
 

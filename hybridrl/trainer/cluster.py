@@ -25,6 +25,7 @@ from hybridrl.single_controller import (
     create_colocated_worker_cls,
 )
 from hybridrl.single_controller.head import require_head
+from hybridrl.trainer.interrupt import hangups_ignored
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,8 @@ def _start_ray(cluster: ClusterConfig, *, num_ranks: int) -> None:
     }
     if cluster.object_store_mib:
         arguments["object_store_memory"] = cluster.object_store_mib * _MIB
-    ray.init(**arguments)
+    with hangups_ignored():
+        ray.init(**arguments)
     _require_gpus(cluster)
 
 

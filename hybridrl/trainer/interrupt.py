@@ -1,45 +1,131 @@
-"""Ctrl-C and SIGTERM end a run after the step they fall into."""
+"""Ctrl-C, SIGTERM and SIGHUP end a run after the step they fall into, saved, and with their status.
+
+A batch system or a shell (``a && b``) must see that a run is not done, so one that was stopped ends
+with 128 + the signal's number, as shells count.
+"""
 
 from __future__ import annotations
 
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 log = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What stops a run in order."""
+
+_Handler = Callable[[int, FrameType | None], object]
+
+
+class RunStopped(SystemExit):
+    """A signal stopped a run before its last step; what it has done is saved."""
+
+    def __init__(self, number: int) -> None:
+        """Make the process end with 128 + ``number``, if nobody catches this."""
+        super().__init__(exit_status(number))
+
+
+class RunInterrupted(KeyboardInterrupt):
+    """A signal ended a run at once."""
+
+    def __init__(self, number: int) -> None:
+        """Keep the signal's number."""
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def exit_status(number: int) -> int:
+    """Return the exit status of a process that a signal made end in order."""
+    return 128 + number
 
 
 class Interrupt:
     """Whether somebody asked the run to stop."""
 
     def __init__(self) -> None:
-        self.is_set = False
+        self._number = 0
+        self._is_unfinished = False
+
+    @property
+    def is_set(self) -> bool:
+        """Whether somebody did."""
+        return bool(self._number)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Catch the first SIGINT or SIGTERM; a second one interrupts at once.
+        """Catch the first SIGINT, SIGTERM or SIGHUP; a second one interrupts at once.
 
         Does nothing outside the main thread, where Python delivers no signals.
         """
-        if threading.current_thread() is not threading.main_thread():
+        with _handled_by(self._on_signal):
             yield
-            return
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            for number in before:
-                signal.signal(number, self._on_signal)
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+
+    def note_unfinished(self) -> None:
+        """Remember that the request was granted, with steps left to do."""
+        self._is_unfinished = True
+
+    def raise_if_unfinished(self) -> None:
+        """End the run that was stopped, once all is saved.
+
+        Raises:
+            RunStopped: there were steps left to do.
+        """
+        if self._is_unfinished:
+            raise RunStopped(self._number)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if self.is_set:
-            raise KeyboardInterrupt
-        self.is_set = True
+            raise RunInterrupted(number)
+        self._number = number
         log.warning(
             "%s: stopping after this step; once more stops at once", signal.Signals(number).name
         )
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let the signals end what is no step at once, and in order: workers and Ray end with it.
+
+    Ray's own handlers, which this replaces, end the driver with other statuses. As `listening`, it
+    does nothing outside the main thread.
+    """
+    with _handled_by(_raise_interrupted):
+        yield
+
+
+@contextmanager
+def hangups_ignored() -> Iterator[None]:
+    """Have processes that start in the block outlive the terminal: this one ends them in order."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def _raise_interrupted(number: int, _: FrameType | None) -> None:
+    raise RunInterrupted(number)
+
+
+@contextmanager
+def _handled_by(handler: _Handler) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    if before[signal.SIGHUP] is signal.SIG_IGN:  # under nohup a run outlives its terminal
+        del before[signal.SIGHUP]
+    try:
+        for number in before:
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)

@@ -16,6 +16,7 @@ from hybridrl import env, trace
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.trainer.certify import certify
 from hybridrl.trainer.cluster import ray_cluster
+from hybridrl.trainer.interrupt import ended_by_signals
 from hybridrl.trainer.last_words import last_words
 from hybridrl.trainer.record import open_record
 from hybridrl.trainer.resume import goes_on, what_was_finished
@@ -39,6 +40,8 @@ def run(config: ExperimentConfig, *, resolved_yaml: str) -> None:
         RunFolderError: the folder exists already and cannot go on, or cannot be written.
         CertificateError: with ``mode=certify``, resuming was not bit by bit.
         CheckpointError: the folder's run was begun with other settings.
+        RunStopped: a signal ended it before its last step, after it was saved.
+        RunInterrupted: a signal ended it at once.
         ResourceError: there is no Ray cluster, or it lacks what the run asks for.
     """
     env.prepare_process(config.cluster.num_threads_per_rank)  # the thread below imports torch
@@ -61,7 +64,7 @@ def run(config: ExperimentConfig, *, resolved_yaml: str) -> None:
         thread = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="import"))
         imported = thread.submit(import_module, _COMPOSITION_ROOT)
         num_more_ranks = config.num_critic_ranks if config.has_critic_pool else 0
-        with ray_cluster(config.cluster, num_more_ranks=num_more_ranks):
+        with ray_cluster(config.cluster, num_more_ranks=num_more_ranks), ended_by_signals():
             with trace.span("import"):
                 root = imported.result()
             root.run(config, record=record)

@@ -87,9 +87,14 @@ class Loop:
                 is_last = is_stopping or step == self.num_steps
                 cost_of_saving = self.save(step, metrics, is_last=is_last)
                 if is_stopping:
-                    log.warning("stopped on request: step=%d of=%d", step, self.num_steps)
-                    return step
+                    return self._stop_after(step)
         return self.num_steps
+
+    def _stop_after(self, step: int) -> int:
+        log.warning("stopped on request: step=%d of=%d", step, self.num_steps)
+        if step < self.num_steps:
+            self.interrupt.note_unfinished()
+        return step
 
     def _evaluates_after(self, step: int) -> bool:
         return bool(self.eval_every) and (step % self.eval_every == 0 or step == self.num_steps)

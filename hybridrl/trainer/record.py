@@ -17,6 +17,7 @@ from hybridrl.metrics import Metrics
 from hybridrl.report.page import try_report
 from hybridrl.single_controller import RankReport
 from hybridrl.single_controller.spans import SpanHarvest
+from hybridrl.trainer.interrupt import RunStopped
 from hybridrl.trainer.live import LiveView, open_live
 from hybridrl.trainer.postmortem import WHERE, PostMortem, Progress, is_crash
 from hybridrl.trainer.tracing import Tracing
@@ -140,6 +141,8 @@ def open_record(
 def _explaining(record: RunRecord) -> Iterator[RunRecord]:
     try:
         yield record
+    except RunStopped:  # on request, and after its log said so: no error
+        raise
     except BaseException as error:
         record.explain(error)
         # To the file alone: whoever catches the error shows it.

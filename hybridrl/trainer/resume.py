@@ -25,6 +25,7 @@ from hybridrl.config.load import read_config
 from hybridrl.data.sampler import SamplerState
 from hybridrl.errors import DataError, RunFolderError
 from hybridrl.trainer.checkpoints import Checkpointer, Saver
+from hybridrl.trainer.line_files import lost_lines
 from hybridrl.trainer.loop import Loop
 
 log = logging.getLogger(__name__)
@@ -141,6 +142,7 @@ def check_resumable(config: ExperimentConfig, origin: Origin, *, rows: SamplerSt
     Raises:
         CheckpointError: recipe, tokenizer or model have changed, and that was not accepted.
         DataError: the rows have.
+        RunFolderError: lines of the run's files are lost, and that was not accepted.
     """
     found = shelf_of(config).newest()
     if found is None:
@@ -157,10 +159,23 @@ def check_resumable(config: ExperimentConfig, origin: Origin, *, rows: SamplerSt
                 "back, set trainer.run_dir to a new folder, or set checkpoint.accept_changes=true "
                 "to go on at the same place of the new rows"
             )
+    changes += _check_lines(found.manifest.run, Path(config.trainer.run_dir), accept=accept)
     for change in changes:
         log.warning("resuming with a change that was accepted: %s", change)
     for change in differences(saved.environment, origin.environment):
         log.warning("resuming, but not bit by bit: %s", change)
+
+
+def _check_lines(run: RunState, folder: Path, *, accept: bool) -> list[str]:
+    lost = lost_lines(folder, run.log_sizes)
+    if lost and not accept:
+        raise RunFolderError(
+            f"run folder {folder} has lost lines that were written before the checkpoint of step "
+            f"{run.step}: {'; '.join(lost)}. Bring the files back from a copy, set "
+            "checkpoint.accept_changes=true to go on with the whole lines that are left, or set "
+            "trainer.run_dir to a new folder"
+        )
+    return lost
 
 
 def go_on(

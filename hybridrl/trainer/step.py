@@ -36,6 +36,14 @@ class Advantages(Protocol):
         ...
 
 
+class Charge(Protocol):
+    """Says what responses pay besides what they are scored."""
+
+    def __call__(self, rollouts: RolloutBatch, logprobs: LogprobBatch) -> Metrics:
+        """Return metrics of a step."""
+        ...
+
+
 class ValueAdvantages(Protocol):
     """Turns rewards and a critic's values into what policy and critic learn from."""
 
@@ -55,6 +63,7 @@ class PolicyOptimization:
     reward: Reward
     logprobs: Callable[[RolloutBatch], LogprobBatch]
     advantages: Advantages
+    charge: Charge
     arrange: Callable[[TrainBatch], TrainBatch]
     on_phase: Callable[[str], None] | None = None
 
@@ -69,9 +78,10 @@ class PolicyOptimization:
             logprobs = self.logprobs(rollouts)  # old and reference at once
         with clock("advantage"):
             advantages_BL = self.advantages(scores.rewards_B, rollouts, logprobs)
+            charged = self.charge(rollouts, logprobs)
             batch = self.arrange(build_train_batch(rollouts, logprobs, advantages_BL))
         with clock("update"):
-            update = self.policy.update(batch)
+            update = self.policy.update(batch) | charged
         return StepReport(task, rollouts, scores, update, clock)
 
 
@@ -85,6 +95,7 @@ class ActorCriticOptimization:
     reward: Reward
     logprobs: Callable[[RolloutBatch], LogprobBatch]
     advantages: ValueAdvantages
+    charge: Charge
     arrange: Callable[[TrainBatch], TrainBatch]
     arrange_for_critic: Callable[[CriticBatch], CriticBatch]
     update_policy: Callable[[TrainBatch], Metrics]
@@ -106,9 +117,10 @@ class ActorCriticOptimization:
             batch = self.arrange(build_train_batch(rollouts, logprobs, estimate.advantages_BL))
             lesson = self.arrange_for_critic(build_critic_batch(rollouts, values_BL, estimate))
             judged = describe_values(estimate, values_BL, rollouts.response_mask_BL)
+            charged = self.charge(rollouts, logprobs)
         with clock("update"):
             learning = self.critic.update(lesson)  # goes on while the policy learns
-            update = self.update_policy(batch) | learning.get() | judged
+            update = self.update_policy(batch) | learning.get() | judged | charged
         return StepReport(task, rollouts, scores, update, clock)
 
 

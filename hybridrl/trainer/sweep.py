@@ -17,9 +17,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Literal
 
 from hybridrl.disk import write_whole
+from hybridrl.json_text import to_json_text
+from hybridrl.trainer.interrupt import SIGNALS
+from hybridrl.trainer.interrupt import exit_status as exit_status_of
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +34,8 @@ _SCORES: tuple[tuple[str, Callable[[Sequence[float]], float]], ...] = (
     ("loss/supervised_nats", min),
 )
 """What runs are compared by, the first that a run has; and which value is the best."""
+
+_STOPPED = {exit_status_of(number): number for number in SIGNALS}
 
 _MAX_NAME = 80
 _MAX_ERROR = 300
@@ -90,14 +96,17 @@ def run_sweep(
     """Run every job, whatever becomes of the others, and write sweep.md and sweep.json.
 
     Both are written after each job, so that a sweep that is killed leaves what is known.
-    Ctrl-C and SIGTERM reach the job that runs, which ends after its step; no other is begun.
+    Ctrl-C, SIGTERM and SIGHUP reach the job that runs, which ends after its step; no other is
+    begun.
 
     Returns:
-        The exit status: 0 if all are done, 1 if one failed, 130 if somebody stopped it.
+        The exit status: 0 if all are done, 1 if one failed, 128 + the number of the signal that
+        stopped it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     results: list[SweepResult] = []
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stopping = _Stopping()
+    before = {number: signal.signal(number, stopping) for number in SIGNALS}
     try:
         for job in jobs:
             sys.stdout.write(f"run {job.number + 1} of {len(jobs)}: {' '.join(job.swept)}\n")
@@ -107,11 +116,23 @@ def run_sweep(
             if results[-1].status == "stopped":
                 break
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     sys.stdout.write(describe(results, num_jobs=len(jobs)) + f"\nsweep folder: {folder}\n")
     if results[-1].status == "stopped":
-        return 130
+        return exit_status_of(stopping.number)
     return int(any(result.status == "failed" for result in results))
+
+
+class _Stopping:
+    """Handles signals: remembers the last one, and interrupts the wait for the job."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __call__(self, number: int, _: FrameType | None) -> None:
+        self.number = number
+        raise KeyboardInterrupt
 
 
 def describe(results: Sequence[SweepResult], *, num_jobs: int) -> str:
@@ -185,6 +206,8 @@ def _read_metrics(folder: Path) -> list[dict[str, float | None]]:
 def _find_error(folder: Path, exit_status: int) -> str:
     if exit_status < 0:
         return f"ended by {signal.Signals(-exit_status).name}"
+    if exit_status in _STOPPED:
+        return f"stopped by {_STOPPED[exit_status].name} before its last step"
     file = folder / "log.txt"
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     found = _ERROR_LINE.findall(text)
@@ -194,7 +217,7 @@ def _find_error(folder: Path, exit_status: int) -> str:
 
 def _write(results: Sequence[SweepResult], *, folder: Path, num_jobs: int) -> None:
     entries = {"num_runs": num_jobs, "runs": [asdict(result) for result in results]}
-    write_whole(folder / "sweep.json", json.dumps(entries, indent=1) + "\n")
+    write_whole(folder / "sweep.json", to_json_text(entries, indent=1) + "\n")
     write_whole(folder / "sweep.md", describe(results, num_jobs=num_jobs) + "\n")
 
 

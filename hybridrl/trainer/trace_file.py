@@ -7,7 +7,6 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterable, Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from hybridrl.json_text import to_json_text
 from hybridrl.trace import Harvest, SpanRecord
 
 NAME = "trace.json"
@@ -109,14 +109,14 @@ class TraceFile:
         if not self._file.closed:
             now_us = time.time_ns() // 1000
             end = {"ph": "i", "s": "g", "name": "the trace ends", "pid": 1, "tid": 1, "ts": now_us}
-            self._file.write(_encode(end) + b"\n]\n")
-            self._file.close()
+            try:
+                self._file.write(_encode(end) + b"\n]\n")
+            finally:
+                self._file.close()
 
     def _append(self, events: Iterable[_Event]) -> None:
         """Write whole lines in one call, so that a kill leaves at most the last one torn."""
-        data = b"".join(
-            json.dumps(event, allow_nan=False).encode() + _SEPARATOR for event in events
-        )
+        data = b"".join(to_json_text(event).encode() + _SEPARATOR for event in events)
         if data:
             self._file.write(data)
         if self._file.tell() > self._max_bytes:
@@ -145,7 +145,7 @@ class TraceFile:
 
 
 def _encode(event: _Event) -> bytes:
-    return json.dumps(event, allow_nan=False, separators=(",", ":")).encode()
+    return to_json_text(event, separators=(",", ":")).encode()
 
 
 def _complete(row: int, thread: int, span: SpanRecord) -> _Event:

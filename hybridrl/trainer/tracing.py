@@ -96,8 +96,9 @@ class Tracing:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
+        if not self._is_broken:
+            log.warning("the trace ends here: %s", error)
         self._is_broken = True
-        log.warning("the trace ends here: %s", error)
 
 
 def _is_counted(name: str) -> bool:

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import importlib
-import json
+import logging
 import math
 import os
 import shutil
@@ -33,7 +33,11 @@ from filelock import FileLock, Timeout
 from hybridrl.config.tracking import TrackingConfig
 from hybridrl.disk import free_name, write_whole
 from hybridrl.errors import RunFolderError
+from hybridrl.json_text import to_json_text
 from hybridrl.metrics import Metrics, check_declared
+from hybridrl.trainer.line_files import lost_lines, whole_lines
+
+log = logging.getLogger(__name__)
 
 CONFIG, METRICS, SAMPLES, LOG = "config.yaml", "metrics.jsonl", "samples.jsonl", "log.txt"
 """Files of a run folder."""
@@ -118,8 +122,8 @@ class RunLog:
                 _empty_folder(folder, overwrite=overwrite)
             write_whole(folder / CONFIG, resolved_yaml)
             # Unbuffered: a line is on its way to the disk before the next step begins.
-            self._metrics = opened.enter_context((folder / METRICS).open("ab", buffering=0))
-            self._samples = opened.enter_context((folder / SAMPLES).open("ab", buffering=0))
+            self._metrics = opened.enter_context((folder / METRICS).open("a+b", buffering=0))
+            self._samples = opened.enter_context((folder / SAMPLES).open("a+b", buffering=0))
             for module in modules:
                 tracker = module.open_tracker(folder, project=config.project, settings=settings)
                 opened.callback(tracker.close)
@@ -159,6 +163,8 @@ class RunLog:
     def rewind(self, step: int, *, sizes: Mapping[str, int], elapsed_s: float) -> None:
         """Go back to where a checkpoint was taken: what was written since will be written again.
 
+        A file that is shorter than it was then keeps its whole lines, and the log names it.
+
         Args:
             step: of the checkpoint; 0 is before the first.
             sizes: as `sizes` returned them then; a file that is not named is emptied.
@@ -169,8 +175,10 @@ class RunLog:
         """
         self._began = time.monotonic() - elapsed_s
         with _naming(self.folder):
+            for lost in lost_lines(self.folder, sizes):
+                log.warning("lines before step %d are lost: %s", step + 1, lost)
             for name, file in ((METRICS, self._metrics), (SAMPLES, self._samples)):
-                file.truncate(min(sizes.get(name, 0), file.seek(0, SEEK_END)))
+                file.truncate(whole_lines(file, sizes.get(name, 0)))
             for tracker in self._trackers:
                 tracker.rewind(step)
 
@@ -189,13 +197,14 @@ class RunLog:
 
         Raises:
             MetricError: a name that ``hybridrl/metrics.py`` does not declare.
-            RunFolderError: the disk is full or gone.
+            RunFolderError: the disk is full or gone, or somebody deleted the folder.
         """
         check_declared(metrics)
         values = {name: metric.value for name, metric in metrics.items()}
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         line = {"step": step, "elapsed_s": round(self.elapsed_s, 3)}
         with _naming(self.folder):
+            self._require_folder()
             _append(self._metrics, line | {name: finite.get(name) for name in values})
             for tracker in self._trackers:
                 tracker.log(step, finite)
@@ -211,6 +220,24 @@ class RunLog:
             for sample in samples[: self._config.num_samples_per_step]:
                 _append(self._samples, {"step": step} | asdict(sample))
 
+    def _require_folder(self) -> None:
+        """Notice that somebody deleted the folder: writing to files that are open goes on for ever.
+
+        Raises:
+            RunFolderError: ``metrics.jsonl`` has no longer its name.
+        """
+        path = self.folder / METRICS
+        try:
+            is_there = os.path.samestat(path.stat(), os.fstat(self._metrics.fileno()))
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
+            raise RunFolderError(
+                f"run folder {self.folder} was deleted, moved or replaced while the run wrote it: "
+                f"{METRICS} is not the file that was opened; nothing more can be kept. Give the "
+                "command again, and leave the folder where it is"
+            )
+
     def log_error(self, error: BaseException) -> None:
         """Write to the log alone how the run ended; a disk that refuses is no second error."""
         with suppress(OSError), self.log_file.open("a", encoding="utf-8") as file:
@@ -224,7 +251,7 @@ class RunLog:
 
 def _append(file: FileIO, record: Mapping[str, object]) -> None:
     """Write a line whole or not at all."""
-    data = json.dumps(record, ensure_ascii=False).encode(errors="replace") + b"\n"
+    data = to_json_text(record, keeps_unicode=True).encode(errors="replace") + b"\n"
     end = file.seek(0, SEEK_END)
     if file.write(data) != len(data):  # an unbuffered file may take a part of it
         file.truncate(end)

@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridrl import trace
 from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, TrainBatch
-from hybridrl.metrics import Metrics, from_json, merge, to_json
+from hybridrl.metrics import Last, Metrics, from_json, merge, to_json
 from hybridrl.single_controller import Dispatch, Parts, dispatch_by_mesh, register
 from hybridrl.workers.build import (
     ActorRolloutSpec,
@@ -174,7 +174,8 @@ class ActorRolloutWorker(CheckpointedWorker):
                 for minibatch in batch.chunk(algorithm.num_minibatches)
             ]
         carried, self._carried = self._carried, {}
-        return merge([*steps, carried, self.sharding.take_metrics()])
+        version: Metrics = {"policy/version": Last(self._policy_version)}
+        return merge([*steps, version, carried, self.sharding.take_metrics()])
 
     def _step(self, minibatch: TrainBatch) -> Metrics:
         metrics = self._actor.update(

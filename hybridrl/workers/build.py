@@ -270,7 +270,15 @@ def _build_hf(spec: ActorRolloutSpec, device: torch.device, _gpus: Sequence[str]
 def _build_sglang(
     spec: ActorRolloutSpec, device: torch.device, gpus: Sequence[str]
 ) -> RolloutEngine:
-    server = ServerSpec(
+    engine: RolloutEngine = import_module(_SGLANG).SGLangEngine(
+        server_spec(spec), variables=show_devices(gpus), device=device
+    )
+    return engine
+
+
+def server_spec(spec: ActorRolloutSpec) -> ServerSpec:
+    """Say what an SGLang server of this worker serves; a rehearsal says the same beforehand."""
+    return ServerSpec(
         model_folder=spec.model_folder,
         rollout=spec.rollout,
         lora=spec.lora if spec.lora.sends_adapters else None,
@@ -278,10 +286,6 @@ def _build_sglang(
         seed=spec.seed,
         device=spec.device,
     )
-    engine: RolloutEngine = import_module(_SGLANG).SGLangEngine(
-        server, variables=show_devices(gpus), device=device
-    )
-    return engine
 
 
 _TRAIN_ENGINES: dict[str, Callable[[TrainSpec, torch.device], TrainEngine]] = {

@@ -7,7 +7,6 @@ that it gave with the same weights. Fluent garbage is found before it is learned
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.drift import Drift, Evidence, attribute_drift, measure_drift
 from hybridrl.batch import PromptBatch
+from hybridrl.config.model_folder import read_settings
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import DriftError
 from hybridrl.metrics import Max, Mean, Metrics
@@ -72,8 +72,7 @@ class Canary:
         self._sharding = sharding
         self._control = control
         self._trainer = trainer
-        values = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
-        self._vocab_size = int(values["vocab_size"])
+        self._vocab_size = int(read_settings(model_folder)["vocab_size"])
         self._prompts: PromptBatch | None = None
         self._scored_version: int | None = None
         self._known: tuple[int, list[Response]] | None = None

@@ -18,10 +18,14 @@ LORA = ("lora=default",)
 MEGATRON = ("actor=megatron",)
 FOUR = (*MEGATRON, "cluster.num_ranks_per_node=4")
 GPUS = ("cluster=one_gpu", "cluster.num_ranks_per_node=8")
-MOE = (*MEGATRON, "rollout=sglang", "model.starter=null", "model.path=moe")
+MOE = (
+    *(*MEGATRON, "rollout=sglang", "rollout.dtype=bfloat16"),
+    *("model.starter=null", "model.path=moe"),
+)
 PP2 = ("megatron.pipeline_parallel_size=2",)
 TP2 = ("megatron.tensor_parallel_size=2",)
 SGLANG = ("rollout=sglang",)
+SERVED = (*SGLANG, "cluster=one_gpu", "rollout.dtype=bfloat16", "rollout.sleep=true")
 ADAPTER = (
     *("lora=default", "lora.init_from=adapter", "lora.rank=2", "lora.alpha=2"),
     *("lora.target_modules=[o_proj,q_proj]", "model.starter.num_layers=1"),
@@ -38,17 +42,24 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "model.path",
         "its context is 64 tokens",
     ),
+    *(
+        (("model.starter=null", f"model.path={name}", *LORA), "model.path", word)
+        for name, word in {
+            "list": "holds a JSON list, must be an object",
+            "deep": "nested too deep",
+            "unknown": "'mamba2' is an architecture that nobody here trains",
+            "small": "pad_token_id=9 is not in the vocabulary of vocab_size=9",
+            "wide": "head_dim='wide' is no whole number",
+            "endless": "eos_token_id=9 is not in the vocabulary of 9",
+            "torn": "weight_map is None",
+        }.items()
+    ),
     (("model.starter.hidden_size=200",), "model.starter.hidden_size", "multiple of 12"),
     (("model.starter.num_key_value_heads=4",), "model.starter.num_key_value_heads", "divide"),
     (
         ("data.max_prompt_tokens=4096",),
         "model.starter.max_position_embeddings",
         "longest row has 4120 tokens",
-    ),
-    (
-        ("cluster.num_ranks_per_node=3", "trainer.num_prompts_per_step=15"),
-        "model.starter.warmup_batch_size",
-        "multiple of 3 ranks",
     ),
     (("data.use_chat_template=true",), "data.use_chat_template", "no chat template"),
     (("model.attention=varlen",), "model.attention", "runs on CUDA in bfloat16"),
@@ -81,6 +92,17 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "siblings",
     ),
     (("algorithm=ppo", "trainer.num_steps=5"), "critic.num_warmup_steps", "never learn"),
+    (("actor.optimizer.num_warmup_steps=100",), "actor.optimizer.num_warmup_steps", "never rise"),
+    (
+        ("mode=sft", "sft.num_steps=5", "actor.optimizer.num_warmup_steps=5"),
+        "actor.optimizer.num_warmup_steps",
+        "takes 5 optimizer steps",
+    ),
+    (
+        ("algorithm=ppo", "critic.optimizer.num_warmup_steps=400"),
+        "critic.optimizer.num_warmup_steps",
+        "takes 400 optimizer steps",
+    ),
     (("algorithm=ppo", "critic.num_minibatches=3"), "critic.num_minibatches", "multiple of 3"),
     (
         ("algorithm=ppo", "critic.placement=own_pool", "critic.num_ranks_per_node=3"),
@@ -132,6 +154,17 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "rollout.engine_args.max_lora_rank",
         "lora.rank says that",
     ),
+    (
+        (*SERVED, "rollout.engine_args={cuda_graph_backend_prefill: breakable}"),
+        "rollout.engine_args.cuda_graph_backend_prefill",
+        "does not start with it and rollout.sleep=true",
+    ),
+    (
+        (*SERVED, "rollout.engine_args={cuda_graph_backend_decode: breakable}"),
+        "rollout.engine_args.cuda_graph_backend_decode",
+        "does not start with it and rollout.sleep=true",
+    ),
+    ((*SERVED, "rollout.dtype=float32"), "rollout.dtype", "compute in bfloat16"),
     ((*SGLANG, "rollout.stage_timeout_s=50"), "rollout.stage_timeout_s", "30 s more"),
     ((*SGLANG, "rollout.stage_timeout_s=20"), "rollout.stage_timeout_s", "30 s more"),
     (
@@ -148,6 +181,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
             "cluster=one_gpu",
             "model.attention=varlen",
             "actor.compute_dtype=bfloat16",
+            "rollout.dtype=bfloat16",
             "rollout.transport=broadcast",
         ),
         "rollout.transport",
@@ -301,6 +335,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "34 columns inside an expert",
     ),
     (
+        (*MOE, *GPUS, "megatron.tensor_parallel_size=4", "megatron.sequence_parallel=true"),
+        "megatron.expert_parallel_size",
+        "whole on each of 4 tensor-parallel ranks",
+    ),
+    (
         (*MOE, *GPUS, "megatron.expert_parallel_size=8", *PP2),
         "cluster.num_ranks_per_node",
         "multiple of 16, for experts: expert 8 x expert tensor 1 x pipeline 2",
@@ -382,6 +421,31 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "exported and saved in the type that is computed in",
     ),
     (
+        (*MEGATRON, "megatron.transformer_args={moe_token_dispatcher_type: allgather}"),
+        "megatron.transformer_args.moe_token_dispatcher_type",
+        "alltoall and flex alone take",
+    ),
+    (
+        (*MEGATRON, "megatron.transformer_args={tp_comm_overlap: true}"),
+        "megatron.transformer_args.tp_comm_overlap",
+        "it takes one length",
+    ),
+    (
+        (*MEGATRON, "megatron.optimizer_args={clip_grad: 2.0}"),
+        "megatron.optimizer_args.clip_grad",
+        "actor.optimizer.max_grad_norm says that",
+    ),
+    (
+        (*MEGATRON, "megatron.optimizer_args={use_precision_aware_optimizer: true}"),
+        "megatron.optimizer_args.use_precision_aware_optimizer",
+        "TransformerEngine's, which runs on CUDA alone",
+    ),
+    (
+        (*MEGATRON, "megatron.ddp_args={nccl_ub: true}"),
+        "megatron.ddp_args.nccl_ub",
+        "keep the old address",
+    ),
+    (
         (*MEGATRON, "megatron.transformer_args={num_query_groups: 2}"),
         "megatron.transformer_args.num_query_groups",
         "config.json says that",
@@ -453,14 +517,23 @@ BROKEN_FILES = [
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in {
-        "model/config.json": '{"max_position_embeddings": 64}',
+        "model/config.json": '{"model_type": "qwen3", "max_position_embeddings": 64}',
+        "list/config.json": "[]",
+        "deep/config.json": '{"a":' * 100_000,
+        "unknown/config.json": '{"model_type": "mamba2"}',
+        "small/config.json": '{"model_type": "qwen3", "vocab_size": 9, "pad_token_id": 9}',
+        "wide/config.json": '{"model_type": "llama", "hidden_size": 64, "head_dim": "wide"}',
+        "endless/config.json": '{"model_type": "qwen3", "vocab_size": 9}',
+        "endless/generation_config.json": '{"eos_token_id": [1, 9]}',
+        "torn/config.json": '{"model_type": "qwen3"}',
+        "torn/model.safetensors.index.json": "{}",
         "tied_moe/config.json": '{"model_type": "qwen3_moe", "tie_word_embeddings": true}',
         "moe/config.json": json.dumps(QWEN3_MOE),
         "mamba/config.json": '{"model_type": "mamba", "max_position_embeddings": 64}',
         "empty/README": "",
         "train.jsonl": '{"prompt": "1", "answer": "1"}\n',
         "empty.jsonl": "",
-        "reward.py": "def score(responses, answers):\n    return [0.0 for _ in responses]\n",
+        "reward.py": "def score(responses, **_):\n    return [0.0 for _ in responses]\n",
         "broken.py": "def score(:\n",
         "old/config.yaml": "mode: train\n",
         "old/metrics.jsonl": "{}\n",
@@ -611,6 +684,14 @@ def test_a_section_that_divides_is_accepted_and_counts_its_data_parallel_ranks()
     assert moe.num_train_groups == 4
 
 
+def test_a_warm_up_that_ends_before_the_run_is_accepted() -> None:
+    given = ("algorithm=ppo", "critic.optimizer.num_warmup_steps=399")
+    assert config_of(*given, "actor.optimizer.num_warmup_steps=94").num_policy_updates == 95
+    assert violations_of(*given, "actor.optimizer.num_warmup_steps=95")
+    unread = config_of("mode=sft", "algorithm=ppo", "critic.optimizer.num_warmup_steps=1000")
+    assert unread.mode == "sft"
+
+
 def test_what_learns_keeps_float32_but_a_frozen_base_need_not() -> None:
     assert config_of(*MEGATRON, *LORA, "model.dtype=bfloat16").model.dtype == "bfloat16"
 
@@ -642,6 +723,16 @@ def test_what_sglang_alone_knows_passes_through() -> None:
         *SGLANG, "rollout.engine_args={chunked_prefill_size: 512, lora_backend: triton}"
     )
     assert given.rollout.engine_args == {"chunked_prefill_size": 512, "lora_backend": "triton"}
+
+
+def test_what_sglang_may_do_with_graphs_depends_on_sleep_and_device() -> None:
+    in_pieces = "rollout.engine_args={cuda_graph_backend_prefill: breakable}"
+    for free in ("rollout.sleep=false", "rollout.cuda_graphs=false", "cluster=cpu"):
+        assert config_of(*SERVED, in_pieces, free).rollout.engine_args
+    whole = config_of(*SERVED, "rollout.engine_args={cuda_graph_backend_prefill: tc_piecewise}")
+    assert whole.rollout.sleep
+    in_triton = "rollout.engine_args={attention_backend: triton}"
+    assert config_of(*SERVED, "rollout.dtype=float32", in_triton).rollout.dtype == "float32"
 
 
 def test_all_violations_of_all_sections_are_reported_at_once() -> None:
@@ -728,7 +819,12 @@ def test_a_section_that_is_off_is_held_to_nothing() -> None:
 
 
 def test_the_rank_is_held_against_the_config_of_a_model_folder() -> None:
-    shape = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 1}
+    shape: dict[str, object] = {
+        "model_type": "qwen3",
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+    }
     shape |= {"intermediate_size": 128, "max_position_embeddings": 64}
     Path("model/config.json").write_text(json.dumps(shape))
     folder = ("model.starter=null", "model.path=model", *LORA)

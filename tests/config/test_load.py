@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import Within
-from hybridrl.config.load import known_keys, load_config, spell
+from hybridrl.config.load import known_keys, load_config
+from hybridrl.config.spelling import spell
 from hybridrl.errors import ConfigError, ConfigErrors
 from tests.config.values import config_of, values_of, with_overrides
 

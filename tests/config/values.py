@@ -3,9 +3,12 @@
 import copy
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config
@@ -20,25 +23,47 @@ def _composed(*overrides: str) -> Mapping[str, object]:
 
 
 def values_of(*overrides: str) -> Values:
-    """The default experiment with overrides, in Hydra's spelling: key=value, ~key, group=option."""
-    return with_overrides(copy.deepcopy(dict(_composed())), overrides)
+    """The default experiment with overrides: key=value, ~key, group=option. Values are YAML.
+
+    What is given replaces what is there, as a recipe would: keys may be new, types any.
+    """
+    changed = copy.deepcopy(dict(_composed()))
+    for override in overrides:
+        _replace(changed, override)
+    return changed
+
+
+def _replace(values: Values, override: str) -> None:
+    key, _, value = override.lstrip("~").partition("=")
+    *sections, name = key.split(".")
+    section = values
+    for part in sections:
+        section = section[part]
+    if override.startswith("~"):
+        del section[name]
+    elif _is_choice(values, override):
+        section[name] = copy.deepcopy(_composed(override)[name])
+    else:
+        section[name] = yaml.safe_load(value)
+
+
+def _is_choice(values: Values, override: str) -> bool:
+    key, _, value = override.partition("=")
+    return isinstance(values.get(key), dict) and not value.startswith("{")
 
 
 def with_overrides(values: Values, overrides: Sequence[str]) -> Values:
-    """Apply overrides to values that are composed already."""
+    """Add overrides to values that are composed already, as Hydra would read and merge them."""
     changed = copy.deepcopy(values)
     for override in overrides:
-        key, _, value = override.lstrip("~").partition("=")
-        *sections, name = key.split(".")
-        section = changed
-        for part in sections:
-            section = section[part]
-        if override.startswith("~"):
-            del section[name]
-        elif not sections and isinstance(section[name], dict):
-            section[name] = copy.deepcopy(_composed(override)[name])
+        if _is_choice(values, override):
+            _replace(changed, override)
         else:
-            section[name] = yaml.safe_load(value)
+            config = OmegaConf.create(changed)
+            OmegaConf.set_struct(config, True)
+            parsed = OverridesParser.create().parse_overrides([override])
+            ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
+            changed = cast(Values, OmegaConf.to_container(config, resolve=True))
     return changed
 
 

@@ -76,6 +76,7 @@ def test_a_tokenizer_needs_an_end_token_but_no_pad_token(
         ({"eos_token_id": 3}, (3, 256)),
         ({"eos_token_id": [7, 256]}, (7, 256)),
         ({}, (256,)),
+        ({"eos_token_id": None}, (256,)),
     ],
 )
 def test_stop_tokens_come_from_tokenizer_and_generation_config(
@@ -86,10 +87,29 @@ def test_stop_tokens_come_from_tokenizer_and_generation_config(
     assert load_stop_token_ids(tmp_path, STARTER) == expected
 
 
-@pytest.mark.parametrize("text", ["{", "[1]"])
-def test_a_broken_generation_config_is_named(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "cannot be read"),
+        ("[1]", "holds a JSON list"),
+        ("[" * 100_000, "nested too deep"),
+        ('{"eos_token_id": "</s>"}', "'</s>' is no token"),
+        ('{"eos_token_id": [3, null]}', "None is no token"),
+        ('{"eos_token_id": [3, true]}', "True is no token"),
+        ('{"eos_token_id": [3, 300]}', "eos_token_id=300 is not in the vocabulary of 258"),
+        ('{"eos_token_id": -1}', "eos_token_id=-1 is not in the vocabulary"),
+    ],
+)
+def test_a_broken_generation_config_is_named(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 258}')
     (tmp_path / "generation_config.json").write_text(text)
-    with pytest.raises(ModelError, match=r"generation_config\.json is no JSON object"):
+    with pytest.raises(ModelError, match=rf"generation_config\.json.* {words}"):
+        load_stop_token_ids(tmp_path, STARTER)
+
+
+def test_a_tokenizer_that_ends_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 200}')
+    with pytest.raises(ModelError, match=r"with token 256, and the model knows 0 to 199"):
         load_stop_token_ids(tmp_path, STARTER)
 
 

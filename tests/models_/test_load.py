@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hybridrl.errors import ModelError
+from hybridrl.models.folder import require_usable_model
 from hybridrl.models.load import (
     WeightFiles,
     build_empty_model,
@@ -77,9 +78,25 @@ def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("not json", "holds no model_type"),
-        ("[]", "holds no model_type"),
+        ("not json", r"config\.json cannot be read"),
+        ("[]", r"config\.json holds a JSON list, must be an object"),
+        ("[" * 100_000, r"config\.json is nested too deep"),
+        ('{"a":' * 100_000, r"config\.json is nested too deep"),
         ("{}", "holds no model_type"),
+        ('{"model_type": ["qwen3"]}', "holds no model_type"),
+        ('{"model_type": "qwen3", "hidden_size": "wide"}', "hidden_size='wide' is no whole"),
+        (
+            '{"model_type": "qwen3", "rope_parameters": 5}',
+            r"transformers cannot read .*config\.json",
+        ),
+        (
+            '{"model_type": "qwen3", "vocab_size": 64, "pad_token_id": 64}',
+            "pad_token_id=64 is not in the vocabulary of vocab_size=64",
+        ),
+        (
+            '{"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}',
+            "weights are quantised",
+        ),
         (json.dumps({"model_type": "quen3"}), "did you mean 'qwen3'"),
         (json.dumps({"model_type": "gpt_neox"}), "known: llama, qwen2, qwen3"),
     ],
@@ -88,6 +105,71 @@ def test_an_unusable_configuration_is_named(tmp_path: Path, text: str, message: 
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelError, match=message):
         build_empty_model(tmp_path, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("not json", "cannot be read"),
+        ("[]", "holds a JSON list"),
+        ("{}", "weight_map is None, must name the file"),
+        ('{"weight_map": {"model.norm.weight": 5}}', r"weight_map\['model.norm.weight'\]=5 is no"),
+        ('{"weight_map": {"model.norm.weight": "../x.safetensors"}}', "is no file beside it"),
+    ],
+)
+def test_a_broken_index_is_named(tmp_path: Path, text: str, words: str) -> None:
+    folder = make_tiny_model(tmp_path)
+    (folder / "model.safetensors.index.json").write_text(text)
+    for read in (load, require_usable_model):
+        with pytest.raises(ModelError, match=rf"model\.safetensors\.index\.json.* {words}"):
+            read(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.uint8, torch.bool])
+def test_quantised_weights_are_not_read_as_if_they_were_values(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    folder = make_tiny_model(tmp_path)
+    require_usable_model(folder)
+    change_weights(folder, **{"model.norm.weight": torch.ones(32).to(dtype)})
+    for read in (load, require_usable_model):
+        with pytest.raises(
+            ModelError, match=r"model\.safetensors: model\.norm\.weight is .*quantis"
+        ):
+            read(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_values_that_are_no_numbers_are_blamed_on_their_file(
+    tmp_path: Path, value: float, dtype: torch.dtype
+) -> None:
+    folder = make_tiny_model(tmp_path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    spoilt = load_file(folder / "model.safetensors")[name].to(dtype)
+    spoilt[3, 5] = value
+    change_weights(folder, **{name: spoilt})
+    with pytest.raises(ModelError, match=rf"model\.safetensors: {name} holds NaN or infinity"):
+        load(folder)
+    files = WeightFiles(folder)
+    with pytest.raises(ModelError, match=f"{name} holds NaN"):
+        files.read_box(name, [(3, 4), (0, 32)])
+    assert files.read_box(name, [(0, 3), (0, 32)]).isfinite().all()
+
+
+def test_a_tied_head_with_values_of_its_own_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    change_weights(folder, **{"lm_head.weight": embedding.clone()})
+    require_usable_model(folder)
+    other = embedding.clone()
+    other[-1, -1] += 1.0
+    for head in (other, embedding[:-1].clone()):
+        change_weights(folder, **{"lm_head.weight": head})
+        with pytest.raises(ModelError, match="the files hold another lm_head"):
+            require_usable_model(folder)
+    untied = make_tiny_model(tmp_path / "untied", tie_embeddings=False)
+    require_usable_model(untied)
 
 
 def test_missing_left_over_and_misshapen_weights_are_named(tmp_path: Path) -> None:

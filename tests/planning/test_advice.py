@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,7 @@ def test_the_page_shows_every_part_and_marks_the_peak(big: tuple[str, ...]) -> N
 
 def test_check_says_so_when_a_model_cannot_be_planned_for(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
-    config = config_of("model=hf_folder", f"model.path={tmp_path}", "model.starter=null")
+    model = replace(config_of().model, path=str(tmp_path), starter=None)
+    config = replace(config_of(), model=model)  # a rule refuses it before it is planned for
     assert "unknown" in peak_line(config)
     assert "mamba" in peak_line(config)

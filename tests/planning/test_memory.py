@@ -166,9 +166,12 @@ def test_on_a_gpu_a_sleeping_engine_and_the_training_state_are_never_there_toget
     assert both <= {p.name for p in phase(asleep, "sync").parts}
 
 
+SERVED = ("rollout=sglang", "rollout.dtype=bfloat16", *GPU, "rollout.sleep=true")
+
+
 def test_sglang_takes_its_share_of_a_gpu_and_its_memory_is_no_part_of_the_ranks() -> None:
     sizes = ("cluster.device_memory_gib=80", "rollout.memory_fraction=0.5")
-    plan = plan_of("rollout=sglang", *GPU, *sizes, "rollout.sleep=true")
+    plan = plan_of(*SERVED, *sizes)
     held = [part(plan, "generate", name) for name in ("rollout weights", "KV cache")]
     assert sum(held) == 40 * 2**30
     generate = phase(plan, "generate")

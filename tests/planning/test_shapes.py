@@ -120,9 +120,10 @@ def test_what_a_folder_leaves_out_is_what_transformers_would_take(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "no readable model_type"),
-        ("[]", "no readable model_type"),
-        ("{}", "no readable model_type"),
+        ("", "cannot be read"),
+        ("[]", "must be an object"),
+        ("[" * 100_000, "nested too deep"),
+        ("{}", "holds no model_type"),
         ('{"model_type": "mamba"}', "'mamba'"),
         ('{"model_type": "llama", "hidden_size": "wide"}', "no whole number"),
         ('{"model_type": "llama", "num_attention_heads": 0}', "no whole number above 0"),

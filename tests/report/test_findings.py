@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import pytest
@@ -63,6 +64,10 @@ BAD: dict[str, dict[str, Curve | list[float]]] = {
     },
     "Trainer and sampler disagree": {"policy__sampler_mismatch_nats__mean": lambda at: 0.1},
     "Updates were left out": {"policy__skipped_updates": lambda at: float(at == 30)},
+    "Rewards were not finite": {
+        "policy__skipped_updates": lambda at: float(at == 30),
+        "reward__mean": lambda at: math.inf if at == 30 else rising(at),
+    },
     "Responses could not be scored": {"reward__failed_fraction": lambda at: 0.05},
     "Many responses are cut off": {"rollout__truncated_fraction": lambda at: at / 100},
     "Requests were cut off": {"rollout__aborted_requests": lambda at: float(at == 3)},
@@ -110,8 +115,14 @@ def test_no_rule_speaks_of_a_run_that_has_just_begun() -> None:
 
 
 def test_every_rule_has_an_example() -> None:
-    both_of_the_reward, error = 1, 1
-    assert len(BAD) - both_of_the_reward + error == len(RULES)
+    both_of_the_reward, both_of_skipped_updates, error = 1, 1, 1
+    assert len(BAD) - both_of_the_reward - both_of_skipped_updates + error == len(RULES)
+
+
+def test_a_reward_that_is_not_finite_is_not_blamed_on_the_learning_rate() -> None:
+    (finding,) = find(Evidence(history(**BAD["Rewards were not finite"]), DEFAULTS))
+    assert finding.remedies == ("reward.on_error=stop",)
+    assert "step 31" in finding.text
 
 
 def test_a_task_that_is_solved_is_no_warning() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -55,6 +56,31 @@ def test_a_metric_that_was_not_finite_is_a_gap_and_not_a_number(tmp_path: Path) 
     assert panel(folder, "Reward")["lines"][0]["y"] == [1.0, None, None, 2.0]
     assert [p["title"] for p in data["panels"]] == ["Reward"]
     assert "NaN" not in json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [math.nan, math.inf, 1e308, -1e308, 10**400, "many", None, [1.0], {"a": math.inf}, True],
+    ids=str,
+)
+def test_a_page_is_made_whatever_the_rows_hold(tmp_path: Path, value: object) -> None:
+    names = (
+        "reward/mean",
+        "policy/grad_norm",
+        "policy/skipped_updates",
+        "time/step_s",
+        "elapsed_s",
+    )
+    rows = [{"step": step, **dict.fromkeys(names, value)} for step in range(1, 41)]
+    shown = [sample(step, reward=value, logprobs=[value], tokens=["1"]) for step in (1, 2)]
+    shown += [sample(3, logprobs=value, tokens=value, split="eval", response=value, answer=value)]
+    folder = write_folder(tmp_path, metrics=rows, samples=shown, torn="[" * 100_000)
+    data = data_of_page(folder)
+    assert data["status"]["num_done"] == 40
+    assert "Infinity" not in json.dumps(data)
+    assert "NaN" not in json.dumps(data)
+    assert [group["step"] for group in data["samples"]["steps"]] == [1, 2]
+    assert len(data["samples"]["stories"]) == 1
 
 
 def test_of_two_lines_of_a_step_the_later_counts(tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hybridrl.algorithms.advantages import grpo_advantages
 from hybridrl.config.reward import RewardConfig
 from hybridrl.errors import RewardError
 from hybridrl.rewards import child as reward_child
 from hybridrl.rewards.runner import RewardInputs
-from hybridrl.rewards.scorer import BUILT_IN, RewardScorer
+from hybridrl.rewards.scorer import BUILT_IN, LARGEST_REWARD, RewardScorer
 
 Open = Callable[..., RewardScorer]
 
@@ -98,6 +99,9 @@ def test_a_reward_file_may_import_its_neighbours(tmp_path: Path) -> None:
     [
         ("return [float('nan') if r == 'bad' else 1 for r in responses]", "returned nan"),
         ("return [math.inf if r == 'bad' else 1 for r in responses]", "returned inf"),
+        # Finite in Python, and not in the float32 that advantages are computed in.
+        ("return [1e39 if r == 'bad' else 1 for r in responses]", "returned 1e+39, must lie"),
+        ("return [-2e15 if r == 'bad' else 1 for r in responses]", "returned -2e+15, must lie"),
         (
             "return [None if r == 'bad' else 1 for r in responses]",
             "returned 'None', must be a number",
@@ -135,6 +139,14 @@ def test_a_function_at_fault_is_named_with_response_and_prompt_or_scored_zero(
         assert scores.is_failed_B.tolist() == [False, False, True, False]
 
 
+def test_the_largest_rewards_have_advantages_that_are_numbers(open_scorer: Open) -> None:
+    scorer = open_scorer(f"return [{LARGEST_REWARD}, -{LARGEST_REWARD}, 0, 1]")
+    rewards_B = scorer.score(inputs("a", "b", "c", "d")).rewards_B
+    advantages_B = grpo_advantages(rewards_B, num_responses=4, divide_by_std=True)
+    assert bool(advantages_B.isfinite().all())
+    assert float(advantages_B.abs().max()) > 1
+
+
 def test_an_error_says_where_in_the_users_file_it_was_raised(open_scorer: Open) -> None:
     with pytest.raises(RewardError, match=r"raised KeyError: 'x' \(reward_0\.py:5\)"):
         open_scorer("return {}['x']").score(inputs("a"))
@@ -166,8 +178,8 @@ def test_a_hang_that_never_lets_go_of_the_interpreter_ends_too(open_scorer: Open
 
 def test_a_process_that_does_not_read_its_input_ends_too(open_scorer: Open) -> None:
     scorer = open_scorer("return [1.0] * len(responses)", timeout_s=0.5)
-    children = psutil.Process().children()
-    [child] = [one for one in children if one.cmdline()[2:3] == [reward_child.__file__]]
+    below = psutil.Process().children(recursive=True)
+    [child] = [one for one in below if one.cmdline()[2:3] == [reward_child.__file__]]
     child.suspend()
     with pytest.raises(RewardError, match=r"did not read its input within 0\.5 s"):
         scorer.score(inputs("a" * 2_000_000))

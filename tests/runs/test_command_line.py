@@ -12,20 +12,35 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 
+from hybridrl.checkpoint.shelf import Shelf
 from tests.runs.small import read_metrics, small_overrides
 
 _DEADLINE_S = 90.0
 
 
-def test_an_interrupt_ends_the_run_after_its_step_with_the_weights_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGHUP, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, signal.SIGTERM))],
+)
+def test_a_signal_ends_the_run_after_its_step_saved_and_with_its_status(
+    tmp_path: Path, number: int
+) -> None:
     folder = tmp_path / "run"
     with _started(folder, "trainer.num_steps=100000", "trainer.export_hf=true") as process:
         _wait(lambda: _num_steps(folder) >= 3, process)
-        process.send_signal(signal.SIGINT)
+        if number == signal.SIGHUP:  # of a terminal: it goes to the processes of Ray, too
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
         output, _ = process.communicate(timeout=_DEADLINE_S)
-    assert process.returncode == 0, output
+    assert process.returncode == 128 + number, output
     assert "stopped on request" in output
+    assert "the run ended with an error" not in (folder / "log.txt").read_text()
+    newest = Shelf(folder / "checkpoints").newest()
+    assert newest is not None
+    assert newest.manifest.run.step == _num_steps(folder) - 1  # step 0 is an evaluation
     assert (folder / "hf" / "config.json").is_file()
 
 
@@ -68,6 +83,7 @@ def _started(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.STDOUT,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
+        process_group=0,
     )
     try:
         yield process

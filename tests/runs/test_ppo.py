@@ -82,6 +82,7 @@ def test_a_critic_that_leaves_the_device_with_the_policy_trains_what_one_that_st
     awake = train(tmp_path / "awake", *common)
     asleep = train(tmp_path / "asleep", *common, "rollout.sleep=true")
     assert asleep[3]["memory/released_bytes"] > 0
+    assert awake[1]["reward/kl_charge/mean"] == 0 < awake[3]["reward/kl_charge/mean"]
     for one, other in zip(awake[1:], asleep[1:], strict=True):
         for name in ("reward/mean", "loss/value", "critic/explained_variance"):
             assert one[name] == other[name], name

@@ -145,6 +145,19 @@ def test_other_rows_are_refused_before_a_worker_starts(tmp_path: Path) -> None:
         _run(folder, "trainer.num_steps=3", *overrides)
 
 
+def test_a_run_that_lost_lines_of_its_metrics_is_refused_unless_accepted(begun: Path) -> None:
+    metrics = begun / "metrics.jsonl"
+    first, *_ = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text(first + '{"step": 1, "rew')
+    with pytest.raises(RunFolderError, match=r"lost lines .* step 2: metrics\.jsonl has \d+ bytes"):
+        _run(begun, "trainer.num_steps=3")
+    assert metrics.read_text() == first + '{"step": 1, "rew'
+    _run(begun, "trainer.num_steps=3", "checkpoint.accept_changes=true")
+    assert [line["step"] for line in read_metrics(begun)] == [0, 3]
+    told = (begun / "log.txt").read_text()
+    assert "change that was accepted: metrics.jsonl has" in told
+
+
 def test_a_checkpoint_of_another_model_is_refused_by_tensor_names(begun: Path) -> None:
     other = ("trainer.num_steps=3", "model.starter.num_layers=2", "checkpoint.accept_changes=true")
     with pytest.raises(RemoteCallError, match=r"another model: \d+ tensors: is missing.*layers\.1"):

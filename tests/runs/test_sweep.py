@@ -85,7 +85,7 @@ def test_a_job_that_a_signal_ends_takes_no_other_along(tmp_path: Path) -> None:
     assert table.index("| 1 | seed=1 |") < table.index("| 0 | seed=0 |")  # the best comes first
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_stopping_a_sweep_lets_its_job_end_and_begins_no_other(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -110,7 +110,7 @@ sys.exit(run_sweep(jobs, folder=folder, command=lambda _: [sys.executable, "-c",
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(number)
-        assert process.wait(timeout=60) == 130
+        assert process.wait(timeout=60) == 128 + number
     entries = json.loads((tmp_path / "sweep.json").read_text())["runs"]
     assert [entry["status"] for entry in entries] == ["stopped"]
     assert "1 of 2 runs were not started" in (tmp_path / "sweep.md").read_text()

@@ -24,6 +24,8 @@ def test_a_run_leaves_configuration_log_metrics_events_samples_and_weights(tmp_p
     assert {"eval/reward/mean", "time/eval_s"} <= metrics[0].keys()
     assert "eval/reward/mean" not in metrics[1]
     assert metrics[3]["policy/updates"] == 1
+    assert [line.get("policy/version") for line in metrics] == [None, 1, 2, 3]
+    assert [line.get("data/prompts") for line in metrics] == [None, 4, 8, 12]
     assert (folder / "config.yaml").read_text() == "mode: train\n"
     assert (folder / "log.txt").is_file()
     assert list((folder / "tensorboard").iterdir())

@@ -7,19 +7,26 @@ import logging
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
+from sglang.srt.utils import MultiprocessingSerializer
+from torch import Tensor
 
+from hybridrl.config.lora import LoraConfig
 from hybridrl.errors import EngineError, ModelError
 from hybridrl.workers.rollout import server
 from hybridrl.workers.rollout.protocol import MemoryPart
+from hybridrl.workers.rollout.server_memory import adapter_shapes, base_shapes
 from hybridrl.workers.rollout.server_process import free_port
 from hybridrl.workers.rollout.sglang import SGLangEngine
 from tests.models import make_tiny_model
 from tests.sglang.engines import running_engine, server_spec, sync, weights_of
 from tests.sglang.recorded_server import MODULE, calls_in
+from tests.workers.train.lora_engines import LORA
 
 Start = Callable[..., AbstractContextManager[SGLangEngine]]
 
@@ -40,12 +47,13 @@ def start(served_model: Path, calls: Path, monkeypatch: pytest.MonkeyPatch) -> S
         changes: dict[str, object] | None = None,
         *,
         folder: Path = served_model,
+        lora: LoraConfig | None = None,
         **keys: object,
     ) -> Iterator[SGLangEngine]:
         monkeypatch.setenv("RECORDED_VERSION", version)
         monkeypatch.setenv("RECORDED_CALLS", str(calls))
         monkeypatch.setenv("RECORDED_CHANGES", json.dumps(changes or {}))
-        with running_engine(server_spec(folder, **keys)) as engine:
+        with running_engine(replace(server_spec(folder, **keys), lora=lora)) as engine:
             yield engine
 
     return started
@@ -102,6 +110,39 @@ def test_what_a_server_lacks_is_one_line_of_the_log(
     (line,) = lines
     assert "version=0.5.17" in line
     assert "update_session,ready_route" in line
+
+
+class _OnDevice(Tensor):
+    """A tensor of a GPU as far as a sender meets it: only a copy of it may leave the process."""
+
+    def cpu(self, *_: object, **__: object) -> Tensor:
+        return self.as_subclass(Tensor).clone()
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise AssertionError("a handle of device memory was made")
+
+
+def test_an_adapter_is_handed_over_from_the_host(
+    start: Start, served_model: Path, calls: Path
+) -> None:
+    shapes = adapter_shapes(base_shapes(served_model), LORA)
+    values = {name: torch.randn(shape) for name, shape in shapes.items()}
+    with start("0.5.21", lora=LORA) as engine:
+        engine.pause()
+        engine.load_adapter({name: each.as_subclass(_OnDevice) for name, each in values.items()})
+        ((path, body),) = calls_in(calls)
+        arrived = MultiprocessingSerializer.deserialize(body["serialized_named_tensors"][0])
+    assert path == "/load_lora_adapter_from_tensors"
+    assert arrived.keys() == values.keys()
+    assert all(torch.equal(arrived[name], values[name]) for name in values)
+
+
+def test_each_server_gets_a_key_of_its_own(start: Start) -> None:
+    with start("0.5.21") as engine:
+        first = engine._server.info["api_key"]
+        engine.restart()
+        assert len(first) >= 32
+        assert engine._server.info["api_key"] not in ("", first)
 
 
 def test_a_server_of_another_version_than_before_is_refused_at_a_restart(

@@ -6,17 +6,20 @@ import resource
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.multiprocessing
 
 from hybridrl.batch import PromptBatch
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.workers.rollout.protocol import Offer
-from hybridrl.workers.rollout.sglang import SGLangEngine
+from hybridrl.workers.rollout.sglang import DIALECT, SGLangEngine
+from hybridrl.workers.rollout.weight_ports import build_transport
 from tests.models import make_tiny_model
-from tests.sglang.engines import greedy_of_hugging_face, weights_of
+from tests.sglang.engines import greedy_of_hugging_face, sglang_config, weights_of
 from tests.sglang.weights import (
     assert_serves,
     broken_off,
@@ -180,3 +183,16 @@ def test_weights_do_not_change_under_running_requests_and_each_response_is_of_it
 def _answer(engine: SGLangEngine, prompts: PromptBatch, answers: list[list[int]]) -> None:
     greedy = sampling_params(group=2, tokens=12, temperature=0.0)
     answers.extend(tokens_of(engine.generate(prompts, greedy)))
+
+
+def test_a_rank_with_a_gpu_names_its_host_memory_too() -> None:
+    # Adapters are in it, and a server's ranks, no children of ours, cannot take a descriptor.
+    prepared: list[str] = []
+    dialect = replace(DIALECT, prepare_ipc=lambda: prepared.append("ipc"))
+    torch.multiprocessing.set_sharing_strategy("file_descriptor")
+    try:
+        build_transport(sglang_config(), dialect, device=torch.device("cuda"), leads=True)
+        assert torch.multiprocessing.get_sharing_strategy() == "file_system"
+    finally:
+        torch.multiprocessing.set_sharing_strategy("file_system")
+    assert prepared == ["ipc"]

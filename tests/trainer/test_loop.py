@@ -8,7 +8,7 @@ import pytest
 
 from hybridrl.errors import TrainingError
 from hybridrl.metrics import Mean, Metrics, Sum
-from hybridrl.trainer.interrupt import Interrupt
+from hybridrl.trainer.interrupt import Interrupt, RunInterrupted, RunStopped
 from hybridrl.trainer.loop import Loop, UpdateGuard
 
 
@@ -99,6 +99,39 @@ def test_the_first_signal_waits_for_the_step_and_the_second_does_not() -> None:
     with interrupt.listening():
         os.kill(os.getpid(), signal.SIGTERM)
         assert interrupt.is_set
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(RunInterrupted) as interrupted:
+            os.kill(os.getpid(), signal.SIGHUP)
+    assert interrupted.value.number == signal.SIGHUP
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_run_with_steps_left_ends_with_128_and_the_signal(number: signal.Signals) -> None:
+    loop = _interrupted_in_step(4, number)
+    assert loop.run() == 4
+    with pytest.raises(RunStopped) as stopped:
+        loop.interrupt.raise_if_unfinished()
+    assert stopped.value.code == 128 + number
+
+
+def test_a_signal_in_the_last_step_comes_too_late_to_make_a_run_unfinished() -> None:
+    loop = _interrupted_in_step(9, signal.SIGTERM)
+    assert loop.run() == 9
+    loop.interrupt.raise_if_unfinished()
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert _interrupted_in_step(4, signal.SIGHUP).run() == 9
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def _interrupted_in_step(step: int, number: signal.Signals) -> Loop:
+    def take_step(current: int) -> Metrics:
+        if current == step:
+            os.kill(os.getpid(), number)
+        return {}
+
+    return replace(_loop(Recorded(), num_steps=9, eval_every=0), take_step=take_step)

@@ -2,21 +2,27 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
+import math
 import resource
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+from hybridrl import log
 from hybridrl.config.tracking import TrackingConfig
 from hybridrl.errors import MetricError, RunFolderError
 from hybridrl.metrics import Max, Mean
+from hybridrl.trainer.tracing import Tracing
 from hybridrl.trainer.trackers.tensorboard import TensorBoardTracker
 from hybridrl.trainer.tracking import RunLog, Sample
 
@@ -80,6 +86,15 @@ def test_a_run_folder_holds_configuration_metrics_and_samples(tmp_path: Path) ->
         "tokens": [],
         "logprobs": [],
     }
+
+
+def test_a_sample_that_is_not_finite_does_not_spoil_its_file(tmp_path: Path) -> None:
+    with open_log(tmp_path / "run") as run:
+        run.log_samples(1, [replace(sample("13"), reward=math.inf, logprobs=(-math.inf, -1.0))])
+    text = (tmp_path / "run" / "samples.jsonl").read_text()
+    assert "Infinity" not in text
+    (line,) = read_lines(tmp_path / "run" / "samples.jsonl")
+    assert (line["reward"], line["logprobs"]) == (None, [None, -1.0])
 
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
@@ -149,6 +164,49 @@ def test_a_full_disk_is_named_at_the_step_that_met_it(tmp_path: Path) -> None:
     )  # all whole, up to the one at fault
 
 
+def test_a_log_on_a_full_disk_says_so_once_and_goes_on_in_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = logging.getLogger("hybridrl.trainer.test")
+    log.configure(file=tmp_path / "log.txt")
+    try:
+        with small_disk(200):
+            for number in range(20):
+                logger.warning("message %02d of the run", number)
+    finally:
+        log.configure()
+    output = capsys.readouterr().err
+    assert output.count("message ") == 20
+    assert output.count("log.txt is not written any more: ") == 1
+    assert len(output.splitlines()) == 21  # and no traceback of the logging module
+    assert "message 00" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_trace_on_a_full_disk_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracing = Tracing.begin(tmp_path)
+    assert tracing is not None
+    with caplog.at_level(logging.WARNING, logger="hybridrl"), small_disk(100):
+        tracing.step({"memory/checkpoint_bytes": 1.0})
+        tracing.close()
+    assert [message.partition(":")[0] for message in caplog.messages] == ["the trace ends here"]
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_folder_that_is_deleted_midway_is_named_at_the_next_step(
+    tmp_path: Path, replace: bool
+) -> None:
+    with open_log(tmp_path / "run") as run:
+        run.log_step(1, {"reward/mean": Mean(1.0)})
+        shutil.rmtree(tmp_path / "run")
+        if replace:
+            (tmp_path / "run").mkdir()
+            (tmp_path / "run" / "metrics.jsonl").touch()
+        with pytest.raises(RunFolderError, match=r"run was deleted, moved or replaced while"):
+            run.log_step(2, {"reward/mean": Mean(1.0)})
+
+
 def test_tensorboard_reports_a_full_disk_itself(tmp_path: Path) -> None:
     tracker = TensorBoardTracker(tmp_path, project="", settings={})
     with small_disk(1000), pytest.raises(OSError, match="File too large"):
@@ -198,6 +256,37 @@ def test_what_came_after_a_checkpoint_is_taken_back_from_lines_and_curves(tmp_pa
     with open_log(tmp_path / "run", resumes=True) as run:
         run.rewind(0, sizes={}, elapsed_s=0.0)  # there is no checkpoint any more
     assert _rewards(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "num_left"),
+    [
+        (lambda data: data[:-40], 2),  # cut in a line
+        (lambda data: data.replace(b'"step": 2', b'"step":  2'), 2),  # edited: all lies elsewhere
+        (lambda data: b"", 0),
+    ],
+)
+def test_lines_that_are_lost_are_named_and_no_line_is_glued_to_another(
+    tmp_path: Path,
+    spoil: Callable[[bytes], bytes],
+    num_left: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with open_log(tmp_path / "run", trackers=()) as run:
+        for step in (1, 2, 3):
+            run.log_step(step, {"reward/mean": Mean(step)})
+        sizes = run.sizes()
+    file = tmp_path / "run" / "metrics.jsonl"
+    file.write_bytes(spoil(file.read_bytes()))
+    num_bytes = file.stat().st_size
+    with (
+        caplog.at_level(logging.WARNING, logger="hybridrl"),
+        open_log(tmp_path / "run", resumes=True, trackers=()) as run,
+    ):
+        run.rewind(3, sizes=sizes, elapsed_s=0.0)
+        run.log_step(4, {"reward/mean": Mean(4.0)})
+    assert _rewards(tmp_path) == [*[1.0, 2.0][:num_left], 4.0]
+    assert f"lines before step 4 are lost: metrics.jsonl has {num_bytes} bytes" in caplog.text
 
 
 def test_a_folder_is_written_by_one_process_at_a_time_and_free_however_that_ends(

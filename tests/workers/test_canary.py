@@ -46,6 +46,13 @@ class Mumbling(HFRolloutEngine):
         return [replace(it, token_ids=it.token_ids + 64) for it in responses]
 
 
+class Warm(HFRolloutEngine):
+    """Answers with log-probs of another temperature than it was asked for."""
+
+    def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> list[Response]:
+        return super().generate(prompts, replace(sampling, temperature=2 * sampling.temperature))
+
+
 class Device:
     """One rank as a worker has it, with a canary."""
 
@@ -116,9 +123,15 @@ def test_weights_that_came_torn_are_the_cause_because_sending_them_again_helps(
     assert device.watch()["policy/canary_drift_nats/max"].value < 1e-4
 
 
-def test_log_probs_of_a_truncated_distribution_are_named_as_such(folder: Path) -> None:
+def test_log_probs_of_another_distribution_are_named_as_such(folder: Path) -> None:
     with pytest.raises(DriftError, match="Cause: temperature or top-p"):
-        Device(folder, top_p=0.4).watch()
+        Device(folder, Warm).watch()
+
+
+@pytest.mark.parametrize("truncation", [{"top_p": 0.4}, {"top_k": 3}])
+def test_truncated_sampling_is_no_drift(folder: Path, truncation: dict[str, float]) -> None:
+    drift = Device(folder, temperature=0.7, **truncation).watch()
+    assert drift["policy/canary_drift_nats/max"].value < 1e-4
 
 
 def test_another_number_type_is_named_as_such(folder: Path) -> None:

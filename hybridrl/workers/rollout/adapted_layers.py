@@ -25,18 +25,20 @@ class AdaptedLinear(nn.Module):
 
     def __init__(self, layer: nn.Linear, *, rank: int, scaling: float) -> None:
         super().__init__()
-        self._layer = layer
+        self.base = layer
         self._scaling = scaling
         self.a_RI = layer.weight.new_empty(rank, layer.in_features)
         self.b_OR = layer.weight.new_empty(layer.out_features, rank)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Apply the layer and the adapter: float [..., I] to [..., O]."""
-        outputs = self._layer(inputs)
-        low_rank = inputs.flatten(0, -2) @ self.a_RI.T
-        return torch.addmm(outputs.flatten(0, -2), low_rank, self.b_OR.T, alpha=self._scaling).view(
-            outputs.shape
-        )
+        outputs = self.base(inputs)
+        self.add_adapter(inputs.flatten(0, -2), outputs.flatten(0, -2))
+        return outputs
+
+    def add_adapter(self, inputs_TI: Tensor, outputs_TO: Tensor) -> None:
+        """Add what the adapter makes of the inputs to the outputs, in place."""
+        outputs_TO.addmm_(inputs_TI @ self.a_RI.T, self.b_OR.T, alpha=self._scaling)
 
 
 class LoadedAdapter:

@@ -12,11 +12,10 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hybridrl.batch import PromptBatch, row_offsets
 from hybridrl.metrics import Mean, Metrics, Sum
-from hybridrl.workers.rollout.forward import forward, require_finite
+from hybridrl.workers.rollout.forward import Forward, require_finite
 from hybridrl.workers.rollout.kv_slots import KVSlots
 from hybridrl.workers.rollout.prefill import PromptQueue
 from hybridrl.workers.rollout.protocol import Response, SamplingParams
@@ -27,7 +26,10 @@ _TOKEN = 0  # newest token, not yet in the cache
 _LENGTH = 1  # tokens in the cache, which is the place of the newest token
 _CURSOR = 2  # where the newest token stands in the flat output [B * max_response_tokens]
 _LAST = 3  # where the last permitted token would stand
-_KEY = 4  # random stream
+
+# Rows of a decode step are a multiple of this: oneDNN generates code for each number of rows that
+# it meets, which takes longer than the rows in vain do.
+_ROW_MULTIPLE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +69,24 @@ class Decoding:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        forward: Forward,
         slots: KVSlots,
         *,
+        vocab_size: int,
         prompts: PromptBatch,
         sampling: SamplingParams,
         on_step: Callable[[int], None],
     ) -> None:
-        """Prepare; ``on_step`` is told the number of unfinished responses before each step."""
+        """Prepare.
+
+        Args:
+            forward: runs the model.
+            slots: its keys and values.
+            vocab_size: V of the logits.
+            prompts: at least one.
+            sampling: how to draw, and when to stop.
+            on_step: is told the number of unfinished responses before each step.
+        """
         device = slots.kv_YSJCD.device
         group_size = sampling.num_responses_per_prompt
         offsets: list[int] = row_offsets(prompts.token_ids_PL).tolist()
@@ -82,17 +94,17 @@ class Decoding:
         lengths = [end - begin for begin, end in pairwise(offsets)]
         num_responses = len(lengths) * group_size
 
-        self._model = model
+        self._forward = forward
         self._slots = slots
         self._sampling = sampling
         self._on_step = on_step
-        self._queue = PromptQueue(model, slots, token_T=token_T, offsets=offsets)
-        self._is_stop_V = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=device)
+        self._queue = PromptQueue(forward, slots, token_T=token_T, offsets=offsets)
+        self._is_stop_V = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         self._is_stop_V[list(sampling.stop_token_ids)] = True
-        self._columns_5B = self._starting_columns(
-            torch.tensor(lengths, device=device), prompts.seed_P.to(device)
-        )
-        self._table_5S = torch.zeros(5, slots.num_slots, dtype=torch.int64, device=device)
+        length_B = torch.tensor(lengths, device=device).repeat_interleave(group_size)
+        self._columns_4B = self._starting_columns(length_B)
+        self._uniforms = self._draw_uniforms(length_B, prompts.seed_P.to(device))
+        self._table_4S = torch.zeros(4, slots.num_slots, dtype=torch.int64, device=device)
         out_size = num_responses * sampling.max_response_tokens
         self._tokens_out = torch.zeros(out_size, dtype=torch.int64, device=device)
         self._logprobs_out = torch.zeros(out_size, dtype=torch.float32, device=device)
@@ -104,17 +116,21 @@ class Decoding:
         self._first_steps = [0] * num_responses  # when each response's first token was drawn
         self._num_tokens = [0] * num_responses
 
-    def _starting_columns(self, length_P: Tensor, seed_P: Tensor) -> Tensor:
-        """Return the slot table's column with which each response starts, int64 [5, B]."""
-        group_size = self._sampling.num_responses_per_prompt
+    def _starting_columns(self, length_B: Tensor) -> Tensor:
+        """Return the slot table's column with which each response starts, int64 [4, B]."""
         max_tokens = self._sampling.max_response_tokens
-        length_B = length_P.repeat_interleave(group_size)
-        response_B = torch.arange(len(length_B), device=length_P.device)
-        cursor_B = response_B * max_tokens
+        cursor_B = torch.arange(len(length_B), device=length_B.device) * max_tokens
         room_B = (self._slots.max_tokens - length_B).clamp_(max=max_tokens)
-        key_B = response_keys(seed_P.repeat_interleave(group_size), response_B % group_size)
         no_token_B = torch.zeros_like(length_B)
-        return torch.stack([no_token_B, length_B, cursor_B, cursor_B + room_B - 1, key_B])
+        return torch.stack([no_token_B, length_B, cursor_B, cursor_B + room_B - 1])
+
+    def _draw_uniforms(self, length_B: Tensor, seed_P: Tensor) -> Tensor:
+        """Return the random number of each place of the flat output: all at once costs least."""
+        group_size = self._sampling.num_responses_per_prompt
+        sibling_B = torch.arange(len(length_B), device=length_B.device) % group_size
+        key_B = response_keys(seed_P.repeat_interleave(group_size), sibling_B)
+        token_M = torch.arange(self._sampling.max_response_tokens, device=length_B.device)
+        return uniforms(key_B[:, None], length_B[:, None] + token_M).flatten()
 
     @torch.inference_mode()
     def run(self) -> RolloutStats:
@@ -189,23 +205,22 @@ class Decoding:
             self._next_response + num_new,
             len(self._seated),
         )
-        self._table_5S[:, first_row : first_row + num_new] = self._columns_5B[:, begin:end]
+        self._table_4S[:, first_row : first_row + num_new] = self._columns_4B[:, begin:end]
         self._seated.extend(range(begin, end))
         self._first_steps[begin:end] = [self._step] * num_new
         self._next_response = end
-        response_N = torch.arange(begin, end, device=self._table_5S.device)
+        response_N = torch.arange(begin, end, device=self._table_4S.device)
         return response_N // self._sampling.num_responses_per_prompt
 
     def _draw(self, logits_NV: Tensor) -> Tensor:
         """Draw and note one token for each seated response; returns which ended, bool [N]."""
-        table_5N = self._table_5S[:, : len(self._seated)]
-        cursor_N = table_5N[_CURSOR]
-        uniform_N = uniforms(table_5N[_KEY], table_5N[_LENGTH])
-        token_N, logprob_N = sample(logits_NV, uniform_N, self._sampling)
-        table_5N[_TOKEN] = token_N
+        table_4N = self._table_4S[:, : len(self._seated)]
+        cursor_N = table_4N[_CURSOR]
+        token_N, logprob_N = sample(logits_NV, self._uniforms[cursor_N], self._sampling)
+        table_4N[_TOKEN] = token_N
         self._tokens_out[cursor_N] = token_N
         self._logprobs_out[cursor_N] = logprob_N
-        return self._is_stop_V[token_N] | (cursor_N == table_5N[_LAST])
+        return self._is_stop_V[token_N] | (cursor_N == table_4N[_LAST])
 
     def _retire(self, is_done_N: Tensor) -> None:
         """Free the slots of ended responses; the last ones move up, so that 0 .. N-1 are in use."""
@@ -222,18 +237,20 @@ class Decoding:
             from_N = torch.tensor(movers, device=is_done_N.device)
             to_N = torch.tensor(holes, device=is_done_N.device)
             self._slots.move(from_N, to_N, self._longest())
-            self._table_5S[:, to_N] = self._table_5S[:, from_N]
+            self._table_4S[:, to_N] = self._table_4S[:, from_N]
         for hole, mover in zip(holes, movers, strict=True):
             self._seated[hole] = self._seated[mover]
         del self._seated[num_left:]
 
     def _decode(self) -> Tensor:
         """Run the newest token of each seated response; returns the next logits, [N, V]."""
-        table_5N = self._table_5S[:, : len(self._seated)]
-        kv_step = self._slots.decode_step(table_5N[_LENGTH], self._longest())
-        logits_NV = forward(self._model, table_5N[_TOKEN], kv_step)
-        table_5N[_LENGTH : _CURSOR + 1] += 1
-        return logits_NV
+        num_seated = len(self._seated)
+        num_rows = min(-(-num_seated // _ROW_MULTIPLE) * _ROW_MULTIPLE, self._slots.num_slots)
+        table_4R = self._table_4S[:, :num_rows]  # whoever sat in the last ones decodes in vain
+        kv_step = self._slots.decode_step(table_4R[_LENGTH], self._longest())
+        logits_RV = self._forward(table_4R[_TOKEN], kv_step)
+        table_4R[_LENGTH : _CURSOR + 1, :num_seated] += 1
+        return logits_RV[:num_seated]
 
     def _longest(self) -> int:
         """Return the length, in tokens, of the longest seated response with its prompt."""

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from hybridrl.config.model_folder import read_settings
 from hybridrl.errors import ModelError
+from hybridrl.models.load import load_model_config
 from hybridrl.workers.rollout.kv_slots import ATTENTION_NAME
 
 
@@ -20,13 +22,8 @@ def load_config(folder: Path, *, max_context_tokens: int) -> PretrainedConfig:
         ModelError: it is not usable, the architecture is not supported, or its context is shorter
             than ``max_context_tokens``.
     """
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as err:
-        raise ModelError(
-            f"no usable model configuration in {folder}: {err}; set model.path to a Hugging Face "
-            "model folder"
-        ) from err
+    read_settings(folder)  # names what transformers would stumble over
+    config = load_model_config(folder)
     settings = config.to_dict()
     layer_types = set(settings.get("layer_types") or ()) - {"full_attention"}
     rope_type = (settings.get("rope_parameters") or {}).get("rope_type", "default")

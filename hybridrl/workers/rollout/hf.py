@@ -28,6 +28,8 @@ from hybridrl.workers.rollout.adapted_layers import LoadedAdapter
 from hybridrl.workers.rollout.admission import Admission
 from hybridrl.workers.rollout.decoding import Decoding, RolloutStats
 from hybridrl.workers.rollout.embedded_model import allocate_kv, build_model, load_config
+from hybridrl.workers.rollout.forward import Forward, TransformersForward
+from hybridrl.workers.rollout.fused_model import fuse
 from hybridrl.workers.rollout.kv_slots import KVSlots
 from hybridrl.workers.rollout.protocol import (
     MemoryPart,
@@ -93,6 +95,7 @@ class HFRolloutEngine:
         self._tensors: dict[str, Tensor] = {**parameters, **dict(self._model.named_buffers())}
         self._adapter = None if self._lora is None else LoadedAdapter(self._model, self._lora)
         adapted = {} if self._adapter is None else self._adapter.tensors
+        self._fused = fuse(self._model)
         TensorMemory("new weights", parameters | adapted, lost_value=float("nan")).fill_lost()
         self._all_tensors = self._tensors | adapted
         kv = allocate_kv(self._model, self._config.num_slots, self._max_context_tokens)
@@ -127,8 +130,9 @@ class HFRolloutEngine:
                 vocab_size=self._model.config.vocab_size,
             )
             decoding = Decoding(
-                self._model,
+                self._begin_forward(),
                 self._slots,
+                vocab_size=self._model.config.vocab_size,
                 prompts=prompts,
                 sampling=sampling,
                 on_step=ticket.check,
@@ -146,6 +150,11 @@ class HFRolloutEngine:
                 raise
             self._count(self.last_stats, seconds=time.perf_counter() - begin)
             return decoding.responses()
+
+    def _begin_forward(self) -> Forward:
+        if self._fused is None:
+            return TransformersForward(self._model)
+        return self._fused.begin(self._max_context_tokens)
 
     def take_metrics(self) -> Metrics:
         """Return what the generate calls since the last time did, and start anew."""

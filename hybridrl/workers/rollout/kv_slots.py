@@ -23,52 +23,94 @@ class KVStep:
     """
 
     def __init__(
-        self, kv_YRJLD: Tensor, row_T: Tensor, position_T: Tensor, *, mask_R11L: Tensor | None
+        self,
+        kv_YSJCD: Tensor,
+        position_T: Tensor,
+        *,
+        row_T: Tensor,
+        longest: int,
+        mask_R11L: Tensor | None,
     ) -> None:
         """Describe one forward pass.
 
         Args:
-            kv_YRJLD: [Y, 2, R, J, L, D], keys and values; written at the tokens' places.
-            row_T: int64 [T], row of each token. In decode T = R and this counts up from 0.
+            kv_YSJCD: [Y, 2, S, J, C, D], keys and values; written at the tokens' places.
             position_T: int64 [T], place of each token in its row.
+            row_T: int64 [T], row of each token. In decode T = R and this counts up from 0.
+            longest: L, places that are looked at, from 0.
             mask_R11L: float [R, 1, 1, L], added to the scores; None: causal, from place 0.
         """
-        self._layers = [tuple(layer.unbind(0)) for layer in kv_YRJLD.unbind(0)]
+        _, _, num_rows, num_kv_heads, num_places, head_dim = kv_YSJCD.shape
+        num_used = num_rows if mask_R11L is None else len(mask_R11L)
+        self._written = kv_YSJCD.view(len(kv_YSJCD), -1, head_dim).unbind(0)
+        used = kv_YSJCD[:, :, :num_used, :, :longest]
+        self._read = list(zip(used[:, 0].unbind(0), used[:, 1].unbind(0), strict=True))
         self._row_T = row_T
         self.position_T = position_T
         self._mask_R11L = mask_R11L
+        first_T = row_T * (num_kv_heads * num_places) + position_T
+        line_2J = torch.arange(2 * num_kv_heads, device=position_T.device)
+        line_2J[num_kv_heads:] += (num_rows - 1) * num_kv_heads
+        self._place = (first_T[:, None] + line_2J * num_places).flatten()
+        self._is_multiplied = (
+            mask_R11L is not None and kv_YSJCD.is_cpu and kv_YSJCD.dtype is torch.float32
+        )
+        if self._is_multiplied and mask_R11L is not None:
+            mask_RJ1L = mask_R11L.expand(-1, num_kv_heads, -1, -1)
+            self._mask_X1L = mask_RJ1L.reshape(-1, 1, longest)
 
     def attend(
         self,
         layer: int,
-        query_1HTD: Tensor,
+        query_THD: Tensor,
         new_keys_and_values: tuple[Tensor, Tensor],
         *,
-        scale: float,
+        scale: float | None = None,
     ) -> Tensor:
-        """Store new keys and values [1, J, T, D] each, and attend: [1, T, H, D]."""
-        row_T, position_T = self._row_T, self.position_T
-        for cache_RJLD, new_1JTD in zip(self._layers[layer], new_keys_and_values, strict=True):
-            cache_RJLD[row_T, :, position_T] = new_1JTD[0].transpose(0, 1)
-        keys_RJLD, values_RJLD = self._layers[layer]
-        num_rows, num_kv_heads, longest, head_dim = keys_RJLD.shape
-        query_THD = query_1HTD[0].transpose(0, 1)
-        if self._mask_R11L is not None:
-            # Query heads that share keys look like several queries of one head: no repeated keys.
-            out_RJGD = F.scaled_dot_product_attention(
-                query_THD.reshape(num_rows, num_kv_heads, -1, head_dim),
-                keys_RJLD,
-                values_RJLD,
-                attn_mask=self._mask_R11L,
-                scale=scale,
-            )
-            return out_RJGD.reshape(1, num_rows, -1, head_dim)
+        """Store new keys and values [T, J, D] each, and attend: [T, H * D].
+
+        ``scale`` is the factor on the scores; None is ``1 / sqrt(D)``.
+        """
+        head_dim = query_THD.shape[-1]
+        stored = torch.cat(new_keys_and_values, dim=1).view(-1, head_dim)
+        self._written[layer].index_copy_(0, self._place, stored)
+        scale = head_dim**-0.5 if scale is None else scale
+        if self._mask_R11L is None:
+            return self._attend_to_prompts(layer, query_THD, scale)
+        if self._is_multiplied:
+            return self._attend_by_products(layer, query_THD, scale)
+        keys_RJLD, values_RJLD = self._read[layer]
+        num_rows, num_kv_heads, _, _ = keys_RJLD.shape
+        # Query heads that share keys look like several queries of one head: no repeated keys.
+        out_RJGD = F.scaled_dot_product_attention(
+            query_THD.reshape(num_rows, num_kv_heads, -1, head_dim),
+            keys_RJLD,
+            values_RJLD,
+            attn_mask=self._mask_R11L,
+            scale=scale,
+        )
+        return out_RJGD.reshape(num_rows, -1)
+
+    def _attend_by_products(self, layer: int, query_RHD: Tensor, scale: float) -> Tensor:
+        """Attend in decode by two batches of matrix products.
+
+        With one token a row the CPU's flash kernel takes 1.4 to 2 times as long.
+        """
+        keys_XLD, values_XLD = (states.flatten(0, 1) for states in self._read[layer])
+        query_XGD = query_RHD.reshape(len(keys_XLD), -1, query_RHD.shape[-1])
+        scores_XGL = torch.baddbmm(self._mask_X1L, query_XGD, keys_XLD.mT, alpha=scale)
+        return torch.bmm(scores_XGL.softmax(-1), values_XLD).view(len(query_RHD), -1)
+
+    def _attend_to_prompts(self, layer: int, query_THD: Tensor, scale: float) -> Tensor:
+        keys_RJLD, values_RJLD = self._read[layer]
+        num_rows, _, longest, head_dim = keys_RJLD.shape
+        at = (self._row_T, slice(None), self.position_T)
         query_RHLD = query_THD.new_zeros(num_rows, query_THD.shape[1], longest, head_dim)
-        query_RHLD[row_T, :, position_T] = query_THD
+        query_RHLD[at] = query_THD
         out_RHLD = F.scaled_dot_product_attention(
             query_RHLD, keys_RJLD, values_RJLD, is_causal=True, scale=scale, enable_gqa=True
         )
-        return out_RHLD[row_T, :, position_T][None]
+        return out_RHLD[at].flatten(1)
 
 
 def _attend(
@@ -84,7 +126,9 @@ def _attend(
 ) -> tuple[Tensor, None]:
     # The signature is transformers'; `kv_step` came through the keyword arguments of model(...).
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return kv_step.attend(layer, query, (key, value), scale=scaling), None
+    query_THD, key_TJD, value_TJD = (states[0].transpose(0, 1) for states in (query, key, value))
+    out_TX = kv_step.attend(layer, query_THD, (key_TJD, value_TJD), scale=scaling)
+    return out_TX.view(1, *query_THD.shape), None
 
 
 # No mask function goes with it: transformers then makes no mask, and hands `None` down.
@@ -105,6 +149,7 @@ class KVSlots:
         device = kv_YSJCD.device
         self._slot_S = torch.arange(self.num_slots, device=device)
         self._place_C = torch.arange(self.max_tokens, device=device)
+        self._zero, self._minus_infinity = kv_YSJCD.new_tensor([0.0, float("-inf")]).unbind()
 
     def decode_step(self, length_R: Tensor, longest: int) -> KVStep:
         """Prepare one token for each of the first R rows.
@@ -113,14 +158,13 @@ class KVSlots:
             length_R: int64 [R], tokens cached so far, which is the place of the new one.
             longest: largest length after this step; attention reads no further.
         """
-        num_rows = len(length_R)
         is_later_RL = self._place_C[:longest] > length_R[:, None]
-        mask_RL = torch.zeros(num_rows, longest, dtype=self.kv_YSJCD.dtype, device=length_R.device)
-        mask_RL.masked_fill_(is_later_RL, float("-inf"))
+        mask_RL = torch.where(is_later_RL, self._minus_infinity, self._zero)
         return KVStep(
-            self.kv_YSJCD[:, :, :num_rows, :, :longest],
-            self._slot_S[:num_rows],
+            self.kv_YSJCD,
             length_R,
+            row_T=self._slot_S[: len(length_R)],
+            longest=longest,
             mask_R11L=mask_RL[:, None, None],
         )
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from hybridrl.workers.rollout.forward import forward, require_finite
+from hybridrl.workers.rollout.forward import Forward, require_finite
 from hybridrl.workers.rollout.kv_slots import KVSlots, KVStep
 
 # Of one pass, padding included. Bounds the memory of prompts that wait for a slot: 0.2 GB for a
@@ -33,17 +32,17 @@ class PromptQueue:
     """The prompts of one call, in order."""
 
     def __init__(
-        self, model: PreTrainedModel, slots: KVSlots, *, token_T: Tensor, offsets: list[int]
+        self, forward: Forward, slots: KVSlots, *, token_T: Tensor, offsets: list[int]
     ) -> None:
         """Take prompts; nothing runs yet.
 
         Args:
-            model: runs them.
+            forward: runs them.
             slots: their keys and values will go there; says type and size.
             token_T: int64 [T], all prompts end to end, on the model's device.
             offsets: P + 1 places in ``token_T``; prompt p is [offsets[p], offsets[p + 1]).
         """
-        self._model = model
+        self._forward = forward
         self._slots = slots
         self._token_T = token_T
         self._offsets = offsets
@@ -72,8 +71,8 @@ class PromptQueue:
         kv_YRJLD = self._slots.kv_YSJCD.new_zeros(
             num_layers, 2, end - begin, num_kv_heads, longest, head_dim
         )
-        kv_step = KVStep(kv_YRJLD, row_T, position_T, mask_R11L=None)
-        logits_RV = forward(self._model, token_T, kv_step, logits_at=bounds[1:] - 1)
+        kv_step = KVStep(kv_YRJLD, position_T, row_T=row_T, longest=longest, mask_R11L=None)
+        logits_RV = self._forward(token_T, kv_step, logits_at=bounds[1:] - 1)
         require_finite(logits_RV)
         return Prefilled(begin, end, kv_YRJLD, logits_RV)
 

@@ -63,7 +63,8 @@ class Response:
     """int64 [n], 0 <= n <= max_response_tokens, with the stop token if one ended it."""
 
     logprobs: Tensor
-    """float32 [n] nats, under the distribution drawn from (after temperature, top-p, top-k)."""
+    """float32 [n] nats, after the temperature and before top-p and top-k, whatever the engine: what
+    the trainer computes of the same tokens."""
 
     is_truncated: bool
     """True if the length limit ended it."""

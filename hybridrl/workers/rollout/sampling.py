@@ -128,9 +128,10 @@ def sample(logits_NV: Tensor, uniform_N: Tensor, sampling: SamplingParams) -> tu
         sampling: temperature, top_p and top_k are used.
 
     Returns:
-        Tokens, int64 [N]; and their log-probs, float32 [N] nats, under the distribution they were
-        drawn from (at temperature 1 when greedy). Logits with NaN give some token of the vocabulary
-        and a log-prob that is not finite.
+        Tokens, int64 [N]; and their log-probs, float32 [N] nats, at the sampling temperature (1
+        when greedy), *before* top-k and top-p took anything away: what the trainer computes, and
+        SGLang returns. Logits with NaN give some token of the vocabulary and a log-prob that is not
+        finite.
     """
     logits_NV = logits_NV.float()
     if sampling.temperature == 0.0:
@@ -142,8 +143,9 @@ def sample(logits_NV: Tensor, uniform_N: Tensor, sampling: SamplingParams) -> tu
     if sampling.top_k == 0 and sampling.top_p == 1.0:
         return _invert(probs_NV, uniform_N)
     probs_NK, token_NK = _candidates(probs_NV, sampling)
-    choice_N, logprob_N = _invert(probs_NK, uniform_N)
-    return token_NK.gather(1, choice_N[:, None])[:, 0], logprob_N
+    choice_N, _ = _invert(probs_NK, uniform_N)
+    token_N1 = token_NK.gather(1, choice_N[:, None])
+    return token_N1[:, 0], probs_NV.gather(1, token_N1)[:, 0].log()
 
 
 def _candidates(probs_NV: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from hybridrl import env
-from hybridrl.errors import ConfigError, ConfigErrors, DeadlineError, EngineError, nearest
+from hybridrl.errors import ConfigError, ConfigErrors, DeadlineError, EngineError
+from hybridrl.json_text import to_json_text
 from hybridrl.workers.rollout.memory_saver import MemorySaverFacts, require_no_obstacle
 from hybridrl.workers.rollout.server_agreement import require_able, require_as_asked
 from hybridrl.workers.rollout.server_arguments import (
@@ -79,8 +81,8 @@ class Server:
                 return
 
     def _start(self, spec: ServerSpec, variables: Mapping[str, str]) -> None:
-        port = free_port()
-        arguments = build_arguments(spec, name=self.name, port=port)
+        port, self.key = free_port(), secrets.token_urlsafe()
+        arguments = build_arguments(spec, name=self.name, port=port, key=self.key)
         variables = {**environment(spec), **variables}
         require_no_obstacle(
             MemorySaverFacts(
@@ -93,12 +95,15 @@ class Server:
         with tempfile.NamedTemporaryFile(
             "w", prefix="hybridrl-server-", suffix=".json", delete=False
         ) as file:
-            json.dump(arguments, file)
+            json.dump(arguments, file, allow_nan=False)
         self.process = ServerProcess(
             [sys.executable, "-m", _CHILD, file.name], name="SGLang", variables=variables
         )
         self.client = ServerClient(
-            f"http://127.0.0.1:{port}", name="SGLang", require_alive=self.process.require_alive
+            f"http://127.0.0.1:{port}",
+            name="SGLang",
+            require_alive=self.process.require_alive,
+            key=self.key,
         )
         try:
             self.start_s = self.process.wait_until_ready(
@@ -295,6 +300,6 @@ def refused_arguments(log_text: str, arguments: Mapping[str, object]) -> list[Co
     ]
 
 
-def refusal_of(name: str, known: Sequence[str]) -> str:
+def refusal_of(name: str, fix: str) -> str:
     """Write the line that ``refused_arguments`` reads."""
-    return _REFUSED + json.dumps([name, nearest(name, known)])
+    return _REFUSED + to_json_text([name, fix])

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from hybridrl import env
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
+
+if TYPE_CHECKING:  # mode=check builds arguments too, and imports no torch
+    import torch
 
 Arguments = dict[str, object]
 
@@ -25,6 +27,11 @@ _CPU: Arguments = {
     "sleep_on_idle": True,  # else an idle scheduler keeps a core busy while the trainer works
 }
 """What SGLang needs where there is no GPU; measured to work."""
+
+_WITH_MEMORY_SAVER: Arguments = {"cuda_graph_backend_prefill": "disabled"}
+"""On CUDA SGLang captures prefill graphs by default, in pieces (``breakable``), and the class that
+does so refuses to be made where the memory of graphs can be released
+(model_executor/runner_backend/breakable_cuda_graph_backend.py, 0.5.17 to 0.5.23)."""
 
 _CONTEXT_SLACK = 8
 """SGLang ends a response some tokens before the context that it is told is full."""
@@ -50,6 +57,11 @@ class ServerSpec:
     """cpu or cuda."""
 
     @property
+    def saves_memory(self) -> bool:
+        """Whether the server runs under torch_memory_saver."""
+        return self.rollout.sleep and self.device == "cuda"
+
+    @property
     def keeps_backup(self) -> bool:
         """Whether a host copy of the weights survives their release.
 
@@ -59,13 +71,14 @@ class ServerSpec:
         return self.rollout.sleep and (adapter_sleeps or self.rollout.backup_weights == "always")
 
 
-def build_arguments(spec: ServerSpec, *, name: str, port: int) -> Arguments:
+def build_arguments(spec: ServerSpec, *, name: str, port: int, key: str) -> Arguments:
     """Return the arguments of one server by their Python names.
 
     Args:
         spec: what it serves.
         name: under which it answers, to tell it from a stranger on the same port.
         port: where it listens, on this machine only.
+        key: what a caller must know, for other users of this machine can reach the port.
     """
     rollout = spec.rollout
     arguments: Arguments = {
@@ -73,6 +86,7 @@ def build_arguments(spec: ServerSpec, *, name: str, port: int) -> Arguments:
         "served_model_name": name,
         "host": "127.0.0.1",
         "port": port,
+        "api_key": key,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "dtype": rollout.dtype,
@@ -85,9 +99,11 @@ def build_arguments(spec: ServerSpec, *, name: str, port: int) -> Arguments:
         "grammar_backend": "none",
         "log_level": "warning",
         "enable_return_routed_experts": rollout.routed_experts,
-        "enable_memory_saver": rollout.sleep and spec.device == "cuda",
+        "enable_memory_saver": spec.saves_memory,
         "enable_weights_cpu_backup": spec.keeps_backup and spec.device == "cuda",
     }
+    if spec.saves_memory:
+        arguments |= _WITH_MEMORY_SAVER
     if spec.device == "cpu":
         arguments |= _CPU | {
             "max_total_tokens": rollout.num_slots * (spec.max_context_tokens + _CONTEXT_SLACK),
@@ -103,6 +119,8 @@ def environment(spec: ServerSpec) -> Mapping[str, str]:
     variables = {
         "HF_HUB_OFFLINE": "1",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the slack, which no token fills
+        # Else log-probs are those at temperature 1, which no weight of an update is computed from.
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
     }
     if spec.device == "cpu":
         # 30 times slower with as many threads as cores: they spin (measured, 2 cores).

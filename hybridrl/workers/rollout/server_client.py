@@ -42,15 +42,19 @@ class ConnectionLostError(EngineError):
 class ServerClient:
     """Talks to one server. Thread-safe."""
 
-    def __init__(self, base_url: str, *, name: str, require_alive: Callable[[str], None]) -> None:
+    def __init__(
+        self, base_url: str, *, name: str, require_alive: Callable[[str], None], key: str = ""
+    ) -> None:
         """Connect when first used.
 
         Args:
             base_url: as ``http://127.0.0.1:30000``.
             name: what messages call the server.
             require_alive: raises if the server's process is gone; asked when a connection breaks.
+            key: that the server asks for; empty where it asks for none.
         """
         self._base_url = base_url
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._name = name
         self._require_alive = require_alive
         self._loop = asyncio.new_event_loop()
@@ -150,7 +154,7 @@ class ServerClient:
         if self._session is None:
             # No limit: the server queues, and knows best what to run next.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
-            self._session = aiohttp.ClientSession(connector=connector)
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         return self._session
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hybridrl.config.lora import LoraConfig
+from hybridrl.config.model_folder import read_settings
 from hybridrl.errors import ModelError
 from hybridrl.models.adapter_names import matrix_names
 from hybridrl.models.load import WeightFiles
@@ -26,7 +26,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 def base_shapes(folder: Path) -> Shapes:
     """Return the shapes of all weights that are sent, by the names in the model's files."""
     files = WeightFiles(folder)
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_settings(folder)
     is_tied = bool(config.get("tie_word_embeddings", False))
     return {
         name: files.shape_of(name)
@@ -75,7 +75,7 @@ def require_whole_vocabulary(folder: Path) -> None:
         ModelError: both numbers.
     """
     files = WeightFiles(folder)
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_settings(folder)
     expected = config.get("vocab_size")
     for name in (_EMBEDDING, _TIED_AWAY):
         rows = files.shape_of(name)[0] if name in files.names else expected

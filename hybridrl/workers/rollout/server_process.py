@@ -1,7 +1,8 @@
 """A server as a child of this process: started, watched, ended with all its own children.
 
-Knows nothing of what is served. The child must end itself when its standard input closes (see
-``end_with_parent``): that pipe is held by this process alone, so no death of ours leaves it behind.
+Knows nothing of what is served. A guard ends all of it when its standard input closes: that pipe is
+held by this process alone, so no death of ours leaves anything behind. The child should do so too
+(see ``end_with_parent``), for the case that the guard is killed with this process.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from hybridrl import activity, env
 from hybridrl.errors import DeadlineError, EngineError, ServerDiedError
-from hybridrl.processes import kill_session
+from hybridrl.processes import end_guarded, guarded
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class ServerProcess:
         self.log_file = Path(path)
         with os.fdopen(handle, "wb") as log_handle:
             self._process = subprocess.Popen(
-                list(command),
+                guarded(command),
                 stdin=subprocess.PIPE,
                 stdout=log_handle,
                 stderr=subprocess.STDOUT,
@@ -68,7 +69,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the child, which leads its session."""
+        """Of the guard (`hybridrl.guard`), which leads the session and ends as the server does."""
         return self._process.pid
 
     def exit_status(self) -> int | None:
@@ -130,10 +131,7 @@ class ServerProcess:
 
     def end(self) -> None:
         """Kill it with all its children, and forget its log. Idempotent."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        kill_session(self._process)
-        self._process.wait()
+        end_guarded(self._process)
         self.log_file.unlink(missing_ok=True)
 
 

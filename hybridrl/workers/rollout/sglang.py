@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import re
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from hybridrl import activity
 from hybridrl.batch import PromptBatch
+from hybridrl.config.model_folder import read_settings
 from hybridrl.config.rollout import ABORT_GRACE_S, FLUSH_TIMEOUT_S, RolloutConfig
 from hybridrl.errors import EngineError, LedgerError, ModelError, PhaseError, nearest
 from hybridrl.metrics import Max, Metrics, merge
@@ -52,6 +52,7 @@ from hybridrl.workers.rollout.server_memory import (
 from hybridrl.workers.rollout.server_process import end_with_parent
 from hybridrl.workers.rollout.server_requests import ExpertShape, build_groups
 from hybridrl.workers.rollout.server_sampling import GroupSampler, Terms
+from hybridrl.workers.rollout.server_start import load_server_args, unknown_names
 from hybridrl.workers.rollout.weight_ports import Dialect, FollowerPort, build_transport
 
 try:
@@ -107,7 +108,7 @@ class SGLangEngine:
         self._weights = list_weights(
             {**self._shapes, **self._adapter_shapes}, itemsize=_ITEMSIZE[spec.rollout.dtype]
         )
-        self._model = json.loads((spec.model_folder / "config.json").read_text(encoding="utf-8"))
+        self._model = read_settings(spec.model_folder)
         self._experts = _expert_shape(self._model) if spec.rollout.routed_experts else None
         self.transport = build_transport(
             spec.rollout, DIALECT, device=device or torch.device(spec.device), leads=True
@@ -260,6 +261,9 @@ class SGLangEngine:
                 "set lora.enabled=true and lora.sync=adapter"
             )
         require_fit(tensors, self._adapter_shapes)
+        # From the host: SGLang copies them there anyway (LoRAAdapter keeps its weights on the CPU),
+        # and to open a handle of GPU 0 leaves each rank of a server a CUDA context on it.
+        on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
         self._may_have_adapter = True  # also should the answer be lost
         self._server.require_success(
             "/load_lora_adapter_from_tensors",
@@ -274,7 +278,7 @@ class SGLangEngine:
                 "bias": "none",
                 "lora_dropout": 0.0,
             },
-            serialized_named_tensors=[_serialized(dict(tensors)) for _ in range(self._num_ranks)],
+            serialized_named_tensors=[_serialized(on_host) for _ in range(self._num_ranks)],
         )
         self._has_adapter = True
 
@@ -460,14 +464,11 @@ def serve(file: Path) -> None:
     end_with_parent()
     # By name: these take seconds and prepare a process to serve, which a client must not be.
     run_server = import_module("sglang.launch_server").run_server
-    server_args = import_module("sglang.srt.server_args").ServerArgs
-    import_module("sglang.srt.plugins").load_plugins()
+    server_args = load_server_args()
     arguments = json.loads(file.read_text(encoding="utf-8"))
-    known = list(inspect.signature(server_args).parameters)
-    unknown = [name for name in arguments if name not in known]
-    if unknown:
-        for name in unknown:
-            sys.stderr.write(refusal_of(name, known) + "\n")
+    if unknown := unknown_names(server_args, arguments):
+        for refusal in unknown:
+            sys.stderr.write(refusal_of(refusal.names[0], refusal.fix) + "\n")
         raise SystemExit(_STATUS_REFUSED)
     run_server(server_args(**arguments))
 

@@ -73,10 +73,10 @@ def build_transport(
     Raises:
         EngineError: this process cannot share its memory.
     """
-    if device.type == "cpu":
-        # Handles of memory are names then: a server that is no child of ours can open them.
-        torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
-    else:
+    # Handles of host memory are names then, which a server's ranks can open that are no children of
+    # ours: buckets on a CPU, adapters everywhere.
+    torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+    if device.type != "cpu":
         dialect.prepare_ipc()
     num_ranks, dtype = rollout.tensor_parallel_size, DTYPES[rollout.dtype]
     if rollout.transport == "disk":

@@ -7,7 +7,6 @@ stream, and compares. A tensor that the stream dropped, mixed up or tore is foun
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hybridrl.errors import EngineError
+from hybridrl.json_text import to_json_text
 
 _INDEX = "model.safetensors.index.json"
 
@@ -43,7 +43,7 @@ class WeightFolder:
             save_file(tensors, self.folder / file_name, metadata={"format": "pt"})
             self._file_of |= dict.fromkeys(tensors, file_name)
             index = {"metadata": {}, "weight_map": self._file_of}
-            (self.folder / _INDEX).write_text(json.dumps(index), encoding="utf-8")
+            (self.folder / _INDEX).write_text(to_json_text(index), encoding="utf-8")
         except (OSError, SafetensorError) as error:
             raise EngineError(
                 f"the weights of the first sync could not be written to {self.folder} to be "

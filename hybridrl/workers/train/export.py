@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ from transformers import PreTrainedModel
 from hybridrl.checkpoint.origin import TOKENIZER_FILES
 from hybridrl.disk import publish
 from hybridrl.errors import RunFolderError
+from hybridrl.json_text import to_json_text
 from hybridrl.workers.train.protocol import WeightSpec
 
 
@@ -105,7 +105,7 @@ def _write_weights(
     if len(stretches) > 1:
         total_bytes = sum(spec.num_bytes for stretch in stretches for spec in stretch)
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+        (folder / "model.safetensors.index.json").write_text(to_json_text(index), encoding="utf-8")
 
 
 def _stretches(specs: Sequence[WeightSpec], max_file_bytes: int) -> list[list[WeightSpec]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridrl import trace
 from hybridrl.algorithms.aggregate import token_weights
 from hybridrl.config.actor import EngineConfig
-from hybridrl.metrics import Max, Metrics, Sum, merge
+from hybridrl.metrics import Last, Max, Metrics, Sum, merge
 from hybridrl.models.packed_model import PackedModel
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.optimizer import GuardedAdamW, StepResult
@@ -58,7 +58,7 @@ def step_metrics(result: StepResult, *, area: str, counts: bool) -> Metrics:
         area: ``policy`` or ``critic``.
         counts: True on one rank alone, since counts of ranks are added.
     """
-    metrics: Metrics = {f"{area}/lr": Max(result.lr)}
+    metrics: Metrics = {f"{area}/lr": Last(result.lr)}
     if not result.is_skipped:
         metrics[f"{area}/grad_norm"] = Max(result.grad_norm)
     if counts:

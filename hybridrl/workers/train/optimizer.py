@@ -32,7 +32,8 @@ def learning_rate(config: OptimizerConfig, *, step: int, num_total_steps: int) -
     """Return the learning rate of a step.
 
     Rises linearly over the warm-up, whose first step is not wasted on a rate of 0, to the peak at
-    ``step == num_warmup_steps``; then falls as the schedule says.
+    ``step == num_warmup_steps``; then falls as the schedule says. The last ratio is reached one
+    step after the run's last, so that none is wasted on a rate of 0 at the end either.
 
     Args:
         config: peak, warm-up, schedule and last ratio.
@@ -43,7 +44,7 @@ def learning_rate(config: OptimizerConfig, *, step: int, num_total_steps: int) -
         return config.lr * (step + 1) / (config.num_warmup_steps + 1)
     if config.schedule == "constant":
         return config.lr
-    num_falling_steps = max(num_total_steps - 1 - config.num_warmup_steps, 1)
+    num_falling_steps = max(num_total_steps - config.num_warmup_steps, 1)
     progress = min((step - config.num_warmup_steps) / num_falling_steps, 1.0)
     share = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * share)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hybridrl.checkpoint.manifest import FileEntry
 from hybridrl.errors import CheckpointError
+from hybridrl.json_text import to_json_text
 from hybridrl.workers.train.places import (
     Box,
     CheckpointTensor,
@@ -234,7 +235,7 @@ def header_of(parts: Mapping[str, Part], notes: Mapping[str, object]) -> bytes:
     """
     places = {name: (part.place.global_shape, part.place.offset) for name, part in parts.items()}
     entries: dict[str, object] = {
-        "__metadata__": {"places": json.dumps(places), "notes": json.dumps(notes)}
+        "__metadata__": {"places": to_json_text(places), "notes": to_json_text(notes)}
     }
     end = 0
     for name, part in parts.items():
@@ -244,7 +245,7 @@ def header_of(parts: Mapping[str, Part], notes: Mapping[str, object]) -> bytes:
             "shape": list(part.values.shape),
             "data_offsets": [begin, end],
         }
-    text = json.dumps(entries).encode()
+    text = to_json_text(entries).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 

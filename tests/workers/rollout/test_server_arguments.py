@@ -31,7 +31,7 @@ def spec_of(*, lora: LoraConfig | None = None, device: str = "cuda", **changes: 
 
 
 def arguments_of(spec: ServerSpec) -> dict[str, object]:
-    return build_arguments(spec, name="me", port=20_000)
+    return build_arguments(spec, name="me", port=20_000, key="secret")
 
 
 def test_the_typed_keys_become_the_names_that_sglang_knows() -> None:
@@ -64,6 +64,8 @@ def test_a_cpu_gets_no_memory_saver_and_no_graphs() -> None:
     assert (found["device"], found["enable_memory_saver"]) == ("cpu", False)
     assert found["disable_cuda_graph"] is True
     assert environment(spec_of(device="cpu"))["OMP_NUM_THREADS"] == "1"
+    for device in ("cpu", "cuda"):  # else log-probs would be those at temperature 1
+        assert environment(spec_of(device=device))["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
 
 
 @pytest.mark.parametrize(
@@ -86,6 +88,19 @@ def test_a_host_copy_is_kept_only_where_the_ledger_needs_one(
 
 def test_full_fine_tuning_keeps_no_host_copy() -> None:
     assert arguments_of(spec_of())["enable_weights_cpu_backup"] is False
+
+
+@pytest.mark.parametrize(
+    ("device", "sleep", "graphs_in_pieces"),
+    [("cuda", True, False), ("cuda", False, True), ("cpu", True, True)],
+)
+def test_prefill_graphs_are_off_where_graph_memory_is_released(
+    device: str, sleep: bool, graphs_in_pieces: bool
+) -> None:
+    sent = arguments_of(spec_of(device=device, sleep=sleep, cuda_graphs=True))
+    assert sent.get("cuda_graph_backend_prefill", "breakable") == (
+        "breakable" if graphs_in_pieces else "disabled"
+    )
 
 
 def test_an_adapter_tells_its_rank_and_layers() -> None:

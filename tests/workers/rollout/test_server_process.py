@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hybridrl.errors import DeadlineError, EngineError, ServerDiedError
@@ -52,7 +53,7 @@ def test_a_server_is_ready_when_it_says_so_and_ends_with_its_children_and_its_lo
         took_s = server.wait_until_ready(lambda: says(server, "up"), timeout_s=60.0)
         assert "up" not in server.tail()  # what was said before is of no interest any more
         assert took_s > 0
-        assert len(members_of(server.pid)) == 2
+        assert len(members_of(server.pid)) == 3  # guard, server and its child
         server.require_alive("anything")
     assert not members_of(server.pid)
     assert not server.log_file.exists()
@@ -84,6 +85,28 @@ def test_a_server_that_does_not_answer_in_time_names_the_key() -> None:
         server.wait_until_ready(lambda: False, timeout_s=1.0)
 
 
+DAEMON = """
+import subprocess, sys, time
+sleep = "import os, time; os.setsid(); print(os.getpid(), flush=True); time.sleep(60)"
+subprocess.run(["sh", "-c", f"{sys.executable} -c '{sleep}' & exit 0"])
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", ["end", "kill the server"])
+def test_a_child_that_left_the_session_ends_with_the_server(how: str) -> None:
+    with running(DAEMON) as server:
+        server.wait_until_ready(lambda: says(server, "\n"), timeout_s=60.0)
+        daemon = psutil.Process(int(server.log_file.read_text()))
+        assert daemon.pid not in members_of(server.pid)
+        if how == "kill the server":
+            [child] = [one for one in psutil.Process(server.pid).children() if one != daemon]
+            child.kill()
+            wait_until_gone(server.pid)
+            assert server.exit_status() == -signal.SIGKILL
+    assert not daemon.is_running()
+
+
 def test_no_server_outlives_a_parent_that_was_killed(tmp_path: Path) -> None:
     parent_script = tmp_path / "parent.py"
     parent_script.write_text(
@@ -98,7 +121,7 @@ def test_no_server_outlives_a_parent_that_was_killed(tmp_path: Path) -> None:
     assert parent.stdout is not None
     session, log_file = parent.stdout.readline().split()
     try:
-        assert len(members_of(int(session))) == 2
+        assert len(members_of(int(session))) == 3
     finally:
         parent.kill()
         parent.wait()

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from hybridrl.errors import ModelError
-from hybridrl.models.load import read_model_type
+from hybridrl.models.load import load_model_config, read_model_type
 
 CONVERTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Architectures whose tensors have a place in megatron-core's GPTModel."""
@@ -126,7 +125,7 @@ def read_architecture(folder: Path) -> Architecture:
             f"one are {', '.join(CONVERTED_MODEL_TYPES)}. Set model.path to one of these; others "
             "will come with megatron-bridge, an optional extra that is planned and not built"
         )
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = load_model_config(folder)
     values: dict[str, Any] = config.to_dict()
     _refuse_the_unknown(folder, values)
     has_attention_bias = bool(values.get("attention_bias"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from hybridrl.workers.train.mcore.balance import LoadBalance
 from hybridrl.workers.train.mcore.checkpoint import checkpoint_tensors
 from hybridrl.workers.train.mcore.megatron_core import (
     DistributedDataParallel,
-    DistributedDataParallelConfig,
     ProcessGroupCollection,
     finalize_model_grads,
 )
@@ -27,6 +27,8 @@ from hybridrl.workers.train.mcore.optimizer import DistributedAdamW
 from hybridrl.workers.train.mcore.schedule import Forward
 from hybridrl.workers.train.mcore.setting import Setting
 from hybridrl.workers.train.mcore.stages import BuildStage, StagedModel
+from hybridrl.workers.train.mcore.training import ddp_config
+from hybridrl.workers.train.mcore.transformer import Duty
 from hybridrl.workers.train.packing import Pack
 from hybridrl.workers.train.packs import Packs
 from hybridrl.workers.train.places import CheckpointTensor
@@ -44,6 +46,8 @@ class StagedLearner(StagedModel):
         num_total_steps: optimizer steps of the run, where the schedule ends.
         area: of its metrics, ``policy`` or ``critic``.
     """
+
+    duty: ClassVar[Duty] = "learns"
 
     optimizer: DistributedAdamW
     """Moments, and the number of steps taken."""
@@ -165,11 +169,7 @@ class StagedLearner(StagedModel):
         self._replicas = [
             DistributedDataParallel(
                 config=self._transformer,
-                ddp_config=DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=config.reduce_dtype == "float32",
-                    overlap_grad_reduce=overlap,
-                    use_distributed_optimizer=True,
-                ),
+                ddp_config=ddp_config(config, self._parallel.config),
                 module=model,
                 disable_bucketing=number > 0,
             )

@@ -19,8 +19,10 @@ def check_files(files: WeightFiles, architecture: Architecture) -> None:
     """Compare names and shapes in the files with what the architecture needs.
 
     Raises:
-        ModelError: tensors are missing, left over or of another shape; names all of them.
+        ModelError: tensors are missing, left over or of another shape; names all of them. Or one
+            is quantised.
     """
+    files.require_floats()
     wanted = hf_tensors(architecture)
     # A copy of tied weights and, in old llama folders, rotary frequencies do no harm.
     surplus = {

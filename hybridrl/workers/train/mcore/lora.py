@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from hybridrl.workers.train.mcore.megatron_core import ColumnParallelLinear, Row
 from hybridrl.workers.train.mcore.model import PolicyStage
 from hybridrl.workers.train.mcore.setting import Setting
 from hybridrl.workers.train.mcore.stages import global_name
+from hybridrl.workers.train.mcore.transformer import Duty
 from hybridrl.workers.train.places import index_in
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightPart, WeightSpec
 
@@ -52,7 +54,7 @@ class MegatronLoraEngine(MegatronEngine):
         ConfigError: see ``StagedModel``.
     """
 
-    takes_fused_layers = False
+    duty: ClassVar[Duty] = "adapts"
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", category=FutureWarning)
+    from megatron.core import __version__ as VERSION
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -75,6 +76,7 @@ for _message in (
 
 __all__ = [
     "HAVE_TE",
+    "VERSION",
     "ChainedOptimizer",
     "ColumnParallelLinear",
     "DistributedDataParallel",

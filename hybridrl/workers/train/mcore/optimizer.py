@@ -15,10 +15,10 @@ from hybridrl.config.actor import EngineConfig
 from hybridrl.workers.train.mcore.megatron_core import (
     ChainedOptimizer,
     DistributedDataParallel,
-    OptimizerConfig,
     get_megatron_optimizer,
 )
 from hybridrl.workers.train.mcore.parallel import Parallel
+from hybridrl.workers.train.mcore.training import optimizer_config
 from hybridrl.workers.train.optimizer import StepResult, learning_rate
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -102,21 +102,8 @@ class DistributedAdamW:
         self._parallel = parallel
         self._stages = stages
         self.gradients = GradientBuffers(stages)
-        is_half = config.compute_dtype == "bfloat16"
-        adamw = config.optimizer
         self._chained: ChainedOptimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=adamw.lr,
-                weight_decay=adamw.weight_decay,
-                adam_beta1=adamw.beta1,
-                adam_beta2=adamw.beta2,
-                adam_eps=adamw.eps,
-                clip_grad=0.0,  # below, after the guard
-                bf16=is_half,
-                params_dtype=torch.bfloat16 if is_half else torch.float32,
-                use_distributed_optimizer=True,
-            ),
+            optimizer_config(config, parallel.config),
             list(stages),
             use_gloo_process_groups=False,
         )

@@ -29,11 +29,7 @@ from hybridrl.workers.train.mcore.model import PackedStage
 from hybridrl.workers.train.mcore.parallel import Parallel, start_parallel
 from hybridrl.workers.train.mcore.schedule import Forward, Schedule
 from hybridrl.workers.train.mcore.setting import Setting
-from hybridrl.workers.train.mcore.transformer import (
-    fuses_layers,
-    token_multiple,
-    transformer_config,
-)
+from hybridrl.workers.train.mcore.transformer import Duty, plan_transformer, token_multiple
 from hybridrl.workers.train.packs import Packing
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightPart, WeightSpec
 from hybridrl.workers.train.residence import ResidentModel, write_on_first
@@ -58,9 +54,8 @@ class StagedModel(ResidentModel):
             megatron-core refuses ``megatron.transformer_args``.
     """
 
-    takes_fused_layers: ClassVar[bool] = True
-    """Whether layers may be TransformerEngine's; what stands beside a linear layer needs it to be
-    megatron-core's own."""
+    duty: ClassVar[Duty] = "scores"
+    """What of it learns."""
 
     dp_rank: int
     """This rank's place among those with other rows."""
@@ -81,12 +76,12 @@ class StagedModel(ResidentModel):
             megatron, device=setting.device, seed=setting.seed, timeout_s=setting.timeout_s
         )
         self._architecture = read_architecture(folder)
-        self._transformer = transformer_config(
+        self._transformer = plan_transformer(
             self._architecture,
             megatron=megatron,
             engine=config,
             device=setting.device,
-            is_fused=self.takes_fused_layers and fuses_layers(megatron, setting.device),
+            duty=self.duty,
         )
         self._data_ranks = self._parallel.ranks_with_other_rows()
         self.dp_rank, self.dp_size = self._data_ranks.rank, self._data_ranks.size

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch.nn.functional import silu
 
 from hybridrl.config.actor import EngineConfig
 from hybridrl.config.megatron import MegatronConfig
+from hybridrl.config.megatron_checks import INSTALL_TRANSFORMER_ENGINE
 from hybridrl.errors import ConfigError
 from hybridrl.workers.train.mcore.architecture import Architecture
+from hybridrl.workers.train.mcore.given import build_configuration
 from hybridrl.workers.train.mcore.megatron_core import HAVE_TE, TransformerConfig
+
+Duty = Literal["learns", "adapts", "scores"]
+"""What a model is for: its weights learn, adapters beside them do, or nothing does."""
 
 _FP8_MULTIPLE = 32
 """Tokens that the strictest of TransformerEngine's 8-bit recipes wants in each matrix product."""
@@ -28,9 +35,44 @@ def fuses_layers(megatron: MegatronConfig, device: torch.device) -> bool:
             "megatron.layers",
             megatron.layers,
             "TransformerEngine cannot be imported",
-            "pip install 'transformer-engine[pytorch]', or set megatron.layers=local",
+            f"{INSTALL_TRANSFORMER_ENGINE}, or set megatron.layers=local",
         )
     return megatron.layers == "transformer_engine"
+
+
+def lacking_kernels(megatron: MegatronConfig, device: torch.device) -> str:
+    """Say what is slower because TransformerEngine is not here; nothing where nothing is."""
+    if HAVE_TE or device.type != "cuda" or megatron.layers == "local":
+        return ""
+    return (
+        "TransformerEngine is not installed here: layers are megatron-core's own, with experts "
+        "computed one after another, and norms, rotary embeddings and attention by separate "
+        f"kernels; {INSTALL_TRANSFORMER_ENGINE}, or set megatron.layers=local if this is meant"
+    )
+
+
+def plan_transformer(
+    architecture: Architecture,
+    *,
+    megatron: MegatronConfig,
+    engine: EngineConfig,
+    device: torch.device,
+    duty: Duty,
+) -> TransformerConfig:
+    """Choose the kernels of a model, and say to megatron-core what to compute.
+
+    The same for an engine that is built and for ``mode=check``, which builds none.
+
+    Raises:
+        ConfigError: as ``fuses_layers`` and ``transformer_config``.
+    """
+    return transformer_config(
+        architecture,
+        megatron=megatron,
+        engine=engine,
+        device=device,
+        is_fused=duty != "adapts" and fuses_layers(megatron, device),
+    )
 
 
 def token_multiple(config: TransformerConfig) -> int:
@@ -119,15 +161,9 @@ def transformer_config(
             "recompute_num_layers": 1,
         }
     arguments |= _experts(architecture)
-    try:
-        return TransformerConfig(**arguments | dict(megatron.transformer_args))
-    except (TypeError, ValueError, AssertionError) as err:
-        raise ConfigError(
-            "megatron.transformer_args",
-            dict(megatron.transformer_args),
-            f"megatron-core refuses it: {err}",
-            "see the fields of megatron.core.transformer.TransformerConfig",
-        ) from err
+    return build_configuration(
+        TransformerConfig, arguments, megatron.transformer_args, key="megatron.transformer_args"
+    )
 
 
 def _require_shared_experts(architecture: Architecture, megatron: MegatronConfig) -> None:

@@ -1,0 +1,170 @@
+"""Which published table comes from which command, and from which sources it was made.
+
+A table stands on its page between two comments. The first one holds a digest of the sources that
+the figures depend on: where they have changed since, the table is stale. Comments, docstrings and
+layout do not count.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "performance.md"
+
+_STEP = (
+    *("hybridrl/workers/rollout/[!s]*.py", "hybridrl/workers/rollout/sampling.py"),
+    *("hybridrl/models/*.py", "hybridrl/workers/train/*.py", "hybridrl/trainer/step.py"),
+)
+_CONTROLLER = (
+    *(f"hybridrl/single_controller/{name}.py" for name in ("actors", "dispatch", "payload")),
+    *(f"hybridrl/single_controller/{name}.py" for name in ("remote_call", "worker")),
+    *("hybridrl/payload.py", "hybridrl/activity.py", "hybridrl/trace.py"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """One published table."""
+
+    name: str
+    """Of the script in benchmarks/."""
+
+    measured: tuple[str, ...]
+    """Globs of the sources that the figures depend on; the script is one of them anyway."""
+
+    arguments: tuple[str, ...] = ()
+    one_thread: bool = False
+    """Whether it runs with ``OMP_NUM_THREADS=1``."""
+
+    @property
+    def command(self) -> str:
+        """What to type to get the table."""
+        words = ["python", "-m", f"benchmarks.{self.name}", *self.arguments]
+        return " ".join(["OMP_NUM_THREADS=1"] * self.one_thread + words)
+
+    def digest(self, root: Path = ROOT) -> str:
+        """Digest the sources, without comments, docstrings and layout."""
+        digest = hashlib.sha256(self.command.encode())
+        patterns = (f"benchmarks/{self.name}.py", *self.measured)
+        for path in sorted({path for pattern in patterns for path in root.glob(pattern)}):
+            digest.update(path.relative_to(root).as_posix().encode())
+            digest.update(_meaning(path.read_text(encoding="utf-8")).encode())
+        return digest.hexdigest()[:16]
+
+
+FIGURES = (
+    Figures(name="against_trl", measured=("benchmarks/sides/*_side.py", *_STEP)),
+    Figures(name="startup", measured=("hybridrl/trainer/launch.py", "hybridrl/trainer/cluster.py")),
+    Figures(name="dispatch", measured=_CONTROLLER),
+    Figures(
+        name="rollout",
+        measured=("hybridrl/workers/rollout/[!s]*.py", "hybridrl/workers/rollout/sampling.py"),
+        one_thread=True,
+    ),
+    Figures(name="advantages", measured=("hybridrl/algorithms/advantages.py", "hybridrl/batch.py")),
+    Figures(name="gae", measured=("hybridrl/algorithms/gae.py",)),
+    Figures(
+        name="checkpoint", measured=("hybridrl/checkpoint/*.py", "hybridrl/trainer/checkpoints.py")
+    ),
+    Figures(
+        name="overhead",
+        measured=("hybridrl/trace.py", "hybridrl/trainer/trac*.py", "hybridrl/trainer/samples.py"),
+    ),
+    Figures(name="report", measured=("hybridrl/report/*.py",)),
+    Figures(
+        name="lora",
+        arguments=("--rank", "8"),
+        measured=("hybridrl/models/adapter*.py", "hybridrl/workers/rollout/adapt*.py"),
+        one_thread=True,
+    ),
+    Figures(
+        name="weight_sync",
+        measured=(
+            "hybridrl/workers/rollout/server_transports.py",
+            "hybridrl/workers/rollout/flat*",
+        ),
+        one_thread=True,
+    ),
+    Figures(
+        name="megatron",
+        arguments=("--rounds", "7"),
+        measured=("hybridrl/workers/train/mcore/*.py", "hybridrl/models/onednn.py"),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A table as it stands on the page."""
+
+    name: str
+    digest: str
+    text: str
+    """Between the two comments."""
+
+
+_BLOCK = re.compile(
+    r"<!-- figures (?P<name>\w+) (?P<digest>\w+) -->\n(?P<text>.*?)<!-- end of figures -->\n",
+    re.DOTALL,
+)
+_MADE_BY = re.compile(r"^`(?P<command>[^`]+)` at commit \w{7,} on \d{4}-\d\d-\d\d", re.MULTILINE)
+
+
+def blocks_of(page: str) -> Iterator[Block]:
+    """Yield the tables of a page."""
+    for match in _BLOCK.finditer(page):
+        yield Block(match["name"], match["digest"], match["text"])
+
+
+def find_faults(page: str, figures: Sequence[Figures] = FIGURES, root: Path = ROOT) -> list[str]:
+    """Say of each published table what is wrong with it, and what to type."""
+    blocks = {block.name: block for block in blocks_of(page)}
+    faults = []
+    for one in figures:
+        block = blocks.pop(one.name, None)
+        remedy = f"type: python -m benchmarks.publish {one.name}"
+        made_by = None if block is None else _MADE_BY.search(block.text)
+        if block is None:
+            faults.append(f"{one.name}: the page does not hold its table; {remedy}")
+        elif block.digest != one.digest(root):
+            faults.append(f"{one.name}: its table is older than what it measures; {remedy}")
+        elif made_by is None or made_by["command"] != one.command:
+            faults.append(f"{one.name}: its table lacks command, commit and date; {remedy}")
+    faults += [f"{name}: no command is known for this table; remove it" for name in blocks]
+    if re.search(r"^\|", _BLOCK.sub("", page), re.MULTILINE):
+        faults.append("a table stands outside the comments that say where it comes from")
+    return faults
+
+
+def put(page: str, block: Block) -> str:
+    """Return the page with this table in the place of the one of its name.
+
+    Raises:
+        ValueError: the page has no place for it.
+    """
+    text = f"<!-- figures {block.name} {block.digest} -->\n{block.text}<!-- end of figures -->\n"
+    for match in _BLOCK.finditer(page):
+        if match["name"] == block.name:
+            return page[: match.start()] + text + page[match.end() :]
+    raise ValueError(
+        f"the page has no '<!-- figures {block.name} ... -->'; put one where it belongs"
+    )
+
+
+def _meaning(source: str) -> str:
+    """Return a program without what does not run."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        body = node.body if isinstance(node, ast.Module | ast.ClassDef | _FUNCTIONS) else []
+        if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+            body[0] = ast.Pass()
+    return ast.dump(tree)
+
+
+_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef

@@ -1,0 +1,141 @@
+"""The JSON files of a Hugging Face model folder: what is wrong with one has a name, whatever it is.
+
+Imports no torch: ``mode=check`` reads a folder with it, and so does everybody else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from hybridrl.errors import ModelError
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+INDEX = "model.safetensors.index.json"
+
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+)
+_MAX_SHOWN = 60
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Read ``config.json``.
+
+    Raises:
+        ModelError: there is none, or it is not that of a model that can be read.
+    """
+    return _read(folder / CONFIG, _problems_of_config)
+
+
+def read_stop_tokens(folder: Path) -> tuple[int, ...]:
+    """Return the tokens that end a response by ``generation_config.json``, where there is one.
+
+    Raises:
+        ModelError: the file is no JSON object, or names tokens that the model has not.
+    """
+    file = folder / GENERATION
+    if not file.exists():
+        return ()
+    vocab_size = read_settings(folder).get("vocab_size") if (folder / CONFIG).exists() else None
+    values = _read(file, lambda values: _problems_of_stop_tokens(values, vocab_size))
+    listed = values.get("eos_token_id")
+    return (listed,) if isinstance(listed, int) else tuple(listed or ())
+
+
+def read_weight_map(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor, as the index of a folder with several files has it.
+
+    Raises:
+        ModelError: it is no JSON object, or maps names to something else than files beside it.
+    """
+    weight_map: dict[str, str] = _read(folder / INDEX, _problems_of_index)["weight_map"]
+    return weight_map
+
+
+def problem_of(folder: Path) -> str:
+    """Say what is wrong with the JSON files of an existing folder; an empty text if nothing is."""
+    try:
+        read_settings(folder)
+        read_stop_tokens(folder)
+        if (folder / INDEX).exists():
+            read_weight_map(folder)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def _read(
+    file: Path, problems_of: Callable[[Mapping[str, object]], Iterator[str]]
+) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError as err:
+        raise ModelError(f"{file} is nested too deep to be read; download it again") from err
+    except (OSError, ValueError) as err:
+        raise ModelError(f"{file} cannot be read ({err}); download it again") from err
+    if not isinstance(values, dict):
+        kind = type(values).__name__
+        raise ModelError(f"{file} holds a JSON {kind}, must be an object; download it again")
+    for problem in problems_of(values):
+        raise ModelError(f"{file}: {problem}; mend it, or download it again")
+    return values
+
+
+def _problems_of_config(values: Mapping[str, object]) -> Iterator[str]:
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        yield f"holds no model_type, but {_shown(model_type)}"
+    for name in _SIZES:
+        size = values.get(name)
+        if size is not None and not (_is_whole(size) and size > 0):
+            yield f"{name}={_shown(size)} is no whole number above 0"
+    if values.get("quantization_config"):
+        yield (
+            "quantization_config says that the weights are quantised, and their scales would not "
+            "be read; take a folder with float weights"
+        )
+    yield from _problems_of_pad(values.get("pad_token_id"), values.get("vocab_size"))
+
+
+def _problems_of_pad(pad: object, vocab_size: object) -> Iterator[str]:
+    if pad is None:
+        return
+    if not _is_whole(pad):
+        yield f"pad_token_id={_shown(pad)} is no token"
+    elif _is_whole(vocab_size) and not -vocab_size <= pad < vocab_size:  # -1: some llamas' "none"
+        yield f"pad_token_id={pad} is not in the vocabulary of vocab_size={vocab_size} tokens"
+
+
+def _problems_of_stop_tokens(values: Mapping[str, object], vocab_size: object) -> Iterator[str]:
+    listed = values.get("eos_token_id")
+    tokens = listed if isinstance(listed, list) else [] if listed is None else [listed]
+    for token in tokens:
+        if not _is_whole(token):
+            yield f"eos_token_id={_shown(listed)}: {_shown(token)} is no token"
+        elif token < 0 or (_is_whole(vocab_size) and token >= vocab_size):
+            yield f"eos_token_id={token} is not in the vocabulary of {vocab_size} tokens"
+
+
+def _problems_of_index(values: Mapping[str, object]) -> Iterator[str]:
+    weight_map = values.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        yield f"weight_map is {_shown(weight_map)}, must name the file of each tensor"
+        return
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not file or Path(file).name != file:
+            yield f"weight_map[{name!r}]={_shown(file)} is no file beside it"
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -1,0 +1,66 @@
+"""What stands at a path, for messages: looking never raises, whatever the path is."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+
+def flaw_of_file(path: str | Path) -> str:
+    """Say why ``path`` is no file that this user may read; empty if it is one."""
+    mode, flaw = _look_at(path)
+    if not flaw and not stat.S_ISREG(mode):
+        flaw = f"{Path(path).absolute()} is no file"
+    return flaw or _denied(path, os.R_OK, "read it")
+
+
+def flaw_of_folder(path: str | Path) -> str:
+    """Say why ``path`` is no folder that this user may look into; empty if it is one."""
+    mode, flaw = _look_at(path)
+    if not flaw and not stat.S_ISDIR(mode):
+        flaw = f"{Path(path).absolute()} is no folder"
+    return flaw or _denied(path, os.R_OK | os.X_OK, "look into it")
+
+
+def flaw_of_new_folder(path: str | Path) -> str:
+    """Say why a folder could not be made at ``path``, with those above; empty if it could."""
+    above = Path(path).absolute()
+    while _is_missing(above):
+        above = above.parent
+    mode, flaw = _look_at(above)
+    if not flaw and not stat.S_ISDIR(mode):
+        flaw = f"{above} is no folder"
+    return flaw or _denied(above, os.W_OK | os.X_OK, "write there")
+
+
+def is_there(path: str | Path) -> bool:
+    """Say whether something stands at ``path``, as far as this user can see."""
+    return not _look_at(path)[1]
+
+
+def _look_at(path: str | Path) -> tuple[int, str]:
+    """Return the mode of what is there, and why it could not be seen, if so."""
+    try:
+        return os.stat(path).st_mode, ""
+    except (FileNotFoundError, NotADirectoryError):
+        return 0, f"{Path(path).absolute()} does not exist"
+    except (OSError, ValueError) as err:  # too long, a circle of links, NUL, not to be entered
+        reason = err.strerror if isinstance(err, OSError) else str(err)
+        return 0, f"{Path(path).absolute()} cannot be looked at: {reason}"
+
+
+def _is_missing(path: Path) -> bool:
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return path != path.parent
+    except (OSError, ValueError):
+        return False
+    return False
+
+
+def _denied(path: str | Path, needed: int, what: str) -> str:
+    if os.access(path, needed):
+        return ""
+    return f"{Path(path).absolute()}: this user may not {what}"

@@ -1,0 +1,25 @@
+"""Words for an override of a key that does not exist: Hydra itself names none that does."""
+
+from __future__ import annotations
+
+from hybridrl.config.load import free_keys, known_keys
+from hybridrl.errors import ConfigError, nearest
+
+
+def unknown_key(key: str, value: str) -> ConfigError:
+    """Say what is wrong with ``key``, and which known ones are near.
+
+    Args:
+        key: dotted, as it was typed.
+        value: as it was typed.
+    """
+    section, dot, name = key.rpartition(".")
+    if any(free in (section, key) for free in free_keys()):
+        fix = f"write +{key}={value}"
+        return ConfigError(key, value, "it is no key of ours but of another program", fix)
+    siblings = [known.rpartition(".") for known in (*known_keys(), "recipes")]
+    names = [sibling for above, _, sibling in siblings if above == section]
+    if not names:  # the section itself is mistyped, or the key stands in another one
+        return ConfigError(key, value, "there is no such section", nearest(key, [*known_keys()]))
+    hint = nearest(name, names)
+    return ConfigError(key, value, f"there is no such key{dot and ' in ' + section}", hint)

@@ -1,0 +1,108 @@
+"""Runs a command and leaves nothing of it behind: ``python guard.py COMMAND...``, on Linux.
+
+A script of its own that imports nothing of hybridrl. It adopts the orphans of the command, so that
+a process that left its session (``setsid``) or its parents (a daemon) stays below it. When the
+command has ended, or standard input closes because whoever holds the other end is gone, it kills
+all that is below it, and ends as the command did.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_STDIN = 0
+_WAIT_S = 10.0
+_POLL_S = 0.01
+
+
+def main(command: list[str]) -> None:
+    """Run ``command`` to its end, or to the end of standard input."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # Meant for the command. Handlers, unlike SIG_IGN, are not inherited by it.
+        signal.signal(number, lambda *_: None)
+    prctl: Callable[..., int] = ctypes.CDLL(None).prctl
+    prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    child = subprocess.Popen(
+        command,
+        close_fds=False,  # what was handed to this process is for the command
+        # If this process is killed, at least the command ends.
+        preexec_fn=lambda: prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
+    )
+    _wait(child.pid)
+    status = child.poll()
+    _kill_all()
+    _end_as(-signal.SIGKILL if status is None else status)
+
+
+def _wait(pid: int) -> None:
+    """Return when process ``pid`` has ended, or standard input."""
+    ended = os.pidfd_open(pid)
+    poll = select.poll()
+    for descriptor in (_STDIN, ended):
+        poll.register(descriptor, select.POLLIN)
+    while True:
+        ready = [descriptor for descriptor, _ in poll.poll()]
+        if ended in ready or not os.read(_STDIN, 1):
+            return
+
+
+def _kill_all() -> None:
+    """Kill all below this process, and what they start meanwhile."""
+    deadline = time.monotonic() + _WAIT_S
+    while (below := _descendants(os.getpid())) and time.monotonic() < deadline:
+        for pid in below:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                continue
+        _reap()
+        time.sleep(_POLL_S)
+
+
+def _descendants(root: int) -> list[int]:
+    """Return the processes below ``root``, dead ones that nobody asked for included."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # The name in parentheses may hold anything; the parent comes second after it.
+            parent = int(path.read_text(errors="replace").rpartition(")")[2].split()[1])
+        except OSError:  # it ended meanwhile
+            continue
+        children[parent].append(int(path.parent.name))
+    below = list(children[root])
+    for pid in below:
+        below += children[pid]
+    return below
+
+
+def _reap() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return
+
+
+def _end_as(status: int) -> None:
+    """End with an exit status, or by the signal that a negative one stands for."""
+    if status < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command has left its own
+        if -status not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

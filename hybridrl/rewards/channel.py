@@ -1,0 +1,119 @@
+"""The driver's end of the socket to a reward process, which is trusted with nothing.
+
+What a user's function does to the socket, its forks and its threads included, costs at most the
+time of the call: lengths are bounded, all is read under a deadline, and an answer counts only if it
+bears the number of the call that waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Mapping
+
+from hybridrl.rewards.child import HEADER, encode
+
+_ANSWER_BYTES, _REWARD_BYTES = 1 << 16, 1 << 11
+"""What an answer may have at most: so much, and so much for each reward."""
+
+
+class ChannelClosed(Exception):
+    """The process let go of its end: it has ended, or ends."""
+
+
+class Refused(Exception):
+    """The process answered that it has no rewards; says why."""
+
+
+class Garbage(Exception):
+    """What came is no answer; says what it is."""
+
+
+class Channel:
+    """Numbered calls, and their answers."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Own one end of a pair of sockets."""
+        self._connection = connection
+        self._number = -1
+
+    def close(self) -> None:
+        """Let go. Twice is a no-op."""
+        self._connection.close()
+
+    def send(self, message: Mapping[str, object], *, timeout_s: float) -> None:
+        """Begin the next call.
+
+        Raises:
+            TimeoutError: the process did not read all of it in time.
+            ChannelClosed: the process ended.
+        """
+        self._number += 1
+        self._connection.settimeout(max(timeout_s, 1e-3))  # of all of it together
+        try:
+            self._connection.sendall(encode({**message, "call": self._number}))
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise ChannelClosed from error
+
+    def receive(self, *, num_rewards: int, timeout_s: float) -> list[float | str]:
+        """Return the rewards of the present call; text stands for what is no number.
+
+        Raises:
+            TimeoutError: they did not come in time.
+            ChannelClosed: the process ended.
+            Refused: it answered that there are none.
+            Garbage: something else came. What follows on the socket means nothing.
+        """
+        deadline = time.monotonic() + timeout_s
+        max_bytes = _ANSWER_BYTES + num_rewards * _REWARD_BYTES
+        while True:
+            [size] = HEADER.unpack(self._read(HEADER.size, deadline))
+            if size > max_bytes:
+                raise Garbage(f"answered with {size} bytes, more than {max_bytes}")
+            answer = _parse(self._read(size, deadline))
+            number = answer.get("call")
+            if number == self._number:
+                return _rewards_of(answer)
+            if not isinstance(number, int) or not 0 <= number < self._number:
+                raise Garbage("answered with what is no answer to a call")
+            # The answer to an earlier call, which was given up or had two: nobody waits for it.
+
+    def _read(self, size: int, deadline: float) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise TimeoutError
+            self._connection.settimeout(remaining_s)
+            try:
+                part = self._connection.recv(min(size - len(data), 1 << 20))
+            except TimeoutError:
+                raise
+            except OSError as error:
+                raise ChannelClosed from error
+            if not part:
+                raise ChannelClosed
+            data += part
+        return bytes(data)
+
+
+def _parse(data: bytes) -> dict[str, object]:
+    try:
+        answer = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Garbage("answered with what is no JSON") from error
+    if not isinstance(answer, dict):
+        raise Garbage("answered with what is no answer to a call")
+    return answer
+
+
+def _rewards_of(answer: Mapping[str, object]) -> list[float | str]:
+    match answer:
+        case {"failed": str(reason)}:
+            raise Refused(reason)
+        case {"rewards": list(rewards)} if all(type(value) in (float, str) for value in rewards):
+            return rewards
+    raise Garbage("answered with what is no list of rewards")

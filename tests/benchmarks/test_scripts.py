@@ -1,0 +1,111 @@
+"""Every script of benchmarks/ runs once, at toy size: that it measures well is not shown here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from hybridrl.trainer.starter import write_random_model
+from tests.runs.small import SMALL, small_config
+
+ROOT = Path(__file__).parents[2]
+LIBRARIES = {"__init__", "figure_stamps", "source_tree"}
+
+TABLES: Mapping[str, list[str]] = {
+    "advantages": ["--rows", "16", "--repeats", "2"],
+    "gae": ["--rows", "16", "--repeats", "2"],
+    "figures": [],
+    "gpu": ["--list"],
+    "report": ["--steps", "20"],
+    "rollout": ["--rounds", "1", "--slots", "8"],
+    "lora": ["--rounds", "1", "--rank", "2"],
+    "megatron": ["--rounds", "1", "--cases", "1"],
+    "memory_plan": ["default"],
+    "dispatch": [
+        *("--empty-rounds", "2", "--batch-rounds", "1"),
+        *("--sizes", "1", "--batch-mb", "4"),
+    ],
+    "publish": ["--help"],
+}
+RUNS: Mapping[str, list[str]] = {
+    "overhead": ["--steps", "8"],
+    "checkpoint": ["--steps", "9"],
+}
+STARTS_OFTEN: Mapping[str, list[str]] = {
+    "startup": ["--runs", "1", "--kinds", "without evaluation"],
+    "kills": ["--kills", "1"],
+}
+OTHERS = {"against_trl", "picture", "weight_sync"}  # tests of their own
+
+
+def run(name: str, *arguments: str) -> str:
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_every_script_has_its_test() -> None:
+    scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - LIBRARIES
+    assert scripts == {*TABLES, *RUNS, *STARTS_OFTEN, *OTHERS}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_benchmark_without_a_run_prints_something(name: str) -> None:
+    assert run(name, *TABLES[name]).strip()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_benchmark_of_a_run_prints_its_table(name: str) -> None:
+    small = [word for word in SMALL if not word.startswith("trainer.num_steps")]
+    assert "| step without" in run(name, *RUNS[name], *small)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", STARTS_OFTEN)
+def test_a_benchmark_that_starts_runs_again_and_again(name: str, tmp_path: Path) -> None:
+    models = ["--models", str(tmp_path)] if name == "startup" else []
+    assert run(name, *STARTS_OFTEN[name], *models, *SMALL).strip()
+
+
+@pytest.mark.parametrize("name", STARTS_OFTEN)
+def test_a_benchmark_that_starts_runs_can_be_asked(name: str) -> None:
+    assert "usage" in run(name, "--help")
+
+
+@pytest.mark.nightly
+@pytest.mark.sglang
+def test_the_benchmark_of_weight_sync_prints_its_table() -> None:
+    assert "| shared |" in run("weight_sync", "--rounds", "1")
+
+
+def test_our_side_of_the_race_runs_without_trl(tmp_path: Path) -> None:
+    shape = small_config(tmp_path).model.starter
+    assert shape is not None
+    write_random_model(shape, tmp_path / "model", seed=0)
+    small = ["tracking.num_samples_per_step=0", "cluster.num_threads_per_rank=1"]
+    said = run(
+        *("against_trl", "--alone", "--cases", "default", "--rounds", "1", "--warmup-steps", "1"),
+        *("--model", str(tmp_path / "model"), *(word for one in small for word in ("--ours", one))),
+    )
+    assert said.startswith("default: ")
+
+
+def test_a_side_that_ends_early_says_why(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.against_trl", "--alone", "--model", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 1
+    assert "hybridrl ended early" in done.stderr
+    assert "config.json" in done.stderr
+
+
+def test_the_picture_of_a_run_is_drawn(tmp_path: Path) -> None:
+    line = {"step": 1, "reward/mean": 0.5, "time/step_s": 1.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    run("picture", str(tmp_path), str(tmp_path / "run.svg"))
+    assert "<svg" in (tmp_path / "run.svg").read_text()

@@ -1,0 +1,149 @@
+"""Whatever stands in a configuration, checking it ends, soon, and with ConfigErrors."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from itertools import cycle
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.load import known_keys, load_config
+from hybridrl.config.summary import summarize
+from hybridrl.errors import ConfigError, ConfigErrors
+from hybridrl.planning.page import peak_line, plan_page
+from tests.config.test_load import LIMITED
+from tests.config.values import Values, values_of, with_overrides
+
+SECTIONS = {key.rpartition(".")[0] for key in known_keys()} - {""}
+KEYS = [key for key in known_keys() if key not in SECTIONS]
+HUGE_TEXT = "x" * 1_000_000
+EXTREMES: list[object] = [
+    *(0, -1, 1, 2**31, 2**63, 10**400, 10**5000, 1e308, -1e308, 5e-324, math.nan, math.inf),
+    *(True, None, "", "???", "9" * 400, "9" * 5000, HUGE_TEXT, "a/" * 2000, "\0", "\ud800", "é"),
+    *([], {}, [None], [[]], [HUGE_TEXT], [1] * 20_000, {"a": {"b": {}}}, {"": 1}, {1: math.nan}),
+]
+SCENES = [
+    (),
+    ("algorithm=ppo", "critic.placement=own_pool"),
+    ("actor=megatron", "rollout=sglang", "lora=default", "cluster.num_ranks_per_node=8"),
+    ("cluster=one_gpu", "cluster.num_nodes=2", "cluster.ray_address=auto", "mode=certify"),
+    ("mode=sft", "data.task=null", "data.train_files=[a.jsonl]", "model.path=x"),
+]
+# What a check may take at most: far more than it does, far less than a loop over 2^31.
+DEADLINE_S = 60
+
+
+def check(values: Values) -> tuple[ConfigError, ...]:
+    """All that ``mode=check`` and ``mode=plan`` print, or why they refuse."""
+    try:
+        config = load_config(values)
+    except ConfigErrors as errors:
+        return errors.violations
+    assert peak_line(config)
+    assert summarize(config)
+    assert plan_page(config)
+    return ()
+
+
+def put(values: Values, key: str, value: object) -> None:
+    *sections, name = key.split(".")
+    section: Any = values
+    for part in sections:
+        section = section.get(part) if isinstance(section, dict) else None
+    if isinstance(section, dict):
+        section[name] = value
+
+
+@pytest.mark.timeout(DEADLINE_S)
+@pytest.mark.parametrize(("key", "scene"), list(zip(KEYS, cycle(SCENES), strict=False)))
+def test_no_value_of_a_key_ends_a_check_in_a_traceback(key: str, scene: tuple[str, ...]) -> None:
+    for value in EXTREMES:
+        values = values_of(*scene)
+        put(values, key, value)
+        for violation in check(values):
+            assert len(str(violation)) < 20_000
+
+
+def keys_and_values(keys: list[str]) -> st.SearchStrategy[dict[str, object]]:
+    return st.dictionaries(st.sampled_from(keys), st.sampled_from(EXTREMES), max_size=4)
+
+
+@pytest.mark.timeout(4 * DEADLINE_S)
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(SCENES), keys_and_values([*KEYS, *sorted(SECTIONS)]))
+def test_no_values_of_several_keys_end_a_check_in_a_traceback(
+    scene: tuple[str, ...], changes: dict[str, object]
+) -> None:
+    values = values_of(*scene)
+    for key, value in changes.items():
+        put(values, key, value)
+    check(values)
+
+
+def tops() -> Iterator[tuple[str, object]]:
+    for key, kind, limits in LIMITED:
+        top = limits.at_most if limits.at_most is not None else 0.999
+        yield key, kind(top)
+
+
+@pytest.mark.timeout(8 * DEADLINE_S)
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(SCENES[:4]), st.lists(st.sampled_from(list(tops())), max_size=12))
+def test_the_highest_legal_numbers_are_checked_soon_and_each_remedy_can_be_typed(
+    scene: tuple[str, ...], changes: list[tuple[str, object]]
+) -> None:
+    values = values_of(*scene)
+    for key, value in changes:
+        put(values, key, value)
+    for violation in check(values):
+        for remedy in violation.remedies:
+            after = check(with_overrides(values, remedy))
+            told_again = [v for v in after if (v.key, v.rule) == (violation.key, violation.rule)]
+            assert not told_again, (str(violation), remedy)
+            typed = {override.partition("=")[0] for override in remedy}
+            assert not [v for v in after if v.key in typed and v.rule.startswith("must be >")]
+
+
+def test_each_number_of_a_section_has_an_interval_with_a_top_and_says_why() -> None:
+    assert list(numbers_without_interval(ExperimentConfig)) == []
+    for key, _, limits in LIMITED:
+        top = limits.at_most if limits.at_most is not None else limits.below
+        assert top is not None, key
+        assert math.isfinite(top), key
+        assert limits.why or top <= 1, key
+
+
+def numbers_without_interval(section: type) -> Iterator[str]:
+    for name, hint in get_type_hints(section, include_extras=True).items():
+        for part in (hint, *(get_args(hint) if get_origin(hint) is not Mapping else ())):
+            if part in (int, float) and get_origin(hint) is not Annotated:
+                yield f"{section.__name__}.{name}"
+            elif dataclasses.is_dataclass(part) and isinstance(part, type):
+                yield from numbers_without_interval(part)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("seed", 2**63, "31 bits"),
+        ("cluster.call_timeout_s", 1e9, "timers"),
+        ("reward.timeout_s", 1e9, "timers"),
+        ("cluster.num_cpus_per_rank", 1e12, "no machine has more"),
+        ("data.max_digits", 5000, "Python may refuse"),
+        ("algorithm.clip_high", 1e39, "clips nothing"),
+        ("lora.alpha", 1e39, "seven digits"),
+    ],
+)
+def test_what_a_run_would_die_of_is_refused_with_the_reason(
+    key: str, value: float, why: str
+) -> None:
+    values = values_of()
+    put(values, key, value)
+    (violation,) = [v for v in check(values) if v.key == key and "must be >" in v.rule]
+    assert why in violation.rule

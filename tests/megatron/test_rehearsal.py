@@ -1,0 +1,134 @@
+"""``mode=check`` builds megatron-core's own configuration objects, from what the run would."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridrl.errors import ConfigErrors
+from hybridrl.trainer.rehearsal import rehearse_megatron
+from tests.config.test_megatron_recipes import MODELS
+from tests.config.test_megatron_recipes import config_of as recipe_of
+from tests.config.values import config_of
+from tests.megatron.stand_ins import install
+
+_ROOT = Path(__file__).parents[2]
+_PACKAGES = Path(__file__).parent / "packages"
+CHECK = ("actor=megatron", "mode=check")
+
+
+@pytest.fixture(autouse=True)
+def megatron() -> None:
+    install()  # without the warnings of its import
+
+
+def refusals_of(*overrides: str) -> list[tuple[str, str]]:
+    config = config_of(*CHECK, *overrides)
+    with pytest.raises(ConfigErrors) as caught:
+        rehearse_megatron(config)
+    return [(violation.key, str(violation)) for violation in caught.value.violations]
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "meant"),
+    [
+        ("transformer_args", "moe_permute_fusoin", "moe_permute_fusion"),
+        ("optimizer_args", "optimizer_cpu_ofload", "optimizer_cpu_offload"),
+        ("ddp_args", "bucketsize", "bucket_size"),
+    ],
+)
+def test_a_name_that_megatron_does_not_know_is_refused(section: str, name: str, meant: str) -> None:
+    [(key, text)] = refusals_of(f"megatron.{section}={{{name}: 1}}")
+    assert key == f"megatron.{section}.{name}"
+    assert f"did you mean '{meant}'" in text
+
+
+def test_what_megatron_refuses_is_refused_under_our_key() -> None:
+    [(key, text)] = refusals_of(
+        "megatron.transformer_args={cp_comm_type: p2p, fp4_recipe: x,"
+        " moe_router_padding_for_quantization: true}"
+    )
+    assert key == "megatron.transformer_args"
+    assert "fp8/fp4 must be specified" in text
+    [(key, text)] = refusals_of("megatron.optimizer_args={exp_avg_dtype: bfloat16}")
+    assert key == "megatron.optimizer_args"
+    assert "can only be fp32 when not using precision-aware" in text
+    [(key, text)] = refusals_of("megatron.optimizer_args={exp_avg_dtype: half}")
+    assert "must be one of float32, bfloat16, float16" in text
+
+
+def test_every_model_of_the_run_is_looked_at_and_each_refusal_told_once() -> None:
+    ppo = ("algorithm=ppo", "critic=megatron", "algorithm.kl.placement=loss")
+    lines = rehearse_megatron(config_of(*CHECK, *ppo, "algorithm.kl.coefficient=0.1"))
+    assert lines[0].endswith("takes the configuration of: policy, reference, critic")
+    assert len(refusals_of(*ppo[:2], "megatron.ddp_args={no_such: 1}")) == 1
+    assert rehearse_megatron(config_of("mode=check")) == []
+
+
+def test_a_machine_without_megatron_says_what_it_could_not_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in list(sys.modules):
+        if name.startswith(("megatron", "hybridrl.workers.train.mcore")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    [line] = rehearse_megatron(config_of(*CHECK))
+    assert line.startswith("not checked: what megatron-core takes")
+    assert "pip install 'hybridrl[megatron]'" in line
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_gpu_recipe_checked_without_transformer_engine_says_so(name: str, tmp_path: Path) -> None:
+    lines = rehearse_megatron(recipe_of(name, tmp_path))
+    assert "takes the configuration of: policy" in lines[0]
+    assert any("TransformerEngine is not installed here" in line for line in lines)
+
+
+def rehearsed_with_transformer_engine(folder: Path, *names: str) -> list[dict[str, Any]]:
+    paths = [str(_PACKAGES), str(_ROOT)]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.megatron.rehearsed", str(folder), *names],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_megatron_takes_each_recipe_with_transformer_engine_and_all_fusions(tmp_path: Path) -> None:
+    found = rehearsed_with_transformer_engine(tmp_path, *MODELS)
+    for name, recipe in zip(MODELS, found, strict=True):
+        assert len(recipe["lines"]) == 1, recipe["lines"]
+        [fields] = recipe["fields"]
+        assert fields["transformer_impl"] == "transformer_engine"
+        has_experts = "num_experts" in MODELS[name]
+        assert fields["moe_grouped_gemm"] is has_experts
+
+
+def test_the_command_refuses_what_megatron_refuses_and_else_says_what_it_took(
+    tmp_path: Path,
+) -> None:
+    def check(*overrides: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "hybridrl.main", *CHECK, *overrides],
+            env={**os.environ, "PYTHONPATH": str(_ROOT)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    refused = check("+megatron.transformer_args.no_such=1")
+    assert refused.returncode == 2
+    assert "megatron.transformer_args.no_such=1" in refused.stderr
+    taken = check()
+    assert taken.returncode == 0, taken.stderr
+    assert "takes the configuration of: policy" in taken.stdout

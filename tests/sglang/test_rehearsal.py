@@ -1,0 +1,224 @@
+"""What a start on a GPU makes of our arguments, by SGLang's own code; and what mode=check says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.load import load_config
+from hybridrl.env import ROOT, python_path
+from hybridrl.errors import ConfigErrors
+from hybridrl.main import compose
+from hybridrl.trainer.workers import build_actor_spec
+from hybridrl.workers.build import server_spec
+from hybridrl.workers.rollout import server_rehearsal
+from hybridrl.workers.rollout.server_arguments import environment
+from hybridrl.workers.rollout.server_rehearsal import case_of, rehearse_server, spec_of
+from tests.planning.models import QWEN3_8B, QWEN3_30B_A3B
+
+ON_CUDA = "tests.sglang.on_cuda"
+QWEN2_5_0_5B = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
+MODELS = {"qwen2": QWEN2_5_0_5B, "qwen3": QWEN3_8B, "qwen3_moe": QWEN3_30B_A3B}
+ARCHITECTURES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+
+
+def recipes_on_sglang() -> list[str]:
+    """Recipes whose rollout engine is a server on a GPU."""
+    texts = {path.stem: path.read_text() for path in (ROOT / "recipes").glob("*.yaml")}
+    return sorted(name for name, text in texts.items() if "override /rollout: sglang" in text)
+
+
+def model_of(recipe: str) -> str:
+    """The family of the model that a recipe names."""
+    path = yaml.safe_load((ROOT / "recipes" / f"{recipe}.yaml").read_text())["model"]["path"]
+    sizes = {"Qwen2.5-0.5B-Instruct": "qwen2", "Qwen3-8B": "qwen3", "Qwen3-30B-A3B": "qwen3_moe"}
+    return sizes[Path(path).name]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models of real sizes as far as their config.json, and a file of rows."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, values in MODELS.items():
+        (folder / name).mkdir()
+        whole = values | {"architectures": [ARCHITECTURES[name]], "dtype": "bfloat16"}
+        (folder / name / "config.json").write_text(json.dumps(whole))
+    (folder / "rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    return folder
+
+
+def config_of(folder: Path, model: str, *overrides: str) -> ExperimentConfig:
+    """A configuration with one of the models in the place of its own."""
+    return load_config(compose(["model=hf_folder", f"model.path={folder / model}", *overrides]))
+
+
+def config_of_recipe(folder: Path, name: str) -> ExperimentConfig:
+    rows = [f"data.{split}_files=[{folder}/rows.jsonl]" for split in ("train", "eval")]
+    given = [f"recipes={name}", f"model.path={folder / model_of(name)}", *rows]
+    return load_config(compose([*given, "reward=exact_match", "mode=check"]))
+
+
+GPU = (
+    *("rollout=sglang", "cluster=one_gpu", "rollout.dtype=bfloat16"),
+    *("model.attention=varlen", "actor.compute_dtype=bfloat16"),
+)
+ASLEEP, LORA = "rollout.sleep=true", "lora=default"
+TP2 = ("cluster.num_ranks_per_node=2", "rollout.tensor_parallel_size=2")
+COMBINATIONS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "asleep": ("qwen3", (*GPU, ASLEEP)),
+    "awake": ("qwen3", GPU),
+    "without graphs": ("qwen3", (*GPU, ASLEEP, "rollout.cuda_graphs=false")),
+    "adapter": ("qwen3", (*GPU, ASLEEP, LORA)),
+    "adapter with a backup": ("qwen3", (*GPU, ASLEEP, LORA, "lora.base=backup", *TP2)),
+    "tensor parallel": ("qwen2", (*GPU, ASLEEP, *TP2)),
+    "deterministic": (
+        "qwen3",
+        (*GPU, ASLEEP, "+rollout.engine_args.enable_deterministic_inference=true"),
+    ),
+    "deterministic, tensor parallel": (
+        "qwen3",
+        (*GPU, ASLEEP, *TP2, "+rollout.engine_args.enable_deterministic_inference=true"),
+    ),
+    "triton": ("qwen3", (*GPU, ASLEEP, "+rollout.engine_args.attention_backend=triton")),
+    "float32": (
+        "qwen3",
+        (*GPU, "rollout.dtype=float32", "+rollout.engine_args.attention_backend=triton"),
+    ),
+}
+
+
+def rehearsed(configs: Sequence[ExperimentConfig], folder: Path) -> list[dict[str, Any]]:
+    """What became of each, in a single process that answers as a machine with an H100."""
+    cases = []
+    for config in configs:
+        spec = spec_of(config, Path(str(config.model.path)))
+        cases.append(case_of(spec) | {"variables": environment(spec)})
+    case_file, result_file = folder / "cases.json", folder / "results.json"
+    case_file.write_text(json.dumps(cases))
+    subprocess.run(
+        [sys.executable, "-m", ON_CUDA, str(case_file), str(result_file)],
+        env=os.environ | {"PYTHONPATH": python_path()},
+        check=True,
+        timeout=110,
+        capture_output=True,
+    )
+    results: list[dict[str, Any]] = json.loads(result_file.read_text())
+    return results
+
+
+@pytest.mark.timeout(120)
+def test_sglang_starts_on_a_gpu_with_what_every_recipe_sends(folder: Path) -> None:
+    names = recipes_on_sglang()
+    assert len(names) == 3
+    configs = {name: config_of_recipe(folder, name) for name in names}
+    configs |= {name: config_of(folder, *given) for name, given in _flat().items()}
+    results = dict(zip(configs, rehearsed(list(configs.values()), folder), strict=True))
+    assert all(result["has_device"] for result in results.values())
+    refused = {name: result["refusals"] for name, result in results.items() if result["refusals"]}
+    assert refused == {}
+
+
+def _flat() -> dict[str, tuple[str, ...]]:
+    return {name: (model, *given) for name, (model, given) in COMBINATIONS.items()}
+
+
+REFUSED = {
+    "prefill graphs in pieces": {"cuda_graph_backend_prefill": "breakable"},
+    "decode graphs in pieces": {"cuda_graph_backend_decode": "breakable"},
+    "a page that does not divide": {"page_size": 7, "chunked_prefill_size": 100},
+    "another number of speculative steps": {"speculative_algorithm": "WARP"},
+    "no such attention": {"attention_backend": "warp"},
+    "no number": {"chunked_prefill_size": "many"},
+    "no such argument": {"chunked_prefil_size": 512},
+}
+
+
+@pytest.mark.timeout(120)
+def test_what_sglang_refuses_at_its_start_is_found_with_the_argument(folder: Path) -> None:
+    base = config_of(folder, *_flat()["asleep"])
+    configs = [_with_arguments(base, each) for each in REFUSED.values()]
+    found = dict(zip(REFUSED, rehearsed(configs, folder), strict=True))
+    names = {name: [r["names"] for r in result["refusals"]] for name, result in found.items()}
+    # With a page of 7 no size divides, so the page alone is at fault.
+    assert names == {name: [list(given)[:1]] for name, given in REFUSED.items()}
+    assert "not compatible with memory saver" in _reason(found["prefill graphs in pieces"])
+    assert "fa3" in _reason(found["no such attention"])
+    assert "chunked_prefill_size" in found["no such argument"]["refusals"][0]["fix"]
+
+
+def _with_arguments(config: ExperimentConfig, given: dict[str, object]) -> ExperimentConfig:
+    """Past our own rules, so that SGLang's are asked."""
+    return replace(config, rollout=replace(config.rollout, engine_args=given))
+
+
+def _reason(result: dict[str, Any]) -> str:
+    return str(result["refusals"][0]["reason"])
+
+
+@pytest.mark.timeout(120)
+def test_check_names_our_key_for_what_sglang_refuses(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_rehearsal, "_CHILD", ON_CUDA)
+    extra = "+rollout.engine_args={chunked_prefill_size: 100, page_size: 7}"
+    with pytest.raises(ConfigErrors, match="must be divisible by page_size") as raised:
+        rehearse_server(config_of(folder, *_flat()["asleep"], extra))
+    (violation,) = raised.value.violations
+    assert violation.key.startswith("rollout.engine_args.")
+    (remedy,) = violation.remedies
+    mended = config_of(folder, *_flat()["asleep"], extra, *remedy)
+    assert "accepts the arguments" in rehearse_server(mended)
+
+
+@pytest.mark.timeout(60)
+def test_where_there_is_no_gpu_check_says_what_it_did_not_see(folder: Path) -> None:
+    line = rehearse_server(config_of(folder, *_flat()["asleep"]))
+    assert "rehearsed where there is a GPU" in line
+
+
+@pytest.mark.timeout(60)
+def test_check_of_the_default_model_goes_through_sglang(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hybridrl.main", "mode=check", "rollout=sglang"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": python_path()},
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "accepts the arguments of its servers" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_a_start_sends_what_was_rehearsed(folder: Path, name: str) -> None:
+    model, given = COMBINATIONS[name]
+    config = config_of(folder, model, *given)
+    actor = build_actor_spec(config, folder / model)
+    assert server_spec(actor) == spec_of(config, folder / model)
