@@ -62,6 +62,12 @@ _EXIT_CONFIG = 2
 _REFUSALS = (HydraException, OmegaConfBaseException, YAMLError)
 
 
+# What a device computes in unless told otherwise: CUDA's varlen attention takes 16 bits alone.
+OmegaConf.register_new_resolver(
+    "dtype_on", lambda device: "bfloat16" if device == "cuda" else "float32"
+)
+
+
 class BoundedSource(FileConfigSource):
     """Reads YAML files of a folder, but none that would fill the memory, or end in a traceback."""
 

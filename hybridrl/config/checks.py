@@ -38,6 +38,11 @@ from hybridrl.config.doubled_checks import (
     check_trackers_stand_once,
 )
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.fsdp2_checks import (
+    check_fsdp2_is_used,
+    check_liger_kernels,
+    check_replicas,
+)
 from hybridrl.config.ignored_checks import check_rollout_keys_are_read
 from hybridrl.config.lora_checks import (
     check_adapted_layers,
@@ -221,6 +226,7 @@ _COMMON_RULES: Mapping[str, tuple[Rule, ...]] = {
         check_model_folder,
         check_engines_know_the_model,
     ),
+    "fsdp2": (check_fsdp2_is_used, check_replicas, check_liger_kernels),
     "megatron": (
         check_megatron_is_used,
         check_megatron_is_installed,

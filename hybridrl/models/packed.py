@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.functional import pad
 
-from hybridrl.models.varlen import VarlenLayout
+from hybridrl.models.fused_attention import fused_attention
+from hybridrl.models.varlen import SharedPrompts, VarlenCall, VarlenLayout
 
 AttentionKernel = Literal["padded", "varlen"]
 
@@ -97,14 +99,12 @@ class PaddedLayout:
                     value_TND.index_select(0, bucket.key_token),
                 )
             )
-            output_RNLD = nn.functional.scaled_dot_product_attention(
+            output_RNLD = fused_attention(
                 query_RNLD,
                 key_RNKD,
                 value_RNKD,
-                attn_mask=bucket.is_visible_R1LK,
-                is_causal=bucket.is_visible_R1LK is None,
+                is_visible_R1LK=bucket.is_visible_R1LK,
                 scale=scale,
-                enable_gqa=query_TND.shape[1] != key_TND.shape[1],
             )
             outputs.append(output_RNLD.transpose(1, 2).flatten(0, 1))
         return _Unpad.apply(torch.cat(outputs), self.slot_of_token)  # type: ignore[no-any-return, no-untyped-call]
@@ -186,15 +186,42 @@ def build_layout(
 
     Args:
         segments: in packed order. Neighbours of similar length pad least.
-        kernel: ``padded`` runs everywhere; ``varlen`` on CUDA in 16-bit types, and takes no
-            segments with a prefix.
+        kernel: ``padded`` runs everywhere; ``varlen`` on CUDA in 16-bit types. It takes prefixes
+            that come first, and segments with one last, in the order of their prefixes.
         device: where the model computes.
     """
     stretches = Stretches.of(segments)
     if kernel == "varlen":
-        row_offsets = torch.cat([stretches.begin_K, stretches.num_tokens_K.sum()[None]])
-        return VarlenLayout(row_offsets.to(device, torch.int32), stretches.longest_row)
+        return _varlen_layout(stretches, device)
     return padded_layout(stretches, device=device)
+
+
+def _varlen_layout(stretches: Stretches, device: torch.device) -> VarlenLayout:
+    lengths_K, longest = stretches.num_tokens_K, int(stretches.num_tokens_K.max())
+    offsets = torch.cat([stretches.begin_K, lengths_K.sum()[None]])
+    own_offsets = offsets.to(device, torch.int32)
+    own = VarlenCall(own_offsets, own_offsets, (longest, longest))
+    num_tails = int((stretches.prefix_length_K > 0).sum())
+    if not num_tails:
+        return VarlenLayout(own, stretches.longest_row)
+    first_tail = len(lengths_K) - num_tails
+    begin_F, family_of_tail = torch.unique_consecutive(
+        stretches.prefix_begin_K[first_tail:], return_inverse=True
+    )
+    num_families = len(begin_F)
+    if not torch.equal(begin_F, offsets[:num_families]):
+        raise ValueError("the varlen kernel takes prefixes first, and their rows in that order")
+    tokens_F = family_of_tail.bincount(lengths_K[first_tail:]).long()
+    queries = pad(tokens_F.cumsum(0), (1, 0))
+    longest_prompt = int(lengths_K[:num_families].max())
+    call = VarlenCall(
+        queries.to(device, torch.int32),
+        own_offsets[: num_families + 1],
+        (int(tokens_F.max()), longest_prompt),
+        is_causal=False,
+    )
+    prompts = SharedPrompts(call, int(offsets[first_tail]), int(offsets[num_families]))
+    return VarlenLayout(own, stretches.longest_row, prompts)
 
 
 def padded_layout(
@@ -250,9 +277,9 @@ def _build_bucket(
     num_columns = int(length_R1.max())
     is_visible_R1LK = None
     if num_seen_R1.any():
-        row_position_RL = num_seen_R1 + torch.arange(num_columns)
-        is_visible_RLK = columns_1K[None] <= row_position_RL[:, :, None]
-        is_visible_R1LK = is_visible_RLK[:, None].to(device)
+        row_position_RL = num_seen_R1.to(device) + torch.arange(num_columns, device=device)
+        columns_K = torch.arange(columns_1K.shape[1], device=device)
+        is_visible_R1LK = (columns_K <= row_position_RL[:, :, None])[:, None]
     return _Bucket(
         num_segments=len(length_R1),
         num_columns=num_columns,

@@ -24,7 +24,7 @@ from hybridrl.models.packed import (
     Stretches,
     padded_layout,
 )
-from hybridrl.models.varlen import attend_in_stretches
+from hybridrl.models.varlen import VarlenCall, attend_in_stretches
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +126,13 @@ class SharedLayout:
 class VarlenStretches:
     """Stretches for torch's variable-length flash kernel: CUDA, 16-bit types."""
 
-    query_offsets: Tensor  # int32 [K + 1], first token of each stretch among those attended from
-    key_offsets: Tensor  # int32 [K + 1], its first key among the keys taken
+    call: VarlenCall
     key_token: Tensor  # int64, keys to take: all that a stretch sees, stretch by stretch
-    longest_stretch: int
-    longest_row: int
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row, as far as this rank sees it."""
+        return self.call.longest[1]
 
     def attend(
         self, query_UND: Tensor, key_TJD: Tensor, value_TJD: Tensor, *, scale: float | None
@@ -140,8 +142,7 @@ class VarlenStretches:
             query_UND,
             key_TJD.index_select(0, self.key_token),
             value_TJD.index_select(0, self.key_token),
-            offsets=(self.query_offsets, self.key_offsets),
-            longest=(self.longest_stretch, self.longest_row),
+            own=self.call,
             scale=scale,
         )
 
@@ -180,10 +181,9 @@ def _varlen(stretches: Stretches, key_of_token_T: Tensor, device: torch.device) 
     key_offsets = pad(num_keys_K.cumsum(0), (1, 0))
     key = torch.arange(int(key_offsets[-1]))
     key_token = key - (key_offsets[:-1] - stretches.begin_K).repeat_interleave(num_keys_K)
-    return VarlenStretches(
+    call = VarlenCall(
         query_offsets=pad(stretches.num_tokens_K.cumsum(0), (1, 0)).to(device, torch.int32),
         key_offsets=key_offsets.to(device, torch.int32),
-        key_token=key_of_token_T[key_token].to(device),
-        longest_stretch=int(stretches.num_tokens_K.max()),
-        longest_row=stretches.longest_row,
+        longest=(int(stretches.num_tokens_K.max()), stretches.longest_row),
     )
+    return VarlenStretches(call, key_token=key_of_token_T[key_token].to(device))

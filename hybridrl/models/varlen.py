@@ -1,68 +1,195 @@
 """Attention over packed rows through torch's variable-length flash kernel.
 
-Legend: T packed tokens, N heads, D size of a head, R rows, K stretches.
+A prompt that siblings share is computed once: each sibling attends to its own tokens causally, all
+siblings together to the prompt's keys, and both results are merged by their log-sum-exps
+(arXiv:2205.14135, B.3).
+
+Legend: T packed tokens, S tokens of keys, U tokens behind a shared prompt, N heads, J key-value
+heads, D size of a head, K stretches.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
+import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenCall:
+    """One call of the kernel: which queries see which keys."""
+
+    query_offsets: Tensor  # int32 [K + 1], where stretches begin among the queries
+    key_offsets: Tensor  # int32 [K + 1], where they begin among the keys
+    longest: tuple[int, int]  # queries and keys of the longest stretch
+    is_causal: bool = True  # the last query of a stretch sees all its keys; else all queries do
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrompts:
+    """The call for what follows prompts that several rows share."""
+
+    call: VarlenCall
+    """A stretch is a family of siblings and the prompt's keys."""
+
+    first_query: int
+    """Packed token from which on all tokens follow a shared prompt."""
+
+    num_keys: int
+    """Packed tokens of the shared prompts, which come first in the pack."""
 
 
 @dataclass(frozen=True, slots=True)
 class VarlenLayout:
     """Attention through torch's variable-length flash kernel: CUDA, 16-bit types, no padding."""
 
-    row_offsets: Tensor  # int32 [R + 1], place of each row's first token
+    own: VarlenCall
+    """Each segment of the pack sees itself."""
+
     longest_row: int
+    prompts: SharedPrompts | None = None
 
     def attend(
-        self, query_TND: Tensor, key_TND: Tensor, value_TND: Tensor, *, scale: float | None
+        self, query_TND: Tensor, key_TJD: Tensor, value_TJD: Tensor, *, scale: float | None
     ) -> Tensor:
         """Attend causally within each row; see ``PackLayout.attend``."""
         return attend_in_stretches(
-            query_TND,
-            key_TND,
-            value_TND,
-            offsets=(self.row_offsets, self.row_offsets),
-            longest=(self.longest_row, self.longest_row),
-            scale=scale,
+            query_TND, key_TJD, value_TJD, own=self.own, prompts=self.prompts, scale=scale
         )
 
 
 def attend_in_stretches(
     query_TND: Tensor,
-    key_SND: Tensor,
-    value_SND: Tensor,
+    key_SJD: Tensor,
+    value_SJD: Tensor,
     *,
-    offsets: tuple[Tensor, Tensor],
-    longest: tuple[int, int],
+    own: VarlenCall,
     scale: float | None,
+    prompts: SharedPrompts | None = None,
 ) -> Tensor:
-    """Attend causally in each stretch, by torch's variable-length flash kernel.
+    """Attend in each stretch, by torch's variable-length flash kernel.
 
     Args:
         query_TND: float [T, N, D].
-        key_SND: float [S, N', D] where N' divides N (grouped queries).
-        value_SND: float [S, N', D].
-        offsets: int32 [K + 1] each, where stretches begin among queries and among keys. Where a
-            stretch has more keys than queries, its last query sees all of them.
-        longest: queries and keys of the longest stretch.
+        key_SJD: float [S, J, D] where J divides N: the kernel knows shared heads.
+        value_SJD: float [S, J, D].
+        own: the stretches.
         scale: factor on the scores; None is ``1 / sqrt(D)``.
+        prompts: what some queries see besides; keys are then those of the queries' tokens.
+
+    Returns:
+        Like ``query_TND``.
     """
-    # Heads are repeated here because the flag for grouped queries differs between torch 2.11
-    # and 2.13; the kernel sees the same numbers.
-    num_repeats = query_TND.shape[1] // key_SND.shape[1]
-    output = varlen_attn(
-        query_TND,
-        key_SND.repeat_interleave(num_repeats, dim=1),
-        value_SND.repeat_interleave(num_repeats, dim=1),
-        *offsets,
-        *longest,
+    attended = _Attention.apply(query_TND, key_SJD, value_SJD, own, prompts, scale)  # type: ignore[no-untyped-call]
+    return cast("Tensor", attended)
+
+
+class _Attention(torch.autograd.Function):
+    """The operators behind ``torch.nn.attention.varlen.varlen_attn``, and their gradient.
+
+    Not varlen_attn itself, because its gradient leaves out that of the log-sum-exp which it
+    returns, and because its flag for shared heads is in torch 2.13 and not in 2.11; the operators
+    are the same, and take both.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        query_TND: Tensor,
+        key_SJD: Tensor,
+        value_SJD: Tensor,
+        own: VarlenCall,
+        prompts: SharedPrompts | None,
+        scale: float | None,
+    ) -> Tensor:
+        output_TND, lse_NT = _forward(query_TND, key_SJD, value_SJD, own, scale)
+        if prompts is not None:
+            here, seen = slice(prompts.first_query, None), slice(prompts.num_keys)
+            other_UND, other_lse_NU = _forward(
+                query_TND[here], key_SJD[seen], value_SJD[seen], prompts.call, scale
+            )
+            merged_NU = torch.logaddexp(lse_NT[:, here], other_lse_NU)
+            share_UN1 = (lse_NT[:, here] - merged_NU).exp().T[..., None]
+            other_share_UN1 = (other_lse_NU - merged_NU).exp().T[..., None]
+            output_TND[here] = (share_UN1 * output_TND[here] + other_share_UN1 * other_UND).to(
+                output_TND.dtype
+            )
+            lse_NT[:, here] = merged_NU
+        ctx.save_for_backward(query_TND, key_SJD, value_SJD, output_TND, lse_NT)
+        ctx.own, ctx.prompts, ctx.scale = own, prompts, scale
+        return output_TND
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        query_TND, key_SJD, value_SJD, output_TND, lse_NT = ctx.saved_tensors
+        grad_TND = grads[0].contiguous()
+        # The kernel makes probabilities anew from scores and log-sum-exps. Given those of the whole
+        # row it yields this call's part of the whole row's gradient.
+        query_grad, key_grad, value_grad = _backward(
+            grad_TND, ctx.saved_tensors, ctx.own, ctx.scale
+        )
+        if ctx.prompts is not None:
+            here, seen = slice(ctx.prompts.first_query, None), slice(ctx.prompts.num_keys)
+            parts = (query_TND[here], key_SJD[seen], value_SJD[seen], output_TND[here])
+            others = _backward(
+                grad_TND[here],
+                (*parts, lse_NT[:, here].contiguous()),
+                ctx.prompts.call,
+                ctx.scale,
+            )
+            query_grad[here] += others[0]
+            key_grad[seen] += others[1]
+            value_grad[seen] += others[2]
+        return query_grad, key_grad, value_grad, None, None, None
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return output [T, N, D] and log-sum-exps float32 [N, T]."""
+    output, lse, *_ = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        call.query_offsets,
+        call.key_offsets,
+        *call.longest,
+        0.0,
+        call.is_causal,
+        False,  # noqa: FBT003 - the operator's own order: no mask is returned
         scale=scale,
-        window_size=(-1, 0),
+        window_size_left=-1,
+        window_size_right=0 if call.is_causal else -1,
     )
-    return cast("Tensor", output)
+    return output, lse
+
+
+def _backward(
+    grad: Tensor, saved: tuple[Tensor, ...], call: VarlenCall, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values."""
+    query, key, value, output, lse = saved
+    # Without dropout nothing random is made; varlen_attn hands over the same.
+    random = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    unused = torch.empty(0, device=query.device)
+    gradients = torch.ops.aten._flash_attention_backward(
+        grad,
+        query,
+        key,
+        value,
+        output,
+        lse,
+        call.query_offsets,
+        call.key_offsets,
+        *call.longest,
+        0.0,
+        call.is_causal,
+        random,
+        unused,
+        scale=scale,
+        window_size_left=-1,
+        window_size_right=0 if call.is_causal else -1,
+    )
+    return cast("tuple[Tensor, Tensor, Tensor]", gradients)

@@ -60,9 +60,10 @@ def largest_saving(config: ExperimentConfig) -> Knob | None:
 def knobs(config: ExperimentConfig) -> Iterator[Knob]:
     """Yield single overrides that save memory, with their prices.
 
-    Each halving of a size costs 1, checkpointing 3 (a third more time), a change of precision 4,
-    and each doubling of ranks 6, because nobody can conjure GPUs. Of parallel sizes on the same
-    ranks each doubling costs 2 where activations are exchanged, and 3 where a pipeline has bubbles.
+    Each halving of a size costs 1, more exchanges between ranks 1 or 2, checkpointing 3 (a third
+    more time), a change of precision 4, and each doubling of ranks 6, because nobody can conjure
+    GPUs. Of parallel sizes on the same ranks each doubling costs 2 where activations are exchanged,
+    and 3 where a pipeline has bubbles.
     """
     yield from _rollout_knobs(config)
     yield from _actor_knobs(config)
@@ -101,6 +102,20 @@ def _actor_knobs(config: ExperimentConfig) -> Iterator[Knob]:
     if actor.compute_dtype == "float32" and config.cluster.device == "cuda":
         changed = replace(actor, compute_dtype="bfloat16")
         yield Knob("actor.compute_dtype=bfloat16", 4, replace(config, actor=changed))
+    yield from _fsdp2_knobs(config)
+
+
+def _fsdp2_knobs(config: ExperimentConfig) -> Iterator[Knob]:
+    """Yield the way back from what keeps more in memory than need be."""
+    actor, options = config.actor, config.actor.fsdp2
+    if options.reduce_gradients == "last_microbatch":
+        changed = replace(actor, fsdp2=replace(options, reduce_gradients="every_microbatch"))
+        override = "actor.fsdp2.reduce_gradients=every_microbatch"
+        yield Knob(override, 1, replace(config, actor=changed))
+    if not options.reshard_after_forward:
+        changed = replace(actor, fsdp2=replace(options, reshard_after_forward=True))
+        override = "actor.fsdp2.reshard_after_forward=true"
+        yield Knob(override, 2, replace(config, actor=changed))
 
 
 def _critic_knobs(config: ExperimentConfig) -> Iterator[Knob]:

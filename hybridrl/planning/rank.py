@@ -228,7 +228,7 @@ class Rank:
         return Workload.of_critic(self.config, self.workload)
 
     def _trained(self, workload: Workload, model: ModelMemory) -> Microbatch:
-        return workload.microbatch(shares_prompts=not model.numerics.has_varlen_attention)
+        return workload.microbatch(shares_prompts=model.numerics.shares_prompts)
 
     def _scored(self, workload: Workload, model: ModelMemory) -> Microbatch:
         return self._trained(workload.scoring(), model)

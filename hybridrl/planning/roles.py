@@ -39,6 +39,12 @@ class Numerics:
     needs_entropy_gradient: bool
     chunk_tokens: int
 
+    shares_prompts: bool = True
+    """Siblings compute their prompt once."""
+
+    repeats_key_heads: bool = False
+    """The padded kernel on CUDA lays out keys and values once for each query head."""
+
     sums_whole_gradients: bool = False
     """FSDP2: each rank adds up the gradients of all weights until the last micro-batch."""
 
@@ -67,7 +73,9 @@ class Numerics:
         cls, config: ExperimentConfig, engine: EngineConfig, num_ranks: int, *, needs_cast: bool
     ) -> Numerics:
         model, compute_dtype = config.model, engine.compute_dtype
-        has_varlen = config.cluster.device == "cuda" and compute_dtype == "bfloat16"
+        is_cuda = config.cluster.device == "cuda"
+        has_varlen = is_cuda and compute_dtype == "bfloat16" and model.attention != "padded"
+        shares_tokens = engine.engine == "megatron" and config.megatron.context_parallel_size > 1
         options, is_fsdp2 = engine.fsdp2, engine.engine == "fsdp2"
         needs_cast = needs_cast or compute_dtype != model.dtype or options.cpu_offload
         return cls(
@@ -77,7 +85,9 @@ class Numerics:
             reduce_bytes=BYTES[engine.reduce_dtype],
             num_shards=max(1, num_ranks // options.num_replicas),
             is_sharded=num_ranks > 1 or needs_cast,
-            has_varlen_attention=has_varlen and model.attention != "padded",
+            has_varlen_attention=has_varlen,
+            shares_prompts=not (has_varlen and shares_tokens),
+            repeats_key_heads=is_cuda and not has_varlen,
             checkpoints_blocks=engine.gradient_checkpointing,
             needs_entropy_gradient=config.algorithm.entropy_coefficient > 0,
             chunk_tokens=config.actor.logprob_chunk_tokens,

@@ -162,11 +162,12 @@ class TrainingMemory:
             microbatch.num_tokens,
         )
         row_sums = num_tokens * shape.num_heads * _FLOAT32
-        if self.numerics.has_varlen_attention:  # heads of keys and values are repeated
-            return 4 * size * num_tokens * shape.query_size + row_sums
+        if self.numerics.has_varlen_attention:
+            return 2 * size * num_tokens * (shape.query_size + shape.key_size) + row_sums
         laid_back = num_tokens * shape.query_size * self._feeds("o_proj")
         queries = 2 * num_tokens * shape.query_size  # laid out in rows; the output too
-        keys = 2 * microbatch.num_key_slots * shape.key_size
+        key_size = shape.query_size if self.numerics.repeats_key_heads else shape.key_size
+        keys = 2 * microbatch.num_key_slots * key_size
         return size * (queries + keys + microbatch.num_mask_elements) + laid_back + row_sums
 
     @property

@@ -66,6 +66,29 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (("data.use_chat_template=true",), "data.use_chat_template", "no chat template"),
     (("model.attention=varlen",), "model.attention", "runs on CUDA in bfloat16"),
+    (("actor.fsdp2.num_replicas=2",), "actor.fsdp2.num_replicas", "number of ranks"),
+    (
+        (*GPUS, "actor.fsdp2.num_replicas=6"),
+        "actor.fsdp2.num_replicas",
+        "train the model, 8",
+    ),
+    (
+        ("algorithm=ppo", "critic.fsdp2.num_replicas=3"),
+        "critic.fsdp2.num_replicas",
+        "number of ranks",
+    ),
+    (
+        (*MEGATRON, "actor.fsdp2.compile_blocks=true"),
+        "actor.fsdp2.compile_blocks",
+        "would be ignored",
+    ),
+    (("actor.fsdp2.liger_kernels=true",), "actor.fsdp2.liger_kernels", "on CUDA alone"),
+    ((*GPUS, "actor.fsdp2.liger_kernels=true"), "actor.fsdp2.liger_kernels", "not installed"),
+    (
+        ("actor.fsdp2.liger_kernels=true", "actor.fsdp2.compile_blocks=true"),
+        "actor.fsdp2.liger_kernels",
+        "fuses the same operations",
+    ),
     (
         ("rollout.num_responses_per_prompt=1",),
         "rollout.num_responses_per_prompt",

@@ -102,6 +102,18 @@ def test_a_recipe_may_choose_options_and_the_command_line_has_the_last_word() ->
     assert compose([name, "trainer.num_steps=7"])["trainer"]["num_steps"] == 7  # type: ignore[index]
 
 
+def test_on_gpus_models_compute_in_bfloat16_unless_told_otherwise() -> None:
+    def computes_in(*overrides: str) -> list[str]:
+        values: Any = compose(overrides)
+        return [values[section]["compute_dtype"] for section in ("actor", "critic")]
+
+    gpu = "cluster=one_gpu"
+    assert computes_in() == computes_in("actor=megatron") == ["float32", "float32"]
+    assert computes_in(gpu) == computes_in(gpu, "actor=megatron") == ["bfloat16", "bfloat16"]
+    assert computes_in(gpu, "critic=megatron", "cluster.device=cpu") == ["float32", "float32"]
+    assert computes_in(gpu, "actor.compute_dtype=float32") == ["float32", "bfloat16"]
+
+
 def test_the_default_experiment_is_the_one_that_the_readme_tells() -> None:
     config = config_of()
     assert (config.num_rows_per_step, config.max_row_tokens) == (128, 48)

@@ -6,6 +6,7 @@ entry to ``ENGINES``. Nothing else here knows an engine.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -28,7 +29,7 @@ class Layout:
     num_ranks: int = 1
 
     dp_size: int = 1
-    """Ranks, or groups of ranks that share a model, which have rows of their own: 1 or 2."""
+    """Ranks, or groups of ranks that share a model, which have rows of their own."""
 
     family: Family = "qwen3"
     num_layers: int = 2
@@ -36,8 +37,15 @@ class Layout:
     megatron: Mapping[str, int | bool] = field(default_factory=dict)
     """Changes of the ``megatron`` section."""
 
+    fsdp2: Mapping[str, int | bool | str] = field(default_factory=dict)
+    """Changes of ``actor.fsdp2`` and ``critic.fsdp2``."""
+
     max_share: float = 1.1
-    """Of the model's bytes that one rank may hold; buffers are filled up to whole blocks."""
+    """Of the model's bytes that one rank may hold on its device between computations; buffers are
+    filled up to whole blocks."""
+
+    deadline_s: float = 90.0
+    """Of one check on the ranks."""
 
     by_day: Literal["all", "numbers", "nothing"] = "all"
     """Which tests are not nightly: of a cut that others contain, those that compare numbers."""
@@ -83,13 +91,53 @@ def _megatron(
     )
 
 
+def _allow_compilation() -> None:
+    """Take back what megatron's stand-ins forbid to all that is imported with them."""
+    os.environ.pop("TORCHDYNAMO_DISABLE", None)
+
+
+def _fsdp2(
+    name: str,
+    *,
+    num_ranks: int = 2,
+    max_share: float = 0.6,
+    deadline_s: float = 90.0,
+    by_day: Literal["all", "numbers", "nothing"] = "all",
+    **options: int | bool | str,
+) -> Layout:
+    return Layout(
+        name=f"fsdp2-{name}",
+        engine="fsdp2",
+        num_ranks=num_ranks,
+        dp_size=num_ranks,
+        fsdp2=options,
+        max_share=max_share,
+        deadline_s=deadline_s,
+        by_day=by_day,
+    )
+
+
 ENGINES: dict[str, EngineUnderTest] = {
     "fsdp2": EngineUnderTest(
         layouts=(
-            Layout(name="fsdp2-1", engine="fsdp2"),
-            Layout(name="fsdp2-2", engine="fsdp2", num_ranks=2, dp_size=2, max_share=0.6),
+            _fsdp2("1", num_ranks=1, max_share=1.1),
+            _fsdp2("2"),
+            _fsdp2("2x2", num_ranks=4, num_replicas=2, by_day="numbers"),
+            _fsdp2("2x1", num_replicas=2, max_share=1.1, by_day="nothing"),
+            _fsdp2("offload", cpu_offload=True, max_share=0.0),
+            _fsdp2("offload-1", num_ranks=1, cpu_offload=True, max_share=0.0, by_day="nothing"),
+            _fsdp2("compile", compile_blocks=True, deadline_s=170.0, by_day="nothing"),
+            _fsdp2(
+                "gathered",
+                reshard_after_forward=False,
+                num_prefetched_blocks=1,
+                reduce_gradients="last_microbatch",
+                by_day="numbers",
+            ),
+            _fsdp2("prefetch", num_prefetched_blocks=2, by_day="nothing"),
         ),
         families=("qwen3", "qwen2", "llama"),
+        prepare=_allow_compilation,
     ),
     "megatron": EngineUnderTest(
         layouts=(
@@ -165,6 +213,8 @@ ENGINES: dict[str, EngineUnderTest] = {
 RESHAPES = [
     ("fsdp2-2", "fsdp2-1"),
     ("fsdp2-1", "fsdp2-2"),
+    ("fsdp2-2x2", "fsdp2-offload"),
+    ("fsdp2-offload", "fsdp2-2x2"),
     ("megatron-tp2-pp2", "megatron-dp2"),
     ("megatron-dp2", "megatron-pp2"),
     ("megatron-tp2", "fsdp2-2"),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +38,8 @@ from tests.ranks import RankPool
 from tests.workers.train.critics import CRITIC
 from tests.workers.train.engines import ACTOR, CPU, LOSS, MODEL, rows_of
 from tests.workers.train.lora_engines import LORA
+
+Config = TypeVar("Config", ActorConfig, CriticConfig)
 
 NO_ADAPTER = replace(LORA, enabled=False)
 
@@ -70,7 +73,7 @@ class Rank:
         spec = CriticSpec(
             model_folder=folder,
             model=MODEL,
-            critic=replace(config, engine=self.layout.engine),  # type: ignore[arg-type]
+            critic=self._with_layout(config),
             megatron=self._spec.megatron,
             seed=0,
             device="cpu",
@@ -80,8 +83,12 @@ class Rank:
         return build_critic_engine(spec, CPU)
 
     def _spec_for(self, folder: Path, config: ActorConfig, lora: LoraConfig) -> ActorRolloutSpec:
-        actor = replace(config, engine=self.layout.engine)  # type: ignore[arg-type]
+        actor = self._with_layout(config)
         return replace(self._spec, model_folder=folder, actor=actor, lora=lora)
+
+    def _with_layout(self, config: Config) -> Config:
+        options = replace(config.fsdp2, **self.layout.fsdp2)  # type: ignore[arg-type]
+        return replace(config, engine=self.layout.engine, fsdp2=options)  # type: ignore[arg-type]
 
 
 class RanksUnderTest:
@@ -90,7 +97,7 @@ class RanksUnderTest:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.engine = ENGINES[layout.engine]
-        self._pool = RankPool(layout.num_ranks)
+        self._pool = RankPool(layout.num_ranks, deadline_s=layout.deadline_s)
         self._spec = _spec_of(layout)
 
     def run(self, check: Callable[..., Any], *args: object) -> list[Any]:
@@ -139,14 +146,23 @@ def _spec_of(layout: Layout) -> ActorRolloutSpec:
 
 
 def share_of(batch: Any, engine: ShardedEngine, first: int) -> Any:
-    """Return this rank's rows: the first ones are of data-parallel rank 0, the rest of rank 1.
+    """Return this rank's rows: the first ones are of data-parallel rank 0, the rest of the others.
 
     No rows at all cannot be taken of jagged ones: a row without a response stands in.
     """
     if engine.dp_size == 1:
         return batch
-    rows = range(first) if engine.dp_rank == 0 else range(first, len(batch))
+    rows = shares_of(len(batch), engine.dp_size, first)[engine.dp_rank]
     return rows_of(batch, rows) if len(rows) else mute(rows_of(batch, [0]))
+
+
+def shares_of(num_rows: int, dp_size: int, first: int) -> list[range]:
+    """Return the rows of each data-parallel rank."""
+    if dp_size == 1:
+        return [range(num_rows)]
+    num_others = dp_size - 1
+    edges = [first + (num_rows - first) * n // num_others for n in range(num_others + 1)]
+    return [range(*edge) for edge in pairwise([0, *edges])]
 
 
 def mute(batch: Any) -> Any:

@@ -154,7 +154,7 @@ def _rest(rank: Rank, folder: Path, targets: list[Path]) -> None:
     for seed in range(3):
         for engine in (resting, steady):
             _teach(engine, make_lessons(4, seed=seed), first=2)
-        assert resting.resident_bytes(TrainState.OPTIMIZER) > 0
+        assert (resting.resident_bytes(TrainState.OPTIMIZER) > 0) is (rank.layout.max_share > 0)
         for part in TrainState:
             resting.offload(part)
             assert resting.resident_bytes(part) == 0

@@ -26,8 +26,9 @@ def _rest_and_train(rank: Rank, folder: Path) -> None:
         resident = {part: resting.resident_bytes(part) for part in TrainState}
         # No more than its share: nothing that was gathered is left behind.
         whole = sum(spec.num_bytes for spec in resting.weight_specs())
-        assert 0 < resident[TrainState.PARAMETERS] <= rank.layout.max_share * whole
-        assert resident[TrainState.OPTIMIZER] > 0
+        assert resident[TrainState.PARAMETERS] <= rank.layout.max_share * whole
+        if rank.layout.max_share:  # else nothing ever stays on the device
+            assert min(resident[TrainState.PARAMETERS], resident[TrainState.OPTIMIZER]) > 0
         for _ in range(2):
             for part in TrainState:
                 resting.offload(part)

@@ -79,11 +79,12 @@ def test_masters_stay_float32_and_learn_while_bfloat16_computes(
     assert any(not torch.equal(after[name], before[name]) for name in before)
 
 
+@pytest.mark.parametrize("num_siblings", [1, 4])
 def test_varlen_and_padded_attention_take_the_same_step(
-    tmp_path: Path, device: torch.device
+    tmp_path: Path, device: torch.device, num_siblings: int
 ) -> None:
     folder = make_tiny_model(tmp_path)
-    rows = make_rows(12, seed=1)
+    rows = make_rows(12, seed=1, num_siblings=num_siblings)
     scored, norms = [], []
     for attention in ("varlen", "padded"):
         engine = build(folder, device, attention=attention)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hybridrl.planning.advice import knobs
 from hybridrl.planning.memory import plan_memory
 from hybridrl.planning.plan import MemoryPlan, Place
+from hybridrl.planning.roles import Numerics, Role
+from hybridrl.planning.shapes import shape_of
+from hybridrl.planning.training import TrainingMemory
+from hybridrl.planning.workload import Microbatch, Workload
 from tests.config.values import config_of
 from tests.planning.test_memory import part, phase, plan_of
 
@@ -56,11 +62,47 @@ def test_between_microbatches_a_rank_of_64_keeps_2_gib_of_gradients_or_122(
     )
 
 
+def test_what_keeps_more_than_need_be_is_the_first_thing_to_change(
+    large: tuple[str, ...],
+) -> None:
+    overrides = ("reduce_gradients=last_microbatch", "reshard_after_forward=false")
+    config = config_of(*EIGHT, *large, *(f"actor.fsdp2.{override}" for override in overrides))
+    offered = {knob.override: knob for knob in knobs(config)}
+    plan = plan_memory(config)
+    for name in ("reduce_gradients=every_microbatch", "reshard_after_forward=true"):
+        saved = plan.peak_bytes(plan.fullest) - offered[f"actor.fsdp2.{name}"].peak_bytes
+        assert saved > 40 * GIB, name
+
+
 def test_replicas_each_hold_the_model_over_fewer_ranks() -> None:
     whole, halves = plan_of(*EIGHT), plan_of(*EIGHT, "actor.fsdp2.num_replicas=2")
     for name in ("actor weights", "optimizer"):
         twice = 2 * part(whole, "update", name)
         assert part(halves, "update", name) == pytest.approx(twice, rel=1e-3)
+
+
+def test_attention_is_planned_as_the_kernel_of_the_device_takes_it() -> None:
+    def saved(*overrides: str) -> tuple[TrainingMemory, Microbatch, int]:
+        config = config_of("cluster=one_gpu", *overrides)
+        role = Role(name="actor", shape=shape_of(config.model), learns=True)
+        memory = TrainingMemory(role, Numerics.of(config))
+        pack = Workload.longest(config).microbatch(shares_prompts=memory.numerics.shares_prompts)
+        return memory, pack, memory.saved_by_attention(pack)
+
+    memory, pack, num_bytes = saved("actor.compute_dtype=bfloat16")
+    shape = memory.role.shape
+    per_token = 4 * (shape.query_size + shape.key_size) + 4 * shape.num_heads
+    assert num_bytes == pack.num_tokens * per_token  # heads as they are, a shared prompt once
+    assert pack.num_key_slots > pack.num_tokens
+    padded, pack, num_bytes = saved("actor.compute_dtype=float32")
+    assert not padded.numerics.has_varlen_attention
+    # Keys and values once for each query head, and the masks: what torch's kernel is given.
+    keys_and_masks = 4 * (2 * pack.num_key_slots * shape.query_size + pack.num_mask_elements)
+    assert num_bytes > keys_and_masks
+    on_cpu = replace(padded.numerics, repeats_key_heads=False)
+    fewer = TrainingMemory(padded.role, on_cpu).saved_by_attention(pack)
+    num_repeated = shape.query_size - shape.key_size
+    assert num_bytes - fewer == 4 * 2 * pack.num_key_slots * num_repeated > 0
 
 
 def test_with_cpu_offload_the_state_lies_on_the_host_in_every_phase() -> None:

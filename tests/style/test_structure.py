@@ -20,6 +20,7 @@ ONE_DOOR = {
     "sglang": "hybridrl.workers.rollout.sglang",
     "megatron": "hybridrl.workers.train.mcore.megatron_core",
     "peft": "hybridrl.models.adapter",
+    "liger_kernel": "hybridrl.models.liger",
 }
 AT_MOST_ONE_FILE = ["wandb", "mlflow", "tensorboard", "math_verify", "pyarrow", "plotly"]
 LIFE_CYCLE = ("release", "resume", "pause", "drain", "continue_generation")

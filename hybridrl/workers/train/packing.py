@@ -69,8 +69,9 @@ class RowPacker:
     """Cuts one batch into packs.
 
     Not computed are: the last token of a row, which predicts nothing; a row without a response
-    token, which teaches nothing; and, with the padded kernel, the prompt of a row that a sibling
-    in the same pack has computed already. Gradients are those of the rows one by one.
+    token, which teaches nothing; and the prompt of a row that a sibling in the same pack has
+    computed already, unless ranks share the tokens of packs and attend with the varlen kernel.
+    Gradients are those of the rows one by one.
 
     Where experts are given, a prompt is computed once only for siblings whose prompts went through
     the same: batched otherwise, an engine may have sent one of them elsewhere.
@@ -223,7 +224,7 @@ class RowPacker:
 
     def _families(self, rows: Iterable[int]) -> list[list[int]]:
         """Group rows that share a prompt, where the kernel can make use of it."""
-        if self._kernel == "varlen":
+        if self._kernel == "varlen" and self._share is not None:
             return [[row] for row in rows]
         families: dict[bytes, list[int]] = {}
         for row in rows:
@@ -243,23 +244,31 @@ class RowPacker:
         return sum(self._rows[row].num_tokens for row in family) - num_shared_tokens
 
     def _lay_out(self, rows: Sequence[int]) -> tuple[list[_Stretch], list[int | None]]:
-        """Return the pack's stretches, long ones first, and the number of each one's prefix."""
-        whole, tails = [], []
-        for family in self._families(rows):
-            first = self._rows[family[0]]
-            if len(family) == 1:
-                whole.append(_Stretch(family[0], 0, first.num_tokens))
-                continue
-            skip = first.num_prompt_tokens
-            whole.append(_Stretch(family[0], 0, skip))
-            rests = [(row, self._rows[row].num_tokens - skip) for row in family]
-            tails += [_Stretch(row, skip, rest) for row, rest in rests if rest]
-        whole.sort(key=lambda stretch: -stretch.num_tokens)
-        tails.sort(key=lambda stretch: (-stretch.num_tokens, -stretch.skip))
+        """Return the pack's stretches, and the number of each one's prefix.
+
+        Prompts that siblings share come first and what follows them last, family by family, as the
+        varlen kernel takes them; for the padded kernel, which pads least so, by length.
+        """
+        families = [self._stretches_of(family) for family in self._families(rows)]
+        families.sort(key=lambda family: not family[1])
+        whole = [stretch for stretch, _ in families]
+        tails = [tail for _, following in families for tail in following]
+        if self._kernel == "padded":
+            whole.sort(key=lambda stretch: -stretch.num_tokens)
+            tails.sort(key=lambda stretch: (-stretch.num_tokens, -stretch.skip))
         number_of = {self._rows[s.row].prompt: number for number, s in enumerate(whole)}
         return [*whole, *tails], [None] * len(whole) + [
             number_of[self._rows[stretch.row].prompt] for stretch in tails
         ]
+
+    def _stretches_of(self, family: Sequence[int]) -> tuple[_Stretch, list[_Stretch]]:
+        """Return a row, or the prompt that a family shares, and what follows it in each row."""
+        first = self._rows[family[0]]
+        if len(family) == 1:
+            return _Stretch(family[0], 0, first.num_tokens), []
+        skip = first.num_prompt_tokens
+        following = [_Stretch(row, skip, self._rows[row].num_tokens - skip) for row in family]
+        return _Stretch(family[0], 0, skip), [tail for tail in following if tail.num_tokens]
 
     def _score_by_shared(
         self, rows: Sequence[int], stretches: Sequence[_Stretch], ends_K: Tensor

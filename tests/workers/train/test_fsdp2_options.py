@@ -1,0 +1,123 @@
+"""What the keys of ``actor.fsdp2`` make of a model, beside the numbers of tests/contract."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hybridrl.checkpoint.manifest import FileEntry
+from hybridrl.metrics import Metrics
+from hybridrl.workers.train.checkpoint import CheckpointWriter
+from hybridrl.workers.train.fsdp2 import FSDP2Engine
+from hybridrl.workers.train.protocol import TokenLossInputs
+from tests.models import make_tiny_model
+from tests.ranks import run_ranks
+from tests.workers.train.engines import ACTOR, FSDP2, LOSS, build_fsdp2, make_rows
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), num_layers=4)
+
+
+def _build(folder: Path, **options: Any) -> FSDP2Engine:
+    engine = build_fsdp2(folder, config=replace(ACTOR, fsdp2=replace(FSDP2, **options)))
+    assert isinstance(engine, FSDP2Engine)
+    return engine
+
+
+def _neighbours(rank: int, folder: Path, num_ahead: int) -> list[tuple[list[int], list[int]]]:
+    """Return the blocks that each block asks for ahead of time, forward and backward."""
+    engine = _build(folder, num_prefetched_blocks=num_ahead)
+    states = [block._get_fsdp_state() for block in engine.model.hf.model.layers]
+    return [
+        (
+            [states.index(other) for other in state._states_to_forward_prefetch],
+            [states.index(other) for other in state._states_to_backward_prefetch],
+        )
+        for state in states
+    ]
+
+
+def test_blocks_ask_for_the_next_ones_in_either_direction(folder: Path) -> None:
+    asked = run_ranks(2, _neighbours, folder, 2)[0]
+    assert asked == [([1, 2], []), ([2, 3], [0]), ([3], [1, 0]), ([], [2, 1])]
+    assert run_ranks(2, _neighbours, folder, 0)[0] == [([], [])] * 4
+
+
+class _LossThatCountsShards:
+    """The usual loss; counts parameters of blocks that are whole when the forward pass is over."""
+
+    needs_entropy_gradient = False
+
+    def __init__(self, engine: FSDP2Engine) -> None:
+        self._parameters = engine.model.hf.model.layers.parameters
+        self.num_whole: list[int] = []
+
+    def __call__(self, inputs: TokenLossInputs) -> tuple[Tensor, Metrics]:
+        is_whole = [not isinstance(parameter, DTensor) for parameter in self._parameters()]
+        self.num_whole.append(sum(is_whole) if not all(is_whole) else -1)
+        return LOSS(inputs)
+
+
+def _count_whole(rank: int, folder: Path, *, reshards: bool) -> list[int]:
+    engine = _build(folder, reshard_after_forward=reshards)
+    loss = _LossThatCountsShards(engine)
+    engine.update(
+        make_rows(4), loss=loss, aggregation="token_mean", temperature=1.0, max_response_tokens=8
+    )
+    assert all(isinstance(parameter, DTensor) for parameter in engine.model.parameters())
+    return loss.num_whole
+
+
+def _count_kept(rank: int, folder: Path) -> list[int]:
+    return _count_whole(rank, folder, reshards=False)
+
+
+def _count_freed(rank: int, folder: Path) -> list[int]:
+    return _count_whole(rank, folder, reshards=True)
+
+
+def test_gathered_blocks_are_freed_after_the_forward_pass_or_kept(folder: Path) -> None:
+    assert run_ranks(2, _count_freed, folder) == [[0], [0]]
+    assert run_ranks(2, _count_kept, folder) == [[-1], [-1]]  # all of them
+
+
+def _policies(rank: int, folder: Path) -> list[set[type]]:
+    return [
+        {
+            type(group.offload_policy)
+            for module in _build(folder, cpu_offload=offloads).model.modules()
+            if isinstance(module, FSDPModule)
+            for group in module._get_fsdp_state()._fsdp_param_groups
+        }
+        for offloads in (True, False)
+    ]
+
+
+def test_offload_is_asked_of_every_block_and_the_root(folder: Path) -> None:
+    for offloaded, usual in run_ranks(2, _policies, folder):
+        assert offloaded == {CPUOffloadPolicy}
+        assert CPUOffloadPolicy not in usual
+
+
+def _save(rank: int, folder: Path, target: Path, num_replicas: int) -> FileEntry | None:
+    writer = CheckpointWriter()
+    engine = _build(folder, num_replicas=num_replicas)
+    writer.begin(engine, target / f"rank-{rank}.safetensors", notes={})
+    entry = writer.collect(waits=True)
+    writer.close()
+    return entry
+
+
+def test_of_two_copies_of_the_model_one_is_saved(folder: Path, tmp_path: Path) -> None:
+    first, second = run_ranks(2, _save, folder, tmp_path / "copies", 2)
+    shards = run_ranks(2, _save, folder, tmp_path / "shards", 1)
+    assert first.num_bytes > 1.9 * shards[0].num_bytes - 20_000
+    assert second.num_bytes < 0.2 * first.num_bytes  # generators alone
