@@ -40,7 +40,7 @@ _PACKAGE = Path(__file__).resolve().parent
 _ROOT = _PACKAGE if (_PACKAGE / "hydra_configs").is_dir() else _PACKAGE.parent
 _CONFIG_DIR = str(_ROOT / "hydra_configs")
 _BY_NAME_TO_KEEP_RAY_OUT = "hybridrl.trainer.launch"
-_REHEARSAL = "hybridrl.trainer.rehearsal"
+_MEGATRON_REHEARSAL = "hybridrl.trainer.megatron_rehearsal"
 _SEARCH_PATH = "hydra.searchpath="
 _EXIT_CONFIG = 2
 _EXIT_INTERRUPTED = 130
@@ -180,8 +180,8 @@ def _run_or_stop(composed: DictConfig) -> None:
 def _run_composed(composed: DictConfig) -> None:
     config = load_config(_as_mapping(composed))
     if config.mode == "check":
-        rehearsed = [f"{'rehearsal':<12} {line}\n" for line in _rehearse(config)]
-        sys.stdout.write(f"{summarize(config)}\n{peak_line(config)}\n{''.join(rehearsed)}")
+        sys.stdout.write(f"{summarize(config)}\n{peak_line(config)}\n")
+        _ask_megatron(config)
         return
     if config.mode == "plan":
         sys.stdout.write(plan_page(config))
@@ -190,12 +190,11 @@ def _run_composed(composed: DictConfig) -> None:
     launch.run(config, resolved_yaml=OmegaConf.to_yaml(composed))
 
 
-def _rehearse(config: ExperimentConfig) -> list[str]:
-    """Let the packages that a run would start look at its configuration; returns what to tell."""
-    if not config.megatron_worlds:
-        return []  # without torch, which the rehearsal imports
-    lines: list[str] = import_module(_REHEARSAL).rehearse_megatron(config)
-    return lines
+def _ask_megatron(config: ExperimentConfig) -> None:
+    """Say what megatron-core, where a model trains on it, makes of the configuration."""
+    if config.megatron_worlds:  # else without torch, which the rehearsal imports
+        for line in import_module(_MEGATRON_REHEARSAL).rehearse_megatron(config):
+            sys.stdout.write(f"{'megatron':<12} {line}\n")
 
 
 def compose(overrides: Sequence[str]) -> Mapping[str, object]:

@@ -183,6 +183,8 @@ class Rank:
             rest = [Part("CUDA, NCCL, fragments", _CUDA_RESERVE, is_measured=False)]
         else:
             rest = [Part("libraries", _LIBRARIES.get(name, 20) * _MIB)]
+        on_host = sum(model.host_optimizer for model in self._models)
+        rest.append(Part("optimizer kept on the host", on_host, Place.HOST))
         rest.append(Part("Python, torch, Ray", _PROCESS, Place.HOST, is_measured=False))
         return Phase(name, tuple(part for part in (*parts, *rest) if part.num_bytes))
 

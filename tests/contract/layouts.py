@@ -33,7 +33,7 @@ class Layout:
     family: Family = "qwen3"
     num_layers: int = 2
 
-    megatron: Mapping[str, int | bool] = field(default_factory=dict)
+    megatron: Mapping[str, object] = field(default_factory=dict)
     """Changes of the ``megatron`` section."""
 
     max_share: float = 1.1

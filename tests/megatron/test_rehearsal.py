@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hybridrl.errors import ConfigErrors
-from hybridrl.trainer.rehearsal import rehearse_megatron
+from hybridrl.trainer.megatron_rehearsal import rehearse_megatron
 from tests.config.test_megatron_recipes import MODELS
 from tests.config.test_megatron_recipes import config_of as recipe_of
 from tests.config.values import config_of
