@@ -19,6 +19,7 @@ import torch
 from hybridrl.config.actor import ActorConfig
 from hybridrl.workers.process_group import end_process_group, start_process_group
 from hybridrl.workers.train.protocol import TrainState, WeightPart
+from hybridrl.workers.train.shard_files import parts_of
 from tests.config.values import config_of
 from tests.megatron.stand_ins import install
 from tests.workers.train.engines import (
@@ -31,7 +32,7 @@ from tests.workers.train.engines import (
     update,
     weights_of,
 )
-from tests.workers.train.lora_engines import LORA, randomize
+from tests.workers.train.lora_engines import LORA
 
 HALF = replace(ACTOR, compute_dtype="bfloat16", optimizer=replace(ACTOR.optimizer, lr=0.02))
 
@@ -62,7 +63,25 @@ def build_adapted(folder: Path, layers: str) -> Any:
     )
 
 
-def two_steps(engine: Any) -> dict[str, Any]:
+def lose_and_restore(engine: Any) -> None:
+    """Go through a checkpoint in memory."""
+
+    def parts() -> dict[str, torch.Tensor]:
+        named = engine.checkpoint_tensors().items()
+        return {key: part.values for name, held in named for key, part in parts_of(name, held)}
+
+    saved = {key: values.clone() for key, values in parts().items()}
+    with torch.no_grad():
+        for _, parameter in engine.named_tensors():
+            if parameter.requires_grad:
+                parameter.zero_()
+        engine.begin_restore(num_updates=engine.num_updates)
+        for key, values in parts().items():
+            values.copy_(saved[key])
+    engine.end_restore()
+
+
+def two_steps(engine: Any, *, restores: bool = False) -> dict[str, Any]:
     rows = make_rows(8, num_siblings=2)
     steps = []
     for _ in range(2):
@@ -73,6 +92,8 @@ def two_steps(engine: Any) -> dict[str, Any]:
             engine.offload(part)
         for part in TrainState:
             engine.restore(part)
+        if restores:
+            lose_and_restore(engine)
     found = {"steps": steps, "weights": weights_of(engine)}
     if WeightPart.ADAPTER in engine.weight_parts:
         found["adapter"] = {n: t.clone() for n, t in engine.full_weights(WeightPart.ADAPTER)}
@@ -132,7 +153,8 @@ def main(folder: Path, case: str, target: Path) -> None:
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     start_process_group(device="cpu", local_rank=0, timeout_s=60.0)
     fused, plain = CASES[case](folder)
-    found: dict[str, Any] = {"fused": two_steps(fused), "plain": two_steps(plain)}
+    found: dict[str, Any] = {"fused": two_steps(fused, restores=True)}
+    found["plain"] = two_steps(plain)
     found["names"] = [name for name, _ in fused.named_tensors()]
     found["fields"] = vars(fused._transformer)
     kept = {"gradient_accumulation_fusion", "apply_rope_fusion", "moe_permute_fusion"}

@@ -38,6 +38,8 @@ def main(folder: Path, names: list[str]) -> None:
         (folder / name).mkdir()
         lines = rehearse_megatron(config_of(name, folder / name))
         fields = [{field: getattr(config, field) for field in _FIELDS} for config in built]
+        for found, config in zip(fields, built, strict=True):
+            found["attention"] = config.attention_backend.name
         sys.stdout.write(json.dumps({"lines": lines, "fields": fields}) + "\n")
 
 

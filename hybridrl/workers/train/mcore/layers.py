@@ -77,17 +77,15 @@ class RoutedLayer(TransformerLayer):
 
 
 class PackExperts(MoELayer):
-    """The experts of a layer. Computed again, they go where the pack went before."""
+    """The experts of a layer, computed again in the backward pass as the pack went before."""
 
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        super().__init__(config, *args, **kwargs)
-        self._is_recomputed = "moe" in config.recompute_modules
-        self._is_recomputed &= config.recompute_granularity == "selective"
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        super().__init__(*args, **kwargs)
         self.moe_layer_recompute = False  # its own would ask a router that was told nothing
 
     def forward(self, hidden_T1H: Tensor, **kwargs: Any) -> Any:  # noqa: ANN401
         """Compute the experts; see MoELayer."""
-        if not (self._is_recomputed and self.training):
+        if not self.training:
             return super().forward(hidden_T1H, **kwargs)
         router: PackRouter = self.router
         pack, compute = router.pack, super().forward
@@ -140,6 +138,8 @@ def decoder_layers(
     layer_of = _fused_layer if is_fused else _local_layer
     is_ours = config.attention_backend is AttnBackend.local
     attention = PackedAttention if is_ours else FusedAttention
+    is_selective = config.recompute_granularity == "selective"
+    recomputes_experts = is_selective and "moe" in config.recompute_modules
     specs = []
     for layer in range(first, first + num_layers):
         is_sparse = architecture.is_sparse(layer)
@@ -147,7 +147,8 @@ def decoder_layers(
         spec.submodules.self_attention.submodules.core_attention = attention
         if is_sparse:
             spec.module = RoutedLayer
-            spec.submodules.mlp.module = PackExperts
+            if recomputes_experts:
+                spec.submodules.mlp.module = PackExperts
             spec.submodules.mlp.submodules.router = PackRouter
         specs.append(spec)
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm if is_fused else RMSNorm)
