@@ -56,7 +56,7 @@ _PACKAGE = Path(__file__).resolve().parent
 _ROOT = _PACKAGE if (_PACKAGE / "hydra_configs").is_dir() else _PACKAGE.parent
 _CONFIG_DIR = str(_ROOT / "hydra_configs")
 _BY_NAME_TO_KEEP_RAY_OUT = "hybridrl.trainer.launch"
-_REHEARSAL = "hybridrl.trainer.rehearsal"
+_MEGATRON_REHEARSAL = "hybridrl.trainer.megatron_rehearsal"
 _SEARCH_PATH = "hydra.searchpath="
 _EXIT_CONFIG = 2
 _REFUSALS = (HydraException, OmegaConfBaseException, YAMLError)
@@ -245,7 +245,7 @@ def _run_composed(composed: DictConfig) -> None:
 def _rehearse(config: ExperimentConfig) -> Iterator[str]:
     """Let the packages that a run would start look at its configuration; yields what to tell."""
     if config.megatron_worlds:  # not otherwise: the rehearsal imports torch
-        yield from import_module(_REHEARSAL).rehearse_megatron(config)
+        yield from import_module(_MEGATRON_REHEARSAL).rehearse_megatron(config)
     if config.rollout.engine == "sglang":
         sys.stderr.write("asking SGLang about its arguments, some 10 s ...\n")
         yield f"SGLang: {rehearse_server(config)}"

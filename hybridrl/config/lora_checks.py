@@ -13,7 +13,10 @@ from hybridrl.errors import ConfigError, ModelError, nearest
 Sizes = Mapping[str, tuple[int, int]]
 """(outputs, inputs) of each linear layer of a block."""
 
-_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+_OF_HEADS = ("q_proj", "k_proj", "v_proj")
+"""Linear layers whose outputs are heads."""
+
+OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 """Linear layers of an expert."""
 
 
@@ -90,19 +93,22 @@ def check_lora_base(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_adapted_layers(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Adapters stand beside megatron-core's own linear layers, dense ones and whole experts."""
+    """Adapters stand beside whole heads and whole experts of megatron-core's linear layers."""
     megatron, lora = config.megatron, config.lora
     if config.actor.engine != "megatron" or not lora.enabled:
         return
-    rule = "adapters (lora.enabled=true) have a place in megatron-core's own layers alone"
-    if megatron.layers == "transformer_engine":
+    num_kv_heads = model_values(config).get("num_key_value_heads")
+    tensor, adapted = megatron.tensor_parallel_size, set(lora.modules)
+    if isinstance(num_kv_heads, int) and tensor > num_kv_heads and adapted & {*_OF_HEADS}:
+        others = [name for name in LINEAR_MODULES if name not in _OF_HEADS and name in adapted]
         yield ConfigError(
-            "megatron.layers",
-            megatron.layers,
-            rule,
-            remedies=[("megatron.layers=auto",), ("megatron.layers=local",)],
+            "megatron.tensor_parallel_size",
+            tensor,
+            f"a rank must have a whole one of the model's {num_kv_heads} key-value heads where "
+            f"{', '.join(_OF_HEADS)} have adapters",
+            remedies=[(f"lora.target_modules=[{','.join(others or ['o_proj'])}]",)],
         )
-    adapts_experts = model_values(config).get("num_experts") and set(lora.modules) & {*_OF_EXPERTS}
+    adapts_experts = model_values(config).get("num_experts") and set(lora.modules) & {*OF_EXPERTS}
     if adapts_experts and megatron.expert_tensor_parallel_size > 1:
         yield ConfigError(
             "megatron.expert_tensor_parallel_size",

@@ -26,6 +26,8 @@ _TRANSFORMER_TYPED: Reasons = {
     "expert_model_parallel_size": "megatron.expert_parallel_size",
     "expert_tensor_parallel_size": "megatron.expert_tensor_parallel_size",
     "transformer_impl": "megatron.layers",
+    "moe_grouped_gemm": "megatron.layers",
+    "attention_backend": "megatron.attention",
     "moe_aux_loss_coeff": "megatron.load_balance_coefficient",
     "moe_router_load_balancing_type": "megatron.load_balance_coefficient",
     "moe_enable_routing_replay": "megatron.replay_routing",
@@ -182,6 +184,8 @@ def keys_of_transformer_engine(megatron: MegatronConfig) -> dict[str, ArgumentVa
     keys: dict[str, ArgumentValue] = {}
     if megatron.layers == "transformer_engine":
         keys["megatron.layers"] = megatron.layers
+    if megatron.attention == "transformer_engine":
+        keys["megatron.attention"] = megatron.attention
     for name in _FEW_BITS:
         if megatron.transformer_args.get(name):
             keys[f"megatron.transformer_args.{name}"] = megatron.transformer_args[name]
@@ -195,6 +199,7 @@ def without_transformer_engine(megatron: MegatronConfig) -> MegatronConfig:
     return replace(
         megatron,
         layers="local",
+        attention="packed",
         transformer_args={
             name: value
             for name, value in megatron.transformer_args.items()

@@ -15,7 +15,7 @@ from hybridrl.config.megatron_args import keys_of_transformer_engine
 from hybridrl.config.megatron_shapes import (
     ShapeFacts,
     broken_sizes,
-    nearest_shapes,
+    legal_shapes,
     value_of,
 )
 from hybridrl.config.model import MEGATRON_MODEL_TYPES
@@ -29,11 +29,15 @@ UNUSED = MegatronConfig(
     sequence_parallel=False,
     pipeline_parallel_size=1,
     num_virtual_stages=1,
+    num_layers_in_first_stage=None,
+    num_layers_in_last_stage=None,
     context_parallel_size=1,
     expert_parallel_size=1,
     expert_tensor_parallel_size=1,
     layers="auto",
-    overlap_communication=False,
+    attention="auto",
+    recompute_modules=(),
+    overlap_communication="auto",
     load_balance_coefficient=0.0,
     replay_routing=False,
     transformer_args={},
@@ -104,7 +108,7 @@ def check_parallel_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
     broken = list(broken_sizes(config, ShapeFacts.of(config)))
     if not broken:
         return
-    shapes = nearest_shapes(config, is_fit=_divides_rows)
+    shapes = legal_shapes(config, is_fit=_divides_rows)
     remedies = [tuple(f"{key}={_spell(n)}" for key, n in shape.items()) for shape in shapes]
     for key, rule in broken:
         yield ConfigError(key, value_of(config, key), rule, remedies=remedies)
@@ -141,21 +145,29 @@ def check_layer_kernels(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield from _needs_transformer_engine(config, missing)
     if config.megatron.layers == "local":
         yield from _few_bits(config)
-    if config.megatron.overlap_communication and not is_cuda:
+    if config.megatron.layers == "local" and config.megatron.attention == "transformer_engine":
+        yield ConfigError(
+            "megatron.attention",
+            config.megatron.attention,
+            "TransformerEngine's attention comes with its layers, and megatron.layers=local",
+            remedies=[("megatron.attention=auto",), ("megatron.attention=packed",)],
+        )
+    if config.megatron.overlap_communication is True and not is_cuda:
         yield ConfigError(
             "megatron.overlap_communication",
             got=True,
             rule="collectives overlap with computation on CUDA streams, and cluster.device=cpu",
-            remedies=[("megatron.overlap_communication=false",)],
+            remedies=[("megatron.overlap_communication=auto",)],
         )
 
 
 def _needs_transformer_engine(config: ExperimentConfig, missing: str) -> Iterator[ConfigError]:
     how = "" if config.cluster.device == "cpu" else f"{INSTALL_TRANSFORMER_ENGINE}, or "
     for key, value in keys_of_transformer_engine(config.megatron).items():
-        if key == "megatron.layers":
-            remedies = [("megatron.layers=auto",), ("megatron.layers=local",)]
-            fix = "set megatron.layers=auto, or set megatron.layers=local"
+        if value == "transformer_engine":
+            other = "local" if key == "megatron.layers" else "packed"
+            remedies = [(f"{key}=auto",), (f"{key}={other}",)]
+            fix = f"set {key}=auto, or set {key}={other}"
             yield ConfigError(
                 key, value, f"TransformerEngine {missing}", f"{how}{fix}", remedies=remedies
             )
@@ -176,6 +188,52 @@ def _few_bits(config: ExperimentConfig) -> Iterator[ConfigError]:
                 fix=f"leave it out, or add ~{key}",
                 remedies=[(f"~{key}",)],
             )
+
+
+def check_recompute_modules(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """What is recomputed is there, and something is recomputed at all."""
+    key, modules = "megatron.recompute_modules", config.megatron.recompute_modules
+    if not config.megatron_worlds or not modules:
+        return
+    keys = [key_of for key_of, is_on in _checkpointing(config).items() if not is_on]
+    if len(keys) == len(_checkpointing(config)):
+        yield ConfigError(
+            key,
+            [*modules],
+            f"would be ignored, because {keys[0]}=false",
+            remedies=[(f"{key}=[]",), (f"{keys[0]}=true",)],
+        )
+    lacking = [*_lacking_modules(config)]
+    if lacking:
+        kept = [module for module in modules if module not in dict(lacking)]
+        yield ConfigError(
+            key,
+            [*modules],
+            "; ".join(f"{module} needs {what}" for module, what in lacking),
+            remedies=[(f"{key}=[{','.join(kept)}]",)] if kept else [(f"{key}=[]",)],
+        )
+
+
+def _checkpointing(config: ExperimentConfig) -> dict[str, bool]:
+    """Return whether models on megatron-core recompute anything, by key."""
+    keys = {}
+    if config.actor.engine == "megatron":
+        keys["actor.gradient_checkpointing"] = config.actor.gradient_checkpointing
+    if config.mode != "sft" and config.has_critic and config.critic.engine == "megatron":
+        keys["critic.gradient_checkpointing"] = config.critic.gradient_checkpointing
+    return keys
+
+
+def _lacking_modules(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
+    modules, values = config.megatron.recompute_modules, model_values(config)
+    has_experts = bool(values.get("num_experts")) or not values
+    is_fused = config.cluster.device == "cuda" and config.megatron.layers != "local"
+    if "moe" in modules and not has_experts:
+        yield "moe", "a model with experts"
+    if "moe_act" in modules and not (has_experts and is_fused):
+        yield "moe_act", "experts grouped by TransformerEngine"
+    if "layernorm" in modules and not is_fused:
+        yield "layernorm", "TransformerEngine, which megatron-core asks when it recomputes one"
 
 
 def check_master_weights(config: ExperimentConfig) -> Iterator[ConfigError]:

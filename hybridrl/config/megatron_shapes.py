@@ -12,12 +12,16 @@ from hybridrl.config.divisors import divisors_near
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora_checks import model_values
 
-Sizes = Mapping[str, int | bool]
+Size = int | bool | None
+
+Sizes = Mapping[str, Size]
 """Values by key."""
 
 Broken = tuple[str, str]
 """The key that is named, and the rule that it breaks."""
 
+_FIRST = "megatron.num_layers_in_first_stage"
+_LAST = "megatron.num_layers_in_last_stage"
 _RANKS = "cluster.num_ranks_per_node"
 _CRITIC_RANKS = "critic.num_ranks_per_node"
 _MOST_CHANGES = 3
@@ -41,6 +45,7 @@ class ShapeFacts:
 
     num_heads: int
     num_key_value_heads: int
+    head_size: int
     num_layers: int
 
     intermediate_size: int
@@ -69,6 +74,8 @@ class ShapeFacts:
         return cls(
             num_heads=size("num_attention_heads"),
             num_key_value_heads=size("num_key_value_heads") or size("num_attention_heads"),
+            head_size=size("head_dim")
+            or size("hidden_size") // max(1, size("num_attention_heads")),
             num_layers=size("num_hidden_layers"),
             intermediate_size=size("intermediate_size") if has_dense else 0,
             num_experts=num_experts,
@@ -104,14 +111,19 @@ def _worlds(config: ExperimentConfig, facts: ShapeFacts) -> Iterator[Broken]:
 
 
 def _tensor(config: ExperimentConfig, facts: ShapeFacts) -> Iterator[Broken]:
-    size = config.megatron.tensor_parallel_size
+    key, size = "megatron.tensor_parallel_size", config.megatron.tensor_parallel_size
     for number, what in (
         (facts.num_heads, "query heads"),
-        (facts.num_key_value_heads, "key-value heads"),
         (facts.intermediate_size, "columns inside the MLP (intermediate_size)"),
     ):
         if number % size:
-            yield "megatron.tensor_parallel_size", f"must divide the model's {number} {what}"
+            yield key, f"must divide the model's {number} {what}"
+    num_kv_heads = facts.num_key_value_heads
+    projection = (facts.num_heads + 2 * num_kv_heads) * facts.head_size
+    if num_kv_heads % size and size % num_kv_heads:
+        yield key, f"must divide the model's {num_kv_heads} key-value heads, or be a multiple"
+    elif projection % size:
+        yield key, f"must divide the {projection} rows of queries, keys and values together"
 
 
 def _sequence(config: ExperimentConfig, facts: ShapeFacts) -> Iterator[Broken]:
@@ -129,18 +141,36 @@ def _sequence(config: ExperimentConfig, facts: ShapeFacts) -> Iterator[Broken]:
 def _pipeline(config: ExperimentConfig, facts: ShapeFacts) -> Iterator[Broken]:
     sizes = config.megatron
     num_stages, num_virtual = sizes.pipeline_parallel_size, sizes.num_virtual_stages
+    if num_virtual > 1 and num_stages == 1:
+        yield "megatron.num_virtual_stages", "needs pipeline_parallel_size of at least 2"
+    if not facts.num_layers or sizes.layers_of_stages(facts.num_layers) is not None:
+        return
+    for key, end in ((_FIRST, sizes.num_layers_in_first_stage), (_LAST, None)):
+        end = sizes.num_layers_in_last_stage if key == _LAST else end
+        if end is not None:
+            yield key, _uneven(num_stages, num_virtual, facts.num_layers)
+            return
     if facts.num_layers % num_stages:
         yield (
             "megatron.pipeline_parallel_size",
-            f"must divide the model's {facts.num_layers} layers",
+            f"must divide the model's {facts.num_layers} layers, unless the first or the last "
+            "stage has another number",
         )
-    elif facts.num_layers % (num_stages * num_virtual):
+    else:
         yield (
             "megatron.num_virtual_stages",
             f"must divide the {facts.num_layers // num_stages} layers of a pipeline rank",
         )
-    if num_virtual > 1 and num_stages == 1:
-        yield "megatron.num_virtual_stages", "needs pipeline_parallel_size of at least 2"
+
+
+def _uneven(num_stages: int, num_virtual: int, num_layers: int) -> str:
+    if num_stages == 1:
+        return "there is one stage, which has all layers"
+    virtual = f", and each number by {num_virtual} virtual stages" if num_virtual > 1 else ""
+    return (
+        f"what is left of the model's {num_layers} layers must divide by the stages in between"
+        f"{virtual}"
+    )
 
 
 def _experts(config: ExperimentConfig, facts: ShapeFacts) -> Iterator[Broken]:
@@ -184,22 +214,27 @@ def _whole_experts(config: ExperimentConfig, facts: ShapeFacts) -> Iterator[Brok
         )
 
 
-def value_of(config: ExperimentConfig, key: str) -> int | bool:
+def value_of(config: ExperimentConfig, key: str) -> Size:
     """Return the value of one of the keys that ``broken_sizes`` names."""
-    if key == _RANKS:
-        return config.cluster.num_ranks_per_node
-    if key == _CRITIC_RANKS:
-        return config.critic.num_ranks_per_node
+    if key in (_RANKS, _CRITIC_RANKS):
+        return _ranks_per_node(config, key)
     return _sizes(config)[key]
 
 
-def _sizes(config: ExperimentConfig) -> dict[str, int | bool]:
+def _ranks_per_node(config: ExperimentConfig, key: str) -> int:
+    section = config.critic if key == _CRITIC_RANKS else config.cluster
+    return section.num_ranks_per_node
+
+
+def _sizes(config: ExperimentConfig) -> dict[str, Size]:
     sizes = config.megatron
     return {
         "megatron.tensor_parallel_size": sizes.tensor_parallel_size,
         "megatron.sequence_parallel": sizes.sequence_parallel,
         "megatron.pipeline_parallel_size": sizes.pipeline_parallel_size,
         "megatron.num_virtual_stages": sizes.num_virtual_stages,
+        _FIRST: sizes.num_layers_in_first_stage,
+        _LAST: sizes.num_layers_in_last_stage,
         "megatron.context_parallel_size": sizes.context_parallel_size,
         "megatron.expert_parallel_size": sizes.expert_parallel_size,
         "megatron.expert_tensor_parallel_size": sizes.expert_tensor_parallel_size,
@@ -212,15 +247,47 @@ def with_sizes(config: ExperimentConfig, changes: Sizes) -> ExperimentConfig:
         key.partition(".")[2]: value for key, value in changes.items() if key.startswith("megatron")
     }
     config = replace(config, megatron=replace(config.megatron, **names))
-    if _RANKS in changes:
-        config = replace(
-            config, cluster=replace(config.cluster, num_ranks_per_node=changes[_RANKS])
-        )
-    if _CRITIC_RANKS in changes:
-        config = replace(
-            config, critic=replace(config.critic, num_ranks_per_node=changes[_CRITIC_RANKS])
-        )
+    ranks, critic_ranks = changes.get(_RANKS), changes.get(_CRITIC_RANKS)
+    if ranks is not None:
+        config = replace(config, cluster=replace(config.cluster, num_ranks_per_node=ranks))
+    if critic_ranks is not None:
+        config = replace(config, critic=replace(config.critic, num_ranks_per_node=critic_ranks))
     return config
+
+
+def legal_shapes(
+    config: ExperimentConfig, *, is_fit: Callable[[ExperimentConfig], bool]
+) -> list[Sizes]:
+    """Return changes of sizes that make all of them legal, by key: uneven stages, then even ones.
+
+    Args:
+        config: whose sizes break a rule.
+        is_fit: what else a shape must pass; where none does, it is not asked.
+    """
+    facts = ShapeFacts.of(config)
+    reset: Sizes = {key: None for key in (_FIRST, _LAST) if value_of(config, key) is not None}
+    even = with_sizes(config, reset)
+
+    def is_legal(changes: Sizes) -> bool:
+        changed = with_sizes(config, changes)
+        return next(broken_sizes(changed, facts), None) is None and is_fit(changed)
+
+    shapes = [split for split in _uneven_splits(config, facts) if is_legal(split)]
+    if reset and is_legal(reset):
+        return [*shapes, reset]
+    return [*shapes, *({**reset, **shape} for shape in nearest_shapes(even, is_fit=is_fit))]
+
+
+def _uneven_splits(config: ExperimentConfig, facts: ShapeFacts) -> Iterator[Sizes]:
+    """Yield the split that leaves the ends least: they have the embeddings."""
+    size, num_virtual = config.megatron.pipeline_parallel_size, config.megatron.num_virtual_stages
+    if size < 3 or not facts.num_layers:
+        return
+    each = -(-facts.num_layers // (size * num_virtual)) * num_virtual
+    ends = facts.num_layers - each * (size - 2)
+    first = ends // 2 // num_virtual * num_virtual
+    if first > 0:
+        yield {_FIRST: first, _LAST: ends - first}
 
 
 def nearest_shapes(
@@ -253,12 +320,14 @@ def nearest_shapes(
     ]
 
 
-def _candidates(config: ExperimentConfig, facts: ShapeFacts) -> dict[str, list[int | bool]]:
+def _candidates(config: ExperimentConfig, facts: ShapeFacts) -> dict[str, list[Size]]:
     """Return the other values worth trying of each size: legal by themselves, and near."""
     sizes = config.megatron
     most = max(config.megatron_worlds.values(), default=1)
-    heads = math.gcd(facts.num_heads, facts.num_key_value_heads, facts.intermediate_size)
-    found: dict[str, list[int | bool]] = {
+    heads = math.gcd(facts.num_heads, facts.intermediate_size)
+    if config.lora.enabled:  # adapters want whole key-value heads
+        heads = math.gcd(heads, facts.num_key_value_heads)
+    found: dict[str, list[Size]] = {
         "megatron.tensor_parallel_size": _divisors(heads, sizes.tensor_parallel_size, most),
         "megatron.pipeline_parallel_size": _divisors(
             facts.num_layers, sizes.pipeline_parallel_size, most
@@ -276,13 +345,13 @@ def _candidates(config: ExperimentConfig, facts: ShapeFacts) -> dict[str, list[i
     }
     found["megatron.sequence_parallel"] = [not sizes.sequence_parallel]
     for key in config.megatron_worlds:
-        ranks = value_of(config, key)
+        ranks = _ranks_per_node(config, key)
         most_ranks = max(_MOST_CPU_RANKS, ranks) if config.cluster.device == "cpu" else ranks
         found[key] = _divisors(0, ranks, most_ranks)
     return {key: values for key, values in found.items() if values}
 
 
-def _divisors(number: int, value: int, most: int) -> list[int | bool]:
+def _divisors(number: int, value: int, most: int) -> list[Size]:
     """Return the divisors of ``number`` up to ``most`` that are nearest to ``value``, and 1."""
     nearest = divisors_near(number, value, at_most=most, count=_NEAREST)
     return list(dict.fromkeys([*nearest, *([1] if value != 1 else [])]))
@@ -290,8 +359,9 @@ def _divisors(number: int, value: int, most: int) -> list[int | bool]:
 
 def _distance(config: ExperimentConfig, changes: Sizes) -> float:
     """Switching sequence parallelism costs nothing: it is a matter of course with tensors."""
-    return sum(
-        abs(math.log(value / value_of(config, key)))
+    pairs = (
+        (value, value_of(config, key))
         for key, value in changes.items()
         if key != "megatron.sequence_parallel"
     )
+    return sum(abs(math.log(new / old)) for new, old in pairs if new and old)

@@ -153,8 +153,9 @@ def check_engines_know_the_model(config: ExperimentConfig) -> Iterator[ConfigErr
             yield ConfigError(
                 key,
                 engine,
-                f"runs {', '.join(TRANSFORMERS_MODEL_TYPES)}, and model.path={config.model.path} "
-                f"is a {model_type}",
+                f"knows dense models alone ({', '.join(TRANSFORMERS_MODEL_TYPES)}), and "
+                f"model.path={config.model.path} is a mixture of experts ({model_type}), which "
+                f"{'SGLang serves' if engine == 'hf' else 'megatron-core trains'}",
                 remedies=[(remedy,)],
             )
 

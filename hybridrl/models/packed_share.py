@@ -117,9 +117,13 @@ class SharedLayout:
         self, query_UND: Tensor, key_UJD: Tensor, value_UJD: Tensor, *, scale: float | None
     ) -> Tensor:
         """Attend causally within each row; a collective call. See ``PackLayout.attend``."""
-        states_T2JD = self.gather(torch.stack([key_UJD, value_UJD], dim=1))
-        key_TJD, value_TJD = states_T2JD.unbind(1)
+        key_TJD, value_TJD = self.gathered(key_UJD, value_UJD)
         return self.attention.attend(query_UND, key_TJD, value_TJD, scale=scale)
+
+    def gathered(self, key_UJD: Tensor, value_UJD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of all ranks' tokens, float [T, J, D]; a collective call."""
+        key_TJD, value_TJD = self.gather(torch.stack([key_UJD, value_UJD], dim=1)).unbind(1)
+        return key_TJD, value_TJD
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,13 @@ hidden, I inside an MLP, V vocabulary, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.limits import ArgumentValue
 from hybridrl.planning.megatron_cut import Cut, Parameters
 from hybridrl.planning.roles import Numerics, Role
 from hybridrl.planning.training import TrainingMemory
@@ -20,6 +23,34 @@ _MOMENTS = 2 * _FLOAT32
 _ROUTER_COPIES = 3  # logits, probabilities and which experts were chosen, in float32
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerHome:
+    """Where masters and moments lie, as ``megatron.optimizer_args`` say."""
+
+    share_on_host: float = 0.0
+    """Of what a rank steps: its masters, moments and gradients are on the host."""
+
+    moment_bytes: int = _MOMENTS
+    """Of both moments of a number that is stepped on the device."""
+
+    copies_masters: bool = False
+    """The device has a master too of what is stepped on the host."""
+
+    @classmethod
+    def of(cls, args: Mapping[str, ArgumentValue]) -> Self:
+        """Read the section's further arguments."""
+        is_aware = bool(args.get("use_precision_aware_optimizer"))
+        if args.get("optimizer_cpu_offload"):
+            fraction = args.get("optimizer_offload_fraction", 1.0)
+            share = float(fraction) if isinstance(fraction, int | float) else 1.0
+            return cls(share_on_host=share, copies_masters=not is_aware)
+        if not is_aware:
+            return cls()
+        kinds = (args.get("exp_avg_dtype"), args.get("exp_avg_sq_dtype"))
+        sizes = (_FLOAT32 if kind in (None, "float32") else _FLOAT32 // 2 for kind in kinds)
+        return cls(moment_bytes=sum(sizes))
+
+
 @dataclass(frozen=True)  # without slots: sizes are computed once
 class MegatronMemory:
     """Bytes of one role on one rank of a pipeline stage."""
@@ -27,6 +58,7 @@ class MegatronMemory:
     role: Role
     numerics: Numerics
     cut: Cut
+    home: OptimizerHome = OptimizerHome()
 
     @classmethod
     def of(
@@ -34,7 +66,11 @@ class MegatronMemory:
     ) -> MegatronMemory:
         """Read how the model is cut; a critic may have ranks of its own."""
         num_ranks = config.num_critic_ranks if role.has_value_head else config.cluster.num_ranks
-        return cls(role, numerics, Cut.of(config.megatron, num_ranks=num_ranks, stage=stage))
+        if config.megatron.recompute_modules:
+            # What of a block is recomputed is not taken off: an upper bound.
+            numerics = replace(numerics, checkpoints_blocks=False)
+        cut = Cut.of(config.megatron, num_ranks=num_ranks, stage=stage)
+        return cls(role, numerics, cut, OptimizerHome.of(config.megatron.optimizer_args))
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -56,12 +92,24 @@ class MegatronMemory:
         Weights that are float32 themselves, as an adapter's, have no other copy.
         """
         is_itself = self.numerics.compute_bytes == _FLOAT32 or self.role.adapter is not None
-        return 0 if is_itself else _FLOAT32 * self._trained.share
+        here = self._trained.share if self.home.copies_masters else self._stepped_here
+        return 0 if is_itself else _FLOAT32 * here
 
     @property
     def optimizer(self) -> int:
         """Masters and AdamW's two moments, in float32: a share of each data-parallel rank."""
-        return self.masters + _MOMENTS * self._trained.share
+        return self.masters + self.home.moment_bytes * self._stepped_here
+
+    @property
+    def host_optimizer(self) -> int:
+        """Masters, moments and gradients of what is stepped on the host, in float32."""
+        return (2 * _FLOAT32 + _MOMENTS) * (self._trained.share - self._stepped_here)
+
+    @property
+    def _stepped_here(self) -> int:
+        """Count the numbers that are stepped on the device."""
+        share = self._trained.share
+        return share - int(share * self.home.share_on_host)
 
     @property
     def buffers(self) -> int:
@@ -152,6 +200,7 @@ class MegatronMemory:
         total += mine.num_tokens * (kept.head_norms_per_token + kept.adapter_per_token)
         total += mine.num_tokens * self._by_fused_layers * self.numerics.compute_bytes
         total += kept.saved_by_attention(mine)
+        total += mine.num_tokens * self._gathered_heads * self.numerics.compute_bytes
         if has_experts:
             return total + self._saved_by_experts(mine)
         product = kept.role.shape.intermediate_size * self.numerics.compute_bytes
@@ -167,6 +216,14 @@ class MegatronMemory:
         shape = self._slice.role.shape
         rotation = 4 * shape.head_size
         return rotation + shape.has_head_norms * (shape.query_size + shape.key_size)
+
+    @property
+    def _gathered_heads(self) -> int:
+        """Count what ranks gather, per token, that have less than a whole key-value head each."""
+        shape = self.role.shape
+        if self.cut.tensor <= shape.num_key_value_heads:
+            return 0
+        return shape.query_size + 2 * shape.key_size
 
     def _saved_by_experts(self, mine: Microbatch) -> int:
         """Tokens as sent to experts and as they come back, and what experts keep inside.
@@ -233,7 +290,7 @@ class MegatronMemory:
         narrow = replace(
             shape,
             num_heads=shape.num_heads // size,
-            num_key_value_heads=shape.num_key_value_heads // size,
+            num_key_value_heads=max(1, shape.num_key_value_heads // size),
             intermediate_size=shape.intermediate_size // size,
             vocab_size=self.cut.padded_words(shape.vocab_size) // size,
         )

@@ -56,6 +56,11 @@ class Cut:
     num_ranks: int
     stage: int
 
+    first: int | None = None
+    """Layers of the first stage; None is as many as of those in between."""
+
+    last: int | None = None
+
     @classmethod
     def of(cls, megatron: MegatronConfig, *, num_ranks: int, stage: int) -> Self:
         """Read the section ``megatron``, for one of the stages from 0."""
@@ -69,6 +74,8 @@ class Cut:
             sequence=megatron.tensor_parallel_size if megatron.sequence_parallel else 1,
             num_ranks=num_ranks,
             stage=stage,
+            first=megatron.num_layers_in_first_stage,
+            last=megatron.num_layers_in_last_stage,
         )
 
     @property
@@ -88,11 +95,22 @@ class Cut:
 
     def layers_of(self, shape: ModelShape) -> tuple[int, ...]:
         """Return the stage's layers, from 0: a stretch of each virtual stage."""
-        length = max(1, shape.num_layers // (self.pipeline * self.num_virtual))
-        begins = (
-            (chunk * self.pipeline + self.stage) * length for chunk in range(self.num_virtual)
-        )
+        sizes = self._layers_of_chunks(shape.num_layers)
+        begin, length = sum(sizes[: self.stage]), sizes[self.stage]
+        begins = (chunk * sum(sizes) + begin for chunk in range(self.num_virtual))
         return tuple(layer for begin in begins for layer in range(begin, begin + length))
+
+    def _layers_of_chunks(self, num_layers: int) -> list[int]:
+        """Return the layers of one virtual stage of each pipeline rank."""
+        ends = (self.first or 0) + (self.last or 0)
+        num_between = self.pipeline - (self.first is not None) - (self.last is not None)
+        each = max(1, (num_layers - ends) // (max(1, num_between) * self.num_virtual))
+        sizes = [each] * self.pipeline
+        if self.first is not None:
+            sizes[0] = self.first // self.num_virtual
+        if self.last is not None:
+            sizes[-1] = self.last // self.num_virtual
+        return sizes
 
     def num_sparse(self, shape: ModelShape) -> int:
         """Return how many of the stage's layers have experts."""

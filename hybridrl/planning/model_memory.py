@@ -42,6 +42,11 @@ class ModelMemory(Protocol):
         ...
 
     @property
+    def host_optimizer(self) -> int:
+        """What the optimizer keeps in host memory all the time, gradients for it included."""
+        ...
+
+    @property
     def buffers(self) -> int:
         """Gradient buffers, which have memory within an update alone, and once when made."""
         ...

@@ -204,6 +204,8 @@ class Rank:
         if name not in ("build", "export"):
             # It is written while the step after the save goes on; how long depends on the disk.
             rest.append(Part("checkpoint", self._snapshot, Place.HOST, is_measured=False))
+        on_host = sum(model.host_optimizer for model in self._models)
+        rest.append(Part("optimizer kept on the host", on_host, Place.HOST))
         rest.append(Part("Python, torch, Ray", _PROCESS, Place.HOST, is_measured=False))
         return Phase(name, tuple(part for part in (*parts, *rest) if part.num_bytes))
 

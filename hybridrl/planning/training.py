@@ -43,6 +43,11 @@ class TrainingMemory:
         return 0
 
     @property
+    def host_optimizer(self) -> int:
+        """Nothing."""
+        return 0
+
+    @property
     def buffers(self) -> int:
         """None: gradients come and go."""
         return 0

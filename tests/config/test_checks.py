@@ -27,6 +27,7 @@ MOE = (
 )
 PP2 = ("megatron.pipeline_parallel_size=2",)
 TP2 = ("megatron.tensor_parallel_size=2",)
+WIDE = (*FOUR, "model.starter.num_attention_heads=8", "model.starter.hidden_size=256")
 SGLANG = ("rollout=sglang",)
 SERVED = (*SGLANG, "cluster=one_gpu", "rollout.dtype=bfloat16", "rollout.sleep=true")
 ADAPTER = (
@@ -318,9 +319,12 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "ranks over all nodes, 1, must be a multiple of 2",
     ),
     (
-        (*MEGATRON, "cluster.num_ranks_per_node=6", "megatron.tensor_parallel_size=6"),
+        (
+            *(*MEGATRON, "cluster.num_ranks_per_node=3", "megatron.tensor_parallel_size=3"),
+            *("trainer.num_prompts_per_step=12", "model.starter.intermediate_size=510"),
+        ),
         "megatron.tensor_parallel_size",
-        "divide the model's 2 key-value heads",
+        "divide the model's 2 key-value heads, or be a multiple",
     ),
     (
         (*FOUR, "megatron.tensor_parallel_size=4"),
@@ -335,7 +339,48 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (
         (*MEGATRON, "cluster.num_ranks_per_node=3", "megatron.pipeline_parallel_size=3"),
         "megatron.pipeline_parallel_size",
-        "divide the model's 4 layers",
+        "divide the model's 4 layers, unless",
+    ),
+    (
+        (*FOUR, *PP2, "megatron.num_layers_in_first_stage=1", "megatron.num_virtual_stages=2"),
+        "megatron.num_layers_in_first_stage",
+        "by 2 virtual stages",
+    ),
+    (
+        (
+            *(*FOUR, "megatron.pipeline_parallel_size=4", "model.starter.num_layers=7"),
+            "megatron.num_layers_in_last_stage=3",
+        ),
+        "megatron.num_layers_in_last_stage",
+        "the model's 7 layers must divide by the stages in between",
+    ),
+    (
+        (*MEGATRON, "megatron.num_layers_in_last_stage=2"),
+        "megatron.num_layers_in_last_stage",
+        "there is one stage",
+    ),
+    (
+        (*FOUR, "megatron.pipeline_parallel_size=4", "model.starter.num_layers=7"),
+        "megatron.pipeline_parallel_size",
+        "divide the model's 7 layers, unless",
+    ),
+    (
+        (*MEGATRON, "megatron.recompute_modules=[core_attn]"),
+        "megatron.recompute_modules",
+        "would be ignored, because actor.gradient_checkpointing=false",
+    ),
+    (
+        (
+            *(*MEGATRON, "actor.gradient_checkpointing=true"),
+            "megatron.recompute_modules=[mlp,moe,moe_act,layernorm]",
+        ),
+        "megatron.recompute_modules",
+        "moe needs a model with experts; moe_act needs experts grouped by TransformerEngine; layer",
+    ),
+    (
+        (*WIDE, *LORA, "megatron.tensor_parallel_size=4"),
+        "megatron.tensor_parallel_size",
+        "a whole one of the model's 2 key-value heads",
     ),
     (
         (*FOUR, *PP2, "megatron.num_virtual_stages=3"),
@@ -406,9 +451,14 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "weights in float32 in the optimizer",
     ),
     (
-        (*MEGATRON, *LORA, *GPUS, "megatron.layers=transformer_engine"),
-        "megatron.layers",
-        "own layers alone",
+        (*FOUR, "megatron.attention=transformer_engine"),
+        "megatron.attention",
+        "runs on CUDA alone",
+    ),
+    (
+        (*MEGATRON, *GPUS, "megatron.layers=local", "megatron.attention=transformer_engine"),
+        "megatron.attention",
+        "comes with its layers",
     ),
     (
         (*MOE, *LORA, *GPUS, "megatron.expert_tensor_parallel_size=2"),
@@ -494,8 +544,8 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "model.path",
         "converters for llama, qwen2, qwen3, qwen3_moe",
     ),
-    ((*MOE, "actor=fsdp2"), "actor.engine", "runs llama, qwen2, qwen3, and model.path=moe is a"),
-    ((*MOE, "rollout=hf"), "rollout.engine", "runs llama, qwen2, qwen3, and model.path=moe is a"),
+    ((*MOE, "actor=fsdp2"), "actor.engine", "a mixture of experts (qwen3_moe), which megatron"),
+    ((*MOE, "rollout=hf"), "rollout.engine", "(qwen3_moe), which SGLang serves"),
     (
         (
             *(*FOUR, *TP2, "trainer.num_prompts_per_step=4", "rollout.num_responses_per_prompt=9"),

@@ -86,7 +86,9 @@ def test_a_recipe_is_short_and_known_and_misses_only_files_and_packages(recipe: 
         load_config(compose([f"recipes={recipe}"]))
     except ConfigErrors as errors:
         on_disk = {"model.path", "data.train_files", "data.eval_files", "reward.function"}
-        assert {violation.key for violation in errors.violations} <= on_disk, str(errors)
+        packages = {"megatron.optimizer_args.use_precision_aware_optimizer"}  # TransformerEngine's
+        missing = {violation.key for violation in errors.violations}
+        assert missing <= on_disk | packages, str(errors)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")

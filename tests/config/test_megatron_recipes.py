@@ -21,6 +21,7 @@ from tests.planning.models import QWEN3_8B, QWEN3_30B_A3B
 RECIPES = Path(hybridrl.__file__).parents[1] / "recipes"
 MODELS = {
     "grpo_qwen3_8b_2x8_megatron": QWEN3_8B,
+    "grpo_qwen3_30b_a3b_1x8_megatron": QWEN3_30B_A3B,
     "grpo_qwen3_30b_a3b_4x8_megatron": QWEN3_30B_A3B,
 }
 GIB = 2**30
@@ -49,8 +50,8 @@ def test_all_checks_pass_but_for_packages_that_are_missing_here(name: str, tmp_p
         assert violation.key == "reward.function"
         assert "math-verify, which is not installed" in violation.rule
     assert find_violations(config_of(name, tmp_path, "reward=exact_match")) == []
-    # Sizes are held against the model: without half of its heads this one could not be cut.
-    fewer = {**MODELS[name], "num_key_value_heads": 1}
+    # Sizes are held against the model: with an odd number of heads this one could not be cut.
+    fewer = {**MODELS[name], "num_attention_heads": 31}
     config_of(name, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(fewer))
     broken = {violation.key for violation in find_violations(config)}

@@ -34,7 +34,7 @@ class Layout:
     family: Family = "qwen3"
     num_layers: int = 2
 
-    megatron: Mapping[str, int | bool] = field(default_factory=dict)
+    megatron: Mapping[str, object] = field(default_factory=dict)
     """Changes of the ``megatron`` section."""
 
     fsdp2: Mapping[str, int | bool | str] = field(default_factory=dict)

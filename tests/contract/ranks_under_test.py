@@ -130,7 +130,7 @@ def _spec_of(layout: Layout) -> ActorRolloutSpec:
         model_folder=Path(),
         model=MODEL,
         actor=ACTOR,
-        megatron=replace(config.megatron, **layout.megatron),
+        megatron=replace(config.megatron, **layout.megatron),  # type: ignore[arg-type]
         lora=NO_ADAPTER,
         seed=0,
         device="cpu",

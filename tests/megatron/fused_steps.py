@@ -1,6 +1,6 @@
-"""Two steps with TransformerEngine's layers, and two with FSDP2's or megatron-core's own.
+"""Steps with TransformerEngine's layers, and the same with FSDP2's or megatron-core's own.
 
-``python -m tests.megatron.fused_steps FOLDER OTHER TARGET``: a program of its own, as megatron-core
+``python -m tests.megatron.fused_steps FOLDER CASE TARGET``: a program of its own, as megatron-core
 looks for TransformerEngine once, while it is imported.
 """
 
@@ -9,13 +9,17 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hybridrl.config.actor import ActorConfig
 from hybridrl.workers.process_group import end_process_group, start_process_group
+from hybridrl.workers.train.protocol import TrainState, WeightPart
+from hybridrl.workers.train.shard_files import parts_of
 from tests.config.values import config_of
 from tests.megatron.stand_ins import install
 from tests.workers.train.engines import (
@@ -28,40 +32,137 @@ from tests.workers.train.engines import (
     update,
     weights_of,
 )
+from tests.workers.train.lora_engines import LORA
+
+HALF = replace(ACTOR, compute_dtype="bfloat16", optimizer=replace(ACTOR.optimizer, lr=0.02))
 
 
-def build(folder: Path, layers: str) -> Any:
+def setting_of(**megatron: Any) -> Any:
     install()
-    from hybridrl.workers.train.mcore.engine import MegatronEngine
     from hybridrl.workers.train.mcore.setting import Setting
 
-    megatron = replace(config_of().megatron, layers=layers)  # type: ignore[arg-type]
-    setting = Setting(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
-    config = replace(ACTOR, engine="megatron")
+    section = replace(config_of().megatron, **megatron)
+    return Setting(megatron=section, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
+
+
+def build(folder: Path, layers: str, config: ActorConfig = ACTOR, **megatron: Any) -> Any:
+    setting = setting_of(layers=layers, **megatron)
+    from hybridrl.workers.train.mcore.engine import MegatronEngine
+
+    config = replace(config, engine="megatron")
     return MegatronEngine(folder, config=config, setting=setting, num_total_steps=10)
 
 
-def two_steps(engine: Any) -> dict[str, Any]:
+def build_adapted(folder: Path, layers: str) -> Any:
+    setting = setting_of(layers=layers)
+    from hybridrl.workers.train.mcore.lora import MegatronLoraEngine
+
+    config = replace(ACTOR, engine="megatron")
+    return MegatronLoraEngine(
+        folder, config=config, setting=setting, lora=LORA, seed=0, num_total_steps=10
+    )
+
+
+def lose_and_restore(engine: Any) -> None:
+    """Go through a checkpoint in memory."""
+
+    def parts() -> dict[str, torch.Tensor]:
+        named = engine.checkpoint_tensors().items()
+        return {key: part.values for name, held in named for key, part in parts_of(name, held)}
+
+    saved = {key: values.clone() for key, values in parts().items()}
+    with torch.no_grad():
+        for _, parameter in engine.named_tensors():
+            if parameter.requires_grad:
+                parameter.zero_()
+        engine.begin_restore(num_updates=engine.num_updates)
+        for key, values in parts().items():
+            values.copy_(saved[key])
+    engine.end_restore()
+
+
+def two_steps(engine: Any, *, restores: bool = False) -> dict[str, Any]:
     rows = make_rows(8, num_siblings=2)
     steps = []
     for _ in range(2):
         scores = engine.compute_logprobs(to_rollouts(rows), temperature=0.9)
         norm = update(engine, rows)["policy/grad_norm"]
         steps.append((scores.logprobs_BL.values(), norm))
-    return {"steps": steps, "weights": weights_of(engine)}
+        for part in TrainState:  # asleep, and awake again
+            engine.offload(part)
+        for part in TrainState:
+            engine.restore(part)
+        if restores:
+            lose_and_restore(engine)
+    found = {"steps": steps, "weights": weights_of(engine)}
+    if WeightPart.ADAPTER in engine.weight_parts:
+        found["adapter"] = {n: t.clone() for n, t in engine.full_weights(WeightPart.ADAPTER)}
+    return found
 
 
-def main(folder: Path, other: str, target: Path) -> None:
+def layers(folder: Path, other: str) -> tuple[Any, Any]:
+    return build(folder, "transformer_engine"), (
+        build_fsdp2(folder) if other == "fsdp2" else build(folder, other)
+    )
+
+
+def attention(folder: Path) -> tuple[Any, Any]:
+    fused = build(folder, "transformer_engine", attention="transformer_engine")
+    return fused, build_fsdp2(folder)
+
+
+def adapter(folder: Path) -> tuple[Any, Any]:
+    return build_adapted(folder, "transformer_engine"), build_adapted(folder, "local")
+
+
+def small_state(folder: Path) -> tuple[Any, Any]:
+    """Masters within the optimizer, and moments of 16 bits."""
+    given = {"use_precision_aware_optimizer": True}
+    fused = build(folder, "transformer_engine", HALF, optimizer_args=given)
+    return fused, build(folder, "transformer_engine", HALF)
+
+
+def offloaded(folder: Path, fraction: float) -> tuple[Any, Any]:
+    """Masters and moments on the host, all or some, as slime has them for Qwen3-30B-A3B."""
+    given = {
+        "use_precision_aware_optimizer": True,
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": fraction,
+        "overlap_cpu_optimizer_d2h_h2d": True,
+        "pin_cpu_grads": False,
+    }
+    fused = build(folder, "transformer_engine", HALF, optimizer_args=given)
+    return fused, build(folder, "transformer_engine", HALF)
+
+
+CASES: dict[str, Callable[[Path], tuple[Any, Any]]] = {
+    "fsdp2": lambda folder: layers(folder, "fsdp2"),
+    "local": lambda folder: layers(folder, "local"),
+    "attention": attention,
+    "adapter": adapter,
+    "small state": small_state,
+    "offloaded": lambda folder: offloaded(folder, 1.0),
+    "half offloaded": lambda folder: offloaded(folder, 0.5),
+}
+
+
+def main(folder: Path, case: str, target: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     start_process_group(device="cpu", local_rank=0, timeout_s=60.0)
-    fused = build(folder, "transformer_engine")
-    found = {"fused": two_steps(fused)}
-    found["names"] = [name for name, _ in fused.named_tensors()]  # type: ignore[assignment]
-    plain = build_fsdp2(folder) if other == "fsdp2" else build(folder, other)
-    torch.save(found | {"plain": two_steps(plain)}, target)
+    fused, plain = CASES[case](folder)
+    found: dict[str, Any] = {"fused": two_steps(fused, restores=True)}
+    found["plain"] = two_steps(plain)
+    found["names"] = [name for name, _ in fused.named_tensors()]
+    found["fields"] = vars(fused._transformer)
+    kept = {"gradient_accumulation_fusion", "apply_rope_fusion", "moe_permute_fusion"}
+    found["fields"] = {name: found["fields"][name] for name in kept}
+    from transformer_engine.pytorch import DotProductAttention
+
+    found["attended"] = DotProductAttention.num_calls
+    torch.save(found, target)
     end_process_group()
 
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hybridrl.trainer.rehearsal import rehearse_megatron
+from hybridrl.trainer.megatron_rehearsal import rehearse_megatron
 from hybridrl.workers.train.mcore import rehearsal
 from tests.config.test_megatron_recipes import config_of
 
@@ -26,18 +26,20 @@ _FIELDS = (
 def main(folder: Path, names: list[str]) -> None:
     """Print a line of JSON for each recipe."""
     built: list[Any] = []
-    plan = rehearsal.plan_transformer
+    plan = rehearsal.transformer_config
 
     def plan_and_keep(*args: Any, **kwargs: Any) -> Any:
         built.append(plan(*args, **kwargs))
         return built[-1]
 
-    rehearsal.plan_transformer = plan_and_keep
+    rehearsal.transformer_config = plan_and_keep
     for name in names:
         built.clear()
         (folder / name).mkdir()
         lines = rehearse_megatron(config_of(name, folder / name))
         fields = [{field: getattr(config, field) for field in _FIELDS} for config in built]
+        for found, config in zip(fields, built, strict=True):
+            found["attention"] = config.attention_backend.name
         sys.stdout.write(json.dumps({"lines": lines, "fields": fields}) + "\n")
 
 

@@ -4,7 +4,7 @@
 alone, get another ``torch`` to look names up in: the same objects, but ``cuda`` answers for the CPU
 and ``device="cuda"`` is where the CPU is. Nothing of torch itself is changed, so that FSDP2, the
 embedded engine and whatever else lives in the process see the machine as it is; being a matter of
-modules and not of a mode, it holds in every thread. Five further stand-ins go round places that
+modules and not of a mode, it holds in every thread. Six further stand-ins go round places that
 this does not reach, or bugs that have nothing to do with a CPU.
 
 torch.distributed's part of mcore's own checkpoints (``dist_checkpointing``) is not reached: it is
@@ -65,6 +65,7 @@ def install() -> None:
     _name_the_missing_gemm()
     _convert_splits_on_a_cpu()
     _load_moments_without_a_gradient()
+    _offload_as_if_from_a_device()
 
 
 def import_megatron() -> None:
@@ -286,3 +287,43 @@ def _load_moments_without_a_gradient() -> None:
 
     module = import_module("megatron.core.optimizer.distrib_optimizer")
     module.DistributedOptimizer._set_main_param_and_optimizer_states = filled
+
+
+def _offload_as_if_from_a_device() -> None:
+    """S10: an optimizer that offloads asks each tensor whether it is on the device, and pins the
+    copy that it takes of one to the host: such a copy, and what is cast of it, is on no device.
+    """
+    module = import_module("megatron.core.optimizer.cpu_offloading.hybrid_optimizer")
+    kind = module.HybridDeviceOptimizer
+    original = kind._get_sub_optimizer_param_groups
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def asked(self: Any, offload_fraction: float) -> Any:
+        with _TellsHostFromDevice():
+            return original(self, offload_fraction)
+
+    kind._get_sub_optimizer_param_groups = asked
+
+
+class _TellsHostFromDevice(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self._on_host: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return not self._is_on_host(args[0])
+        if func is Tensor.pin_memory:
+            self._on_host.append(args[0])
+            return args[0]
+        answer = func(*args, **(kwargs or {}))
+        if func in (Tensor.detach, Tensor.clone, Tensor.float) and self._is_on_host(args[0]):
+            self._on_host.append(answer)
+        return answer
+
+    def _is_on_host(self, tensor: Tensor) -> bool:
+        return any(tensor is other for other in self._on_host)

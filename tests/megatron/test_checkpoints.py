@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.config.megatron import MegatronConfig
+from hybridrl.config.megatron_checks import UNUSED
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter
 from hybridrl.workers.train.protocol import LearningEngine
@@ -30,20 +30,7 @@ from tests.workers.train.engines import (
     weights_of,
 )
 
-ALONE = MegatronConfig(
-    tensor_parallel_size=1,
-    sequence_parallel=False,
-    pipeline_parallel_size=1,
-    num_virtual_stages=1,
-    context_parallel_size=1,
-    expert_parallel_size=1,
-    expert_tensor_parallel_size=1,
-    layers="local",
-    overlap_communication=False,
-    load_balance_coefficient=0.0,
-    replay_routing=False,
-    transformer_args={},
-)
+ALONE = replace(UNUSED, layers="local")
 
 
 def _build(folder: Path, sizes: dict[str, int]) -> Any:

@@ -25,11 +25,11 @@ _ROOT = Path(__file__).parents[2]
 _PACKAGES = Path(__file__).parent / "packages"
 
 
-def two_steps(folder: Path, other: str, target: Path) -> dict[str, Any]:
-    """Learn with TransformerEngine's layers, and with those of ``other``."""
+def two_steps(folder: Path, case: str, target: Path) -> dict[str, Any]:
+    """Learn with TransformerEngine's layers, and as the case says."""
     paths = [str(_PACKAGES), str(_ROOT)]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.megatron.fused_steps", str(folder), other, str(target)],
+        [sys.executable, "-m", "tests.megatron.fused_steps", str(folder), case, str(target)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
@@ -40,23 +40,59 @@ def two_steps(folder: Path, other: str, target: Path) -> dict[str, Any]:
     return found
 
 
+def assert_same_steps(found: dict[str, Any], *, atol: float = 1e-5) -> None:
+    steps = zip(found["fused"]["steps"], found["plain"]["steps"], strict=True)
+    for (logprobs, norm), (plain_logprobs, plain_norm) in steps:
+        torch.testing.assert_close(logprobs, plain_logprobs, atol=atol, rtol=0)
+        assert norm == pytest.approx(plain_norm, rel=atol)
+    weights: dict[str, Tensor] = found["fused"]["weights"]
+    assert weights.keys() == found["plain"]["weights"].keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, found["plain"]["weights"][name], atol=atol, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("family", "other"), [("qwen3", "fsdp2"), ("qwen2", "fsdp2"), ("qwen3_moe", "local")]
 )
 def test_fused_layers_learn_what_others_learn(tmp_path: Path, family: Family, other: str) -> None:
     found = two_steps(make_tiny_model(tmp_path / "model", family), other, tmp_path / "found.pt")
-    steps = zip(found["fused"]["steps"], found["plain"]["steps"], strict=True)
-    for (logprobs, norm), (plain_logprobs, plain_norm) in steps:
-        torch.testing.assert_close(logprobs, plain_logprobs, atol=1e-5, rtol=0)
-        assert norm == pytest.approx(plain_norm, rel=1e-5)
-    weights: dict[str, Tensor] = found["fused"]["weights"]
-    assert weights.keys() == found["plain"]["weights"].keys()
-    for name, weight in weights.items():
-        torch.testing.assert_close(weight, found["plain"]["weights"][name], atol=1e-5, rtol=0)
+    assert_same_steps(found)
     names = found["names"]
     assert "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight" in names
     grouped = "decoder.layers.1.mlp.experts.linear_fc2.weight3"
     assert (grouped in names) is (family == "qwen3_moe")
+    assert found["fields"] == {
+        "gradient_accumulation_fusion": True,
+        "apply_rope_fusion": True,
+        "moe_permute_fusion": family == "qwen3_moe",
+    }
+    assert not found["attended"]
+
+
+def test_attention_may_be_transformer_engines(tmp_path: Path) -> None:
+    found = two_steps(make_tiny_model(tmp_path / "model"), "attention", tmp_path / "found.pt")
+    assert_same_steps(found)
+    assert found["attended"] > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_adapters_learn_beside_fused_layers(tmp_path: Path, family: Family) -> None:
+    found = two_steps(make_tiny_model(tmp_path / "model", family), "adapter", tmp_path / "found.pt")
+    assert_same_steps(found)
+    assert found["fields"]["gradient_accumulation_fusion"] is False
+    assert any(name.endswith("linear_qkv.layer_norm_weight") for name in found["names"])
+    adapter, plain = found["fused"]["adapter"], found["plain"]["adapter"]
+    assert adapter.keys() == plain.keys()
+    for name, tensor in adapter.items():
+        torch.testing.assert_close(tensor, plain[name], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["small state", "offloaded", "half offloaded"])
+def test_an_optimizer_that_keeps_its_state_elsewhere_takes_the_same_steps(
+    tmp_path: Path, case: str
+) -> None:
+    found = two_steps(make_tiny_model(tmp_path / "model"), case, tmp_path / "found.pt")
+    assert_same_steps(found, atol=2e-3)  # of weights of 16 bits
 
 
 def test_auto_is_megatron_cores_own_layers_without_cuda_or_without_the_package() -> None:
@@ -86,7 +122,11 @@ def test_what_cannot_be_imported_is_refused_by_the_key() -> None:
 def test_packs_have_a_length_that_eight_bit_products_take(tmp_path: Path) -> None:
     install()
     from hybridrl.workers.train.mcore.architecture import read_architecture
-    from hybridrl.workers.train.mcore.transformer import token_multiple, transformer_config
+    from hybridrl.workers.train.mcore.transformer import (
+        Kernels,
+        token_multiple,
+        transformer_config,
+    )
     from tests.workers.train.engines import ACTOR, CPU
 
     architecture = read_architecture(make_tiny_model(tmp_path))
@@ -99,7 +139,11 @@ def test_packs_have_a_length_that_eight_bit_products_take(tmp_path: Path) -> Non
             transformer_args=args,
         )
         built = transformer_config(
-            architecture, megatron=megatron, engine=ACTOR, device=CPU, is_fused=True
+            architecture,
+            megatron=megatron,
+            engine=ACTOR,
+            device=CPU,
+            kernels=Kernels(has_layers=True),
         )
         return token_multiple(built)
 

@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from hybridrl.config.load import load_config
 from hybridrl.errors import ConfigErrors
-from hybridrl.trainer.rehearsal import rehearse_megatron
+from hybridrl.main import compose
+from hybridrl.trainer.megatron_rehearsal import rehearse_megatron
 from tests.config.test_megatron_recipes import MODELS
 from tests.config.test_megatron_recipes import config_of as recipe_of
 from tests.config.values import config_of
 from tests.megatron.stand_ins import install
+from tests.workers.train.engines import ACTOR
 
 _ROOT = Path(__file__).parents[2]
 _PACKAGES = Path(__file__).parent / "packages"
@@ -90,6 +94,12 @@ def test_a_gpu_recipe_checked_without_transformer_engine_says_so(name: str, tmp_
     assert any("TransformerEngine is not installed here" in line for line in lines)
 
 
+def test_the_recipe_for_a_cpu_is_taken_and_no_kernel_is_missed_there() -> None:
+    config = load_config(compose(["recipes=megatron_cpu", "mode=check"]))
+    [line] = rehearse_megatron(config)
+    assert line.endswith("takes the configuration of: policy")
+
+
 def rehearsed_with_transformer_engine(folder: Path, *names: str) -> list[dict[str, Any]]:
     paths = [str(_PACKAGES), str(_ROOT)]
     done = subprocess.run(
@@ -110,7 +120,42 @@ def test_megatron_takes_each_recipe_with_transformer_engine_and_all_fusions(tmp_
         [fields] = recipe["fields"]
         assert fields["transformer_impl"] == "transformer_engine"
         has_experts = "num_experts" in MODELS[name]
-        assert fields["moe_grouped_gemm"] is has_experts
+        assert fields["moe_grouped_gemm"] is fields["moe_permute_fusion"] is has_experts
+        assert fields["gradient_accumulation_fusion"]
+        assert fields["apply_rope_fusion"]
+        assert fields["bias_activation_fusion"]
+        assert fields["attention"] == "auto"  # TransformerEngine's; "local" is ours
+
+
+def test_ranks_talk_while_they_compute_on_cuda_and_adapters_are_gathered_at_once() -> None:
+    from hybridrl.workers.train.mcore.training import ddp_config
+
+    megatron = config_of("actor=megatron").megatron
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    learns = ddp_config(ACTOR, megatron, cuda, duty="learns")
+    assert (learns.overlap_grad_reduce, learns.overlap_param_gather) == (True, True)
+    adapts = ddp_config(ACTOR, megatron, cuda, duty="adapts")
+    assert (adapts.overlap_grad_reduce, adapts.overlap_param_gather) == (True, False)
+    waits = ddp_config(ACTOR, megatron, cpu, duty="learns")
+    assert (waits.overlap_grad_reduce, waits.overlap_param_gather) == (False, False)
+
+
+def test_a_missing_transformer_engine_is_told_once_on_cuda_with_what_megatron_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from hybridrl.workers.train.mcore.megatron_core import HAVE_TE, IMPORT_WARNINGS
+    from hybridrl.workers.train.mcore.transformer import tell_once
+
+    if HAVE_TE:
+        pytest.skip("TransformerEngine is installed")
+    assert any("Transformer Engine and Apex are not installed" in w for w in IMPORT_WARNINGS)
+    megatron = config_of("actor=megatron").megatron
+    for _ in range(2):
+        tell_once(megatron, torch.device("cuda"))
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == 1 + len(IMPORT_WARNINGS)
+    assert "experts computed one after another" in told[0]
+    assert "pip install 'hybridrl[transformer-engine]'" in told[0]
 
 
 def test_the_command_refuses_what_megatron_refuses_and_else_says_what_it_took(

@@ -277,3 +277,42 @@ def test_a_critic_in_its_own_pool_is_cut_over_its_own_ranks(dense: tuple[str, ..
         Rank.of(config, None)[0].workload.num_rows
         == 512 * config.rollout.num_responses_per_prompt // 4
     )
+
+
+def test_stages_of_unequal_length_hold_the_whole_model_too(
+    sparse: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_30B_A3B, "num_hidden_layers": 94}))
+    ends = ("megatron.num_layers_in_first_stage=22", "megatron.num_layers_in_last_stage=24")
+    given = (*sparse, "megatron.pipeline_parallel_size=4", *ends, "megatron.expert_parallel_size=4")
+    for virtual in (1, 2):
+        sizes = (*given, f"megatron.num_virtual_stages={virtual}")
+        stages = [memory_of(*sizes, stage=stage) for stage in range(4)]
+        layers = [stage.cut.layers_of(stage.role.shape) for stage in stages]
+        assert [len(of) for of in layers] == [22, 24, 24, 24]
+        assert sorted(layer for of in layers for layer in of) == list(range(94))
+    assert layers[1][:13] == (*range(11, 23), 58)
+
+
+def test_an_optimizer_on_the_host_takes_nothing_of_the_device(dense: tuple[str, ...]) -> None:
+    usual = memory_of(*dense)
+    offload = "optimizer_cpu_offload: true"
+    aware = "use_precision_aware_optimizer: true"
+
+    def given(*args: str) -> MegatronMemory:
+        return memory_of(*dense, "mode=plan", f"megatron.optimizer_args={{{', '.join(args)}}}")
+
+    share = usual.optimizer // 12
+    away = given(offload, aware)
+    assert (away.optimizer, away.masters) == (0, 0)
+    assert away.host_optimizer == 16 * share  # masters, gradients and moments
+    half = given(offload, aware, "optimizer_offload_fraction: 0.5")
+    assert half.optimizer == pytest.approx(usual.optimizer / 2, abs=12)
+    assert half.host_optimizer == pytest.approx(8 * share, abs=16)
+    assert given(offload).optimizer == 4 * share  # masters on both
+    small = given(aware, "exp_avg_dtype: bfloat16", "exp_avg_sq_dtype: bfloat16")
+    assert (small.optimizer, small.host_optimizer) == (8 * share, 0)
+    plan = plan_memory(
+        config_of(*dense, "mode=plan", f"megatron.optimizer_args={{{offload}, {aware}}}")
+    )
+    assert part(plan, "update", "optimizer kept on the host") == away.host_optimizer

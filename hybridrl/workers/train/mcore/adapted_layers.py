@@ -11,17 +11,18 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.distributed import ProcessGroup
+from torch.nn.functional import linear, rms_norm
 
 from hybridrl.config.lora import LoraConfig
 from hybridrl.errors import ModelError
 from hybridrl.workers.train.mcore.megatron_core import (
-    ColumnParallelLinear,
-    RowParallelLinear,
+    COLUMN_PARALLEL,
+    WITH_NORM,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -33,7 +34,8 @@ Rows = Sequence[tuple[str, int]]
 """What a rank's outputs are, in their order: last part of the files' name (``q_proj``), and how
 many."""
 
-ParallelLinear: TypeAlias = ColumnParallelLinear | RowParallelLinear
+ParallelLinear: TypeAlias = Any
+"""A linear layer of megatron-core's own or of TransformerEngine's, parallel by columns or rows."""
 
 
 class Matrices(nn.Module):
@@ -54,12 +56,15 @@ class LayerAdapter(nn.ModuleDict):
         layer: frozen; the adapter becomes its ``lora`` and adds to its outputs from now on.
         rows: what the layer's outputs are on this rank.
         config: rank, scaling, and which of the files' layers are adapted.
+        is_expert: whether the layer is of an expert.
     """
 
     is_active: bool = True
     """Whether it adds to the outputs."""
 
-    def __init__(self, layer: ParallelLinear, rows: Rows, *, config: LoraConfig) -> None:
+    def __init__(
+        self, layer: ParallelLinear, rows: Rows, *, config: LoraConfig, is_expert: bool
+    ) -> None:
         num_outputs: dict[str, int] = {}
         for leaf, num_rows in rows:
             if leaf in config.modules:
@@ -78,11 +83,12 @@ class LayerAdapter(nn.ModuleDict):
         )
         self._rows = rows
         self._rank, self._scaling = config.rank, config.scaling
-        self._is_expert: bool = layer.is_expert
+        self._is_expert = is_expert
         self._has_part_of_tokens: bool = layer.config.sequence_parallel
-        self._group = layer.tp_group
+        self._group = _ranks_of(layer)
         for matrices in self._matrices().values():
-            self._mark(matrices, is_shared=weight_OI.allreduce)
+            # Some of TransformerEngine's layers leave it unsaid where it is true.
+            self._mark(matrices, is_shared=getattr(weight_OI, "allreduce", True))
         layer.add_module("lora", self)
         layer.register_forward_hook(self._add)
 
@@ -138,14 +144,17 @@ class LayerAdapter(nn.ModuleDict):
 
     def _add(
         self,
-        _layer: nn.Module,
+        layer: nn.Module,
         inputs: tuple[Tensor],
         outputs: tuple[Tensor, Tensor | None],
     ) -> tuple[Tensor, Tensor | None]:
         if not self.is_active:
             return outputs
         outputs_T1O, bias_O = outputs
-        return outputs_T1O + self(inputs[0]), bias_O
+        inputs_T1I = inputs[0]
+        if isinstance(layer, WITH_NORM):
+            inputs_T1I = _normed(layer, inputs_T1I)
+        return outputs_T1O + self(inputs_T1I), bias_O
 
     @abstractmethod
     def _exchange(self, low_T1R: Tensor) -> Tensor:
@@ -208,13 +217,29 @@ class _RowAdapter(LayerAdapter):
         return matrices.A, matrices.B, 1
 
 
-def adapt_layer(layer: ParallelLinear, rows: Rows, *, config: LoraConfig) -> LayerAdapter | None:
+def _ranks_of(layer: ParallelLinear) -> ProcessGroup:
+    """Return the ranks that share a layer; TransformerEngine is given none for an expert's."""
+    group: ProcessGroup = getattr(layer, "_tp_group", None) or layer.tp_group
+    return group
+
+
+def _normed(layer: ParallelLinear, states: Tensor) -> Tensor:
+    """Return what a layer multiplies that normalises its inputs first, and keeps that to itself."""
+    wide = rms_norm(states.float(), states.shape[-1:], eps=layer.eps)
+    normed: Tensor = wide.to(states.dtype) * layer.layer_norm_weight
+    return normed
+
+
+def adapt_layer(
+    layer: ParallelLinear, rows: Rows, *, config: LoraConfig, is_expert: bool
+) -> LayerAdapter | None:
     """Put adapters beside a layer.
 
     Args:
         layer: frozen.
         rows: what its outputs are on this rank.
         config: rank, scaling, and which of the files' layers are adapted.
+        is_expert: whether the layer is of an expert.
 
     Returns:
         None if none of the files' layers in it is adapted.
@@ -224,11 +249,11 @@ def adapt_layer(layer: ParallelLinear, rows: Rows, *, config: LoraConfig) -> Lay
     """
     if not any(leaf in config.modules for leaf, _ in rows):
         return None
-    if layer.is_expert and layer.tp_group.size() > 1:
+    if is_expert and _ranks_of(layer).size() > 1:
         raise ModelError(
             "adapters of experts whose matrices are shared by ranks are not supported: set "
             "megatron.expert_tensor_parallel_size=1, or leave gate_proj, up_proj and down_proj out "
             "of lora.target_modules"
         )
-    kind = _ColumnAdapter if isinstance(layer, ColumnParallelLinear) else _RowAdapter
-    return kind(layer, rows, config=config)
+    kind = _ColumnAdapter if isinstance(layer, COLUMN_PARALLEL) else _RowAdapter
+    return kind(layer, rows, config=config, is_expert=is_expert)

@@ -147,7 +147,7 @@ def read_architecture(folder: Path) -> Architecture:
         norm_eps=config.rms_norm_eps,
         rope_theta=float(config.rope_parameters["rope_theta"]),
         rope_scaling=_scaling(config.rope_parameters),
-        experts=_experts(config) if model_type == "qwen3_moe" else None,
+        experts=_experts(folder, config) if model_type == "qwen3_moe" else None,
     )
 
 
@@ -208,7 +208,7 @@ def _scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
     )
 
 
-def _experts(config: Any) -> Experts | None:  # noqa: ANN401 - a class per architecture
+def _experts(folder: Path, config: Any) -> Experts | None:  # noqa: ANN401 - a class per architecture
     sparse = tuple(
         layer
         for layer in range(config.num_hidden_layers)
@@ -216,6 +216,14 @@ def _experts(config: Any) -> Experts | None:  # noqa: ANN401 - a class per archi
     )
     if not config.num_experts or not sparse:
         return None
+    if config.num_experts_per_tok == 1 and config.norm_topk_prob:
+        raise ModelError(
+            f"{folder / 'config.json'}: num_experts_per_tok=1 with norm_topk_prob=true divides the "
+            "weight of a token's only expert by itself: it is always 1, the router has no gradient "
+            "and never learns, so megatron-core refuses it. A model that was trained so says "
+            "norm_topk_prob=false; set that, or point model.path at a model with two experts a "
+            "token or more"
+        )
     return Experts(
         num_experts=config.num_experts,
         num_per_token=config.num_experts_per_tok,

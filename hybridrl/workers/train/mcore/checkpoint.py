@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from hybridrl.workers.train.mcore.architecture import Architecture
-from hybridrl.workers.train.mcore.optimizer import MOMENTS, DistributedAdamW
+from hybridrl.workers.train.mcore.optimizer import DistributedAdamW
+from hybridrl.workers.train.mcore.optimizer_state import MOMENTS
 from hybridrl.workers.train.mcore.parallel_rank import ParallelRank
 from hybridrl.workers.train.mcore.parts import (
     MODEL,

@@ -6,47 +6,35 @@ a head, H hidden.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from hybridrl.models.packed import PackLayout
 from hybridrl.workers.train.mcore.architecture import Architecture
+from hybridrl.workers.train.mcore.fused_attention import FusedAttention
 from hybridrl.workers.train.mcore.megatron_core import (
+    AttnBackend,
     ColumnParallelLinear,
     MegatronModule,
     ModuleSpec,
-    PackedSeqParams,
+    MoELayer,
     RowParallelLinear,
     TENorm,
     TransformerBlockSubmodules,
     TransformerConfig,
     TransformerLayer,
     VocabParallelEmbedding,
+    checkpoint,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
     get_num_layers_to_build,
     get_transformer_layer_offset,
     set_tensor_model_parallel_attributes,
 )
-from hybridrl.workers.train.mcore.routing import PackRouter, PackRouting
-
-
-@dataclass
-class PackedRows(PackedSeqParams):
-    """What a pack is, on its way through megatron-core to the layers.
-
-    Its ``qkv_format`` stays None: the pack is one sequence to all that is not of ours.
-    """
-
-    layout: PackLayout | None = None
-    """Where rows begin and end, for the attention."""
-
-    routing: PackRouting | None = None
-    """For routers; None in a dense model."""
+from hybridrl.workers.train.mcore.packed_rows import PackedRows
+from hybridrl.workers.train.mcore.routing import PackRouter
 
 
 class PackedAttention(MegatronModule):
@@ -88,6 +76,30 @@ class RoutedLayer(TransformerLayer):
             router.pack = None
 
 
+class PackExperts(MoELayer):
+    """The experts of a layer, computed again in the backward pass as the pack went before."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        super().__init__(*args, **kwargs)
+        self.moe_layer_recompute = False  # its own would ask a router that was told nothing
+
+    def forward(self, hidden_T1H: Tensor, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Compute the experts; see MoELayer."""
+        if not self.training:
+            return super().forward(hidden_T1H, **kwargs)
+        router: PackRouter = self.router
+        pack, compute = router.pack, super().forward
+
+        def compute_pack(hidden_T1H: Tensor) -> Any:  # noqa: ANN401
+            before, router.pack = router.pack, pack
+            try:
+                return compute(hidden_T1H, **kwargs)
+            finally:
+                router.pack = before
+
+        return checkpoint(compute_pack, False, hidden_T1H)  # noqa: FBT003 - megatron's
+
+
 class RMSNorm(nn.Module):
     """Root mean square norm (arXiv:1910.07467) whose weight may see a part of the tokens alone.
 
@@ -115,22 +127,28 @@ class RMSNorm(nn.Module):
 def decoder_layers(
     config: TransformerConfig, architecture: Architecture, *, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Return the layers of one stage, made as ``config.transformer_impl`` says.
+    """Return the layers of one stage.
 
-    The attention over a pack is ours in either: rows, their common prompts and context parallelism
-    are the same whichever kernels compute all else.
+    They are made as ``config.transformer_impl`` says, with the attention of
+    ``config.attention_backend``: ``local`` is ours.
     """
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     is_fused = config.transformer_impl == "transformer_engine"
     layer_of = _fused_layer if is_fused else _local_layer
+    is_ours = config.attention_backend is AttnBackend.local
+    attention = PackedAttention if is_ours else FusedAttention
+    is_selective = config.recompute_granularity == "selective"
+    recomputes_experts = is_selective and "moe" in config.recompute_modules
     specs = []
     for layer in range(first, first + num_layers):
         is_sparse = architecture.is_sparse(layer)
         spec = layer_of(config, is_sparse=is_sparse)
-        spec.submodules.self_attention.submodules.core_attention = PackedAttention
+        spec.submodules.self_attention.submodules.core_attention = attention
         if is_sparse:
             spec.module = RoutedLayer
+            if recomputes_experts:
+                spec.submodules.mlp.module = PackExperts
             spec.submodules.mlp.submodules.router = PackRouter
         specs.append(spec)
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm if is_fused else RMSNorm)

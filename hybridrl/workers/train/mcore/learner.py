@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hybridrl.config.actor import EngineConfig
 from hybridrl.metrics import Metrics, merge
+from hybridrl.models.load import WeightFiles
 from hybridrl.workers.train.gradient_steps import global_weights, step_metrics
 from hybridrl.workers.train.mcore.balance import LoadBalance
 from hybridrl.workers.train.mcore.checkpoint import checkpoint_tensors
+from hybridrl.workers.train.mcore.masters import fill_masters
 from hybridrl.workers.train.mcore.megatron_core import (
     DistributedDataParallel,
     ProcessGroupCollection,
@@ -47,7 +48,7 @@ class StagedLearner(StagedModel):
         area: of its metrics, ``policy`` or ``critic``.
     """
 
-    duty: ClassVar[Duty] = "learns"
+    duty: Duty = "learns"
 
     optimizer: DistributedAdamW
     """Moments, and the number of steps taken."""
@@ -71,6 +72,13 @@ class StagedLearner(StagedModel):
         self.optimizer = DistributedAdamW(
             self._replicas, config=config, num_total_steps=num_total_steps, parallel=self._parallel
         )
+        fill_masters(
+            self.optimizer,
+            WeightFiles(folder),
+            names=self._parameter_names(),
+            architecture=self._architecture,
+            parallel=self._parallel.rank,
+        )
 
     @property
     def num_updates(self) -> int:
@@ -82,7 +90,7 @@ class StagedLearner(StagedModel):
         self._require("checkpoint_tensors()", *TrainState)
         return checkpoint_tensors(
             self.optimizer,
-            names={parameter: name for name, parameter in self.named_tensors()},
+            names=self._parameter_names(),
             specs=self._learning_specs(),
             architecture=self._architecture,
             parallel=self._parallel.rank,
@@ -95,6 +103,9 @@ class StagedLearner(StagedModel):
     def end_restore(self) -> None:
         """Let all ranks have what each has filled; a collective call."""
         self.optimizer.end_restore()
+
+    def _parameter_names(self) -> dict[nn.Parameter, str]:
+        return {parameter: name for name, parameter in self.named_tensors()}
 
     def _learning_specs(self) -> Sequence[WeightSpec]:
         """Name the whole tensors that learn."""
@@ -134,7 +145,8 @@ class StagedLearner(StagedModel):
         self.optimizer.drop_gradients()  # of an update that a loss broke off
         self.optimizer.gradients.allocate()
         balance = self._balance(packs)
-        found = self._schedule.train(packs, forward, finish)
+        with self.optimizer.gather.in_background():
+            found = self._schedule.train(packs, forward, finish)
         total_loss = torch.zeros((), device=self._device)
         for share, _ in found:
             total_loss += share
@@ -165,32 +177,41 @@ class StagedLearner(StagedModel):
         return balance
 
     def _wrap(self, models: list[PackedStage], config: EngineConfig) -> list[nn.Module]:
-        overlap = self._parallel.config.overlap_communication
+        sums = ddp_config(config, self._parallel.config, self._device, duty=self.duty)
         self._replicas = [
             DistributedDataParallel(
                 config=self._transformer,
-                ddp_config=ddp_config(config, self._parallel.config),
+                ddp_config=sums,
                 module=model,
                 disable_bucketing=number > 0,
             )
             for number, model in enumerate(models)
         ]
         self._transformer.finalize_model_grads_func = _sum_gradients
-        if overlap:
+        if sums.overlap_grad_reduce:
             no_sync = [replica.no_sync for replica in self._replicas]
             self._transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         return list(self._replicas)
+
+    def _settle(self) -> None:
+        self.optimizer.gather.finish()
 
     def _tensors(self, part: TrainState) -> list[Tensor]:
         if part is TrainState.GRADIENTS:
             return self.optimizer.gradients.tensors()
         if part is TrainState.PARAMETERS:
+            self._settle()
             return super()._tensors(part)
         weights = super()._tensors(TrainState.PARAMETERS)
         known = {tensor.untyped_storage()._cdata for tensor in weights}
-        held = [*self.optimizer.masters(), *self.optimizer.moments()]
-        # In float32 a weight is its own master, and no part of the optimizer's memory.
-        return [t.detach() for t in held if t.untyped_storage()._cdata not in known]
+        # In float32 a weight is its own master, and no part of the optimizer's memory. What
+        # optimizer_cpu_offload keeps lies on the host already.
+        held = {
+            tensor.untyped_storage()._cdata: tensor.detach()
+            for tensor in self.optimizer.state_tensors()
+            if tensor.device.type == self._device.type
+        }
+        return [tensor for storage, tensor in held.items() if storage not in known]
 
 
 def _sum_gradients(

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +25,11 @@ from hybridrl.workers.train.mcore.architecture import Architecture, read_archite
 from hybridrl.workers.train.mcore.blocks import blocks_of
 from hybridrl.workers.train.mcore.engine import MegatronEngine
 from hybridrl.workers.train.mcore.hf_tensors import adapter_tensors, hf_tensors
-from hybridrl.workers.train.mcore.megatron_core import ColumnParallelLinear, RowParallelLinear
+from hybridrl.workers.train.mcore.megatron_core import COLUMN_PARALLEL, ROW_PARALLEL
 from hybridrl.workers.train.mcore.model import PolicyStage
 from hybridrl.workers.train.mcore.setting import Setting
 from hybridrl.workers.train.mcore.stages import global_name
-from hybridrl.workers.train.mcore.transformer import Duty
+from hybridrl.workers.train.mcore.transformer import adapting_duty
 from hybridrl.workers.train.places import index_in
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightPart, WeightSpec
 
@@ -54,8 +53,6 @@ class MegatronLoraEngine(MegatronEngine):
         ConfigError: see ``StagedModel``.
     """
 
-    duty: ClassVar[Duty] = "adapts"
-
     def __init__(
         self,
         model_folder: Path,
@@ -72,6 +69,7 @@ class MegatronLoraEngine(MegatronEngine):
         if lora.sync == "adapter":
             self.weight_parts = (WeightPart.BASE, WeightPart.ADAPTER)
         architecture = read_architecture(model_folder)
+        self.duty = adapting_duty(architecture, lora)
         self._adapter.check_fit(_linear_layers(architecture), model=architecture.model_type)
         super().__init__(
             model_folder,
@@ -101,6 +99,7 @@ class MegatronLoraEngine(MegatronEngine):
         at a time, never in the training weights.
         """
         self._require("full_weights()", TrainState.PARAMETERS)
+        self._settle()
         if part is WeightPart.ADAPTER:
             for name, tensor in self._adapter_export.full_weights(self._adapter_tensors()):
                 yield file_name(name), tensor
@@ -140,17 +139,18 @@ class MegatronLoraEngine(MegatronEngine):
         """Freeze a stage and put adapters, still without values, into it."""
         stage.requires_grad_(requires_grad=False)
         for name, layer in list(stage.decoder.named_modules(prefix="decoder")):
-            if not isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+            if not isinstance(layer, (*COLUMN_PARALLEL, *ROW_PARALLEL)):
                 continue
             weight_name = global_name(f"{name}.weight", stage.first_layer)
             blocks = blocks_of(
                 weight_name,
-                layer.weight.shape,
+                stage.decoder.get_parameter(f"{name.removeprefix('decoder.')}.weight").shape,
                 architecture=stage.architecture,
                 parallel=stage.parallel.rank,
             )
             rows = [(block.name.split(".")[-2], block.shape[0]) for block in blocks]
-            adapter = adapt_layer(layer, rows, config=self._lora)
+            is_expert = ".experts." in name
+            adapter = adapt_layer(layer, rows, config=self._lora, is_expert=is_expert)
             if adapter is not None:
                 self._adapted[weight_name] = adapter
 
@@ -186,6 +186,7 @@ class MegatronLoraEngine(MegatronEngine):
 
     def _whole_model(self) -> NamedTensors:
         self._require("full_weights()", TrainState.PARAMETERS)
+        self._settle()
         merged = _MergedTensors(self._model_tensors(), self._adapted, self._adapter.merge)
         yield from self._export.full_weights(merged)
 

@@ -1,17 +1,17 @@
 """What we use of megatron-core (arXiv:1909.08053, 2104.04473). The only module that imports it.
 
-While it is imported it warns that TransformerEngine and Apex are missing, once for each of its
-modules. That is a way to run it and no surprise: ``megatron.layers`` says which one is wanted.
+What it warns of while it is imported, once for each of its modules, is kept in ``IMPORT_WARNINGS``:
+engines tell it on one rank.
 """
 
 from __future__ import annotations
 
 import warnings
 
-with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    warnings.filterwarnings("ignore", category=FutureWarning)
+import torch
+
+with warnings.catch_warnings(record=True) as _heard:
+    warnings.simplefilter("always")
     from megatron.core import __version__ as VERSION
     from megatron.core import parallel_state
     from megatron.core.distributed import (
@@ -20,7 +20,15 @@ with warnings.catch_warnings():
         finalize_model_grads,
     )
     from megatron.core.enums import ModelType
-    from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
+    from megatron.core.extensions.transformer_engine import (
+        HAVE_TE,
+        TEColumnParallelLinear,
+        TEDotProductAttention,
+        TELayerNormColumnParallelLinear,
+        TENorm,
+        TERowParallelLinear,
+    )
+    from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.models.common.embeddings.language_model_embedding import (
         LanguageModelEmbedding,
     )
@@ -30,6 +38,8 @@ with warnings.catch_warnings():
         get_gpt_layer_with_transformer_engine_spec,
     )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import ChainedOptimizer
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -38,6 +48,7 @@ with warnings.catch_warnings():
         ColumnParallelLinear,
         RowParallelLinear,
         VocabParallelEmbedding,
+        checkpoint,
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
         model_parallel_cuda_manual_seed,
@@ -46,8 +57,10 @@ with warnings.catch_warnings():
         set_tensor_model_parallel_attributes,
     )
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -61,36 +74,71 @@ with warnings.catch_warnings():
         get_transformer_layer_offset,
     )
 
+IMPORT_WARNINGS = tuple(
+    dict.fromkeys(
+        " ".join(str(warning.message).split())
+        for warning in _heard
+        # What of torch it uses that will be another one's name is nothing for a user to change.
+        if not issubclass(warning.category, DeprecationWarning | FutureWarning)
+    )
+)
+"""Each once."""
+
+HAVE_FUSED_ROPE = rope_utils.fused_apply_rotary_pos_emb is not None
+HAVE_FUSED_PERMUTE = vars(moe_utils).get("fused_permute") is not None
+
+COLUMN_PARALLEL: tuple[type, ...] = (ColumnParallelLinear,)
+ROW_PARALLEL: tuple[type, ...] = (RowParallelLinear,)
+WITH_NORM: tuple[type, ...] = ()
+"""Of the column-parallel ones those that normalise their inputs first."""
+if HAVE_TE:  # else its names are no classes
+    COLUMN_PARALLEL += (TEColumnParallelLinear, TELayerNormColumnParallelLinear)
+    ROW_PARALLEL += (TERowParallelLinear,)
+    WITH_NORM = (TELayerNormColumnParallelLinear,)
+
 # Without TransformerEngine routers ask for a name that the failed import left unbound.
 vars(moe_utils).setdefault("te_general_gemm", None)
 
 # What follows is said again in each process, and asks nothing of a user.
-for _message in (
+_ASKS_NOTHING = [
     r"The \.grad attribute of a Tensor that is not a leaf",  # a float32 master is a view
     r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
     r"WARNING: there is no optimizer on RANK",  # where adapters of experts alone learn
-    r"When using async grad allreduce it is recommended",  # trainer/workers.py sets the variable
     r"`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # of an expert
-):
+]
+if not torch.cuda.is_available():  # of CUDA's queues; trainer/workers.py sets their number
+    _ASKS_NOTHING.append(r"When using async grad allreduce it is recommended")
+for _message in _ASKS_NOTHING:
     warnings.filterwarnings("ignore", message=_message)
 
 __all__ = [
+    "COLUMN_PARALLEL",
+    "HAVE_FUSED_PERMUTE",
+    "HAVE_FUSED_ROPE",
     "HAVE_TE",
+    "IMPORT_WARNINGS",
+    "ROW_PARALLEL",
     "VERSION",
+    "WITH_NORM",
+    "AttnBackend",
     "ChainedOptimizer",
     "ColumnParallelLinear",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
+    "DistributedOptimizer",
+    "HybridDeviceOptimizer",
     "LanguageModelEmbedding",
     "LanguageModule",
     "MegatronModule",
     "MoEAuxLossAutoScaler",
+    "MoELayer",
     "ModelType",
     "ModuleSpec",
     "OptimizerConfig",
     "PackedSeqParams",
     "ProcessGroupCollection",
     "RowParallelLinear",
+    "TEDotProductAttention",
     "TENorm",
     "TopKRouter",
     "TransformerBlock",
@@ -98,6 +146,7 @@ __all__ = [
     "TransformerConfig",
     "TransformerLayer",
     "VocabParallelEmbedding",
+    "checkpoint",
     "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",

@@ -7,6 +7,7 @@ rank has T divided by the tensor-parallel size of the hidden states.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from hybridrl.models.packed_model import PackedTokens
 from hybridrl.workers.train.mcore.architecture import Architecture, inverse_frequencies
 from hybridrl.workers.train.mcore.balance import LoadBalance
 from hybridrl.workers.train.mcore.blocks import padded_vocab_size
-from hybridrl.workers.train.mcore.layers import PackedRows, decoder_layers
+from hybridrl.workers.train.mcore.layers import decoder_layers
 from hybridrl.workers.train.mcore.megatron_core import (
     ColumnParallelLinear,
     LanguageModelEmbedding,
@@ -30,6 +31,7 @@ from hybridrl.workers.train.mcore.megatron_core import (
     get_transformer_layer_offset,
     parallel_state,
 )
+from hybridrl.workers.train.mcore.packed_rows import PackedRows
 from hybridrl.workers.train.mcore.parallel import Parallel
 from hybridrl.workers.train.mcore.routing import PackRouting, route
 
@@ -207,6 +209,9 @@ class PolicyHead(ColumnParallelLinear):
         has_weight: bool,
     ) -> None:
         num_rows = padded_vocab_size(architecture, tp_size=parallel.tensor.size)
+        config = copy(config)
+        # Autograd gives this weight its gradient; megatron-core's own kernel for it is Apex's.
+        config.gradient_accumulation_fusion = False
         super().__init__(
             config.hidden_size,
             num_rows,

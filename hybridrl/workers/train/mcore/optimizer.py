@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,11 +17,10 @@ from hybridrl.workers.train.mcore.megatron_core import (
     DistributedDataParallel,
     get_megatron_optimizer,
 )
+from hybridrl.workers.train.mcore.optimizer_state import OptimizerState
 from hybridrl.workers.train.mcore.parallel import Parallel
 from hybridrl.workers.train.mcore.training import optimizer_config
 from hybridrl.workers.train.optimizer import StepResult, learning_rate
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class GradientBuffers:
@@ -52,6 +51,47 @@ class GradientBuffers:
     def tensors(self) -> list[Tensor]:
         """Return the buffers, empty or not."""
         return self._data
+
+
+class WeightGather:
+    """Weights that a step changed, on their way to all data-parallel ranks.
+
+    With ``overlap_param_gather`` a step leaves them where they were changed; the first layers of
+    the next one compute while those of the others arrive. Whoever needs them before that asks for
+    all of them at once.
+    """
+
+    def __init__(self, stages: Sequence[DistributedDataParallel]) -> None:
+        self._stages = [stage for stage in stages if stage.use_forward_hook]
+        self._is_pending = False
+        for stage in self._stages:
+            stage.disable_forward_pre_hook(param_sync=False)
+
+    def postpone(self) -> None:
+        """A step changed this rank's share."""
+        self._is_pending = bool(self._stages)
+
+    def finish(self) -> None:
+        """Have all weights on all ranks; a collective call if a step was taken since the last."""
+        if self._is_pending:
+            for stage in self._stages:
+                stage.start_param_sync(force_sync=True)
+        self._is_pending = False
+
+    @contextmanager
+    def in_background(self) -> Iterator[None]:
+        """Let each layer wait for its own weights, in the passes of a step."""
+        if not self._is_pending:
+            yield
+            return
+        for stage in self._stages:
+            stage.enable_forward_pre_hook()
+        try:
+            yield
+            self._is_pending = False
+        finally:
+            for stage in self._stages:
+                stage.disable_forward_pre_hook(param_sync=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +142,18 @@ class DistributedAdamW:
         self._parallel = parallel
         self._stages = stages
         self.gradients = GradientBuffers(stages)
+        self.gather = WeightGather(stages)
         self._chained: ChainedOptimizer = get_megatron_optimizer(
             optimizer_config(config, parallel.config),
             list(stages),
             use_gloo_process_groups=False,
         )
         # Where experts alone learn, the optimizer of all else has nothing to do and is a shell.
-        self._optimizers = [o for o in self._chained.chained_optimizers if not o.is_stub_optimizer]
+        self._optimizers = [
+            (optimizer, OptimizerState(optimizer))
+            for optimizer in self._chained.chained_optimizers
+            if not optimizer.is_stub_optimizer
+        ]
         self.gradients.free()
         self.num_steps = 0
 
@@ -131,6 +176,7 @@ class DistributedAdamW:
                 group["lr"] = lr * group["lr_mult"]
                 group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
             self._chained.step_with_ready_grads()
+            self.gather.postpone()
             self.num_steps += 1
         self.drop_gradients()
         return StepResult(grad_norm, lr, is_skipped)
@@ -140,52 +186,37 @@ class DistributedAdamW:
         self._chained.zero_grad(set_to_none=True)
         self.gradients.free()
 
-    def masters(self) -> list[Tensor]:
-        """Return this rank's share of the weights, as the step changes them."""
-        return [parameter for group in self._chained.param_groups for parameter in group["params"]]
-
-    def moments(self) -> list[Tensor]:
-        """Return this rank's share of the moments; empty before the first step."""
-        return [
-            value
-            for optimizer in self._optimizers
-            for state in optimizer.optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        ]
+    def state_tensors(self) -> list[Tensor]:
+        """Return masters and moments of this rank's share; no moments before the first step."""
+        return [tensor for _, state in self._optimizers for tensor in state.tensors()]
 
     def shares(self) -> Iterator[Share]:
         """Yield what this rank steps of each parameter; the moments are there after a step."""
-        for optimizer in self._optimizers:
+        for optimizer, state in self._optimizers:
             for parameter in optimizer.model_param_group_index_map:
                 group, order = optimizer.model_param_group_index_map[parameter]
-                master = optimizer.optimizer.param_groups[group]["params"][order]
+                shard = optimizer.optimizer.param_groups[group]["params"][order]
                 span = optimizer._get_model_param_range_map(parameter)["param"]
-                state = optimizer.optimizer.state.get(master, {})
-                moments = {key: state[key] for key in MOMENTS if key in state}
-                yield Share(parameter, span.start, span.end, master.detach(), moments)
+                master = state.master(shard).detach()
+                yield Share(parameter, span.start, span.end, master, state.moments(shard))
 
     def begin_restore(self, *, num_steps: int) -> None:
         """Be where ``num_steps`` steps lead to, with moments of 0 for the caller to fill."""
         self.num_steps = num_steps
-        for optimizer in self._optimizers:
-            adamw = optimizer.optimizer
-            adamw.state.clear()
-            for group in adamw.param_groups:
-                group.pop("step", None)
-                if num_steps:
-                    _begin_at(adamw, group, num_steps)
+        for _, state in self._optimizers:
+            state.begin(num_steps)
 
     @torch.no_grad()
     def end_restore(self) -> None:
         """Bring what was filled into the masters to all data-parallel ranks' weights."""
-        for optimizer in self._optimizers:
-            optimizer._copy_main_params_to_model_params()
+        for _, state in self._optimizers:
+            state.write_back()
         for stage in self._stages:
             stage.start_param_sync(force_sync=True)
+        self.gather.finish()
 
     def _clip(self, grad_norm: float) -> None:
-        grads = [master.grad for master in self.masters() if master.grad is not None]
+        grads = [grad for _, state in self._optimizers for grad in state.gradients()]
         if grad_norm > self._config.max_grad_norm and grads:
             torch._foreach_mul_(grads, self._config.max_grad_norm / grad_norm)
 
@@ -196,13 +227,3 @@ def _forget_broken_pass(stage: DistributedDataParallel) -> None:
         if len(group.per_param_grad_ready_counts) < len(group.params):
             group.per_param_grad_ready_counts = {}
             group.grad_reduce_handle = None
-
-
-def _begin_at(adamw: torch.optim.Optimizer, group: dict[str, Any], num_steps: int) -> None:
-    """Give the masters of a group moments of 0, and the number of steps that bias goes by."""
-    for master in group["params"]:
-        adamw.state[master] = {key: torch.zeros_like(master) for key in MOMENTS}
-        if isinstance(adamw, torch.optim.AdamW):
-            adamw.state[master]["step"] = torch.tensor(float(num_steps))
-    if not isinstance(adamw, torch.optim.AdamW):  # TransformerEngine's counts by groups
-        group["step"] = num_steps

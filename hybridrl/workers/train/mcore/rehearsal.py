@@ -17,7 +17,13 @@ from hybridrl.errors import ConfigError, ConfigErrors
 from hybridrl.workers.train.mcore.architecture import Architecture, read_architecture
 from hybridrl.workers.train.mcore.megatron_core import HAVE_TE, VERSION
 from hybridrl.workers.train.mcore.training import ddp_config, optimizer_config
-from hybridrl.workers.train.mcore.transformer import Duty, lacking_kernels, plan_transformer
+from hybridrl.workers.train.mcore.transformer import (
+    Duty,
+    adapting_duty,
+    choose_kernels,
+    lacking_kernels,
+    transformer_config,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +53,7 @@ def rehearse(config: ExperimentConfig, folder: Path) -> list[str]:
     if unchecked:
         config = replace(config, megatron=without_transformer_engine(config.megatron))
     refused: dict[str, ConfigError] = {}
-    roles = list(_roles(config))
+    roles = list(_roles(config, architecture))
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         for role in roles:
@@ -72,10 +78,11 @@ def rehearse(config: ExperimentConfig, folder: Path) -> list[str]:
     return [*lines, *(f"megatron-core warns: {line}" for line in said)]
 
 
-def _roles(config: ExperimentConfig) -> Iterator[_Role]:
+def _roles(config: ExperimentConfig, architecture: Architecture) -> Iterator[_Role]:
     """Yield the models of a run that megatron-core has."""
     if config.actor.engine == "megatron":
-        duty: Duty = "adapts" if config.lora.enabled else "learns"
+        lora = config.lora
+        duty = adapting_duty(architecture, lora) if lora.enabled else "learns"
         yield _Role(name="policy", engine=config.actor, duty=duty)
         if config.algorithm.kl.placement != "none" and not config.lora.enabled:
             yield _Role(name="reference", engine=config.actor, duty="scores")
@@ -86,9 +93,21 @@ def _roles(config: ExperimentConfig) -> Iterator[_Role]:
 def _build(
     role: _Role, architecture: Architecture, config: ExperimentConfig, device: torch.device
 ) -> None:
-    plan_transformer(
-        architecture, megatron=config.megatron, engine=role.engine, device=device, duty=role.duty
+    kernels = choose_kernels(
+        architecture,
+        megatron=config.megatron,
+        model=config.model,
+        engine=role.engine,
+        device=device,
+        duty=role.duty,
+    )
+    transformer_config(
+        architecture,
+        megatron=config.megatron,
+        engine=role.engine,
+        device=device,
+        kernels=kernels,
     )
     if role.duty != "scores":
-        ddp_config(role.engine, config.megatron)
+        ddp_config(role.engine, config.megatron, device, duty=role.duty)
         optimizer_config(role.engine, config.megatron)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,13 @@ from hybridrl.workers.train.mcore.model import PackedStage
 from hybridrl.workers.train.mcore.parallel import Parallel, start_parallel
 from hybridrl.workers.train.mcore.schedule import Forward, Schedule
 from hybridrl.workers.train.mcore.setting import Setting
-from hybridrl.workers.train.mcore.transformer import Duty, plan_transformer, token_multiple
+from hybridrl.workers.train.mcore.transformer import (
+    Duty,
+    choose_kernels,
+    tell_once,
+    token_multiple,
+    transformer_config,
+)
 from hybridrl.workers.train.packs import Packing
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightPart, WeightSpec
 from hybridrl.workers.train.residence import ResidentModel, write_on_first
@@ -54,7 +59,7 @@ class StagedModel(ResidentModel):
             megatron-core refuses ``megatron.transformer_args``.
     """
 
-    duty: ClassVar[Duty] = "scores"
+    duty: Duty = "scores"
     """What of it learns."""
 
     dp_rank: int
@@ -76,19 +81,31 @@ class StagedModel(ResidentModel):
             megatron, device=setting.device, seed=setting.seed, timeout_s=setting.timeout_s
         )
         self._architecture = read_architecture(folder)
-        self._transformer = plan_transformer(
+        kernels = choose_kernels(
             self._architecture,
             megatron=megatron,
+            model=setting.model,
             engine=config,
             device=setting.device,
             duty=self.duty,
         )
+        self._transformer = transformer_config(
+            self._architecture,
+            megatron=megatron,
+            engine=config,
+            device=setting.device,
+            kernels=kernels,
+        )
+        if dist.get_rank() == 0:
+            tell_once(megatron, setting.device)
         self._data_ranks = self._parallel.ranks_with_other_rows()
         self.dp_rank, self.dp_size = self._data_ranks.rank, self._data_ranks.size
         self.leads = self._parallel.leads
         num_virtual = megatron.num_virtual_stages
         self._packing = Packing(
-            kernel=choose_kernel(setting.model.attention, config.compute_dtype, setting.device),
+            kernel="varlen"
+            if kernels.has_attention
+            else choose_kernel(setting.model.attention, config.compute_dtype, setting.device),
             max_tokens=config.max_tokens_per_microbatch,
             ranks=self._data_ranks,
             device=setting.device,
@@ -128,6 +145,7 @@ class StagedModel(ResidentModel):
         Returns:
             Each column, jagged float32 [B, L] on the host, 0 where the mask is False.
         """
+        self._settle()
         packs = self._packing.cut(
             token_ids_BL, response_mask_BL, routed_experts_BLJK=routed_experts_BLJK
         )
@@ -156,6 +174,7 @@ class StagedModel(ResidentModel):
         Tied weights come once, in the type that the model computes in.
         """
         self._require("full_weights()", TrainState.PARAMETERS)
+        self._settle()
         yield from self._export.full_weights(self._model_tensors())
 
     def export_hf(self, folder: Path) -> None:
@@ -181,6 +200,9 @@ class StagedModel(ResidentModel):
     def _whole_model(self) -> NamedTensors:
         """Yield what a model without adapters needs to be this one."""
         return self.full_weights()
+
+    def _settle(self) -> None:
+        """Have all weights here; a collective call where they are gathered in the background."""
 
     def _plan_export(self, local: Mapping[str, Tensor]) -> WeightExport:
         return WeightExport(

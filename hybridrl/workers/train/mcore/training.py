@@ -11,6 +11,7 @@ from hybridrl.workers.train.mcore.megatron_core import (
     DistributedDataParallelConfig,
     OptimizerConfig,
 )
+from hybridrl.workers.train.mcore.transformer import Duty
 
 
 def optimizer_config(engine: EngineConfig, megatron: MegatronConfig) -> OptimizerConfig:
@@ -36,25 +37,40 @@ def optimizer_config(engine: EngineConfig, megatron: MegatronConfig) -> Optimize
         "bf16": is_half,
         "params_dtype": torch.bfloat16 if is_half else torch.float32,
         "use_distributed_optimizer": True,
+        "optimizer_offload_fraction": 1.0,  # where optimizer_cpu_offload asks for any; its own is 0
+        "store_param_remainders": False,  # optimizer_state.py hands whole masters on
     }
     return build_configuration(
         OptimizerConfig, ours, megatron.optimizer_args, key="megatron.optimizer_args"
     )
 
 
-def ddp_config(engine: EngineConfig, megatron: MegatronConfig) -> DistributedDataParallelConfig:
+def overlaps(megatron: MegatronConfig, device: torch.device) -> bool:
+    """Say whether ranks talk while they compute."""
+    asked = megatron.overlap_communication
+    return device.type == "cuda" if asked == "auto" else asked
+
+
+def ddp_config(
+    engine: EngineConfig, megatron: MegatronConfig, device: torch.device, *, duty: Duty
+) -> DistributedDataParallelConfig:
     """Say to megatron-core how to sum gradients.
 
     Args:
         engine: types.
         megatron: ``ddp_args``, and whether to overlap.
+        device: where the model computes.
+        duty: what learns. Adapters are gathered at once: no module of theirs is called, which
+            could wait for them.
 
     Raises:
         ConfigError: it does not take ``megatron.ddp_args``, or refuses the whole.
     """
+    is_overlapped = overlaps(megatron, device)
     ours: dict[str, object] = {
         "grad_reduce_in_fp32": engine.reduce_dtype == "float32",
-        "overlap_grad_reduce": megatron.overlap_communication,
+        "overlap_grad_reduce": is_overlapped,
+        "overlap_param_gather": is_overlapped and duty == "learns",
         "use_distributed_optimizer": True,
     }
     return build_configuration(

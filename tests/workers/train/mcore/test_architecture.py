@@ -124,3 +124,14 @@ def test_an_architecture_without_converter_says_which_there_are(tmp_path: Path) 
     folder = _change(make_tiny_model(tmp_path, "llama"), model_type="mistral")
     with pytest.raises(ModelError, match=r"'mistral'.*llama, qwen2, qwen3, qwen3_moe.*bridge"):
         read_architecture(folder)
+
+
+def test_a_router_that_could_never_learn_is_refused_in_terms_of_the_model(tmp_path: Path) -> None:
+    one = {"num_experts_per_tok": 1}
+    folder = make_tiny_model(tmp_path / "mute", "qwen3_moe", **one)
+    with pytest.raises(ModelError, match=r"norm_topk_prob=true divides.*always 1.*=false"):
+        read_architecture(folder)
+    folder = make_tiny_model(tmp_path / "learns", "qwen3_moe", **one, norm_topk_prob=False)
+    experts = read_architecture(folder).experts
+    assert experts is not None
+    assert experts.num_per_token == 1
