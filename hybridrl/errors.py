@@ -132,6 +132,10 @@ class ClusterLostError(ResourceError):
     """The head of the Ray cluster is gone while a run uses it."""
 
 
+class DriverDiedError(HybridRLError, RuntimeError):
+    """The driver ended without an exception: its raylet is gone, or it was killed."""
+
+
 class RemoteCallError(HybridRLError, RuntimeError):
     """A method failed on a rank: names rank, host, method, and holds the remote traceback."""
 
@@ -234,7 +238,7 @@ def is_restartable(error: BaseException) -> bool:
     """
     if isinstance(error, RemoteCallError) and not isinstance(error, WorkerDiedError):
         return tells_of_a_lost_peer(error.remote_cause)
-    return isinstance(error, WorkerDiedError | DeadlineError)
+    return isinstance(error, WorkerDiedError | DeadlineError | DriverDiedError)
 
 
 def notes_of(error: BaseException) -> list[str]:

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _STDIN = 0
 _WAIT_S = 10.0
 _POLL_S = 0.01
@@ -31,18 +31,23 @@ def main(command: list[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # Meant for the command. Handlers, unlike SIG_IGN, are not inherited by it.
         signal.signal(number, lambda *_: None)
+    adopt_orphans()
     prctl: Callable[..., int] = ctypes.CDLL(None).prctl
-    prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     child = subprocess.Popen(
         command,
         close_fds=False,  # what was handed to this process is for the command
         # If this process is killed, at least the command ends.
-        preexec_fn=lambda: prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
+        preexec_fn=lambda: prctl(SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
     )
     _wait(child.pid)
     status = child.poll()
-    _kill_all()
+    kill_all()
     _end_as(-signal.SIGKILL if status is None else status)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every process below this one that loses its own."""
+    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _wait(pid: int) -> None:
@@ -57,10 +62,10 @@ def _wait(pid: int) -> None:
             return
 
 
-def _kill_all() -> None:
+def kill_all() -> None:
     """Kill all below this process, and what they start meanwhile."""
     deadline = time.monotonic() + _WAIT_S
-    while (below := _descendants(os.getpid())) and time.monotonic() < deadline:
+    while (below := descendants()) and time.monotonic() < deadline:
         for pid in below:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -70,8 +75,8 @@ def _kill_all() -> None:
         time.sleep(_POLL_S)
 
 
-def _descendants(root: int) -> list[int]:
-    """Return the processes below ``root``, dead ones that nobody asked for included."""
+def descendants() -> list[int]:
+    """Return the processes below this one, dead ones that nobody asked for included."""
     children: dict[int, list[int]] = defaultdict(list)
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -80,7 +85,7 @@ def _descendants(root: int) -> list[int]:
         except OSError:  # it ended meanwhile
             continue
         children[parent].append(int(path.parent.name))
-    below = list(children[root])
+    below = list(children[os.getpid()])
     for pid in below:
         below += children[pid]
     return below

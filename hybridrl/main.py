@@ -239,7 +239,7 @@ def _run_composed(composed: DictConfig) -> None:
         sys.stdout.write(plan_page(config))
         return
     launch = import_module(_BY_NAME_TO_KEEP_RAY_OUT)
-    launch.run(config, resolved_yaml=OmegaConf.to_yaml(composed))
+    launch.run_supervised(config, resolved_yaml=OmegaConf.to_yaml(composed))
 
 
 def _rehearse(config: ExperimentConfig) -> Iterator[str]:

@@ -7,8 +7,10 @@ with 128 + the signal's number, as shells count.
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -17,6 +19,10 @@ log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What stops a run in order."""
+
+_ECHO_S = 1.0
+"""A batch system sends a signal to all processes, and those who wait for the run hand it on: so it
+may come twice, and means one thing."""
 
 _Handler = Callable[[int, FrameType | None], object]
 
@@ -48,6 +54,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self._number = 0
+        self._since_s = 0.0
         self._is_unfinished = False
 
     @property
@@ -78,9 +85,12 @@ class Interrupt:
             raise RunStopped(self._number)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if self.is_set:
+        now_s = time.monotonic()
+        if self.is_set and (number != self._number or now_s - self._since_s > _ECHO_S):
             raise RunInterrupted(number)
-        self._number = number
+        if self.is_set:
+            return
+        self._number, self._since_s = number, now_s
         log.warning(
             "%s: stopping after this step; once more stops at once", signal.Signals(number).name
         )
@@ -93,7 +103,7 @@ def ended_by_signals() -> Iterator[None]:
     Ray's own handlers, which this replaces, end the driver with other statuses. As `listening`, it
     does nothing outside the main thread.
     """
-    with _handled_by(_raise_interrupted):
+    with _handled_by(_InterruptOnce()):
         yield
 
 
@@ -110,8 +120,17 @@ def hangups_ignored() -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
-def _raise_interrupted(number: int, _: FrameType | None) -> None:
-    raise RunInterrupted(number)
+class _InterruptOnce:
+    """Raises at the first signal, and not at its echo, which would hit the clearing up."""
+
+    def __init__(self) -> None:
+        self._since_s = -math.inf
+
+    def __call__(self, number: int, _: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if now_s - self._since_s > _ECHO_S:
+            self._since_s = now_s
+            raise RunInterrupted(number)
 
 
 @contextmanager

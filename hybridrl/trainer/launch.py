@@ -20,6 +20,7 @@ from hybridrl.trainer.interrupt import ended_by_signals
 from hybridrl.trainer.last_words import last_words
 from hybridrl.trainer.record import open_record
 from hybridrl.trainer.resume import goes_on, what_was_finished
+from hybridrl.trainer.supervise import supervise
 
 _COMPOSITION_ROOT = "hybridrl.trainer.build"
 _DIED = (
@@ -29,12 +30,19 @@ _DIED = (
 )
 
 
-def run(config: ExperimentConfig, *, resolved_yaml: str) -> None:
+def run_supervised(config: ExperimentConfig, *, resolved_yaml: str) -> None:
+    """Run a checked configuration in a child process, again if that dies; see `supervise`."""
+    has_begun = config.mode != "certify" and supervise(config)
+    run(config, resolved_yaml=resolved_yaml, has_begun=has_begun)
+
+
+def run(config: ExperimentConfig, *, resolved_yaml: str, has_begun: bool = False) -> None:
     """Run a checked configuration in its own run folder.
 
     Args:
         config: has passed every check.
         resolved_yaml: what the run folder keeps as config.yaml.
+        has_begun: the run in the folder is this one, and goes on.
 
     Raises:
         RunFolderError: the folder exists already and cannot go on, or cannot be written.
@@ -49,7 +57,7 @@ def run(config: ExperimentConfig, *, resolved_yaml: str) -> None:
         with open_record(config, resolved_yaml=resolved_yaml) as record:
             certify(config, record=record)
         return
-    resumes = goes_on(config)
+    resumes = has_begun or goes_on(config)
     if resumes and (told := what_was_finished(config)):
         sys.stdout.write(f"{told}\n")
         return

@@ -63,6 +63,25 @@ def test_a_killed_worker_ends_the_run_by_name_and_leaves_no_process(tmp_path: Pa
     assert not alive
 
 
+def test_a_killed_raylet_is_named_and_the_run_goes_on_to_its_end(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with _started(folder, "trainer.num_steps=8", "checkpoint.every_num_steps=2") as process:
+        _wait(lambda: _num_steps(folder) >= 4, process)
+        family = psutil.Process(process.pid).children(recursive=True)
+        [raylet] = [one for one in family if one.name() == "raylet"]
+        raylet.kill()
+        output, _ = process.communicate(timeout=_DEADLINE_S)
+    assert process.returncode == 0, output
+    assert "DriverDiedError: the driver " in output
+    assert "the raylet beside it is gone, and it is gone" in output
+    assert "(restart 1 of 3)" in output
+    [post_mortem] = (folder / "postmortem").iterdir()
+    assert "DriverDiedError" in (post_mortem / "what.txt").read_text()
+    assert [line["step"] for line in read_metrics(folder)] == list(range(9))
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive  # not even the agents of Ray's own
+
+
 def test_a_run_folder_is_not_overwritten_without_being_asked(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
