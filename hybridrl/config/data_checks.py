@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.rollout import COLDEST
 from hybridrl.errors import ConfigError
 
 
@@ -43,6 +44,18 @@ def check_eval_has_data(config: ExperimentConfig) -> Iterator[ConfigError]:
             "there is nothing to evaluate on: data.eval_files is empty",
             remedies=[("eval.every_num_steps=0",)],
             fix="set data.eval_files=[FILE.jsonl], or eval.every_num_steps=0",
+        )
+
+
+def check_eval_temperature(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Logits are divided by the temperature: by next to nothing they are no numbers any more."""
+    key, temperature = "eval.temperature", config.eval.temperature
+    if 0 < temperature < COLDEST:
+        yield ConfigError(
+            key,
+            temperature,
+            f"must be 0 (greedy decoding) or at least {COLDEST}",
+            remedies=[(f"{key}=0",), (f"{key}={COLDEST}",)],
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.checkpoint.manifest import Origin
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.source import PromptSource, build_prompt_step
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
 from hybridrl.metrics import Mean, Metrics
@@ -43,6 +44,7 @@ class _Ingredients:
     record: RunRecord
     tokenizer: PreTrainedTokenizerBase
     source: PromptSource
+    held_out: Sequence[TokenizedRow]
     reward: TextReward
     origin: Origin
 
@@ -59,6 +61,7 @@ def train(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
     record.phase("load data")
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
     source = _build_source(config, tokenizer)
+    held_out = _load_held_out(config, tokenizer)
     origin = origin_of(config, folder)
     check_resumable(config, origin, rows=source.state())
     with RewardScorer(config.reward) as scorer:
@@ -68,6 +71,7 @@ def train(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
             record=record,
             tokenizer=tokenizer,
             source=source,
+            held_out=held_out,
             reward=TextReward(scorer, tokenizer),
             origin=origin,
         )
@@ -156,16 +160,9 @@ def _build_algorithm(run: _Ingredients, workers: Workers) -> Callable[[int], Alg
 
 def _build_evaluator(run: _Ingredients, workers: Workers) -> Evaluator:
     config = run.config
-    rows = load_rows(
-        config.data,
-        run.tokenizer,
-        split="eval",
-        num_rows=config.eval.num_prompts,
-        seed=config.seed,
-    )
     return Evaluator(
         policy=workers.policy,
-        task=build_prompt_step(rows, first_index=0, seed=config.seed, stream="eval"),
+        task=build_prompt_step(run.held_out, first_index=0, seed=config.seed, stream="eval"),
         sampling=SamplingParams(
             num_responses_per_prompt=config.eval.num_responses_per_prompt,
             max_response_tokens=config.rollout.max_response_tokens,
@@ -189,4 +186,19 @@ def _build_source(config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase) 
         num_prompts=config.trainer.num_prompts_per_step,
         seed=config.seed,
         shuffle=config.data.shuffle,
+    )
+
+
+def _load_held_out(
+    config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase
+) -> Sequence[TokenizedRow]:
+    """Read the rows to evaluate on; none where nothing is evaluated."""
+    if not config.eval.every_num_steps:
+        return ()
+    return load_rows(
+        config.data,
+        tokenizer,
+        split="eval",
+        num_rows=config.eval.num_prompts,
+        seed=config.seed,
     )
