@@ -77,9 +77,9 @@ def check_sort_digits(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "data.max_digits",
             data.max_digits,
-            f"a number takes a token a digit and one more, in data.max_prompt_tokens="
-            f"{data.max_prompt_tokens} and rollout.max_response_tokens="
-            f"{config.rollout.max_response_tokens}",
+            f"a number takes a token a digit and one more, {data.max_digits + 1} tokens, and there "
+            f"is room for {room + 1}: data.max_prompt_tokens={data.max_prompt_tokens}, "
+            f"rollout.max_response_tokens={config.rollout.max_response_tokens}",
             remedies=_room_for_digits(config, room),
         )
 
