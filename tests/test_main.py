@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 import hybridrl
+from hybridrl.errors import ConfigError, ConfigErrors
+from hybridrl.main import compose
 from tests.runs.small import read_metrics, small_overrides
 
 ROOT = Path(hybridrl.__file__).parents[1]
@@ -134,6 +136,48 @@ def test_what_hydra_refuses_and_what_the_rules_refuse_come_together(tmp_path: Pa
         assert key in message
 
 
+def test_what_hydra_itself_cannot_read_is_explained_and_no_traceback_is_shown(
+    tmp_path: Path,
+) -> None:
+    expected = {
+        "trainer=5": "trainer='5': a section is chosen by the name of one of its files",
+        "recipes=null": "known: cpu_sleep, dapo_cpu",
+        "rollout=[1]": "known: hf, sglang",
+        f"actor={'a' * 300}": "there is no such file in this group",
+        f"seed={'9' * 5000}": "a number of thousands of digits",
+        f"sft.num_steps={'[' * 2000}1{']' * 2000}": "it cannot be read: maximum recursion depth",
+        f"data.seed={'9' * 400}": "there is no such key in data",
+    }
+    message = refusal_of(*expected, folder=tmp_path)
+    assert message.startswith(f"ConfigErrors: {len(expected)} problems:\n")
+    for words in expected.values():
+        assert words in message
+
+
+def test_every_reference_that_leads_nowhere_is_named_with_its_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NOWHERE", raising=False)
+    expected = {
+        "trainer.num_steps=${no.such.key}": "'${no.such.key}': there is no key 'no.such.key'",
+        "seed=${seed}": "seed='${seed}': it refers to itself",
+        "trainer.run_dir=${oc.env:NOWHERE}": "the environment has no NOWHERE",
+        "data.train_files=[a,${nores:x}]": "data.train_files[1]='${nores:x}': there is no resolver",
+    }
+    message = refusal_of(*expected, folder=tmp_path)
+    for words in expected.values():
+        assert words in message
+
+
+def test_a_reward_file_that_the_run_could_not_load_is_refused_by_a_check(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("import no_such_module\ndef score(**_): ...\n")
+    message = refusal_of("mode=check", "reward.function=r.py:score", folder=tmp_path)
+    assert "No module named 'no_such_module' (r.py:1)" in message
+    (tmp_path / "r.py").write_text("def score(**_): ...\n")
+    done = hybridrl_main("mode=check", "reward.function=r.py:score", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_mistyped_key_beside_a_flag_is_explained_too(tmp_path: Path) -> None:
     message = refusal_of("--cfg", "job", "rollout.temprature=1", folder=tmp_path)
     assert "rollout.temprature='1'" in message
@@ -156,6 +200,38 @@ def test_a_broken_recipe_of_the_user_is_explained(
     message = refusal_of(f"hydra.searchpath=[file://{tmp_path}]", "recipes=mine", folder=tmp_path)
     for word in words:
         assert word in message
+
+
+BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]\n" for n in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (BOMB, "its aliases (*name) spell out more than 20000 values"),
+        ("a: &a [*a]\n", "stands within what it names, without end"),
+        (f"a: {'[' * 1000}{']' * 1000}\n", "nested more than 50 deep"),
+        ("# " + "x" * 300_000, "bytes is no recipe"),
+        (f"seed: {'9' * 5000}\n", "a number of thousands of digits"),
+        ("project: M\xfcller\n", "line 2 is not UTF-8: byte 0xfc"),
+        ("mode: !!set {a}\n", "not a supported primitive type"),
+        (
+            "".join(f"a{n}: {f'${{a{n - 1}}}' * 10}\n" for n in range(1, 9)) + "a0: text\n",
+            "its references spell out more than 1000000 characters",
+        ),
+    ],
+)
+def test_a_recipe_that_would_fill_the_memory_is_refused_unread(
+    text: str, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "recipes").mkdir()
+    file = tmp_path / "recipes/mine.yaml"
+    file.write_bytes(b"# @package _global_\n" + text.encode("latin-1"))
+    with pytest.raises((ConfigError, ConfigErrors)) as refused:
+        compose([f"hydra.searchpath=[file://{tmp_path}]", "recipes=mine"])
+    assert words in str(refused.value)
 
 
 def test_multirun_runs_the_configuration_of_each_value(tmp_path: Path) -> None:

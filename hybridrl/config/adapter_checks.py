@@ -143,7 +143,7 @@ def _other_model(config: ExperimentConfig, folder: Path, shapes: Shapes) -> Iter
                 _KEY,
                 str(folder),
                 f"made for another model: {name} is {_say(shapes.get(name))} in the folder, and "
-                f"{_say(expected.get(name))} of this model",
+                f"{_say(expected.get(name))} in this model",
                 remedies=[_NO_ADAPTER],
             )
             return  # one tells enough; the others follow from it

@@ -24,6 +24,7 @@ from hybridrl.config.critic_checks import (
 from hybridrl.config.data_checks import (
     check_data_source,
     check_eval_has_data,
+    check_eval_temperature,
     check_sort_digits,
 )
 from hybridrl.config.disk_checks import (
@@ -283,6 +284,6 @@ _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
     "critic": (check_critic_warmup, check_critic_kernel, check_critic_batch_sizes),
     "batch sizes": (check_batch_sizes, check_engines_lie_within_nodes),
     "reward": (check_reward_function,),
-    "evaluation": (check_eval_has_data,),
+    "evaluation": (check_eval_has_data, check_eval_temperature),
 }
 _SFT_RULES: Mapping[str, tuple[Rule, ...]] = {"sft": (check_sft_batch, check_routes_were_sampled)}

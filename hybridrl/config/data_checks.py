@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.rollout import COLDEST
 from hybridrl.errors import ConfigError
 
 
@@ -46,6 +47,18 @@ def check_eval_has_data(config: ExperimentConfig) -> Iterator[ConfigError]:
         )
 
 
+def check_eval_temperature(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Logits are divided by the temperature: by next to nothing they are no numbers any more."""
+    key, temperature = "eval.temperature", config.eval.temperature
+    if 0 < temperature < COLDEST:
+        yield ConfigError(
+            key,
+            temperature,
+            f"must be 0 (greedy decoding) or at least {COLDEST}",
+            remedies=[(f"{key}=0",), (f"{key}={COLDEST}",)],
+        )
+
+
 def check_sort_digits(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Numbers have a shortest and a longest length, and prompt and answer have room for them."""
     data = config.data
@@ -64,9 +77,9 @@ def check_sort_digits(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "data.max_digits",
             data.max_digits,
-            f"a number takes a token a digit and one more, in data.max_prompt_tokens="
-            f"{data.max_prompt_tokens} and rollout.max_response_tokens="
-            f"{config.rollout.max_response_tokens}",
+            f"a number takes a token a digit and one more, {data.max_digits + 1} tokens, and there "
+            f"is room for {room + 1}: data.max_prompt_tokens={data.max_prompt_tokens}, "
+            f"rollout.max_response_tokens={config.rollout.max_response_tokens}",
             remedies=_room_for_digits(config, room),
         )
 

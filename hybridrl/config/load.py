@@ -147,7 +147,7 @@ class _Reader:
         if not isinstance(meant, int | float):
             what = f"{KINDS[kind]} {limits}"
             return self._refuse(key, value, f"must be {what}", fix=f"set {key} to {what}")
-        rules = [] if is_of(kind, value) else [KINDS[kind]]
+        rules = [] if is_of(kind, value) else [_of_kind(kind, value)]
         if not limits.contains(meant):
             rules.append(limits.rule_for(meant))
             meant = kind(limits.nearest_to(meant))
@@ -225,7 +225,7 @@ class _Reader:
             fix = f"set {key} to {KINDS[kind]}"
             return self._refuse(key, value, f"must be {KINDS[kind]}", fix=fix)
         remedies = [(f"{key}={spell(meant)}",)]
-        self._refuse(key, value, f"must be {KINDS[kind]}", remedies=remedies)
+        self._refuse(key, value, f"must be {_of_kind(kind, value)}", remedies=remedies)
         return meant
 
     def _refuse(
@@ -239,6 +239,10 @@ class _Reader:
     ) -> _Missing:
         self.violations.append(ConfigError(key, value, rule, fix, remedies=remedies))
         return _MISSING
+
+
+def _of_kind(kind: type, value: object) -> str:
+    return f"{KINDS[kind]}, not text" if isinstance(value, str) else KINDS[kind]
 
 
 def _typed(key: str, value: object) -> list[str]:

@@ -33,7 +33,7 @@ def check_lora_targets(config: ExperimentConfig) -> Iterator[ConfigError]:
             yield ConfigError(
                 key,
                 name,
-                "matches no linear layer of a block: " + nearest(name, LINEAR_MODULES),
+                f"matches no linear layer of a block ({nearest(name, LINEAR_MODULES)})",
                 remedies=[everything],
             )
 

@@ -24,7 +24,7 @@ def names_at_top_level(file: Path) -> Names:
     """
     try:
         # As bytes: the first line may say that the file is not in UTF-8.
-        body = compile(file.read_bytes(), str(file), "exec", ast.PyCF_ONLY_AST).body
+        body = ast.parse(file.read_bytes(), str(file)).body
         compile(file.read_bytes(), str(file), "exec", dont_inherit=True)  # 'return' outside etc.
     except (ValueError, RecursionError, MemoryError, OSError) as err:
         raise SyntaxError(str(err) or "it is nested too deep") from err

@@ -18,7 +18,11 @@ from hybridrl.config.limits import (
     Within,
 )
 
+COLDEST = 0.001
+"""Lowest temperature: divided by less, logits would overflow."""
+
 TOO_HOT = "sampling is as good as uniform"
+"""Why there is a highest one."""
 
 ABORT_GRACE_S = 10.0
 """Seconds that the requests of a draining server may take to end once they were aborted."""
@@ -41,7 +45,7 @@ class RolloutConfig:
     max_response_tokens: Tokens
     """Hard stop, in tokens. A response that reaches it is marked truncated."""
 
-    temperature: Annotated[float, Within(at_least=0.001, at_most=100.0, usual=1.0, why=TOO_HOT)]
+    temperature: Annotated[float, Within(at_least=COLDEST, at_most=100.0, usual=1.0, why=TOO_HOT)]
     """Divides the logits. Log-probs are computed at this same temperature. Greedy decoding is for
     evaluation alone: ``eval.temperature=0``."""
 

@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 
 from hybridrl.data.rows import Message, Row
-from hybridrl.errors import DataError, nearest
+from hybridrl.errors import DataError, nearest, shown
 
 _MAX_PROBLEMS_SHOWN = 20
 
@@ -27,6 +27,10 @@ class Columns:
 
 class _Malformed(Exception):
     """What is wrong with one row; collected, never seen by a caller."""
+
+
+_Record = str | Mapping[str, object] | _Malformed
+"""The text of a jsonl line, the columns of a row, or why those cannot be had."""
 
 
 def read_rows(files: Sequence[Path], *, columns: Columns, key: str) -> list[Row]:
@@ -68,10 +72,8 @@ def read_rows(files: Sequence[Path], *, columns: Columns, key: str) -> list[Row]
     return rows
 
 
-def _read_records(
-    path: Path, *, columns: Columns, key: str
-) -> Iterator[tuple[int, str | Mapping[str, object]]]:
-    """Yield row number from 1, and the row: text of a jsonl line, or a mapping."""
+def _read_records(path: Path, *, columns: Columns, key: str) -> Iterator[tuple[int, _Record]]:
+    """Yield row number from 1, and the row."""
     if path.suffix not in (".jsonl", ".parquet"):
         raise DataError(f"{key}: {path} is neither .jsonl nor .parquet; convert or rename it")
     if not path.is_file():
@@ -93,7 +95,7 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, line
 
 
-def _read_parquet(path: Path, columns: Columns) -> Iterator[tuple[int, Mapping[str, object]]]:
+def _read_parquet(path: Path, columns: Columns) -> Iterator[tuple[int, _Record]]:
     with pyarrow.parquet.ParquetFile(path) as file:
         known = file.schema_arrow.names
         for name, key in ((columns.prompt, "prompt_key"), (columns.answer, "answer_key")):
@@ -106,15 +108,33 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[tuple[int, Mapping[s
         wanted = [columns.prompt, columns.answer]
         if columns.source in known:
             wanted.append(columns.source)
-        records = (
-            record for batch in file.iter_batches(columns=wanted) for record in batch.to_pylist()
-        )
+        records = (r for batch in file.iter_batches(columns=wanted) for r in _records_of(batch))
         yield from enumerate(records, 1)
 
 
-def _parse(
-    record: str | Mapping[str, object], *, columns: Columns, default_source: str, origin: str
-) -> Row:
+def _records_of(batch: pyarrow.RecordBatch) -> Iterator[Mapping[str, object] | _Malformed]:
+    try:
+        yield from batch.to_pylist()
+    except ValueError:  # UnicodeDecodeError is one; Arrow does not say in which row
+        for number in range(batch.num_rows):
+            yield _record_of(batch, number)
+
+
+def _record_of(batch: pyarrow.RecordBatch, number: int) -> Mapping[str, object] | _Malformed:
+    record = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            record[name] = column[number].as_py()
+        except UnicodeDecodeError as error:
+            return _Malformed(f"{name!r} is not UTF-8 at byte {error.start + 1}")
+        except ValueError as error:
+            return _Malformed(f"{name!r} cannot be read: {error}")
+    return record
+
+
+def _parse(record: _Record, *, columns: Columns, default_source: str, origin: str) -> Row:
+    if isinstance(record, _Malformed):
+        raise record
     if isinstance(record, str):
         record = _parse_json(record)
     prompt = _require(record, columns.prompt, key="data.prompt_key")
@@ -161,9 +181,17 @@ def _require(record: Mapping[str, object], name: str, *, key: str) -> object:
 
 def _parse_text(value: object, name: str) -> str:
     if not isinstance(value, str):
-        raise _Malformed(f"{name!r} is {value!r}, must be text; write it in quotes")
+        raise _Malformed(f"{name!r} is {shown(value)}, must be text; write it in quotes")
     if not value.strip():
         raise _Malformed(f"{name!r} is empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON may escape halves of pairs; no tokenizer takes one
+        half = f"\\u{ord(value[error.start]):04x}"
+        raise _Malformed(
+            f"{name!r} has half of a pair, {half}, as character {error.start + 1}; write both "
+            "halves, or leave it out"
+        ) from error
     return value
 
 
@@ -173,7 +201,9 @@ def _parse_messages(messages: Sequence[object], name: str) -> tuple[Message, ...
     parsed = []
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
-            raise _Malformed(f"{name}[{index}] is {message!r}, must be {{role: ..., content: ...}}")
+            raise _Malformed(
+                f"{name}[{index}] is {shown(message)}, must be {{role: ..., content: ...}}"
+            )
         role, content = (
             _parse_text(message.get(part), f"{name}[{index}].{part}")
             for part in ("role", "content")

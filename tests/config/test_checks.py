@@ -1,5 +1,6 @@
 import json
 import re
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,9 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.ignored_checks import READ_BY
 from hybridrl.config.load import load_config, read_config
 from hybridrl.config.megatron_checks import UNUSED
-from hybridrl.errors import ConfigError, ConfigErrors
+from hybridrl.config.reward import REWARD_COLUMNS
+from hybridrl.errors import ConfigError, ConfigErrors, instruction
+from hybridrl.rewards import child
 from tests.config.values import config_of, values_of, with_overrides
 
 FILES = ("data.task=null", "eval.every_num_steps=0")
@@ -251,6 +254,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "tracking.trackers",
         "same entry twice",
     ),
+    (("eval.temperature=0.0001",), "eval.temperature", "0 (greedy decoding) or at least 0.001"),
     (("data.min_digits=21",), "data.min_digits", "at most data.max_digits=20"),
     (("data.max_digits=40",), "data.max_digits", "a token a digit"),
     (("data.max_digits=300",), "data.max_digits", "a token a digit"),
@@ -276,6 +280,14 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("reward.function=nowhere.py:score",), "reward.function", "does not exist"),
     (("reward.function=reward.py:scoer",), "reward.function", "no function 'scoer'"),
     (("reward.function=broken.py:score",), "reward.function", "not a Python file"),
+    (("reward.function=outside.py:score",), "reward.function", "'return' outside function"),
+    (("reward.function=rewards.py:few",), "reward.function", "unexpected keyword argument"),
+    (("reward.function=rewards.py:many",), "reward.function", "missing a required argument: 'n'"),
+    (("reward.function=rewards.py:later",), "reward.function", "is asynchronous"),
+    (("reward.function=rewards.py:Score",), "reward.function", "is a class, not a function"),
+    (("reward.function=rewards.py:json",), "reward.function", "is a module, not a function"),
+    (("reward.function=rewards.txt:score",), "reward.function", "must end in .py"),
+    (("reward.function=empty:score",), "reward.function", "is no file"),
     (("trainer.run_dir=old", "checkpoint.resume=never"), "trainer.run_dir", "another run"),
     (("trainer.run_dir=model", "trainer.overwrite=true"), "trainer.run_dir", "no run folder"),
     (("trainer.run_dir=.",), "trainer.run_dir", "no run folder"),
@@ -590,6 +602,18 @@ QWEN3_MOE = {
     "mlp_only_layers": [],
     "tie_word_embeddings": False,
 }
+REWARDS = """# -*- coding: latin-1 -*-
+import json
+def few(responses): ...
+def many(responses, answers, prompts, sources, n): ...
+async def later(**_): ...
+class Score: ...
+if json:
+    def within(responses, *, answers, n=1, **others): ...
+made = wrapped = lambda **_: []
+@json.JSONEncoder
+def decorated(): ...
+"""
 BROKEN_FILES = [
     ("nowhere.jsonl", "does not exist"),
     ("empty.jsonl", "0 bytes"),
@@ -618,6 +642,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "empty.jsonl": "",
         "reward.py": "def score(responses, **_):\n    return [0.0 for _ in responses]\n",
         "broken.py": "def score(:\n",
+        "outside.py": "def score(**_): ...\nreturn 1\n",
+        "rewards.py": REWARDS,
+        "rewards.txt": REWARDS,
         "old/config.yaml": "mode: train\n",
         "old/metrics.jsonl": "{}\n",
     }.items():
@@ -856,6 +883,8 @@ def test_every_remedy_stands_in_the_message_that_the_user_reads() -> None:
             for override in (o for remedy in violation.remedies for o in remedy):
                 key = re.split("=", override)[0]
                 assert key in str(violation) or "did you mean" in str(violation)
+            for remedy in violation.remedies:
+                assert shlex.split(instruction(remedy))[1:] == list(remedy)
 
 
 def test_supervised_mode_does_not_ask_for_what_only_sampling_needs() -> None:
@@ -868,8 +897,29 @@ def test_an_existing_run_folder_may_be_replaced_on_request() -> None:
     assert config_of("trainer.run_dir=new").trainer.run_dir == "new"
 
 
-def test_a_function_of_the_reward_file_is_accepted() -> None:
+@pytest.mark.parametrize("name", ["within", "made", "decorated"])
+def test_a_function_of_the_reward_file_is_accepted(name: str) -> None:
     assert config_of("reward.function=reward.py:score").reward.function == "reward.py:score"
+    assert config_of(f"reward.function=rewards.py:{name}").reward.function == f"rewards.py:{name}"
+
+
+def test_reward_functions_are_held_to_the_keywords_that_they_are_called_with() -> None:
+    assert REWARD_COLUMNS == child.COLUMNS
+
+
+def test_paths_that_cannot_be_looked_at_are_named(folder: Path) -> None:
+    (folder / "circle").symlink_to("circle")
+    for path, reason in (("a" * 300, "File name too long"), ("circle", "symbolic links")):
+        given = {
+            "model.path": ("model.starter=null", f"model.path={path}"),
+            "trainer.run_dir": (f"trainer.run_dir={path}/run",),
+            "reward.function": (f"reward.function={path}/r.py:score",),
+            "lora.init_from": (*LORA, f"lora.init_from={path}"),
+            "data.train_files": (*FILES, f"data.train_files=[{path}/rows.jsonl]"),
+        }
+        for key, overrides in given.items():
+            (violation,) = [v for v in violations_of(*overrides) if v.key == key]
+            assert reason in violation.rule, violation
 
 
 def test_a_critic_needs_no_siblings_and_what_it_lacks_matters_only_where_it_is_asked() -> None:

@@ -66,6 +66,15 @@ def test_a_prompt_may_be_a_chat_and_columns_may_have_other_names(tmp_path: Path)
         ('{"prompt": [{"role": "user"}], "answer": "b"}', "'prompt[0].content' is None"),
         ('{"prompt": "a", "answer": "b", "source": 3}', "'source' is 3, must be text"),
         ('{"prompt": "a", "prompt": "c", "answer": "b"}', "has 'prompt' twice; keep one"),
+        (
+            r'{"prompt": "ab\ud800", "answer": "b"}',
+            r"'prompt' has half of a pair, \ud800, as character 3; write both",
+        ),
+        (r'{"prompt": "a", "answer": "\udc00"}', r"'answer' has half of a pair, \udc00"),
+        (
+            r'{"prompt": [{"role": "user", "content": "\udfff"}], "answer": "b"}',
+            r"'prompt[0].content' has half of a pair",
+        ),
     ],
 )
 def test_a_malformed_row_is_named_by_file_and_line(
@@ -121,6 +130,17 @@ def test_a_parquet_column_that_stands_twice_is_named(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table, path)
     with pytest.raises(DataError, match=r"data\.parquet has 2 columns 'answer'; keep one"):
         read(path)
+
+
+def test_a_parquet_row_that_is_not_utf_8_is_named_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    broken = pyarrow.array([b"a", b"b\xff", b"c"]).view(pyarrow.string())
+    answers = pyarrow.array(["a", "b", "c"])
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": broken, "answer": answers}), path)
+    with pytest.raises(DataError) as raised:
+        read(path)
+    assert f"{path}:2: 'prompt' is not UTF-8 at byte 2" in str(raised.value)
+    assert "1 of 3 rows are malformed" in str(raised.value)
 
 
 def test_files_that_cannot_be_read_are_named_with_the_key(tmp_path: Path) -> None:
