@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from hybridrl.json_text import to_json_text
@@ -35,6 +36,7 @@ _ACTIVITY_BYTES = 4096
 _MAX_TEXT = 240
 _NUM_SAMPLES = 600
 _SAMPLE_EVERY_S = 1.0
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _SHARED_MEMORY = Path("/dev/shm")  # where Ray keeps its object store on Linux
 
 
@@ -61,6 +63,13 @@ class _Block:
     since: float
     waits: bool
 
+    @property
+    def as_json(self) -> str:
+        return f"[{_quoted(self.what)}, {self.since!r}, {'true' if self.waits else 'false'}]"
+
+
+_quoted = lru_cache(maxsize=64)(to_json_text)
+
 
 class _Activity:
     """The one record of this process; until `start` it is kept in memory alone."""
@@ -69,10 +78,11 @@ class _Activity:
         self.files: RecordFiles | None = None
         self._lock = threading.Lock()
         self._blocks: list[_Block] = []
-        self._last: tuple[str, float] | None = None
+        self._head = ""
+        self._last = "null"
         self._watched: dict[str, Callable[[], str]] = {}
         self._file = -1
-        self._oom_kills = 0
+        self._num_written = 0
 
     def start(self, folder: Path) -> RecordFiles:
         if self.files is None:
@@ -83,7 +93,8 @@ class _Activity:
                 stem.with_suffix(suffix).unlink(missing_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
             self._file = os.open(stem.with_suffix(".activity"), flags, 0o600)
-            self._oom_kills = count_oom_kills()
+            thread = threading.main_thread().ident
+            self._head = f'"thread": {thread}, "oom_kills": {count_oom_kills()}'
             self.files = RecordFiles(pid, start_ticks(pid), str(stem), log_files())
             self.write()
             # Appending, so that a reader may empty the file between two dumps.
@@ -101,7 +112,7 @@ class _Activity:
     def leave(self, block: _Block) -> None:
         with self._lock:
             self._blocks.remove(block)  # not pop: coroutines leave in any order
-            self._last = (block.what, time.monotonic())
+            self._last = f"[{_quoted(block.what)}, {time.monotonic()!r}]"
             self.write()
 
     def watch(self, name: str, describe: Callable[[], str]) -> None:
@@ -113,20 +124,22 @@ class _Activity:
             self._watched.pop(name, None)
 
     def write(self) -> None:
-        """Write STEM.activity, in one system call of fixed size."""
+        """Write STEM.activity, in one system call."""
         if self._file < 0:
             return
-        record = {
-            "thread": threading.main_thread().ident,
-            "oom_kills": self._oom_kills,
-            "doing": [(block.what, block.since, block.waits) for block in self._blocks[-8:]],
-            "last": self._last,
-            "notes": {name: describe()[:_MAX_TEXT] for name, describe in self._watched.items()},
-        }
-        data = to_json_text(record).encode()
+        notes = {name: describe()[:_MAX_TEXT] for name, describe in self._watched.items()}
+        doing = ", ".join(block.as_json for block in self._blocks[-8:])
+        # JSON by hand: this runs twice in every call, and most of it is the same each time.
+        text = (
+            f'{{{self._head}, "doing": [{doing}], "last": {self._last}, '
+            f'"notes": {to_json_text(notes) if notes else "{}"}}}'
+        )[:_ACTIVITY_BYTES]
+        # Blanks over what was there; all 4 KiB each time would cost more than the call it is about.
+        data = text.ljust(self._num_written).encode()
+        self._num_written = len(text)
         # Whatever befalls the disk of the record, the work that it is about goes on.
         with suppress(OSError):
-            os.pwrite(self._file, data[:_ACTIVITY_BYTES].ljust(_ACTIVITY_BYTES), 0)
+            os.pwrite(self._file, data, 0)
 
     def _sample(self) -> None:
         path = Path(f"{self.files.stem}.memory") if self.files is not None else Path(os.devnull)
@@ -200,11 +213,14 @@ def process_stat(pid: int) -> list[str]:
 
 def resident_bytes() -> int:
     """Return the memory of this process that is in RAM; 0 where /proc does not say."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    try:  # by system calls: a file object costs three times as much, and each call asks
+        statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    try:
+        return int(os.read(statm, 128).split()[1]) * _PAGE_BYTES
+    finally:
+        os.close(statm)
 
 
 def count_oom_kills() -> int:

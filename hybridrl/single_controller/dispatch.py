@@ -126,6 +126,8 @@ def split_by_dp_rank(layout: RankLayout, value: object) -> list[object]:
     if not is_payload(value):
         return split_whole(layout, value)
     dp_size = layout.dp_size
+    if dp_size == 1:  # nothing to cut: the payload goes as it is
+        return split_whole(layout, value)
     rows_per_slice, rest = divmod(num_rows(value), dp_size)
     if rest:
         raise DispatchError(_indivisible(num_rows(value), dp_size))

@@ -53,10 +53,11 @@ class RemoteMethod:
     def start(self, *args: object, **kwargs: object) -> Future:
         """Call the ranks and do not wait."""
         self.actors.raise_if_unusable()
-        try:
-            self.signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise DispatchError(f"{self.name}{self.signature}: {error}") from error
+        if args or kwargs or self.signature.parameters:
+            try:
+                self.signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise DispatchError(f"{self.name}{self.signature}: {error}") from error
         padding = None
         if not args and not kwargs:
             refs = [handle.remote() for handle in self.handles]

@@ -109,4 +109,5 @@ def _balance_for_policy(config: ExperimentConfig) -> Callable[[TrainBatch], Trai
 
 def _balance(batch: Rows, *, dp_size: int, num_minibatches: int) -> Rows:
     lengths = row_lengths(batch.token_ids_BL).tolist()
-    return batch[balance_over_ranks(lengths, dp_size=dp_size, num_minibatches=num_minibatches)]
+    order = balance_over_ranks(lengths, dp_size=dp_size, num_minibatches=num_minibatches)
+    return batch if order == list(range(len(batch))) else batch[order]

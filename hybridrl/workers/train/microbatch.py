@@ -77,6 +77,8 @@ def balance_over_ranks(
             f"{num_minibatches} mini-batches; make trainer.num_prompts_per_step x "
             f"rollout.num_responses_per_prompt {below or num_parts} or {below + num_parts}"
         )
+    if dp_size == 1:
+        return list(range(len(lengths_B)))
     minibatch_size = len(lengths_B) // num_minibatches
     rows_of_rank: list[list[int]] = [[] for _ in range(dp_size)]
     for begin in range(0, len(lengths_B), max(minibatch_size, 1)):
