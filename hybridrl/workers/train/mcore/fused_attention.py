@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridrl.models.packed import PackLayout
 from hybridrl.models.packed_share import SharedLayout, VarlenStretches
-from hybridrl.models.varlen import VarlenLayout
+from hybridrl.models.varlen import VarlenCall, VarlenLayout
 from hybridrl.workers.train.mcore.megatron_core import (
     MegatronModule,
     TEDotProductAttention,
@@ -25,10 +25,11 @@ from hybridrl.workers.train.mcore.packed_rows import PackedRows
 class FusedAttention(MegatronModule):
     """The core of attention by TransformerEngine, unproved on a GPU.
 
-    It takes packs whose rows lie end to end. Any other layout computes with its own kernel, as in
-    ``layers.PackedAttention``. With context parallelism keys and values are gathered as there, and
-    TransformerEngine attends from this rank's stretches of rows to what comes before them: its own
-    exchange of keys in a ring wants each row cut in equal pieces.
+    It takes packs whose rows lie end to end. Any other layout, such as one in which rows share a
+    prompt, computes with its own kernel, as in ``layers.PackedAttention``. With context parallelism
+    keys and values are gathered as there, and TransformerEngine attends from this rank's stretches
+    of rows to what comes before them: its own exchange of keys in a ring wants each row cut in
+    equal pieces.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
@@ -57,13 +58,9 @@ class FusedAttention(MegatronModule):
     def _attend(
         self, layout: PackLayout, query_TND: Tensor, key_TJD: Tensor, value_TJD: Tensor
     ) -> Tensor:
-        if isinstance(layout, VarlenLayout):
-            return self._compute(
-                (query_TND, key_TJD, value_TJD),
-                offsets=(layout.row_offsets, layout.row_offsets),
-                longest=(layout.longest_row, layout.longest_row),
-                mask="padding_causal",
-            )
+        if isinstance(layout, VarlenLayout) and layout.prompts is None:
+            states = (query_TND, key_TJD, value_TJD)
+            return self._compute(states, layout.own, mask="padding_causal")
         if isinstance(layout, SharedLayout) and isinstance(layout.attention, VarlenStretches):
             stretches = layout.attention
             key_SJD, value_SJD = (
@@ -72,29 +69,23 @@ class FusedAttention(MegatronModule):
             )
             return self._compute(
                 (query_TND, key_SJD, value_SJD),
-                offsets=(stretches.query_offsets, stretches.key_offsets),
-                longest=(stretches.longest_stretch, stretches.longest_row),
+                stretches.call,
                 mask="padding_causal_bottom_right",
             )
         return layout.attend(query_TND, key_TJD, value_TJD, scale=None)
 
     def _compute(
-        self,
-        states: tuple[Tensor, Tensor, Tensor],
-        *,
-        offsets: tuple[Tensor, Tensor],
-        longest: tuple[int, int],
-        mask: str,
+        self, states: tuple[Tensor, Tensor, Tensor], call: VarlenCall, *, mask: str
     ) -> Tensor:
         # Past megatron-core's own forward pass, whose masks lack the one aligned to the last key.
         attended: Tensor = super(TEDotProductAttention, self.kernel).forward(
             *states,
             None,
             qkv_format="thd",
-            cu_seqlens_q=offsets[0],
-            cu_seqlens_kv=offsets[1],
-            max_seqlen_q=longest[0],
-            max_seqlen_kv=longest[1],
+            cu_seqlens_q=call.query_offsets,
+            cu_seqlens_kv=call.key_offsets,
+            max_seqlen_q=call.longest[0],
+            max_seqlen_kv=call.longest[1],
             attn_mask_type=mask,
         )
         return attended
