@@ -73,7 +73,8 @@ class _PolicyRank(Rank):
             return super()._phase(name, parts)
         server = Part("SGLang's processes", _SERVER, Place.HOST, is_measured=False)
         on_gpu = Part("SGLang itself", self._rollout.server_resident, is_measured=False)
-        return super()._phase(name, [*parts, server, on_gpu])
+        routes = Part("routed experts", self._rollout.server_routes, Place.HOST, is_measured=False)
+        return super()._phase(name, [*parts, server, routes, on_gpu])
 
     def _engine(self) -> tuple[Part, ...]:
         kv_cache = Part("KV cache", self._rollout.kv_cache, is_measured=self._sees_engine)

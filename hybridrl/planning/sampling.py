@@ -15,6 +15,7 @@ from hybridrl.planning.workload import Workload
 
 _FLOAT32 = 4
 _FLOAT64 = 8
+_INT32 = 4
 _INT64 = 8
 
 
@@ -78,6 +79,18 @@ class RolloutMemory:
     def server_graphs(self) -> int:
         """The graphs of a server on a GPU while it is awake."""
         return self._server.graphs if self.is_server and self.on_gpu else 0
+
+    @property
+    def server_routes(self) -> int:
+        """Host memory in which a rank of a server keeps the experts of every cached token.
+
+        Pinned int32 [tokens, layers, experts a token] (sglang/srt/state_capturer/base.py).
+        """
+        experts = self.shape.experts
+        if not self.is_server or not self.config.routed_experts or experts is None:
+            return 0
+        num_tokens = self.kv_cache // self._keys_and_values(1)
+        return num_tokens * self.shape.num_layers * experts.num_per_token * _INT32
 
     @property
     def _server(self) -> ServerMemory:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.config.values import config_of
-from tests.planning.models import QWEN3_8B
+from tests.planning.models import QWEN3_8B, QWEN3_30B_A3B
 from tests.planning.test_memory import SERVED, part, plan_of
 
 MIB = 2**20
@@ -55,6 +55,18 @@ def test_a_pass_of_a_server_is_cut_over_its_ranks(given: tuple[str, ...]) -> Non
     assert two == 8192 * 2 * (hidden + cut // 2)
     fewer = "rollout.engine_args={chunked_prefill_size: 2048}"
     assert part(plan_of(*given, fewer), "generate", "sampling") == 2 * 256 * 151_936 * 4
+
+
+def test_a_server_keeps_the_experts_of_every_cached_token_on_the_host(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+    moe = (*SERVED, *SIZES, "model.starter=null", f"model.path={tmp_path}", "actor=megatron")
+    plan = plan_of(*moe, "actor.compute_dtype=bfloat16", "rollout.memory_fraction=0.9")
+    assert part(plan, "update", "routed experts") == 0
+    asked = ("actor.compute_dtype=bfloat16", "rollout.memory_fraction=0.9")
+    plan = plan_of(*moe, *asked, "rollout.routed_experts=true")
+    num_tokens = part(plan, "generate", "KV cache") // (2 * 48 * 4 * 128 * 2)
+    assert num_tokens > 10_000
+    assert part(plan, "update", "routed experts") == num_tokens * 48 * 8 * 4
 
 
 def test_on_a_cpu_a_server_is_counted_as_processes_alone() -> None:

@@ -53,7 +53,7 @@ def rehearse_server(config: ExperimentConfig) -> str:
     if "unimportable" in result:
         return f"not rehearsed, it cannot be imported here: {result['unimportable']}"
     if refusals := result["refusals"]:
-        raise ConfigErrors([_violation(each, arguments, result["version"]) for each in refusals])
+        raise ConfigErrors([violation_of(each, arguments, result["version"]) for each in refusals])
     if not result["has_device"]:
         return (
             f"{result['version']} has all arguments; the rest is rehearsed where there is a GPU: "
@@ -101,7 +101,7 @@ def _run(spec: ServerSpec, case: Mapping[str, object], folder: Path) -> Any:  # 
         process.end()
 
 
-def _violation(refusal: Mapping[str, Any], arguments: Arguments, version: str) -> ConfigError:
+def violation_of(refusal: Mapping[str, Any], arguments: Arguments, version: str) -> ConfigError:
     """Word a refusal under the key that the first argument at fault comes from."""
     names = refusal["names"]
     rule = f"SGLang {version} refuses it: {refusal['reason']}"
