@@ -154,6 +154,8 @@ _OPTIMIZER_OURS: Reasons = {
     "timers": _FUNCTION,
 }
 
+_MOMENT_TYPES = ("float32", "bfloat16")
+
 _DDP_TYPED: Reasons = {
     "grad_reduce_in_fp32": "actor.reduce_dtype",
     "overlap_grad_reduce": _OVERLAPPED,
@@ -239,14 +241,25 @@ def check_transformer_args(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_optimizer_args(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Likewise of its OptimizerConfig."""
-    if config.megatron_worlds:
-        yield from _refused(
-            config.megatron.optimizer_args,
-            "megatron.optimizer_args",
-            typed=_OPTIMIZER_TYPED,
-            ours=_OPTIMIZER_OURS,
-        )
+    """Likewise of its OptimizerConfig; and what it keeps is kept where and as we can save it."""
+    if not config.megatron_worlds:
+        return
+    given, section = config.megatron.optimizer_args, "megatron.optimizer_args"
+    yield from _refused(given, section, typed=_OPTIMIZER_TYPED, ours=_OPTIMIZER_OURS)
+    offload = f"{section}.optimizer_cpu_offload"
+    if given.get("optimizer_cpu_offload") and config.cluster.device == "cpu":
+        rule = "the optimizer is on the host already, for cluster.device=cpu"
+        fix = f"leave it out, or add ~{offload}"
+        yield ConfigError(offload, got=True, rule=rule, fix=fix, remedies=[(f"~{offload}",)])
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if given.get(name) not in (None, *_MOMENT_TYPES):
+            yield ConfigError(
+                f"{section}.{name}",
+                given[name],
+                f"must be {' or '.join(_MOMENT_TYPES)}: of others megatron-core keeps scaled "
+                "values, which no other engine goes on from",
+                remedies=[(f"~{section}.{name}",)],
+            )
 
 
 def check_ddp_args(config: ExperimentConfig) -> Iterator[ConfigError]:

@@ -537,6 +537,16 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "TransformerEngine's, which runs on CUDA alone",
     ),
     (
+        (*MEGATRON, "megatron.optimizer_args={optimizer_cpu_offload: true}"),
+        "megatron.optimizer_args.optimizer_cpu_offload",
+        "on the host already",
+    ),
+    (
+        (*MEGATRON, *GPUS, "megatron.optimizer_args={exp_avg_dtype: float16}"),
+        "megatron.optimizer_args.exp_avg_dtype",
+        "must be float32 or bfloat16",
+    ),
+    (
         (*MEGATRON, "megatron.ddp_args={nccl_ub: true}"),
         "megatron.ddp_args.nccl_ub",
         "keep the old address",

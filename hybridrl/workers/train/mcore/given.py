@@ -13,6 +13,7 @@ from hybridrl.config.limits import ArgumentValue
 from hybridrl.errors import ConfigError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Values of fields that are types of numbers."""
 
 Configuration = TypeVar("Configuration")
 
@@ -65,11 +66,7 @@ def _as_field(key: str, kind: object, value: ArgumentValue) -> object:
     """Return the value in the type of its field, as far as text and lists go."""
     if "dtype" in str(kind) and isinstance(value, str):
         if value not in _DTYPES:
-            raise ConfigError(
-                key,
-                value,
-                f"must be one of {', '.join(_DTYPES)}",
-                remedies=[(f"{key}={name}",) for name in _DTYPES],
-            )
+            fix = f"set {key} to one of them"
+            raise ConfigError(key, value, f"must be one of {', '.join(_DTYPES)}", fix)
         return _DTYPES[value]
     return list(value) if isinstance(value, tuple) else value

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.batch import TrainBatch
+from hybridrl.config.megatron_checks import UNUSED
 from hybridrl.metrics import Metrics
 from tests.contract.layouts import Layout
 from tests.contract.plain import PlainPolicy
@@ -126,14 +127,16 @@ def _lessons() -> list[TrainBatch]:
     return [rows_of(make_rows(12, seed=seed, num_siblings=4), range(11)) for seed in range(2)]
 
 
-Learned = tuple[list[Metrics], dict[str, Tensor], Tensor | None]
+Learned = tuple[list[Metrics], dict[str, Tensor], Tensor | None, int]
 
 
 def _train(rank: Rank, folder: Path, changes: dict[str, Any]) -> Learned:
     engine = rank.policy(folder, replace(ACTOR, **changes))
     steps = [learn(engine, batch) for batch in _lessons()]
     scored = engine.compute_logprobs(to_rollouts(make_rows(4, seed=9)), temperature=0.9)
-    return steps, weights_of(engine), scored.logprobs_BL.values() if engine.leads else None
+    names = [name.split(".")[2] for name, _ in engine.named_tensors() if ".layers." in name]  # type: ignore[attr-defined]
+    logprobs = scored.logprobs_BL.values() if engine.leads else None
+    return steps, weights_of(engine), logprobs, len(set(names))
 
 
 @pytest.mark.parametrize(("ranks", "changes"), CASES, indirect=["ranks"])
@@ -149,12 +152,15 @@ def test_steps_are_those_of_the_plain_model(
     ]
     answers = ranks.run(_train, folder, changes)
     for number, (loss, norm) in enumerate(expected):
-        told = together([steps[number] for steps, _, _ in answers])
+        told = together([steps[number] for steps, *_ in answers])
         assert told["loss/policy"] == pytest.approx(loss, abs=1e-5)
         assert told["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
     with torch.no_grad():
         logprobs, _ = plain.score(make_rows(4, seed=9), temperature=0.9)
-    for _, weights, scored in answers:
+    stages = replace(UNUSED, **layout.megatron).layers_of_stages(layout.num_layers)  # type: ignore[arg-type]
+    if stages is not None and len(stages) == layout.num_ranks:
+        assert [num_layers for *_, num_layers in answers] == [*stages]
+    for _, weights, scored, _ in answers:
         expected_weights = plain.weights()
         assert weights.keys() == expected_weights.keys()
         in_order = {name: expected_weights[name] for name in weights}
