@@ -9,9 +9,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from hybridrl.config.model_folder import read_settings
 from hybridrl.errors import ModelError
-from hybridrl.models.load import load_model_config
+from hybridrl.models.load import load_model_config, read_model_type
 from hybridrl.workers.rollout.kv_slots import ATTENTION_NAME
 
 
@@ -22,7 +21,7 @@ def load_config(folder: Path, *, max_context_tokens: int) -> PretrainedConfig:
         ModelError: it is not usable, the architecture is not supported, or its context is shorter
             than ``max_context_tokens``.
     """
-    read_settings(folder)  # names what transformers would stumble over
+    read_model_type(folder)  # names what transformers would stumble over
     config = load_model_config(folder)
     settings = config.to_dict()
     layer_types = set(settings.get("layer_types") or ()) - {"full_attention"}

@@ -219,7 +219,7 @@ def test_after_shutdown_nothing_is_held_and_nothing_is_served(tiny_model: Path) 
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"no usable model configuration .*model\.path"):
+    with pytest.raises(ModelError, match=r"has no config\.json; set model\.path"):
         unsynced_engine(tmp_path)
 
 
