@@ -24,6 +24,7 @@ from hybridrl.single_controller.autopsy import RankReport, WatchedRank
 from hybridrl.single_controller.dispatch import RankLayout
 from hybridrl.single_controller.failures import call_error, settle
 from hybridrl.single_controller.head import LOOK_EVERY_S, HeadWatch
+from hybridrl.single_controller.network import rendezvous_address
 from hybridrl.single_controller.payload import install_reducers
 from hybridrl.single_controller.resource_pool import RayResourcePool
 from hybridrl.single_controller.watch import RankWatch, describe_ranks, find_culprits
@@ -124,7 +125,7 @@ class RankActors:
 
     def _build(self, roles: dict[str, Role]) -> None:
         deadline = Deadline.after(self.limits.start_timeout_s, "start_timeout_s")
-        reserve = [self.actors[0].host_reserve_port.remote()]
+        reserve = [self.actors[0].host_reserve_port.remote(_meeting_address(self._locations))]
         [port] = self.gather(reserve, method="reserve_port", deadline=deadline)
         try:
             shared_roles = ray.put(roles)
@@ -343,11 +344,15 @@ def rank_environments(locations: Sequence[Location], port: int) -> list[dict[str
                 "WORLD_SIZE": str(len(locations)),
                 "LOCAL_RANK": str(device),
                 "LOCAL_WORLD_SIZE": str(ranks_on_node[location.node_id]),
-                "MASTER_ADDR": locations[0].host,
+                "MASTER_ADDR": _meeting_address(locations),
                 "MASTER_PORT": str(port),
             }
         )
     return environments
+
+
+def _meeting_address(locations: Sequence[Location]) -> str:
+    return rendezvous_address(locations[0].host, [location.node_id for location in locations])
 
 
 def rank_order(locations: Sequence[Location]) -> list[int]:

@@ -15,6 +15,7 @@ import ray
 
 from hybridrl import activity, env, log, trace
 from hybridrl.errors import DispatchError
+from hybridrl.single_controller.network import LOOPBACK, bind, interface_of
 from hybridrl.single_controller.payload import install_reducers, run_after_call
 from hybridrl.single_controller.register import Registration, registered_methods
 
@@ -128,8 +129,10 @@ class WorkerHost:
             files=activity.start_recording(_record_folder()),
         )
 
-    def host_reserve_port(self) -> int:
+    def host_reserve_port(self, address: str = LOOPBACK) -> int:
         """Bind a free port for the rendezvous, and keep it from everybody but torch's store.
+
+        The store should listen at ``address`` alone, as `workers.process_group` has it.
 
         A socket that is bound but does not listen, with SO_REUSEADDR, excludes the port from the
         kernel's choice for as long as it lives, yet lets a second socket with SO_REUSEADDR bind
@@ -137,9 +140,7 @@ class WorkerHost:
         is free, and the group can be initialised again after it was destroyed. This is how Linux
         reads SO_REUSEADDR; elsewhere the port is given back now, and in theory can be lost.
         """
-        self._port = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._port.bind(("", 0))
+        self._port = bind(address)
         port = int(self._port.getsockname()[1])
         if sys.platform != "linux":
             self._port.close()
@@ -160,6 +161,7 @@ class WorkerHost:
         """
         for name, value in environment.items():
             env.set_value(name, value)
+        _choose_interface(environment["MASTER_ADDR"])
         log.set_where(f"rank {environment['RANK']}")
         if set_up is not None:
             with activity.doing("set_up()"):
@@ -264,6 +266,13 @@ def _forward(
             return finish(worker, await coroutine)
 
     return call_async if inspect.iscoroutinefunction(function) else call
+
+
+def _choose_interface(master_address: str) -> None:
+    """Have gloo listen where ranks meet, and not where the name of the machine happens to point."""
+    own = LOOPBACK if master_address == LOOPBACK else ray.util.get_node_ip_address()
+    if name := interface_of(own):
+        env.set_default("GLOO_SOCKET_IFNAME", name)
 
 
 def _device_index(gpu_id: str) -> int:

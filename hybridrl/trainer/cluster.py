@@ -26,6 +26,7 @@ from hybridrl.single_controller import (
 )
 from hybridrl.single_controller.head import require_head
 from hybridrl.trainer.interrupt import hangups_ignored
+from hybridrl.trainer.ray_token import keep_token_private
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ def _start_ray(cluster: ClusterConfig, *, num_ranks: int) -> None:
     }
     if cluster.object_store_mib:
         arguments["object_store_memory"] = cluster.object_store_mib * _MIB
+    keep_token_private()
     with hangups_ignored():
         ray.init(**arguments)
     _require_gpus(cluster)

@@ -7,7 +7,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from hybridrl import env
 from hybridrl.errors import ResourceError
+from hybridrl.single_controller.network import bind
+
+_STORE_OF_TORCHRUN = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 def start_process_group(*, device: str, local_rank: int, timeout_s: float) -> torch.device:
@@ -26,7 +30,7 @@ def start_process_group(*, device: str, local_rank: int, timeout_s: float) -> to
     timeout = timedelta(seconds=timeout_s)
     if device == "cpu":
         if not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=timeout)
+            _join("gloo", timeout)
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ResourceError(
@@ -36,8 +40,31 @@ def start_process_group(*, device: str, local_rank: int, timeout_s: float) -> to
     torch.cuda.set_device(local_rank)
     chosen = torch.device("cuda", local_rank)
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=chosen)
+        _join("cpu:gloo,cuda:nccl", timeout, device=chosen)
     return chosen
+
+
+def _join(backend: str, timeout: timedelta, device: torch.device | None = None) -> None:
+    """Start the group over a store that listens at MASTER_ADDR, and nowhere else.
+
+    torch's own listens at all addresses of the machine, and whoever reaches it may write to it.
+    """
+    address, port = env.get("MASTER_ADDR"), int(env.get("MASTER_PORT", "0"))
+    if not address or env.get(_STORE_OF_TORCHRUN):
+        dist.init_process_group(backend, timeout=timeout, device_id=device)
+        return
+    rank, world_size = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
+    listening = None
+    if rank == 0:
+        bound = bind(address, port)
+        bound.listen(world_size)
+        listening = bound.detach()  # the store closes it
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # documented, and not in __all__
+        address, port, world_size, rank == 0, timeout, master_listen_fd=listening
+    )
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
+    )
 
 
 def end_process_group() -> None:

@@ -197,6 +197,7 @@ def test_ranks_are_ordered_by_node_then_device() -> None:
 def test_local_rank_is_the_device_on_gpus_and_the_place_on_the_node_on_cpus() -> None:
     gpus = [Location("10.0.0.1", "a", str(gpu), device) for gpu, device in ((2, 0), (5, 0))]
     assert [place["LOCAL_RANK"] for place in rank_environments(gpus, 1)] == ["0", "0"]
+    assert {place["MASTER_ADDR"] for place in rank_environments(gpus, 1)} == {"127.0.0.1"}
     cpus = [Location(f"10.0.0.{node}", str(node), None, None) for node in (1, 1, 2, 2)]
     environments = rank_environments(cpus, 29_500)
     assert [place["LOCAL_RANK"] for place in environments] == ["0", "1", "0", "1"]

@@ -1,0 +1,56 @@
+"""Addresses and interfaces that a group's own sockets listen on: no more of them than it needs."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+from collections.abc import Collection
+from contextlib import suppress
+
+LOOPBACK = "127.0.0.1"
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+_IFREQ = struct.Struct("16s2s2x4s16x")
+"""struct ifreq with an IPv4 address: name of the interface, family and port, address."""
+
+
+def rendezvous_address(host: str, node_ids: Collection[str]) -> str:
+    """Return where ranks meet: loopback if all are on one node, else the first one's address.
+
+    Args:
+        host: address of the first rank's node in the cluster.
+        node_ids: of all ranks.
+    """
+    return LOOPBACK if len(set(node_ids)) == 1 else host
+
+
+def bind(address: str, port: int = 0) -> socket.socket:
+    """Return a socket that has this port of this address alone; 0 lets the kernel choose.
+
+    Raises:
+        OSError: another socket listens there.
+    """
+    family, kind, protocol, _, place = socket.getaddrinfo(
+        address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(place)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the network interface of an IPv4 address; empty if none has it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            question = _IFREQ.pack(name.encode(), b"", b"")
+            with suppress(OSError):  # it has no such address
+                answer = _IFREQ.unpack(fcntl.ioctl(asking, _SIOCGIFADDR, question))
+                if socket.inet_ntoa(answer[2]) == address:
+                    return name
+    return ""
