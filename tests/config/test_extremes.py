@@ -20,8 +20,8 @@ from hybridrl.config.load import known_keys, load_config
 from hybridrl.config.summary import summarize
 from hybridrl.errors import ConfigError, ConfigErrors, ModelError
 from hybridrl.planning.page import peak_line, plan_page
-from tests.config.test_load import LIMITED
 from tests.config.test_checks import LORA, MOE, QWEN3_MOE
+from tests.config.test_load import LIMITED
 from tests.config.values import Values, values_of, with_overrides
 
 SECTIONS = {key.rpartition(".")[0] for key in known_keys()} - {""}
