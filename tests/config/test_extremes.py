@@ -113,7 +113,7 @@ def tops() -> Iterator[tuple[str, object]]:
 @pytest.mark.timeout(2 * DEADLINE_S)
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(SCENES[:4]), st.lists(st.sampled_from(list(tops())), max_size=12))
-def test_the_highest_legal_numbers_are_checked_soon_and_each_remedy_can_be_typed(
+def test_the_highest_numbers_are_checked_and_remedies_mend(
     scene: tuple[str, ...], changes: list[tuple[str, object]]
 ) -> None:
     values = values_of(*scene)
@@ -128,7 +128,7 @@ def test_the_highest_legal_numbers_are_checked_soon_and_each_remedy_can_be_typed
             assert not [v for v in after if v.key in typed and v.rule.startswith("must be >")]
 
 
-def test_each_number_of_a_section_has_an_interval_with_a_top_and_says_why() -> None:
+def test_each_number_has_an_interval_with_a_top_and_a_reason() -> None:
     assert list(numbers_without_interval(ExperimentConfig)) == []
     for key, _, limits in LIMITED:
         top = limits.at_most if limits.at_most is not None else limits.below

@@ -11,7 +11,7 @@ from hybridrl.trainer.starter import write_random_model
 from tests.runs.small import small_config
 
 
-def test_a_bad_row_to_evaluate_on_ends_the_run_before_it_starts_workers(tmp_path: Path) -> None:
+def test_a_bad_row_to_evaluate_on_shows_before_workers_start(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"prompt": "1=", "answer": "1"}\n')
     (tmp_path / "eval.jsonl").write_text('{"prompt": "2=", "answer": 2}\n')
     model = tmp_path / "model"
