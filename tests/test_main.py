@@ -136,7 +136,7 @@ def test_what_hydra_refuses_and_what_the_rules_refuse_come_together(tmp_path: Pa
         assert key in message
 
 
-def test_what_hydra_itself_cannot_read_is_explained_and_no_traceback_is_shown(
+def test_what_hydra_cannot_read_is_explained_without_traceback(
     tmp_path: Path,
 ) -> None:
     expected = {
@@ -154,7 +154,7 @@ def test_what_hydra_itself_cannot_read_is_explained_and_no_traceback_is_shown(
         assert words in message
 
 
-def test_every_reference_that_leads_nowhere_is_named_with_its_value(
+def test_a_reference_that_leads_nowhere_is_named_with_its_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NOWHERE", raising=False)
@@ -169,7 +169,7 @@ def test_every_reference_that_leads_nowhere_is_named_with_its_value(
         assert words in message
 
 
-def test_a_reward_file_that_the_run_could_not_load_is_refused_by_a_check(tmp_path: Path) -> None:
+def test_a_reward_file_that_cannot_be_loaded_is_refused_by_check(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("import no_such_module\ndef score(**_): ...\n")
     message = refusal_of("mode=check", "reward.function=r.py:score", folder=tmp_path)
     assert "No module named 'no_such_module' (r.py:1)" in message

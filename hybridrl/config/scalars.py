@@ -40,7 +40,9 @@ def flaw_of_text(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as err:
-        return f"character {err.start + 1} is half of a pair, or was a byte that is no UTF-8"
+        return (
+            f"must be UTF-8, and character {err.start + 1} is half of a pair, or was another byte"
+        )
     return ""
 
 

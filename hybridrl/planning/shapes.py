@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hybridrl.config.model import ModelConfig, StarterConfig
 from hybridrl.config.model_folder import read_settings
-from hybridrl.errors import ModelError, nearest
+from hybridrl.errors import ModelError, nearest, shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,6 +164,7 @@ _QWEN_MOE = {
     "moe_intermediate_size": 768,
     "decoder_sparse_step": 1,
 }
+_HIGHEST = {"num_hidden_layers": 10_000}  # layers are counted one by one
 _FAMILIES = {
     "llama": _Family(_LLAMA),
     "qwen2": _Family(_QWEN, always_has_qkv_bias=True, has_output_bias=False),
@@ -201,7 +202,7 @@ def read_shape(folder: Path) -> ModelShape:
         )
     try:
         return _from_values(values, _FAMILIES[model_type])
-    except (ValueError, ZeroDivisionError) as err:
+    except (ValueError, TypeError, ZeroDivisionError) as err:
         raise ModelError(
             f"{file}: a size is no whole number above 0 ({err}); download the folder again"
         ) from err
@@ -210,7 +211,10 @@ def read_shape(folder: Path) -> ModelShape:
 def _from_values(values: Mapping[str, object], family: _Family) -> ModelShape:
     def size(name: str, otherwise: int = 0) -> int:
         value = values.get(name, family.sizes.get(name))
-        return otherwise if value is None else int(str(value))
+        number = otherwise if value is None else int(str(value))
+        if not 0 <= number <= _HIGHEST.get(name, 2**24):
+            raise ValueError(f"{name}={shown(number)} is beyond any model")
+        return number
 
     num_heads, hidden_size = size("num_attention_heads"), size("hidden_size")
     has_bias = bool(values.get("attention_bias"))

@@ -913,7 +913,7 @@ def test_a_function_of_the_reward_file_is_accepted(name: str) -> None:
     assert config_of(f"reward.function=rewards.py:{name}").reward.function == f"rewards.py:{name}"
 
 
-def test_reward_functions_are_held_to_the_keywords_that_they_are_called_with() -> None:
+def test_reward_columns_are_those_of_the_process_that_calls() -> None:
     assert REWARD_COLUMNS == child.COLUMNS
 
 

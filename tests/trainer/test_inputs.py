@@ -37,7 +37,7 @@ def test_evaluating_on_what_is_learnt_from_is_told(
     assert (f"evaluating on files that are also learnt from: {name}" in caplog.text) == is_told
 
 
-def test_a_bad_row_to_evaluate_on_ends_the_run_before_it_starts_workers(tmp_path: Path) -> None:
+def test_a_bad_row_to_evaluate_on_shows_before_workers_start(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"prompt": "1=", "answer": "1"}\n')
     (tmp_path / "eval.jsonl").write_text('{"prompt": "2=", "answer": 2}\n')
     model = tmp_path / "model"
