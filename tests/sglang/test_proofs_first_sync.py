@@ -86,6 +86,17 @@ def test_one_wrong_number_in_the_stream_is_found_by_the_name_of_its_tensor(
     assert not engines.managed.is_proved
 
 
+def test_weights_that_a_transport_lost_are_found_although_the_files_had_brought_them(
+    engine: SGLangEngine, served_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger believes a delivery; only what was scrambled in between tells that none came."""
+    engines = fused(engine, build_fsdp2(served_model))
+    monkeypatch.setattr(engine.transport, "deliver", lambda server, offer, handles: None)
+    (reason,) = engines.sync().values()
+    assert "weights of the rollout engine are not the trainer's" in reason
+    assert not engines.managed.is_proved
+
+
 def test_a_whole_run_begins_with_the_proof_and_goes_on(
     lora_engine: ForgetfulEngine, served_model: Path
 ) -> None:

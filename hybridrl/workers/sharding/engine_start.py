@@ -56,8 +56,5 @@ def start_engine(
 
 def _fit_to_travel(error: Exception | None) -> Exception | None:
     """Return the error, or its words in one of ours where it cannot be pickled and read again."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return EngineError(f"{type(error).__name__}: {error}")
-    return error
+    _, unfit = attempt(lambda: pickle.loads(pickle.dumps(error)))
+    return error if unfit is None else EngineError(f"{type(error).__name__}: {error}")

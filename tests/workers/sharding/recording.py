@@ -6,11 +6,11 @@ copy was kept, and whoever works with memory that is not there raises.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,20 +21,19 @@ from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError
 from hybridrl.metrics import Metrics
 from hybridrl.workers.rollout.protocol import (
-    Bucket,
     MemoryPart,
     Response,
     SamplingParams,
     WeightMemory,
 )
-from hybridrl.workers.sharding.control import ControlGroup, Failures, attempt
+from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.lifecycle import Depth, LifeCycle
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.memory import DeviceMemory
 from hybridrl.workers.sharding.states import State
 from hybridrl.workers.sharding.tenants import Tenants
-from hybridrl.workers.sharding.weight_stream import buckets
 from hybridrl.workers.train.protocol import TokenLoss, TrainState, WeightPart, WeightSpec
+from tests.workers.sharding.engine_set import LocalSet
 
 CPU = torch.device("cpu")
 BUFFER = "rotary.inv_freq"
@@ -385,15 +384,26 @@ class RecordingTrainEngine(RecordingTenant):
         return tuple(WeightSpec(name, (size,), 4 * size) for name, size in sizes.items())
 
     def full_weights(self, part: WeightPart = WeightPart.BASE) -> Iterator[tuple[str, Tensor]]:
-        if not self.resident_bytes(TrainState.PARAMETERS):
-            raise EngineError("training parameters are not on the device")
+        return self.stream(self.take_names(part))
+
+    def take_names(self, part: WeightPart) -> list[str]:
+        """The names of the next pass: what a test wants forgotten is left out once."""
+        names = [spec.name for spec in self.weight_specs(part)]
+        forgotten = self.journal.forgotten.intersection(names)
+        self.journal.forgotten -= forgotten
+        return [name for name in names if name not in forgotten]
+
+    def stream(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Gather tensors, and write down that it was asked for."""
         with self.journal.entry(TENANT, "full_weights"):
-            names = [spec.name for spec in self.weight_specs(part)]
-            forgotten = self.journal.forgotten.intersection(names)
-            self.journal.forgotten -= forgotten
-            for name in names:
-                if name not in forgotten:
-                    yield name, self.state[TrainState.PARAMETERS][name].clone()
+            yield from self.weights_of(names)
+
+    def weights_of(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Gather tensors."""
+        for name in names:
+            if not self.resident_bytes(TrainState.PARAMETERS):
+                raise EngineError("training parameters are not on the device")
+            yield name, self.state[TrainState.PARAMETERS][name].clone()
 
     def compute_logprobs(
         self, rows: RolloutBatch | SupervisedBatch, *, temperature: float
@@ -421,81 +431,36 @@ class RecordingTrainEngine(RecordingTenant):
         raise NotImplementedError
 
 
-class LocalSet:
-    """An EngineSet over k engines of one process, as a rollout server has over its k servers."""
+@dataclass
+class Shards:
+    """What ranks gather of one trainer: the first is what the journal knows, the others see it."""
 
-    def __init__(self, engines: Sequence[ManagedEngine], source: RecordingTrainEngine) -> None:
-        self.engines = list(engines)
-        self.num_engines = len(self.engines)
-        self.trained_version = 0
-        self._synced_version: int | None = None
-        self._source = source
-        self.names = {
-            part: frozenset(spec.name for spec in source.weight_specs(part))
-            for part in source.weight_parts
-        }
-        resends_all = source.policy is not Policy.ADAPTER_KEPT_BASE
-        resent = source.weight_parts if resends_all else source.weight_parts[-1:]
-        for managed in self.engines:
-            managed.sent_names = frozenset().union(*(self.names[part] for part in resent))
+    trainer: RecordingTrainEngine
+    passes: list[list[str]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def run(
-        self,
-        stage: str,
-        action: Callable[[ManagedEngine], None],
-        *,
-        members: Collection[int],
-    ) -> Failures:
-        errors = {index: attempt(lambda: action(self.engines[index]))[1] for index in members}  # noqa: B023
-        return {index: str(error) for index, error in errors.items() if error is not None}
-
-    def sync(self) -> Failures:
-        due = [part for part in self._source.weight_parts if self._is_due(part)]
-        if not due:
-            return {}
-        self._synced_version = None
-        for part in due:
-            failures = self._send(part)
-            if failures:
-                return failures
-        everyone = range(self.num_engines)
-        if WeightPart.ADAPTER in due:
-            failures = self.run("load_adapter", ManagedEngine.load_adapter, members=everyone)
-            if failures:
-                return failures
-        version = self.trained_version
-        failures = self.run("finish", lambda m: m.finish_update(version=version), members=everyone)
-        if not failures:
-            self._synced_version = version
-        return failures
-
-    def _is_due(self, part: WeightPart) -> bool:
-        ledgers = [managed.ledger for managed in self.engines]
-        if not all(ledger.covers(self.names[part]) for ledger in ledgers):
-            return True
-        is_whole = all(ledger.is_covered for ledger in ledgers)
-        is_synced = self._synced_version == self.trained_version and is_whole
-        return part is self._source.weight_parts[-1] and not is_synced
-
-    def _send(self, part: WeightPart) -> Failures:
-        for managed in self.engines:
-            managed.begin_part(self.names[part])
-        try:
-            for bucket in buckets(self._source.full_weights(part), bucket_bytes=32):
-                deliver = partial(_deliver, part, bucket)
-                failures = self.run("bucket", deliver, members=range(self.num_engines))
-                if failures:
-                    return failures
-        except InjectedFault as error:
-            return {0: str(error)}
-        return {}
+    def names_of_pass(self, number: int, part: WeightPart) -> list[str]:
+        """The names that all ranks stream in their pass of this number."""
+        with self.lock:
+            if number == len(self.passes):
+                self.passes.append(self.trainer.take_names(part))
+            return self.passes[number]
 
 
-def _deliver(part: WeightPart, bucket: Bucket, managed: ManagedEngine) -> None:
-    if part is WeightPart.ADAPTER:
-        managed.receive_adapter(bucket)
-    else:
-        managed.receive(bucket)
+class Shard(RecordingTrainEngine):
+    """The trainer as one rank has it."""
+
+    def __init__(self, rank: int, shards: Shards) -> None:
+        super().__init__(shards.trainer.journal, shards.trainer.policy)
+        self._rank = rank
+        self._shards = shards
+        self._num_passes = 0
+
+    def full_weights(self, part: WeightPart = WeightPart.BASE) -> Iterator[tuple[str, Tensor]]:
+        names = self._shards.names_of_pass(self._num_passes, part)
+        self._num_passes += 1
+        trainer = self._shards.trainer
+        return trainer.stream(names) if self._rank == 0 else trainer.weights_of(names)
 
 
 class Rig:
@@ -518,6 +483,7 @@ class Rig:
         tenants = Tenants(device=CPU, control=ControlGroup(timeout_s=5.0))
         tenants.register("actor", self.trainer)
         tenants.register("reference", self.reference)
+        shards = Shards(self.trainer)
         self.set = LocalSet(
             [
                 ManagedEngine(
@@ -530,7 +496,9 @@ class Rig:
                 )
                 for engine in self.engines
             ],
-            self.trainer,
+            [Shard(index, shards) for index in range(num_engines)],
+            config=rollout_config(sleep=depth is not Depth.NOTHING),
+            resends_base=policy is not Policy.ADAPTER_KEPT_BASE,
         )
         self.depth = depth
         self.life = LifeCycle(self.set, host=tenants, depth=depth, observe=self._watch)

@@ -14,10 +14,10 @@ from hybridrl.workers.sharding.lifecycle import Depth
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.manager import ShardingManager
 from tests.ranks import run_ranks
+from tests.workers.sharding.engine_set import LocalSet
 from tests.workers.sharding.recording import (
     CPU,
     Journal,
-    LocalSet,
     RecordingEngine,
     RecordingTrainEngine,
     Rig,

@@ -196,6 +196,14 @@ def test_the_engine_ends_with_the_manager() -> None:
     assert not device.engine.is_alive
 
 
+def test_an_engine_of_this_process_counts_as_itself_and_not_as_what_training_left() -> None:
+    device = _device()
+    tenants = device.manager._tenants
+    assert tenants.engine_bytes() == 0
+    with device.manager.rollout_phase():
+        assert tenants.engine_bytes() == ENGINE_BYTES
+
+
 def test_each_stage_reports_its_seconds_and_bytes_once() -> None:
     device = _device()
     started = device.manager.take_metrics()
