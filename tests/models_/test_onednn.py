@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrl.models import onednn
+from hybridrl.models.load import build_empty_model
+from hybridrl.models.logprobs import token_logprobs
+from hybridrl.models.policy import PolicyModel
+from tests.models import make_tiny_model
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"
@@ -84,3 +89,23 @@ def test_small_products_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> No
         onednn.linear(torch.randn(4, 6), torch.randn(8, 6))
         onednn.linear(torch.randn(128, 128), torch.randn(128, 128))
     assert recorder.names.count(PRODUCT) == 1
+
+
+@pytest.mark.usefixtures("always_faster")
+def test_a_model_that_trains_multiplies_by_it(tmp_path: Path) -> None:
+    hf = build_empty_model(make_tiny_model(tmp_path), dtype=torch.float32)
+    policy = PolicyModel(hf, chunk_tokens=8)
+    layers = [module for module in policy.modules() if isinstance(module, nn.Linear)]
+    assert {type(layer) for layer in layers} == {onednn.OneDNNLinear}
+
+
+@pytest.mark.usefixtures("always_faster")
+def test_scores_of_tokens_multiply_by_it() -> None:
+    hidden = torch.randn(6, 16, requires_grad=True)
+    weight = torch.randn(32, 16, requires_grad=True)
+    with Recorder() as recorder:
+        logprobs, _ = token_logprobs(
+            hidden, weight, torch.arange(6), temperature=1.0, chunk_tokens=8
+        )
+        logprobs.sum().backward()
+    assert recorder.names.count(PRODUCT) == 4  # the backward pass computes the logits again

@@ -15,6 +15,7 @@ from hybridrl.workers.rollout.fused_model import fuse
 from hybridrl.workers.rollout.kv_slots import KVSlots, KVStep
 from tests.models import Family, make_tiny_model
 from tests.models_.test_onednn import Recorder
+from tests.workers.rollout.engines import make_prompts, ready_engine, sampling_params
 
 NUM_SLOTS, NUM_PLACES = 5, 16
 TOKENS = torch.tensor([3, 9, 27, 17, 51, 25, 11])
@@ -82,3 +83,11 @@ def test_a_family_that_it_does_not_know_stays_as_it_is(tmp_path: Path) -> None:
     assert fuse(model) is None  # type: ignore[arg-type]
     storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
     assert len(storages) == len(list(model.parameters()))
+
+
+def test_an_engine_samples_by_it(tmp_path: Path) -> None:
+    engine = ready_engine(make_tiny_model(tmp_path))
+    with Recorder() as recorder:
+        engine.generate(make_prompts((3, 5)), sampling_params(tokens=4))
+    assert "aten.linalg_vector_norm.default" in recorder.names  # of its norms
+    assert not any(name.startswith("aten.pow") for name in recorder.names)  # of transformers'
