@@ -29,7 +29,8 @@ def is_faster() -> bool:
     except OSError:
         return False
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return has_avx512 and not is_intel and torch.backends.mkldnn.is_available()
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return has_avx512 and has_onednn and not is_intel
 
 
 def linear(inputs_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:

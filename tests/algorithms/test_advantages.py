@@ -98,3 +98,9 @@ def test_every_response_token_gets_its_rows_advantage_and_others_nothing() -> No
     mask_BL = jagged([torch.tensor([False, True, True]), torch.tensor([False, False])])
     spread = spread_over_tokens(torch.tensor([2.0, float("nan")]), mask_BL)
     assert spread.values().tolist() == [0.0, 2.0, 2.0, 0.0, 0.0]
+
+
+def test_an_infinite_advantage_leaves_other_tokens_at_zero() -> None:
+    mask_BL = jagged([torch.tensor([True, False]), torch.tensor([False, True, False])])
+    spread = spread_over_tokens(torch.tensor([-0.1, float("inf")]), mask_BL)
+    assert spread.values().tolist() == [torch.tensor(-0.1).item(), 0.0, 0.0, float("inf"), 0.0]

@@ -115,6 +115,11 @@ def test_a_stopped_process_is_told_without_stacks_in_the_time_given(start: Start
     assert report.where.startswith("update() for")
 
 
+def test_a_short_record_leaves_nothing_of_a_longer_one(start: Start) -> None:
+    rank = start("with doing('a' * 200):\n    pass\nwith doing('sync \"é\"'):\n    nap()")
+    assert [what for what, _ in _look(rank)[0].doing] == ['sync "é"']
+
+
 def test_the_record_outlives_a_killed_process(start: Start) -> None:
     rank = start("with doing('update()'), doing('all_reduce', waits=True):\n    nap()")
     _wait_for(lambda: len(_look(rank)[0].memory) >= 2)

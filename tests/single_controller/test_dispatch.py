@@ -50,6 +50,12 @@ def test_padding_leaves_no_trace_in_the_result(
     np.testing.assert_array_equal(joined, np.repeat(batch, answers_per_row))
 
 
+def test_one_slice_is_the_batch_itself() -> None:
+    rows = np.arange(6).reshape(3, 2)
+    parts = Dispatch.DP_COMPUTE.split(RankLayout((0, 0), (True, False)), rows)
+    assert [part is rows for part in parts] == [True, True]
+
+
 @given(layouts())
 def test_peers_share_one_slice_object_so_that_it_is_sent_once(layout: RankLayout) -> None:
     slices = Dispatch.DP_COMPUTE.split(layout, np.arange(layout.dp_size))

@@ -32,7 +32,7 @@ class AdaptedLinear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Apply the layer and the adapter: float [..., I] to [..., O]."""
-        outputs = self.base(inputs)
+        outputs: Tensor = self.base(inputs)
         self.add_adapter(inputs.flatten(0, -2), outputs.flatten(0, -2))
         return outputs
 

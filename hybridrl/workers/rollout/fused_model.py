@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +64,7 @@ def _join(parameters: Sequence[nn.Parameter]) -> Tensor:
     if len(parameters) == 1:
         return parameters[0].data
     joined = torch.cat([parameter.data for parameter in parameters])
-    parts = joined.split([len(parameter) for parameter in parameters])
+    parts = torch.split(joined, [len(parameter) for parameter in parameters])
     for parameter, part in zip(parameters, parts, strict=True):
         parameter.data = part
     return joined
@@ -98,7 +99,8 @@ class FusedModel:
         config = self._model.config
         place_C = torch.arange(num_places, device=self._model.device)
         embedded_1CW = self._model.get_input_embeddings()(place_C[None] * 0)
-        cos_1CD, sin_1CD = self._model.model.rotary_emb(embedded_1CW, place_C[None])
+        rotary: Any = self._model.model.rotary_emb
+        cos_1CD, sin_1CD = rotary(embedded_1CW, place_C[None])
         half = cos_1CD.shape[-1] // 2
         sin_1CD[..., :half].neg_()  # of the half that is turned and subtracted
         head_counts = (config.num_attention_heads, config.num_key_value_heads)
@@ -115,7 +117,7 @@ def fuse(model: PreTrainedModel) -> FusedModel | None:
     return FusedModel(model) if is_known else None
 
 
-def _fuse_layer(layer: nn.Module) -> _Layer:
+def _fuse_layer(layer: Any) -> _Layer:  # noqa: ANN401 - transformers' modules are untyped
     attention, mlp = layer.self_attn, layer.mlp
     norms = dict(attention.named_children())
     return _Layer(
@@ -135,8 +137,9 @@ def _head_scales(layer: _Layer, head_counts: tuple[int, int]) -> Tensor | None:
     if layer.query_norm is None or layer.key_norm is None:
         return None
     num_heads, num_kv_heads = head_counts
-    query_D, key_D = layer.query_norm.weight, layer.key_norm.weight
-    return torch.cat([query_D.expand(num_heads, -1), key_D.expand(num_kv_heads, -1)])
+    weights: list[Any] = [layer.query_norm.weight, layer.key_norm.weight]
+    counts = (num_heads, num_kv_heads)
+    return torch.cat([w.expand(n, -1) for w, n in zip(weights, counts, strict=True)])
 
 
 class FusedForward:

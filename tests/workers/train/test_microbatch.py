@@ -43,6 +43,10 @@ def test_a_row_longer_than_the_budget_is_alone() -> None:
     assert plan_microbatches([3, 50, 2], max_tokens=10) == [[1], [0, 2]]
 
 
+def test_one_rank_keeps_the_order_of_its_rows() -> None:
+    assert balance_over_ranks([3, 9, 1, 7], dp_size=1, num_minibatches=2) == [0, 1, 2, 3]
+
+
 @given(
     lengths=st.lists(st.integers(0, 1000), min_size=24, max_size=24),
     dp_size=st.sampled_from([1, 2, 3, 4]),
