@@ -253,9 +253,18 @@ def first_of(names: Sequence[str], *, at_most: int = 4) -> str:
     return ", ".join(names[:at_most]) + (f" and {more} more" if more > 0 else "")
 
 
+_MOST_NAMED = 40
+
+
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Say which known names are meant: ``did you mean 'lr'?`` or the whole list if none is near."""
+    """Say which known names are meant: ``did you mean 'lr'?`` or, if none is near, which exist.
+
+    Of more than 40 that exist, the first are named and the others counted.
+    """
     close = get_close_matches(name, known, n=3, cutoff=0.5)
     if close:
         return "did you mean " + " or ".join(repr(c) for c in close) + "?"
-    return "known: " + ", ".join(sorted(known))
+    shown_names = sorted(known)[:_MOST_NAMED]
+    num_others = len(known) - len(shown_names)
+    others = f" and {num_others} more" if num_others else ""
+    return f"known: {', '.join(shown_names)}{others}"

@@ -1,4 +1,4 @@
-"""Which errors new processes can get past."""
+"""Which errors new processes can get past, and which names are meant."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from hybridrl.errors import (
     WorkerDiedError,
     WorkerGroupError,
     is_restartable,
+    nearest,
 )
 
 
@@ -81,3 +82,10 @@ def test_a_server_that_died_is_worth_new_processes_and_one_that_never_started_is
 ) -> None:
     error = RemoteCallError(rank=0, host="h", method="generate", cause=cause, traceback="")
     assert is_restartable(error) is is_lost
+
+
+def test_near_names_are_proposed_and_long_lists_end() -> None:
+    assert nearest("temprature", ["temperature", "top_p"]) == "did you mean 'temperature'?"
+    assert nearest("x", ["beta", "alpha"]) == "known: alpha, beta"
+    many = nearest("x", [f"name_{number:03}" for number in range(500)])
+    assert many.endswith("name_039 and 460 more")
