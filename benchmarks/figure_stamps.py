@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import io
 import re
+import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,13 +160,18 @@ def put(page: str, block: Block) -> str:
 
 
 def _meaning(source: str) -> str:
-    """Return a program without what does not run."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
+    """Return a program without what does not run, alike under every version of Python."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            line, column = token.start
+            lines[line - 1] = lines[line - 1][:column]
+    for node in ast.walk(ast.parse(source)):
         body = node.body if isinstance(node, ast.Module | ast.ClassDef | _FUNCTIONS) else []
         if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
-            body[0] = ast.Pass()
-    return ast.dump(tree)
+            end = body[0].end_lineno or body[0].lineno
+            lines[body[0].lineno - 1 : end] = [""] * (end - body[0].lineno + 1)
+    return "".join("".join(lines).split())
 
 
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
