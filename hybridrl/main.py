@@ -6,8 +6,6 @@ Neither torch nor Ray is imported before the configuration has passed its checks
 
 from __future__ import annotations
 
-import atexit
-import gc
 import re
 import signal
 import sys
@@ -123,8 +121,6 @@ def main() -> None:
     Exit status: 0 done, 2 configuration refused, 1 the run failed; 128 + the number of the signal
     that stopped it before its last step (Ctrl-C 130, SIGTERM 143, SIGHUP 129).
     """
-    # Else the end of the interpreter looks through a million objects of libraries: 1.3 s.
-    atexit.register(gc.freeze)
     env.set_value("HYDRA_FULL_ERROR", "1")  # Hydra then raises, and we word the message
     _register_sources()
     sweep = _Sweep()

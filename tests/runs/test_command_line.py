@@ -96,6 +96,8 @@ def test_a_run_folder_is_not_overwritten_without_being_asked(tmp_path: Path) -> 
 
 @contextmanager
 def _started(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    # Where the tests run under nohup they ignore SIGHUP, and a run that they start would inherit it.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     process = subprocess.Popen(
         [sys.executable, "-m", "hybridrl.main", *small_overrides(folder, *overrides)],
         stdout=subprocess.PIPE,
@@ -104,6 +106,7 @@ def _started(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         process_group=0,
     )
+    signal.signal(signal.SIGHUP, before)
     try:
         yield process
     finally:
