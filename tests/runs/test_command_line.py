@@ -96,7 +96,7 @@ def test_a_run_folder_is_not_overwritten_without_being_asked(tmp_path: Path) -> 
 
 @contextmanager
 def _started(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
-    # Where the tests run under nohup they ignore SIGHUP, and a run that they start would inherit it.
+    # Under nohup the tests ignore SIGHUP, and a run that they start would inherit that.
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     process = subprocess.Popen(
         [sys.executable, "-m", "hybridrl.main", *small_overrides(folder, *overrides)],
