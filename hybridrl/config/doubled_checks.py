@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from itertools import combinations
-from pathlib import Path
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ConfigError
@@ -39,7 +39,7 @@ def check_files_stand_once(config: ExperimentConfig) -> Iterator[ConfigError]:
         ("data.train_files", config.data.train_files),
         ("data.eval_files", config.data.eval_files),
     ):
-        once = {Path(file).resolve(): file for file in reversed(files)}
+        once = {os.path.realpath(file): file for file in reversed(files)}
         if len(once) < len(files):
             yield _twice(key, files, tuple(file for file in files if file in once.values()))
 

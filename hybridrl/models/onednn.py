@@ -86,7 +86,11 @@ class _Linear(torch.autograd.Function):
         weight_OI: Tensor,
         bias_O: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(inputs_TI, weight_OI)
+        needs_inputs, needs_weight, _ = ctx.needs_input_grad
+        # A frozen weight's inputs are not kept, as torch keeps none.
+        ctx.save_for_backward(
+            inputs_TI if needs_weight else None, weight_OI if needs_inputs else None
+        )
         return linear(inputs_TI, weight_OI, bias_O)
 
     @staticmethod

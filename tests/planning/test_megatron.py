@@ -94,11 +94,11 @@ def test_weights_that_are_float32_are_their_own_masters(dense: tuple[str, ...]) 
 def test_activations_of_a_dense_model_on_one_rank(dense: tuple[str, ...]) -> None:
     memory = memory_of(*dense)
     # Both norms and their results, on a quarter of the tokens; norms of a quarter of the heads;
-    # a quarter of the MLP and of the heads; row sums of 8 heads; cosine and sine of a rotation for
-    # queries and keys, and the fused projection.
-    layer = 16 * 4096 // 4 + 6 * 5120 // 4 + 10 * 12288 // 4 + 8 * 4096 // 4 + 4 * 8
+    # a quarter of the MLP and of the heads: queries, their output, keys and values; row sums of 8
+    # heads; cosine and sine of a rotation for queries and keys, and the fused projection.
+    layer = 16 * 4096 // 4 + 6 * 5120 // 4 + 10 * 12288 // 4 + 4 * (4096 + 1024) // 4 + 4 * 8
     layer += 2 * (4 * 128 + 5120 // 4)
-    assert layer == 66_592
+    assert layer == 63_520
     assert memory.saved_by_block(PACK) == 1000 * layer
     head = 1000 * 4096 * 6 // 4 + 400 * 4096 * 2
     assert memory.activations(PACK) == 36 * 1000 * layer + head
@@ -133,9 +133,9 @@ def test_activations_of_a_model_with_experts_on_one_rank(sparse: tuple[str, ...]
     memory = memory_of(*sparse, stage=1)
     # 8 experts a token, and half of the tokens here: 4 pairs a token.
     experts = 4 * (5 * 768 + 2 * 2048) * 2 + 128 * 3 * 4 // 2
-    layer = 16 * 2048 // 2 + 6 * 4608 // 2 + 8 * 4096 // 2 + 4 * 16 + experts
+    layer = 16 * 2048 // 2 + 6 * 4608 // 2 + 4 * (4096 + 512) // 2 + 4 * 16 + experts
     layer += 2 * (4 * 128 + 4608 // 2)
-    assert layer == 116_544
+    assert layer == 109_376
     assert memory.saved_by_block(PACK) == 1000 * layer
     received = 1000 * 2048 * 2 // 2
     head = 1000 * 2048 * 6 // 2 + 400 * 2048 * 2
