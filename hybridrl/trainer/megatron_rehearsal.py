@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora_checks import model_values
+from hybridrl.json_text import to_json_text
 
 _MEGATRON = "hybridrl.workers.train.mcore.rehearsal"
 """Imported by name if asked for: it takes 5 s, and megatron-core need not be installed."""
@@ -41,6 +41,6 @@ def rehearse_megatron(config: ExperimentConfig) -> list[str]:
         # The made model is not made yet: this is its shape.
         sizes: dict[str, Any] = dict(model_values(config))
         sizes["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
-        (Path(scratch) / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
+        (Path(scratch) / "config.json").write_text(to_json_text(sizes), encoding="utf-8")
         lines = rehearsal.rehearse(config, Path(scratch))
         return lines

@@ -19,6 +19,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model import StarterConfig
 from hybridrl.config.server_checks import TYPED
 from hybridrl.errors import ConfigError, ConfigErrors
+from hybridrl.json_text import to_json_text
 from hybridrl.workers.rollout.server_arguments import (
     Arguments,
     ServerSpec,
@@ -88,7 +89,7 @@ def case_of(spec: ServerSpec) -> dict[str, Any]:
 
 def _run(spec: ServerSpec, case: Mapping[str, object], folder: Path) -> Any:  # noqa: ANN401 - JSON
     case_file, result_file = folder / "case.json", folder / "result.json"
-    case_file.write_text(json.dumps(case), encoding="utf-8")
+    case_file.write_text(to_json_text(case), encoding="utf-8")
     process = ServerProcess(
         [sys.executable, "-m", _CHILD, str(case_file), str(result_file)],
         name="the rehearsal of SGLang's start",
@@ -123,7 +124,7 @@ def _model_folder(config: ExperimentConfig, scratch: Path) -> Path:
         return Path(config.model.path).absolute()
     if config.model.starter is not None:
         values = _starter_values(config.model.starter, dtype=config.rollout.dtype)
-        (scratch / "config.json").write_text(json.dumps(values), encoding="utf-8")
+        (scratch / "config.json").write_text(to_json_text(values), encoding="utf-8")
     return scratch
 
 

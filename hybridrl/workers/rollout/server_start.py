@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from hybridrl.errors import nearest
+from hybridrl.json_text import to_json_text
 from hybridrl.workers.rollout.server_process import end_with_parent
 
 _PHASES = ("decode", "prefill")
@@ -192,7 +193,7 @@ def main(case_file: Path, result_file: Path) -> None:
     end_with_parent()
     result = rehearse(json.loads(case_file.read_text(encoding="utf-8")))
     staged = result_file.with_suffix(".staged")
-    staged.write_text(json.dumps(result), encoding="utf-8")
+    staged.write_text(to_json_text(result), encoding="utf-8")
     staged.replace(result_file)
     threading.Event().wait()
 
