@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,14 @@ import torch
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # cores are shared
 hypothesis.settings.load_profile("untimed")
+
+
+@pytest.fixture(autouse=True)
+def a_closed_terminal_counts() -> Iterator[None]:
+    """Under nohup the tests ignore SIGHUP, and all that they start would inherit that."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(scope="session")

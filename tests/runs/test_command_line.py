@@ -96,8 +96,6 @@ def test_a_run_folder_is_not_overwritten_without_being_asked(tmp_path: Path) -> 
 
 @contextmanager
 def _started(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
-    # Under nohup the tests ignore SIGHUP, and a run that they start would inherit that.
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     process = subprocess.Popen(
         [sys.executable, "-m", "hybridrl.main", *small_overrides(folder, *overrides)],
         stdout=subprocess.PIPE,
@@ -106,7 +104,6 @@ def _started(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         process_group=0,
     )
-    signal.signal(signal.SIGHUP, before)
     try:
         yield process
     finally:

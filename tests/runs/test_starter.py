@@ -14,6 +14,7 @@ import pytest
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.trainer import starter as starter_module
+from hybridrl.trainer.interrupt import RunStopped
 from hybridrl.trainer.starter import StarterRecipe, ensure_starter, recipe_of
 from hybridrl.trainer.starter_warmup import warm_up
 from tests.config.values import config_of
@@ -123,7 +124,7 @@ def test_other_code_makes_another_model(
 def test_a_making_that_is_interrupted_leaves_no_half_taught_model(here: Path) -> None:
     config = small_config(here / "run")
     stop = Record(lambda: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(RunStopped):
         make(config, here / "cache", stop)
     left = {path.name for path in (here / "cache").iterdir()}
     assert left == {f"{recipe(config).name}.lock"}

@@ -211,8 +211,8 @@ def test_a_reward_function_that_raises_ends_the_run_by_name(tmp_path: Path) -> N
 def test_updates_without_a_finite_gradient_are_skipped_then_end_the_run(tmp_path: Path) -> None:
     config = small_config(
         tmp_path / "run",
-        "actor.optimizer.lr=1e30",
-        "trainer.num_steps=9",
+        *("actor.optimizer.lr=1", "actor.optimizer.weight_decay=1e6"),  # a millionfold each step
+        "trainer.num_steps=20",
         "trainer.max_skipped_updates=1",
         "eval.every_num_steps=0",
         f"reward.function={_varied_reward(tmp_path)}",
