@@ -74,7 +74,7 @@ def make_model(folder: Path) -> PreTrainedModel:
 def make_engine(folder: Path, model: PreTrainedModel, num_slots: int) -> HFRolloutEngine:
     """An engine with the model's weights."""
     settings = yaml.safe_load(_ROLLOUT_CONFIG.read_text())
-    config = RolloutConfig(**(settings | {"num_slots": num_slots}))
+    config = RolloutConfig(**(settings | {"num_slots": num_slots, "dtype": "float32"}))
     engine = HFRolloutEngine(
         folder,
         config=config,
