@@ -6,11 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from hybridrl.config import fsdp2_checks, megatron_checks
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.cluster import ClusterConfig
-from hybridrl.config.fsdp2 import FSDP2Config
 from hybridrl.config.lora import LoraConfig
-from hybridrl.config.megatron_checks import UNUSED
 from hybridrl.config.model import ModelConfig
 from hybridrl.data.prompts import tokenize_rows
 from hybridrl.data.rows import fingerprint
@@ -28,15 +27,6 @@ from hybridrl.trainer.supervised import SupervisedFineTuning
 from hybridrl.workers.build import TrainSpec
 from hybridrl.workers.supervised import SupervisedWorker
 
-_PLAIN = FSDP2Config(
-    reduce_gradients="every_microbatch",
-    num_replicas=1,
-    cpu_offload=False,
-    reshard_after_forward=True,
-    num_prefetched_blocks=0,
-    compile_blocks=False,
-    liger_kernels=False,
-)
 _OFF = LoraConfig(
     enabled=False,
     rank=1,
@@ -152,10 +142,10 @@ def _build_spec(recipe: StarterRecipe, folder: Path, *, timeout_s: float) -> Tra
             reduce_dtype="float32",
             gradient_checkpointing=False,
             logprob_chunk_tokens=4096,
-            fsdp2=_PLAIN,
+            fsdp2=fsdp2_checks.UNUSED,
             optimizer=recipe.optimizer,
         ),
-        megatron=UNUSED,
+        megatron=megatron_checks.UNUSED,
         lora=_OFF,
         seed=recipe.seed,
         device=recipe.device,

@@ -137,7 +137,10 @@ def _one_engine_does_not_start(rank: int, error: Exception) -> tuple[str, list[s
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        (ConfigErrors([ConfigError("rollout.engine_args.x", 1, "unknown", "drop it")]), "ConfigErrors"),
+        (
+            ConfigErrors([ConfigError("rollout.engine_args.x", 1, "unknown", "drop it")]),
+            "ConfigErrors",
+        ),
         (OSError("no such kernel"), "EngineError: OneOfTheirs: no such kernel"),
     ],
 )

@@ -18,7 +18,7 @@ from hybridrl.batch import (
     spread_over_tokens,
 )
 from hybridrl.config.actor import ActorConfig, OptimizerConfig
-from hybridrl.config.fsdp2 import FSDP2Config
+from hybridrl.config.fsdp2_checks import UNUSED as FSDP2
 from hybridrl.config.model import ModelConfig
 from hybridrl.workers.train.fsdp2 import FSDP2Engine
 from hybridrl.workers.train.losses import PolicyGradientLoss
@@ -39,15 +39,6 @@ OPTIMIZER = OptimizerConfig(
     schedule="constant",
     num_warmup_steps=0,
     min_lr_ratio=0.0,
-)
-FSDP2 = FSDP2Config(
-    reduce_gradients="every_microbatch",
-    num_replicas=1,
-    cpu_offload=False,
-    reshard_after_forward=True,
-    num_prefetched_blocks=0,
-    compile_blocks=False,
-    liger_kernels=False,
 )
 ACTOR = ActorConfig(
     engine="fsdp2",
