@@ -69,7 +69,9 @@ def output_of(one: Figures) -> str:
     done = subprocess.run(
         command, cwd=ROOT, check=True, env=environment, stdout=subprocess.PIPE, text=True
     )
-    return done.stdout.strip() + "\n"
+    # Ray colours what it says itself, and its addresses are nobody's business.
+    lines = [line for line in done.stdout.splitlines() if "\x1b[" not in line]
+    return "\n".join(lines).strip() + "\n"
 
 
 if __name__ == "__main__":
