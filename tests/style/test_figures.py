@@ -18,7 +18,6 @@ def test_what_can_be_counted_is_what_the_page_says() -> None:
     assert written == page(), "type: make figures"
 
 
-@pytest.mark.xfail(reason="tables wait for `python -m benchmarks.publish`", strict=True)
 def test_no_published_table_is_older_than_what_it_measures() -> None:
     assert find_faults(PAGE.read_text(encoding="utf-8")) == []
 
