@@ -14,6 +14,8 @@ os.environ.update(
     OMP_WAIT_POLICY="PASSIVE",
     RAY_worker_niceness="0",
     TOKENIZERS_PARALLELISM="false",
+    ONEDNN_PRIMITIVE_CACHE_CAPACITY="32",
+    LRU_CACHE_CAPACITY="32",
 )
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
