@@ -121,7 +121,7 @@ def _request(wish: Wish, count: int, *, avoid: Sequence[str]) -> Any:  # noqa: A
 def _wait(group: Any, wish: Wish, *, deadline_s: float, wait_s: float) -> None:  # noqa: ANN401
     pause_s = 1.0  # an idle cluster needs 10 ms
     while (left_s := deadline_s - time.monotonic()) > 0:
-        if group.wait(math.ceil(min(pause_s, left_s))):  # Ray cuts the fraction off
+        if _is_ready(group, math.ceil(min(pause_s, left_s))):  # Ray cuts the fraction off
             return
         pause_s = _PROGRESS_S
         if (waited_s := wait_s - deadline_s + time.monotonic()) < wait_s:
@@ -133,6 +133,17 @@ def _wait(group: Any, wish: Wish, *, deadline_s: float, wait_s: float) -> None: 
         "lower RayResourcePool(process_on_nodes=) (cluster.num_nodes, cluster.num_ranks_per_node), "
         "add nodes, free resources, or raise wait_s (cluster.start_timeout_s)"
     )
+
+
+def _is_ready(group: Any, wait_s: int) -> bool:  # noqa: ANN401
+    try:
+        return bool(group.wait(wait_s))
+    except Exception as error:  # Ray has no class for it
+        raise ResourceError(
+            f"the cluster dropped a request for room while the driver waited for it: {error} Ray "
+            "does that when it loses the node of the driver; look at `ray status`, then start "
+            "the run again"
+        ) from error
 
 
 def _why_not_yet(wish: Wish) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from hybridrl.single_controller import (
 )
 from hybridrl.single_controller.head import require_head
 from hybridrl.trainer.interrupt import hangups_ignored
+from hybridrl.trainer.ray_end import ended_with_ray
 from hybridrl.trainer.ray_token import keep_token_private
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,8 @@ def ray_cluster(cluster: ClusterConfig, *, num_more_ranks: int = 0) -> Iterator[
         else:
             _connect(cluster.address)
     try:
-        yield
+        with ended_with_ray() if cluster.address is None else nullcontext():
+            yield
     finally:
         ray.shutdown()
 

@@ -1,10 +1,9 @@
 """A run goes on in a child process, so that somebody is left when its driver ends without a word.
 
-Ray ends the process of a driver from C++ when the raylet beside it is gone: at once, with status 1
-and no exception (Ray 2.60). No code of the driver can tell of it, nor go on. So the process that
-the user started forks before Ray and torch have begun, hands signals on and waits. It ends as the
-driver does; if that died, it ends what is left of Ray, says what happened, and starts another one,
-which goes on from the newest checkpoint.
+A driver ends with its own Ray: status 1, no exception (see `ray_end`). So the process that the user
+started forks before Ray and torch have begun, hands signals on and waits. It ends as the driver
+does; if that died, it ends what is left of Ray, says what happened, and starts another one, which
+goes on from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import DriverDiedError
 from hybridrl.trainer.interrupt import SIGNALS, exit_status
 from hybridrl.trainer.postmortem import PostMortem, Progress
+from hybridrl.trainer.ray_end import RAY_PROCESSES
 from hybridrl.trainer.restarts import with_restarts
 from hybridrl.trainer.resume import newest_step
 from hybridrl.trainer.tracking import LOG, METRICS
@@ -134,22 +134,13 @@ def _become_driver(write_end: int) -> None:
 
 def _describe_death(pid: int, status: int) -> DriverDiedError:
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"status {status}"
-    below = [name for other in guard.descendants() if (name := _name_of(other))]
-    if "raylet" not in below:
-        how += ": Ray does that when the raylet beside it is gone, and it is gone"
+    alive = {guard.process_name(other) for other in guard.descendants()}
+    if missing := [name for name in RAY_PROCESSES if name not in alive]:
+        how += f": that happens when Ray's processes end, and {' and '.join(missing)} ended"
     return DriverDiedError(
         f"the driver (process {pid}) ended without an exception, {how}. It was killed, or ran out "
         "of memory; look at the memory of the machine first"
     )
-
-
-def _name_of(pid: int) -> str:
-    """Return the name of a living process; empty of a dead one."""
-    try:
-        name, _, fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
-    except OSError:
-        return ""
-    return "" if fields.split()[0] in "ZX" else name.partition("(")[2]
 
 
 def _last_step(folder: Path) -> int:
