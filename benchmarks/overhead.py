@@ -21,13 +21,13 @@ import yaml
 
 from hybridrl import env
 from hybridrl.config.load import load_config
+from hybridrl.diagnostics.trace import Recorder
 from hybridrl.main import compose
 from hybridrl.metrics import Metrics
-from hybridrl.trace import Recorder
-from hybridrl.trainer import build
-from hybridrl.trainer.cluster import ray_cluster
-from hybridrl.trainer.record import RunRecord, open_record
-from hybridrl.trainer.tracking import Sample
+from hybridrl.run import build
+from hybridrl.run.cluster import ray_cluster
+from hybridrl.run.record import RunRecord, open_record
+from hybridrl.run.run_folder import Sample
 
 _LIMIT = 0.01
 _WARM_UP = 5

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import yaml
 
+from hybridrl.diagnostics.trace import Harvest, SpanRecord
 from hybridrl.main import compose
 from hybridrl.metrics import DECLARATIONS
-from hybridrl.trace import Harvest, SpanRecord
-from hybridrl.trainer.trace_file import TraceFile
+from hybridrl.run.trace_file import TraceFile
 
 _LIMIT_S = 5.0
 _NUM_RUNS = 5

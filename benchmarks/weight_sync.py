@@ -27,9 +27,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from hybridrl.config.load import load_config
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.main import compose
-from hybridrl.workers.rollout.server_arguments import ServerSpec
-from hybridrl.workers.rollout.sglang import DIALECT, SGLangEngine
-from hybridrl.workers.rollout.weight_ports import build_transport
+from hybridrl.workers.rollout.sglang.arguments import ServerSpec
+from hybridrl.workers.rollout.sglang.engine import DIALECT, SGLangEngine
+from hybridrl.workers.rollout.sglang.weight_ports import build_transport
 from hybridrl.workers.sharding.control import ControlGroup, Neighbours
 from hybridrl.workers.sharding.weight_pipeline import stream_offers
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 import yaml
 
-from hybridrl.checkpoint.shelf import Checkpoint, Shelf
+from hybridrl.checkpoint.store import Checkpoint, Shelf
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import read_config
 from hybridrl.errors import CheckpointError, HybridRLError, RunFolderError
-from hybridrl.trainer.workers import build_actor_spec
+from hybridrl.run.workers import build_actor_spec
 from hybridrl.workers.build import build_train_engine
 from hybridrl.workers.train import checkpoint
 

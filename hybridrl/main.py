@@ -47,16 +47,16 @@ from hybridrl.errors import (
 )
 from hybridrl.planning.page import peak_line, plan_page
 from hybridrl.rewards.rehearsal import check_reward_loads
+from hybridrl.run.sweep import SweepJob, build_jobs, run_sweep
 from hybridrl.trainer.interrupt import RunInterrupted, exit_status
-from hybridrl.trainer.sweep import SweepJob, build_jobs, run_sweep
-from hybridrl.workers.rollout.server_rehearsal import rehearse_server
+from hybridrl.workers.rollout.sglang.rehearsal import rehearse_server
 
 _PACKAGE = Path(__file__).resolve().parent
 # In a wheel both folders lie inside the package, in a checkout beside it.
 _ROOT = _PACKAGE if (_PACKAGE / "hydra_configs").is_dir() else _PACKAGE.parent
 _CONFIG_DIR = str(_ROOT / "hydra_configs")
-_BY_NAME_TO_KEEP_RAY_OUT = "hybridrl.trainer.launch"
-_MEGATRON_REHEARSAL = "hybridrl.trainer.megatron_rehearsal"
+_BY_NAME_TO_KEEP_RAY_OUT = "hybridrl.run.launch"
+_MEGATRON_REHEARSAL = "hybridrl.run.megatron_rehearsal"
 _SEARCH_PATH = "hydra.searchpath="
 _EXIT_CONFIG = 2
 _REFUSALS = (HydraException, OmegaConfBaseException, YAMLError)

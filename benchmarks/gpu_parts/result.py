@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybridrl.disk import write_whole
+from hybridrl.atomic_io import write_whole
 
 PASSED, FAILED, SKIPPED, RUNNING = "passed", "failed", "skipped", "running"
 

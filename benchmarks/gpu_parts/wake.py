@@ -7,7 +7,7 @@ import time
 from benchmarks.gpu_parts.bench import Bench
 from benchmarks.gpu_parts.rank import Rank, Setup, medians
 from benchmarks.gpu_parts.watch import DeviceWatch, free_after_all
-from hybridrl import trace
+from hybridrl.diagnostics import trace
 from hybridrl.errors import HybridRLError
 
 _MIB = 2**20

@@ -19,9 +19,9 @@ import yaml
 from hybridrl.config.load import load_config
 from hybridrl.main import compose
 from hybridrl.metrics import Metrics
-from hybridrl.trainer.build_training import train
-from hybridrl.trainer.cluster import ray_cluster
-from hybridrl.trainer.record import RunRecord, open_record
+from hybridrl.run.cluster import ray_cluster
+from hybridrl.run.record import RunRecord, open_record
+from hybridrl.run.train_rl import train
 
 _REPORTED = {
     "generate": "time/generate_s",

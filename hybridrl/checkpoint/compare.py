@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridrl.checkpoint.manifest import FileEntry
-from hybridrl.checkpoint.shelf import Checkpoint, Shelf
+from hybridrl.checkpoint.store import Checkpoint, Shelf
 from hybridrl.errors import CheckpointError
 from hybridrl.json_text import to_json_text
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from hybridrl.atomic_io import write_whole
 from hybridrl.data.sampler import SamplerState
-from hybridrl.disk import write_whole
 from hybridrl.errors import CheckpointError, TornCheckpointError
 from hybridrl.json_text import to_json_text
 

@@ -9,7 +9,7 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
-from hybridrl.config.checks import find_violations
+from hybridrl.config.checks.violations import find_violations
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import Within
 from hybridrl.config.scalars import KINDS, flaw_of_argument, flaw_of_text, is_of, meant_by

@@ -12,7 +12,7 @@ from string import Template
 from typing import Any
 
 from hybridrl import __version__
-from hybridrl.disk import write_whole
+from hybridrl.atomic_io import write_whole
 from hybridrl.errors import RunFolderError
 from hybridrl.json_text import to_json_text
 from hybridrl.report.evidence import Evidence, Finding

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
+from hybridrl.diagnostics.processes import end_guarded, guarded
 from hybridrl.errors import RewardError
-from hybridrl.processes import end_guarded, guarded
 from hybridrl.rewards import child
 from hybridrl.rewards.channel import Channel, ChannelClosed, Garbage, Refused
 

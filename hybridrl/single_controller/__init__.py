@@ -11,8 +11,8 @@ A worker class written for verl ports by importing from here and by changing its
         group.update(batch)
 """
 
+from hybridrl.diagnostics.process_report import RankReport
 from hybridrl.single_controller.actors import OnFailure
-from hybridrl.single_controller.autopsy import RankReport
 from hybridrl.single_controller.dispatch import (
     Dispatch,
     Execute,

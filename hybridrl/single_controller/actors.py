@@ -13,6 +13,8 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from hybridrl.diagnostics.process_report import RankReport, WatchedRank
+from hybridrl.diagnostics.rank_monitor import RankWatch, describe_ranks, find_culprits
 from hybridrl.errors import (
     ClusterLostError,
     DeadlineError,
@@ -20,14 +22,12 @@ from hybridrl.errors import (
     RemoteCallError,
     WorkerGroupError,
 )
-from hybridrl.single_controller.autopsy import RankReport, WatchedRank
 from hybridrl.single_controller.dispatch import RankLayout
 from hybridrl.single_controller.failures import call_error, settle
 from hybridrl.single_controller.head import LOOK_EVERY_S, HeadWatch
 from hybridrl.single_controller.network import rendezvous_address
 from hybridrl.single_controller.payload import install_reducers
 from hybridrl.single_controller.resource_pool import RayResourcePool
-from hybridrl.single_controller.watch import RankWatch, describe_ranks, find_culprits
 from hybridrl.single_controller.worker import Location, MeshPlace, Role, build_host_class
 
 log = logging.getLogger(__name__)

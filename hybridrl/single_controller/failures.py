@@ -19,9 +19,9 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
+from hybridrl.diagnostics.process_report import RankReport
+from hybridrl.diagnostics.rank_monitor import describe_ranks, find_culprits
 from hybridrl.errors import DeadlineError, RemoteCallError, WorkerDiedError, tells_of_a_lost_peer
-from hybridrl.single_controller.autopsy import RankReport
-from hybridrl.single_controller.watch import describe_ranks, find_culprits
 
 _MISSING_MODULE = re.compile(r"No module named '([\w.]+)'")
 STORE_IS_FULL = (

@@ -10,7 +10,7 @@ from typing import Any
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridrl.errors import ResourceError
-from hybridrl.single_controller.room import Wish, remove, reserve
+from hybridrl.single_controller.placement import Wish, remove, reserve
 
 
 @dataclass(frozen=True, slots=True)

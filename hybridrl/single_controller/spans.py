@@ -9,9 +9,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from hybridrl.diagnostics.trace import Harvest
 from hybridrl.errors import WorkerGroupError
 from hybridrl.single_controller.actors import RankActors
-from hybridrl.trace import Harvest
 
 
 @dataclass(slots=True)

@@ -13,7 +13,8 @@ from typing import Any, Self
 
 import ray
 
-from hybridrl import activity, env, log, trace
+from hybridrl import env, log
+from hybridrl.diagnostics import activity, trace
 from hybridrl.errors import DispatchError
 from hybridrl.single_controller.network import LOOPBACK, bind, interface_of
 from hybridrl.single_controller.payload import install_reducers, run_after_call

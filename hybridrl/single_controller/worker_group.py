@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from hybridrl.diagnostics.process_report import RankReport
 from hybridrl.errors import DispatchError, nearest
 from hybridrl.single_controller.actors import GroupLimits, OnFailure, RankActors
-from hybridrl.single_controller.autopsy import RankReport
 from hybridrl.single_controller.dispatch import Dispatch, Execute
 from hybridrl.single_controller.fused import RayClassWithInitArgs
 from hybridrl.single_controller.register import Registration, registered_methods

@@ -11,8 +11,8 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.source import PromptStep
 from hybridrl.trainer.advantages import Generalized, GroupRelative, GroupRelativeWithKL, KLCharge
 from hybridrl.trainer.policy import Critic, Policy, WithoutLogprobs, WithoutUpdate
-from hybridrl.trainer.report import StepReport
 from hybridrl.trainer.step import ActorCriticOptimization, Advantages, PolicyOptimization, Reward
+from hybridrl.trainer.step_metrics import StepReport
 from hybridrl.workers.rollout.protocol import SamplingParams
 from hybridrl.workers.train.microbatch import balance_over_ranks
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from hybridrl import trace
+from hybridrl.diagnostics import trace
 from hybridrl.errors import TrainingError
 from hybridrl.metrics import Metrics
 from hybridrl.trainer.interrupt import Interrupt

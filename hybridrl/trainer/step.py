@@ -16,7 +16,7 @@ from hybridrl.rewards.scorer import Scores
 from hybridrl.trainer.advantages import describe_values
 from hybridrl.trainer.clock import Clock
 from hybridrl.trainer.policy import Critic, Policy
-from hybridrl.trainer.report import StepReport
+from hybridrl.trainer.step_metrics import StepReport
 from hybridrl.workers.rollout.protocol import SamplingParams
 
 

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hybridrl import trace
 from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, TrainBatch
+from hybridrl.diagnostics import trace
 from hybridrl.metrics import Last, Metrics, from_json, merge, to_json
 from hybridrl.single_controller import Dispatch, Parts, dispatch_by_mesh, register
 from hybridrl.workers.build import (
@@ -25,7 +25,7 @@ from hybridrl.workers.checkpointed import CheckpointedWorker
 from hybridrl.workers.process_group import end_process_group, start_process_group
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.protocol import SamplingParams
-from hybridrl.workers.rollout.server_arguments import device_name
+from hybridrl.workers.rollout.sglang.arguments import device_name
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.engine_start import start_engine
 from hybridrl.workers.sharding.frozen_base import settle_base

@@ -18,9 +18,9 @@ from hybridrl.config.megatron import MegatronConfig
 from hybridrl.config.model import ModelConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.planning.frozen_base import BasePlan
-from hybridrl.workers.rollout.hf import HFRolloutEngine
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import RolloutEngine, WeightPort
-from hybridrl.workers.rollout.server_arguments import ServerSpec, device_name, show_devices
+from hybridrl.workers.rollout.sglang.arguments import ServerSpec, device_name, show_devices
 from hybridrl.workers.train.critic import FSDP2Critic
 from hybridrl.workers.train.frozen_policy import AdaptedPolicy, AdapterSwitchedOff
 from hybridrl.workers.train.fsdp2 import FSDP2Engine
@@ -35,7 +35,7 @@ _LORA = "hybridrl.workers.train.lora"
 _MEGATRON = "hybridrl.workers.train.mcore"
 """Likewise; it need not be installed."""
 
-_SGLANG = "hybridrl.workers.rollout.sglang"
+_SGLANG = "hybridrl.workers.rollout.sglang.engine"
 """Likewise; it need not be installed."""
 
 

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.checkpoint.manifest import Origin
-from hybridrl.checkpoint.origin import (
+from hybridrl.checkpoint.fingerprint import (
     check_fingerprints,
     check_recipe,
     environment_of,
     folder_fingerprints,
     recipe_of,
 )
+from hybridrl.checkpoint.manifest import Origin
 from hybridrl.errors import CheckpointError
-from hybridrl.trainer.resume import origin_of
+from hybridrl.run.resume import origin_of
 from tests.config.values import config_of
 
 WHERE = Path("runs/it")

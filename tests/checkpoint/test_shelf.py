@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.checkpoint.manifest import FileEntry, Manifest, Origin, RunState
-from hybridrl.checkpoint.shelf import Checkpoint, Shelf
+from hybridrl.checkpoint.store import Checkpoint, Shelf
 from hybridrl.data.sampler import SamplerState
 from hybridrl.errors import CheckpointError
 

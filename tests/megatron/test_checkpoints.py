@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.config.megatron_checks import UNUSED
+from hybridrl.config.checks.megatron import UNUSED
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter
 from hybridrl.workers.train.protocol import LearningEngine

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hybridrl.checkpoint.shelf import Shelf
+from hybridrl.checkpoint.store import Shelf
 from tests.runs.small import read_metrics, small_overrides
 
 _DEADLINE_S = 90.0

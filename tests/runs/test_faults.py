@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from hybridrl.errors import DeadlineError, RemoteCallError, WorkerDiedError, is_restartable
-from hybridrl.trainer import build
-from hybridrl.trainer.record import RunRecord, open_record
+from hybridrl.run import build
+from hybridrl.run.record import RunRecord, open_record
 from tests.runs.small import read_metrics, small_config, small_overrides
 
 PHASES = ("evaluate", "generate", "logprobs", "update", "export")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hybridrl.trainer.launch import run
+from hybridrl.run.launch import run
 from tests.runs.small import read_metrics, small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

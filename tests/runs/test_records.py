@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hybridrl.errors import RewardError
-from hybridrl.trainer.launch import run
+from hybridrl.run.launch import run
 from tests.report.folders import data_of_page
 from tests.runs.small import small_config
 from tests.trace_events import Event, check, names_of, read_events, spans_of

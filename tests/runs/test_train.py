@@ -20,8 +20,8 @@ from hybridrl.errors import (
     RewardError,
     TrainingError,
 )
-from hybridrl.trainer.launch import run
-from hybridrl.trainer.starter import write_random_model
+from hybridrl.run.launch import run
+from hybridrl.run.starter import write_random_model
 from tests.runs.small import read_metrics, small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

@@ -16,8 +16,8 @@ from hybridrl.batch import PromptBatch
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import PhaseError
 from hybridrl.workers.rollout.protocol import MemoryPart, Response
-from hybridrl.workers.rollout.server_arguments import ServerSpec
-from hybridrl.workers.rollout.sglang import SGLangEngine
+from hybridrl.workers.rollout.sglang.arguments import ServerSpec
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from tests.workers.rollout.engines import rollout_config
 
 MAX_CONTEXT_TOKENS = 96

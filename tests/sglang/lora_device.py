@@ -15,7 +15,7 @@ from hybridrl.errors import PhaseError
 from hybridrl.metrics import check_declared
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.protocol import MemoryPart, Response, SamplingParams
-from hybridrl.workers.rollout.sglang import SGLangEngine
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.train.protocol import WeightPart

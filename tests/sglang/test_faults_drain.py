@@ -11,8 +11,8 @@ import pytest
 
 from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.metrics import Sum
-from hybridrl.workers.rollout import sglang
-from hybridrl.workers.rollout.sglang import SGLangEngine
+from hybridrl.workers.rollout.sglang import engine as sglang
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from tests.sglang.engines import sglang_config
 from tests.sglang.strangers import (

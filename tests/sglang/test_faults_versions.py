@@ -18,11 +18,11 @@ from torch import Tensor
 
 from hybridrl.config.lora import LoraConfig
 from hybridrl.errors import DeadlineError, EngineError, ModelError
-from hybridrl.workers.rollout import server
 from hybridrl.workers.rollout.protocol import MemoryPart
-from hybridrl.workers.rollout.server_memory import adapter_shapes, base_shapes
-from hybridrl.workers.rollout.server_process import free_port
-from hybridrl.workers.rollout.sglang import SGLangEngine
+from hybridrl.workers.rollout.sglang import server
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
+from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
+from hybridrl.workers.rollout.sglang.process import free_port
 from hybridrl.workers.rollout.stage_time import stage_time
 from tests.models import make_tiny_model
 from tests.sglang.engines import running_engine, server_spec, sync, weights_of

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.workers.rollout.protocol import MemoryPart
-from hybridrl.workers.rollout.server_requests import build_groups, group_body
+from hybridrl.workers.rollout.sglang.requests import build_groups, group_body
 from tests.sglang.engines import greedy_of_hugging_face, sync, weights_of
 from tests.sglang.lora_device import GREEDY, PROMPTS, ForgetfulEngine
 from tests.workers.rollout.engines import tokens_of

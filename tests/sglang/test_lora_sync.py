@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from hybridrl.errors import EngineError
-from hybridrl.workers.rollout.hf import HFRolloutEngine
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import MemoryPart, Response
-from hybridrl.workers.rollout.server_memory import adapter_shapes, base_shapes
-from hybridrl.workers.rollout.sglang import SGLangEngine
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
+from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.states import State
 from hybridrl.workers.train.protocol import WeightPart

@@ -8,7 +8,7 @@ import pytest
 
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.workers.rollout.protocol import MemoryPart
-from hybridrl.workers.rollout.sglang import SGLangEngine
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from tests.sglang.engines import make_ready, running_engine, server_spec
 from tests.workers.rollout.engines import make_prompts, sampling_params, tokens_of
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridrl.workers.rollout.sglang import SGLangEngine, weight_port
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine, weight_port
 from tests.models import make_tiny_model
 from tests.ranks import run_ranks
 from tests.sglang.engines import running_engine, server_spec, weights_of

@@ -16,8 +16,8 @@ import torch.multiprocessing
 from hybridrl.batch import PromptBatch
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.workers.rollout.protocol import Offer
-from hybridrl.workers.rollout.sglang import DIALECT, SGLangEngine
-from hybridrl.workers.rollout.weight_ports import build_transport
+from hybridrl.workers.rollout.sglang.engine import DIALECT, SGLangEngine
+from hybridrl.workers.rollout.sglang.weight_ports import build_transport
 from tests.models import make_tiny_model
 from tests.sglang.engines import greedy_of_hugging_face, sglang_config, weights_of
 from tests.sglang.weights import (

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hybridrl.workers.rollout.protocol import WeightPort
-from hybridrl.workers.rollout.sglang import DIALECT, SGLangEngine
-from hybridrl.workers.rollout.weight_ports import build_transport
+from hybridrl.workers.rollout.sglang.engine import DIALECT, SGLangEngine
+from hybridrl.workers.rollout.sglang.weight_ports import build_transport
 from hybridrl.workers.sharding.control import ControlGroup, Neighbours
 from hybridrl.workers.sharding.weight_pipeline import Deliver, stream_offers
 from hybridrl.workers.sharding.weight_stream import StreamReport

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hybridrl import activity
+from hybridrl.diagnostics import activity
 from hybridrl.single_controller import Dispatch, Worker, register
 
 

@@ -14,16 +14,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hybridrl.activity import RecordFiles, start_ticks
-from hybridrl.single_controller.autopsy import RankReport, WatchedRank, read_ranks
-from hybridrl.single_controller.watch import describe_ranks, find_culprits
+from hybridrl.diagnostics.activity import RecordFiles, start_ticks
+from hybridrl.diagnostics.process_report import RankReport, WatchedRank, read_ranks
+from hybridrl.diagnostics.rank_monitor import describe_ranks, find_culprits
 
 _BEGIN = """
 import ctypes, faulthandler, json, sys, time
 from dataclasses import asdict
 from pathlib import Path
-from hybridrl import activity
-from hybridrl.activity import doing, watching
+from hybridrl.diagnostics import activity
+from hybridrl.diagnostics.activity import doing, watching
 
 faulthandler.enable()
 files = activity.start_recording(Path(sys.argv[1]))

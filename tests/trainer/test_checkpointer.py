@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from hybridrl.checkpoint.manifest import FileEntry, RunState
-from hybridrl.checkpoint.shelf import Shelf
+from hybridrl.checkpoint.store import Shelf
 from hybridrl.config.checkpoint import CheckpointConfig
 from hybridrl.data.sampler import SamplerState
 from hybridrl.errors import CheckpointError, RemoteCallError, WorkerDiedError
 from hybridrl.metrics import Mean, Metrics
-from hybridrl.trainer.checkpoints import Checkpointer
-from hybridrl.trainer.resume import origin_of
+from hybridrl.run.checkpoints import Checkpointer
+from hybridrl.run.resume import origin_of
 from hybridrl.workers.train.places import Part, Place
 from hybridrl.workers.train.shard_files import ShardReader, is_unchanged, write_parts
 from tests.config.values import config_of

@@ -8,7 +8,7 @@ import pytest
 
 _PROGRAM = """
 import os, pathlib, sys
-from hybridrl.trainer.last_words import last_words
+from hybridrl.run.driver_watchdog import last_words
 with last_words("gone without a word", log_file=pathlib.Path(sys.argv[1])):
     {act}
 """

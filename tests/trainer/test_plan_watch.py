@@ -7,7 +7,7 @@ import pytest
 from hybridrl.metrics import Max, Mean, Metrics, Sum
 from hybridrl.planning.memory import plan_memory
 from hybridrl.planning.workload import Workload
-from hybridrl.trainer.plan_watch import PlanWatch
+from hybridrl.run.plan_check import PlanWatch
 from tests.config.values import config_of
 
 

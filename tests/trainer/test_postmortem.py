@@ -10,11 +10,11 @@ import pytest
 
 import hybridrl
 from hybridrl.errors import ConfigError, WorkerDiedError
+from hybridrl.run.display import LiveOff
+from hybridrl.run.postmortem import PostMortem, Progress, is_crash
+from hybridrl.run.record import RunRecord, open_record
+from hybridrl.run.run_folder import RunLog
 from hybridrl.single_controller import RankReport
-from hybridrl.trainer.live import LiveOff
-from hybridrl.trainer.postmortem import PostMortem, Progress, is_crash
-from hybridrl.trainer.record import RunRecord, open_record
-from hybridrl.trainer.tracking import RunLog
 from tests.runs.small import small_config
 
 RANKS = (

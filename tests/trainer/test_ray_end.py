@@ -14,8 +14,8 @@ import pytest
 _BEGIN = """
 import pathlib, subprocess, sys, time
 from hybridrl import guard
-from hybridrl.trainer.cluster import ray_cluster
-from hybridrl.trainer.ray_end import ended_with_ray
+from hybridrl.run.cluster import ray_cluster
+from hybridrl.run.ray_end import ended_with_ray
 """
 
 _WITH_RAY = """

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from hybridrl.checkpoint.manifest import FileEntry, Origin, RunState
-from hybridrl.checkpoint.shelf import Shelf
+from hybridrl.checkpoint.store import Shelf
 from hybridrl.config.checkpoint import CheckpointConfig
 from hybridrl.data.sampler import SamplerState
 from hybridrl.errors import CheckpointError, RemoteCallError
-from hybridrl.trainer.checkpoints import Checkpointer
+from hybridrl.run.checkpoints import Checkpointer
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter
 from hybridrl.workers.train.shard_files import is_unchanged

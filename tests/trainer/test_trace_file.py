@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.trace import Harvest, Recorder, SpanRecord
-from hybridrl.trainer.trace_file import FIRST_NAME, NAME, PREVIOUS_NAME, TraceFile
+from hybridrl.diagnostics.trace import Harvest, Recorder, SpanRecord
+from hybridrl.run.trace_file import FIRST_NAME, NAME, PREVIOUS_NAME, TraceFile
 from tests.trace_events import check, names_of, read_events, spans_of
 
 
@@ -49,8 +49,8 @@ def test_a_value_that_is_not_finite_is_no_point_of_a_counter(tmp_path: Path) -> 
 _WRITE_FOR_EVER = """
 import sys
 from pathlib import Path
-from hybridrl.trace import Recorder
-from hybridrl.trainer.trace_file import TraceFile
+from hybridrl.diagnostics.trace import Recorder
+from hybridrl.run.trace_file import TraceFile
 recorder, file = Recorder(), TraceFile(Path(sys.argv[1]))
 while True:
     for number in range(50):

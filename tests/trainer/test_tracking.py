@@ -22,9 +22,9 @@ from hybridrl import log
 from hybridrl.config.tracking import TrackingConfig
 from hybridrl.errors import MetricError, RunFolderError
 from hybridrl.metrics import Max, Mean
-from hybridrl.trainer.tracing import Tracing
-from hybridrl.trainer.trackers.tensorboard import TensorBoardTracker
-from hybridrl.trainer.tracking import RunLog, Sample
+from hybridrl.run.run_folder import RunLog, Sample
+from hybridrl.run.tracing import Tracing
+from hybridrl.run.trackers.tensorboard import TensorBoardTracker
 
 ROOT = Path(__file__).parents[2]
 

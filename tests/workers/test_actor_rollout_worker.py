@@ -7,9 +7,9 @@ from pathlib import Path
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.metrics import Sum
-from hybridrl.trainer.workers import build_actor_spec
+from hybridrl.run.workers import build_actor_spec
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
-from hybridrl.workers.rollout.tensor_memory import checksum
+from hybridrl.workers.rollout.embedded.tensor_memory import checksum
 from hybridrl.workers.train.protocol import TrainState, WeightPart
 from hybridrl.workers.train.scorer import FSDP2Scorer
 from tests.config.values import config_of

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from hybridrl import activity
+from hybridrl.diagnostics import activity
 from hybridrl.errors import DeadlineError, EngineError, PhaseError
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from hybridrl import trace
 from hybridrl.config.rollout import RolloutConfig
+from hybridrl.diagnostics import trace
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Metrics, Sum, merge
 from hybridrl.models.dtypes import DTYPES

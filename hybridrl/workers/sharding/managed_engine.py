@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybridrl import trace
 from hybridrl.config.rollout import RolloutConfig
+from hybridrl.diagnostics import trace
 from hybridrl.errors import EngineError
 from hybridrl.metrics import Max, Metrics, Sum, merge
 from hybridrl.models.adapter_names import is_adapter_name

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from hybridrl import activity, trace
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
+from hybridrl.diagnostics import activity, trace
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Max, Metrics
 from hybridrl.workers.rollout.protocol import RolloutEngine, WeightPort

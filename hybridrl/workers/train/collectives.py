@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl import activity
+from hybridrl.diagnostics import activity
 from hybridrl.metrics import Metrics, merge
 
 

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hybridrl.checkpoint.origin import TOKENIZER_FILES
-from hybridrl.disk import publish
+from hybridrl.atomic_io import publish
+from hybridrl.checkpoint.fingerprint import TOKENIZER_FILES
 from hybridrl.errors import RunFolderError
 from hybridrl.json_text import to_json_text
 from hybridrl.workers.train.protocol import WeightSpec

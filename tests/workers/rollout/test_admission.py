@@ -6,7 +6,7 @@ from threading import Event
 import pytest
 
 from hybridrl.errors import EngineError, PhaseError
-from hybridrl.workers.rollout.admission import Admission
+from hybridrl.workers.rollout.request_gate import Admission
 
 
 def test_while_paused_nothing_is_admitted_and_reopening_ends_it() -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrl.workers.rollout.flat_buffers import tensors_in
 from hybridrl.workers.rollout.protocol import Bucket, Offer
-from hybridrl.workers.rollout.server_broadcast import BroadcastTransport
-from hybridrl.workers.rollout.server_transports import DiskTransport, SharedTransport, Transport
+from hybridrl.workers.rollout.sglang.broadcast import BroadcastTransport
+from hybridrl.workers.rollout.sglang.flat_buffers import tensors_in
+from hybridrl.workers.rollout.sglang.transports import DiskTransport, SharedTransport, Transport
 from hybridrl.workers.sharding.control import ControlGroup, Neighbours
 from hybridrl.workers.sharding.weight_pipeline import stream_offers
 

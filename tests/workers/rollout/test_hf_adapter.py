@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.models.adapter_names import matrix_names
-from hybridrl.workers.rollout.hf import HFRolloutEngine
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import MemoryPart
 from tests.models import make_tiny_model
 from tests.workers.rollout.engines import (

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from hybridrl.errors import EngineError, ModelError, PhaseError
-from hybridrl.workers.rollout.hf import HFRolloutEngine
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import MemoryPart
 from tests.models import make_tiny_model
 from tests.workers.rollout.engines import (

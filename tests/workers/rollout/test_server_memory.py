@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.config.lora import LoraConfig
 from hybridrl.workers.rollout.protocol import MemoryPart
-from hybridrl.workers.rollout.server_memory import (
+from hybridrl.workers.rollout.sglang.memory import (
     adapter_shapes,
     base_shapes,
     held_bytes,

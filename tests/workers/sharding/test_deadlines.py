@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.errors import ConfigError, ConfigErrors, EngineError
-from hybridrl.workers.rollout.flat_buffers import FlatBuffers, tensors_in
 from hybridrl.workers.rollout.protocol import Bucket, MemoryPart, Offer
+from hybridrl.workers.rollout.sglang.flat_buffers import FlatBuffers, tensors_in
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.engine_start import start_engine
 from hybridrl.workers.sharding.manager import ShardingManager

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.assemble import assemble_rollouts
-from hybridrl.workers.rollout.hf import HFRolloutEngine
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import MemoryPart
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.fused_engines import FusedEngines

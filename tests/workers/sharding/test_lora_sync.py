@@ -15,9 +15,9 @@ from hybridrl.config.lora import LoraConfig
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import check_declared
 from hybridrl.workers.rollout.assemble import assemble_rollouts
-from hybridrl.workers.rollout.hf import HFRolloutEngine
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
+from hybridrl.workers.rollout.embedded.tensor_memory import checksum
 from hybridrl.workers.rollout.protocol import MemoryPart, Response
-from hybridrl.workers.rollout.tensor_memory import checksum
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.manager import ShardingManager

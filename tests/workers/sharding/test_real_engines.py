@@ -10,7 +10,7 @@ import torch
 
 from hybridrl.batch import row_lengths
 from hybridrl.workers.rollout.assemble import assemble_rollouts
-from hybridrl.workers.rollout.hf import HFRolloutEngine
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import MemoryPart
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.manager import ShardingManager

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrl.workers.rollout.flat_buffers import FlatBuffers, lay_out, tensors_in
 from hybridrl.workers.rollout.protocol import Bucket, Offer
+from hybridrl.workers.rollout.sglang.flat_buffers import FlatBuffers, lay_out, tensors_in
 from hybridrl.workers.sharding.control import ControlGroup, Neighbours
 from hybridrl.workers.sharding.weight_pipeline import stream_offers
 from hybridrl.workers.sharding.weight_stream import StreamReport

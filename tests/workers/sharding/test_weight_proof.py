@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybridrl.workers.rollout.hf import HFRolloutEngine
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.sharding import fused_engines
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.manager import ShardingManager

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl import activity
+from hybridrl.diagnostics import activity
 from hybridrl.errors import ModelError
 from hybridrl.models.adapter_names import is_adapter_name
 from hybridrl.workers.train.mcore.architecture import Architecture

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig
 
-from hybridrl import activity
 from hybridrl.batch import jagged_from, row_lengths
 from hybridrl.config.actor import EngineConfig
+from hybridrl.diagnostics import activity
 from hybridrl.models.load import WeightFiles
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import Configuration, write_hf_folder

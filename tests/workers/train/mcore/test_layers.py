@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from hybridrl.config.megatron_checks import UNUSED
+from hybridrl.config.checks.megatron import UNUSED
 from hybridrl.workers.train.mcore.setting import Setting
 from tests.megatron.stand_ins import install
 from tests.models import make_tiny_model

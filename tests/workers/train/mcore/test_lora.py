@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.batch import TrainBatch
 from hybridrl.config.actor import ActorConfig
+from hybridrl.config.checks.megatron import UNUSED
 from hybridrl.config.lora import LoraConfig
-from hybridrl.config.megatron_checks import UNUSED
 from hybridrl.errors import ModelError
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.frozen_policy import AdaptedPolicy, AdapterSwitchedOff
