@@ -19,7 +19,7 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, text: str, *, errors: str = "strict") -> None:
+def atomic_write_text(path: Path, text: str, *, errors: str = "strict") -> None:
     """Write a text file that a reader sees whole, whatever happens meanwhile; replaces another.
 
     Args:
@@ -40,7 +40,7 @@ def write_whole(path: Path, text: str, *, errors: str = "strict") -> None:
     flush(path.parent)
 
 
-def publish(unfinished: Path, folder: Path) -> None:
+def rename_into_place(unfinished: Path, folder: Path) -> None:
     """Give a folder, written under another name beside it, its name: it appears whole.
 
     Raises:

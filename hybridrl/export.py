@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from hybridrl.checkpoint.store import Checkpoint, Shelf
+from hybridrl.checkpoint.store import Checkpoint, CheckpointStore
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import read_config
 from hybridrl.errors import CheckpointError, HybridRLError, RunFolderError
@@ -78,7 +78,7 @@ def _read_config(run_folder: Path) -> ExperimentConfig:
 
 
 def _find(run_folder: Path, step: int | None) -> Checkpoint:
-    shelf = Shelf(run_folder.absolute() / "checkpoints")
+    shelf = CheckpointStore(run_folder.absolute() / "checkpoints")
     found = shelf.newest() if step is None else shelf.at(step)
     if found is None:
         steps = ", ".join(map(str, shelf.steps())) or "none"

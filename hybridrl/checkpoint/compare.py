@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridrl.checkpoint.manifest import FileEntry
-from hybridrl.checkpoint.store import Checkpoint, Shelf
+from hybridrl.checkpoint.store import Checkpoint, CheckpointStore
 from hybridrl.errors import CheckpointError
 from hybridrl.json_text import to_json_text
 
@@ -20,7 +20,7 @@ _NOT_LEARNT = "elapsed_s"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Difference:
     """One thing that was compared."""
 
     what: str
@@ -33,7 +33,7 @@ class Finding:
     """In words; empty if every bit is the same."""
 
 
-def compare_runs(first: Path, second: Path) -> list[Finding]:
+def compare_runs(first: Path, second: Path) -> list[Difference]:
     """Compare metrics, samples, and the newest checkpoints' weights, optimizer and place.
 
     Args:
@@ -50,7 +50,7 @@ def compare_runs(first: Path, second: Path) -> list[Finding]:
     ]
 
 
-def _compare_metrics(first: Path, second: Path) -> Finding:
+def _compare_metrics(first: Path, second: Path) -> Difference:
     ours, theirs = _read_metrics(first), _read_metrics(second)
     differences = [
         f"step {step}: {name} is {ours.get((step, name))} and {theirs.get((step, name))}"
@@ -59,7 +59,7 @@ def _compare_metrics(first: Path, second: Path) -> Finding:
     ]
     num_steps = len({step for step, _ in ours})
     amount = f"{len(ours):,} values of {num_steps} lines (without {', '.join(_TIMED)})"
-    return Finding("metrics", amount, tuple(differences))
+    return Difference("metrics", amount, tuple(differences))
 
 
 def _read_metrics(folder: Path) -> dict[tuple[int, str], float | None]:
@@ -72,7 +72,7 @@ def _read_metrics(folder: Path) -> dict[tuple[int, str], float | None]:
     }
 
 
-def _compare_samples(first: Path, second: Path) -> Finding:
+def _compare_samples(first: Path, second: Path) -> Difference:
     ours, theirs = ((f / "samples.jsonl").read_bytes().splitlines() for f in (first, second))
     differences = [
         f"line {number}: {mine.decode()} and {other.decode()}"
@@ -81,10 +81,10 @@ def _compare_samples(first: Path, second: Path) -> Finding:
     ]
     if len(ours) != len(theirs):
         differences.append(f"{len(ours)} lines and {len(theirs)}")
-    return Finding("samples", f"{len(ours):,} lines", tuple(differences))
+    return Difference("samples", f"{len(ours):,} lines", tuple(differences))
 
 
-def _compare_checkpoints(first: Path, second: Path) -> Iterator[Finding]:
+def _compare_checkpoints(first: Path, second: Path) -> Iterator[Difference]:
     ours, theirs = (_newest(folder) for folder in (first, second))
     places = [
         f"{key} is {mine} and {other}"
@@ -96,7 +96,7 @@ def _compare_checkpoints(first: Path, second: Path) -> Iterator[Finding]:
         if mine != other
     ]
     drawn = ours.manifest.run.sampler.num_drawn
-    yield Finding("place in the data", f"{drawn:,} rows drawn", tuple(places))
+    yield Difference("place in the data", f"{drawn:,} rows drawn", tuple(places))
     mine = _digests(ours.folder, ours.manifest.files)
     others = _digests(theirs.folder, theirs.manifest.files)
     for kind in sorted({name.partition(".")[0] for _, name in mine | others}):
@@ -105,13 +105,13 @@ def _compare_checkpoints(first: Path, second: Path) -> Iterator[Finding]:
 
 def _compare_tensors(
     kind: str, ours: Mapping[tuple[str, str], _Digest], theirs: Mapping[tuple[str, str], _Digest]
-) -> Finding:
+) -> Difference:
     """Compare the tensors whose name begins with ``kind``, and the notes of each file."""
     names = sorted(key for key in ours.keys() | theirs.keys() if key[1].partition(".")[0] == kind)
     different = [f"{key[0]}: {key[1]}" for key in names if ours.get(key) != theirs.get(key)]
     num_bytes = sum(ours[key].num_bytes for key in names if key in ours)
     title = {"model": "weights", "random": "random generators"}.get(kind, kind)
-    return Finding(title, f"{len(names):,} entries, {num_bytes:,} bytes", tuple(different))
+    return Difference(title, f"{len(names):,} entries, {num_bytes:,} bytes", tuple(different))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class _Digest:
 
 
 def _newest(folder: Path) -> Checkpoint:
-    found = Shelf(folder / "checkpoints").newest()
+    found = CheckpointStore(folder / "checkpoints").newest()
     if found is None:
         raise CheckpointError(f"{folder} holds no whole checkpoint to compare")
     return found

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from hybridrl import __version__
-from hybridrl.checkpoint.manifest import Origin, Recipe
+from hybridrl.checkpoint.manifest import Recipe, RunFingerprint
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.keys import flatten
 from hybridrl.errors import CheckpointError
@@ -144,7 +144,9 @@ def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> li
     return changes
 
 
-def check_fingerprints(saved: Origin, now: Origin, *, where: Path, accept: bool) -> list[str]:
+def check_fingerprints(
+    saved: RunFingerprint, now: RunFingerprint, *, where: Path, accept: bool
+) -> list[str]:
     """Compare model configuration and tokenizer; as `check_recipe`."""
     changes = list(differences(saved.fingerprints, now.fingerprints))
     if changes and not accept:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from hybridrl.atomic_io import write_whole
+from hybridrl.atomic_io import atomic_write_text
 from hybridrl.data.sampler import SamplerState
 from hybridrl.errors import CheckpointError, TornCheckpointError
 from hybridrl.json_text import to_json_text
@@ -54,7 +54,7 @@ class RunState:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
+class RunFingerprint:
     """What the numbers of a run depend on besides its state."""
 
     recipe: Recipe
@@ -75,7 +75,7 @@ class Manifest:
     """A whole checkpoint."""
 
     run: RunState
-    origin: Origin
+    origin: RunFingerprint
     files: tuple[FileEntry, ...]
     score: float | None
     """The last evaluation's result, higher is better; None without one at this step."""
@@ -87,7 +87,7 @@ class Manifest:
             OSError: the disk is full or gone.
         """
         text = to_json_text({"format": _FORMAT} | asdict(self), indent=1)
-        write_whole(folder / _NAME, text + "\n")
+        atomic_write_text(folder / _NAME, text + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -116,7 +116,7 @@ class Manifest:
         run = {**values["run"], "sampler": SamplerState(**values["run"]["sampler"])}
         return cls(
             run=RunState(**run),
-            origin=Origin(**values["origin"]),
+            origin=RunFingerprint(**values["origin"]),
             files=tuple(FileEntry(**entry) for entry in values["files"]),
             score=values["score"],
         )

@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridrl.atomic_io import publish
+from hybridrl.atomic_io import rename_into_place
 from hybridrl.checkpoint.manifest import Manifest
 from hybridrl.errors import CheckpointError, TornCheckpointError
 
@@ -27,7 +27,7 @@ class Checkpoint:
     manifest: Manifest
 
 
-class Shelf:
+class CheckpointStore:
     """``<run_dir>/checkpoints``: one folder ``step-000000040`` a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
@@ -91,10 +91,10 @@ class Shelf:
         manifest.write(unfinished)
         folder = unfinished.with_suffix("")
         shutil.rmtree(folder, ignore_errors=True)  # of the same step, before a run was rolled back
-        publish(unfinished, folder)
+        rename_into_place(unfinished, folder)
         return Checkpoint(folder, manifest)
 
-    def set_aside(self, torn: Path) -> None:
+    def quarantine(self, torn: Path) -> None:
         """Rename a checkpoint whose bytes have changed, so that nobody tries it again."""
         aside = torn.with_name(torn.name + _TORN)
         shutil.rmtree(aside, ignore_errors=True)

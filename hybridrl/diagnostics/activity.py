@@ -128,10 +128,10 @@ class _Activity:
         if self._file < 0:
             return
         notes = {name: describe()[:_MAX_TEXT] for name, describe in self._watched.items()}
-        doing = ", ".join(block.as_json for block in self._blocks[-8:])
+        scope = ", ".join(block.as_json for block in self._blocks[-8:])
         # JSON by hand: this runs twice in every call, and most of it is the same each time.
         text = (
-            f'{{{self._head}, "doing": [{doing}], "last": {self._last}, '
+            f'{{{self._head}, "doing": [{scope}], "last": {self._last}, '
             f'"notes": {to_json_text(notes) if notes else "{}"}}}'
         )[:_ACTIVITY_BYTES]
         # Blanks over what was there; all 4 KiB each time would cost more than the call it is about.
@@ -165,7 +165,7 @@ def start_recording(folder: Path) -> RecordFiles:
 
 
 @contextmanager
-def doing(what: str, *, waits: bool = False) -> Iterator[None]:
+def scope(what: str, *, waits: bool = False) -> Iterator[None]:
     """Say what this process does while the block lasts; blocks nest. Costs about 30 us.
 
     Args:

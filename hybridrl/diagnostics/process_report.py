@@ -48,7 +48,7 @@ _FATAL = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
-class WatchedRank:
+class MonitoredRank:
     """A rank and where its process keeps its record."""
 
     rank: int
@@ -107,7 +107,7 @@ class RankReport:
         return f"{who}: {verb}{self.where}{at}{notes}"
 
 
-def read_ranks(ranks: Sequence[WatchedRank], *, wait_s: float) -> list[RankReport]:
+def read_ranks(ranks: Sequence[MonitoredRank], *, wait_s: float) -> list[RankReport]:
     """Look at ranks of this machine.
 
     Args:
@@ -150,7 +150,7 @@ def _wait_for_stacks(records: Sequence[RecordFiles], wait_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-def _read_rank(rank: WatchedRank) -> RankReport:
+def _read_rank(rank: MonitoredRank) -> RankReport:
     files = rank.files
     record = _read_activity(files)
     now = time.monotonic()

@@ -22,8 +22,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from hybridrl.diagnostics.process_report import (
     NO_MEMORY,
     UNREACHABLE,
+    MonitoredRank,
     RankReport,
-    WatchedRank,
     read_ranks,
 )
 
@@ -39,7 +39,7 @@ _PIDFD_INFO_EXIT = 1 << 3
 _PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 
 
-class RankWatch:
+class RankMonitor:
     """Knows the processes of a group's ranks, and looks at them when asked.
 
     Args:
@@ -47,7 +47,7 @@ class RankWatch:
             now on, which tells how they ended and never means another process.
     """
 
-    def __init__(self, ranks: Sequence[WatchedRank] = ()) -> None:
+    def __init__(self, ranks: Sequence[MonitoredRank] = ()) -> None:
         self._ranks = list(ranks)
         here = ray.get_runtime_context().get_node_id() if ranks else ""
         # The file too: a driver beside the cluster (Ray client) has no node of its own.
@@ -67,7 +67,7 @@ class RankWatch:
 
         A rank whose machine does not answer in time is reported as unreachable.
         """
-        elsewhere: dict[str, list[WatchedRank]] = defaultdict(list)
+        elsewhere: dict[str, list[MonitoredRank]] = defaultdict(list)
         for rank in self._ranks:
             if rank.rank not in self._local:
                 elsewhere[rank.node_id].append(rank)
@@ -106,13 +106,13 @@ def _wait_for_exit(handle: int, wait_s: float) -> None:
     poll.poll(wait_s * 1000)
 
 
-def _ask(node_id: str, ranks: Sequence[WatchedRank]) -> Any:  # noqa: ANN401 - Ray's reference
+def _ask(node_id: str, ranks: Sequence[MonitoredRank]) -> Any:  # noqa: ANN401 - Ray's reference
     task = ray.remote(num_cpus=0, max_retries=0)(read_ranks)
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return task.options(scheduling_strategy=there).remote(ranks, wait_s=_STACKS_WAIT_S)
 
 
-def _answers(asked: Mapping[Any, Sequence[WatchedRank]]) -> list[RankReport]:
+def _answers(asked: Mapping[Any, Sequence[MonitoredRank]]) -> list[RankReport]:
     if not asked:
         return []
     done, pending = ray.wait(list(asked), num_returns=len(asked), timeout=_NODE_WAIT_S)
@@ -130,7 +130,7 @@ def _answers(asked: Mapping[Any, Sequence[WatchedRank]]) -> list[RankReport]:
     return reports
 
 
-def _unreachable(ranks: Sequence[WatchedRank], state: str) -> list[RankReport]:
+def _unreachable(ranks: Sequence[MonitoredRank], state: str) -> list[RankReport]:
     return [
         RankReport(rank=rank.rank, host=rank.host, pid=rank.files.pid, state=state)
         for rank in ranks
@@ -175,9 +175,9 @@ def find_culprits(reports: Sequence[RankReport], late: Collection[int]) -> list[
     )
 
 
-def describe_ranks(culprits: Sequence[RankReport]) -> str:
+def describe_ranks(failed_ranks: Sequence[RankReport]) -> str:
     """Return a line per rank, at most eight, for the end of an error message."""
-    lines = [f"\n  {report.describe()}" for report in culprits[:_MAX_LINES]]
-    if len(culprits) > _MAX_LINES:
-        lines.append(f"\n  and {len(culprits) - _MAX_LINES} more ranks")
+    lines = [f"\n  {report.describe()}" for report in failed_ranks[:_MAX_LINES]]
+    if len(failed_ranks) > _MAX_LINES:
+        lines.append(f"\n  and {len(failed_ranks) - _MAX_LINES} more ranks")
     return "".join(lines)

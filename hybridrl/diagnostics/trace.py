@@ -44,7 +44,7 @@ class SpanRecord(NamedTuple):
     """True if the process is still inside."""
 
 
-class Harvest(NamedTuple):
+class SpanBatch(NamedTuple):
     """What a process recorded since it was asked last."""
 
     spans: list[SpanRecord]
@@ -145,7 +145,7 @@ class Recorder:
         if num_bytes:
             self.note(host_bytes=num_bytes)
 
-    def take(self) -> Harvest:
+    def take(self) -> SpanBatch:
         """Return what ended since the last time, in the order in which it ended."""
         spans: list[SpanRecord] = []
         while self._finished:
@@ -153,7 +153,7 @@ class Recorder:
         num_dropped = self._num_finished - self._num_taken - len(spans)
         self._num_taken = self._num_finished
         now_ns = time.perf_counter_ns() + _CLOCK_TO_WALL_NS
-        return Harvest(spans, max(0, num_dropped), now_ns, resident_bytes())
+        return SpanBatch(spans, max(0, num_dropped), now_ns, resident_bytes())
 
     def recent(self) -> list[SpanRecord]:
         """Return the last spans that ended, then those that are open, outermost first.

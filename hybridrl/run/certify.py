@@ -16,16 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from hybridrl.atomic_io import write_whole
-from hybridrl.checkpoint.compare import Finding, compare_runs
+from hybridrl.atomic_io import atomic_write_text
+from hybridrl.checkpoint.compare import Difference, compare_runs
 from hybridrl.checkpoint.fingerprint import environment_of
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import CertificateError, DeadlineError
 from hybridrl.json_text import to_json_text
 from hybridrl.run.child import Child
 from hybridrl.run.display import LiveView
-from hybridrl.run.record import RunRecord
-from hybridrl.run.resume import shelf_of
+from hybridrl.run.record import RunFolder
+from hybridrl.run.resume import checkpoint_store
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _POLL_S = 0.05
 _NUM_NAMED = 5
 
 
-def certify(config: ExperimentConfig, *, record: RunRecord) -> None:
+def certify(config: ExperimentConfig, *, record: RunFolder) -> None:
     """Make the proof, print its certificate, and write it to ``certificate.md`` and ``.json``.
 
     Raises:
@@ -52,9 +52,9 @@ def certify(config: ExperimentConfig, *, record: RunRecord) -> None:
     folders = [Path(run.trainer.run_dir) for run in (whole, broken)]
     findings = compare_runs(*folders)
     text = describe(config, findings, killed_at=killed_at, environment=environment_of(broken))
-    write_whole(record.folder / "certificate.md", text)
+    atomic_write_text(record.folder / "certificate.md", text)
     report = {"killed_at": killed_at, "findings": [asdict(finding) for finding in findings]}
-    write_whole(record.folder / "certificate.json", to_json_text(report, indent=1))
+    atomic_write_text(record.folder / "certificate.json", to_json_text(report, indent=1))
     if any(finding.differences for finding in findings):
         raise CertificateError(f"resuming was not bit by bit:\n{text}")
     sys.stdout.write(text)
@@ -62,7 +62,7 @@ def certify(config: ExperimentConfig, *, record: RunRecord) -> None:
 
 def describe(
     config: ExperimentConfig,
-    findings: Sequence[Finding],
+    findings: Sequence[Difference],
     *,
     killed_at: str,
     environment: Mapping[str, str],
@@ -121,7 +121,7 @@ def _run(config: ExperimentConfig, live: LiveView, label: str) -> None:
 def _run_and_kill(config: ExperimentConfig, live: LiveView, *, pace_s: float) -> str:
     """Kill a run at a random moment after its checkpoint; says when that was."""
     k = config.certify.num_steps
-    shelf = shelf_of(config)
+    shelf = checkpoint_store(config)
     wait_s = random.Random(config.seed).uniform(0.0, pace_s * (k - 1))
     child = _start(config)
     try:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from hybridrl.checkpoint.manifest import FileEntry, Manifest, Origin, RunState
-from hybridrl.checkpoint.store import Checkpoint, Shelf
+from hybridrl.checkpoint.manifest import FileEntry, Manifest, RunFingerprint, RunState
+from hybridrl.checkpoint.store import Checkpoint, CheckpointStore
 from hybridrl.config.checkpoint import CheckpointConfig
 from hybridrl.errors import CheckpointError, RemoteCallError
 from hybridrl.metrics import Max, Metrics, Sum
@@ -56,11 +56,11 @@ class Checkpointer:
 
     def __init__(
         self,
-        shelf: Shelf,
+        shelf: CheckpointStore,
         savers: Mapping[str, Saver],
         *,
         config: CheckpointConfig,
-        origin: Origin,
+        origin: RunFingerprint,
         capture: Callable[[int], RunState],
     ) -> None:
         """Get ready.
@@ -128,7 +128,7 @@ class Checkpointer:
                 "aside and the checkpoint before it is used",
                 *(found.folder, ", ".join(torn)),
             )
-            self._shelf.set_aside(found.folder)
+            self._shelf.quarantine(found.folder)
         return None
 
     def _find_torn(self, found: Checkpoint, role: str) -> list[str]:

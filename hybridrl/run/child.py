@@ -16,7 +16,7 @@ from pathlib import Path
 import yaml
 
 from hybridrl import env
-from hybridrl.atomic_io import write_whole
+from hybridrl.atomic_io import atomic_write_text
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config
 from hybridrl.diagnostics.processes import kill_session
@@ -38,7 +38,7 @@ class Child:
         """
         self._log = folder / "child.txt"
         file = folder / "child.yaml"
-        write_whole(file, to_yaml(config))
+        atomic_write_text(file, to_yaml(config))
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(file)],

@@ -25,7 +25,7 @@ _WAIT_S = 10.0
 
 
 @contextmanager
-def last_words(words: str, *, log_file: Path) -> Iterator[None]:
+def driver_watchdog(words: str, *, log_file: Path) -> Iterator[None]:
     """Have ``words`` written to stderr and ``log_file`` if this process dies within the block.
 
     An exception is no death: whoever catches it has the words.

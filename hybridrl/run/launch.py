@@ -17,9 +17,9 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.diagnostics import trace
 from hybridrl.run.certify import certify
 from hybridrl.run.cluster import ray_cluster
-from hybridrl.run.driver_watchdog import last_words
+from hybridrl.run.driver_watchdog import driver_watchdog
 from hybridrl.run.record import open_record
-from hybridrl.run.resume import goes_on, what_was_finished
+from hybridrl.run.resume import finished_message, should_resume
 from hybridrl.run.supervise import supervise
 from hybridrl.trainer.interrupt import ended_by_signals
 
@@ -58,8 +58,8 @@ def run(config: ExperimentConfig, *, resolved_yaml: str, has_begun: bool = False
         with open_record(config, resolved_yaml=resolved_yaml) as record:
             certify(config, record=record)
         return
-    resumes = has_begun or goes_on(config)
-    if resumes and (told := what_was_finished(config)):
+    resumes = has_begun or should_resume(config)
+    if resumes and (told := finished_message(config)):
         sys.stdout.write(f"{told}\n")
         return
     with ExitStack() as opened:
@@ -68,7 +68,7 @@ def run(config: ExperimentConfig, *, resolved_yaml: str, has_begun: bool = False
         )
         if (address := config.cluster.address) is not None:
             words = _DIED.format(address=address)
-            opened.enter_context(last_words(words, log_file=record.run_log.log_file))
+            opened.enter_context(driver_watchdog(words, log_file=record.run_log.log_file))
         record.phase("start Ray")
         thread = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="import"))
         imported = thread.submit(import_module, _COMPOSITION_ROOT)

@@ -9,7 +9,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ModelError
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.planning.memory import plan_memory
-from hybridrl.planning.page import spell
+from hybridrl.planning.page import format_bytes
 from hybridrl.planning.plan import MemoryPlan, Phase
 from hybridrl.planning.workload import Workload
 
@@ -37,12 +37,12 @@ class Comparison:
 
     def __str__(self) -> str:
         return (
-            f"predicted {spell(self.predicted)}, measured {spell(self.measured)}, "
+            f"predicted {format_bytes(self.predicted)}, measured {format_bytes(self.measured)}, "
             f"error {self.error_fraction:+.0%}, in {self.phase}"
         )
 
 
-class PlanWatch:
+class PlanCheck:
     """Compares predictions for the lengths that a step had with its measured peaks."""
 
     def __init__(self, config: ExperimentConfig) -> None:
@@ -98,7 +98,7 @@ class PlanWatch:
             self._largest = peak
         if self._num_steps == 1:
             longest = plan_memory(self._config)
-            limit = spell(longest.peak_bytes(longest.fullest))
+            limit = format_bytes(longest.peak_bytes(longest.fullest))
             log.info(
                 "memory of the first step: %s; with rows of full length a rank takes %s",
                 peak,

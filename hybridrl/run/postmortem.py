@@ -30,7 +30,7 @@ from io import StringIO
 from pathlib import Path
 
 import hybridrl
-from hybridrl.atomic_io import free_name, publish
+from hybridrl.atomic_io import free_name, rename_into_place
 from hybridrl.checkpoint.fingerprint import processor_name
 from hybridrl.diagnostics import activity
 from hybridrl.errors import (
@@ -132,7 +132,7 @@ class PostMortem:
                 (partial / name).write_text(shortened, encoding="utf-8", errors="replace")
             # A name may be taken: the clock may have been set back.
             target = free_name(parent / time.strftime("%Y-%m-%d_%H-%M-%S"))
-            publish(partial, target)
+            rename_into_place(partial, target)
         except OSError:
             shutil.rmtree(partial, ignore_errors=True)
             raise

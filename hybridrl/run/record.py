@@ -12,25 +12,25 @@ from pathlib import Path
 from hybridrl import log
 from hybridrl.checkpoint.manifest import RunState
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.errors import notes_of
+from hybridrl.errors import error_notes
 from hybridrl.metrics import Metrics
 from hybridrl.report.page import try_report
 from hybridrl.run.display import LiveView, open_live
 from hybridrl.run.postmortem import WHERE, PostMortem, Progress, is_crash
-from hybridrl.run.run_folder import RunLog, Sample
+from hybridrl.run.run_folder import RunLogger, Sample
 from hybridrl.run.tracing import Tracing
 from hybridrl.single_controller import RankReport
-from hybridrl.single_controller.spans import SpanHarvest
+from hybridrl.single_controller.spans import SpanCollector
 from hybridrl.trainer.interrupt import RunStopped
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class RunRecord:
+class RunFolder:
     """The ``Recorder`` of a run."""
 
-    run_log: RunLog
+    run_log: RunLogger
     live: LiveView
     tracing: Tracing | None
     progress: Progress
@@ -89,7 +89,7 @@ class RunRecord:
         Takes at most 5 s and raises nothing, whatever the state of the disk. Twice for one error is
         a no-op. Whoever goes on after an error calls it too.
         """
-        if any(note.startswith(WHERE) for note in notes_of(error)):
+        if any(note.startswith(WHERE) for note in error_notes(error)):
             return
         error.add_note(self.progress.describe())
         if is_crash(error):
@@ -97,7 +97,7 @@ class RunRecord:
             self.ranks.clear()
             error.add_note(f"post-mortem: {outcome}")
 
-    def watching(self, ranks: SpanHarvest) -> AbstractContextManager[None]:
+    def watching(self, ranks: SpanCollector) -> AbstractContextManager[None]:
         """Trace these ranks until the end of the ``with``: ``record.watching(group.spans)``."""
         return nullcontext() if self.tracing is None else self.tracing.watching(ranks)
 
@@ -105,13 +105,13 @@ class RunRecord:
 @contextmanager
 def open_record(
     config: ExperimentConfig, *, resolved_yaml: str, resumes: bool = False
-) -> Iterator[RunRecord]:
+) -> Iterator[RunFolder]:
     """Make or open the run folder, begin the log and the live view, and end them all.
 
     Raises:
         RunFolderError: the folder exists and is not to be resumed, or cannot be written.
     """
-    run_log = RunLog(
+    run_log = RunLogger(
         Path(config.trainer.run_dir),
         overwrite=config.trainer.overwrite,
         resumes=resumes,
@@ -128,7 +128,7 @@ def open_record(
             with (
                 _open_tracing(run_log.folder, is_on=config.tracking.trace) as tracing,
                 open_live(config.tracking.live, num_steps=num_steps, stream=sys.stdout) as live,
-                _explaining(RunRecord(run_log, live, tracing, Progress(num_steps))) as record,
+                _explaining(RunFolder(run_log, live, tracing, Progress(num_steps))) as record,
             ):
                 yield record
         finally:
@@ -138,7 +138,7 @@ def open_record(
 
 
 @contextmanager
-def _explaining(record: RunRecord) -> Iterator[RunRecord]:
+def _explaining(record: RunFolder) -> Iterator[RunFolder]:
     try:
         yield record
     except RunStopped:  # on request, and after its log said so: no error
@@ -160,10 +160,10 @@ def _open_tracing(folder: Path, *, is_on: bool) -> Iterator[Tracing | None]:
 
 
 @dataclass(frozen=True, slots=True)
-class ProgressRecord:
+class WarmupLogger:
     """A ``Recorder`` for work before the run proper: shown as one phase, kept nowhere."""
 
-    outer: RunRecord
+    outer: RunFolder
     label: str
     num_steps: int
 
@@ -180,6 +180,6 @@ class ProgressRecord:
         """Keep what ranks did when one failed."""
         self.outer.keep_reports(ranks)
 
-    def watching(self, ranks: SpanHarvest) -> AbstractContextManager[None]:
+    def watching(self, ranks: SpanCollector) -> AbstractContextManager[None]:
         """Trace these ranks until the end of the ``with``."""
         return self.outer.watching(ranks)

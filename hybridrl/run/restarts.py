@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from hybridrl.errors import HybridRLError, is_restartable, notes_of
+from hybridrl.errors import HybridRLError, error_notes, is_restartable
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,6 @@ def with_restarts(
                 raise
             log.warning(
                 "%s: %s\nworkers are started again and go on from step %d (restart %d of %d)",
-                *(type(error).__name__, "\n".join([str(error), *notes_of(error)])),
+                *(type(error).__name__, "\n".join([str(error), *error_notes(error)])),
                 *(step, num_in_a_row, max_in_a_row),
             )

@@ -18,8 +18,8 @@ from hybridrl.checkpoint.fingerprint import (
     folder_fingerprints,
     recipe_of,
 )
-from hybridrl.checkpoint.manifest import Origin, RunState
-from hybridrl.checkpoint.store import Shelf
+from hybridrl.checkpoint.manifest import RunFingerprint, RunState
+from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import read_config
 from hybridrl.data.sampler import SamplerState
@@ -64,19 +64,19 @@ class Record(Protocol):
         ...
 
 
-def shelf_of(config: ExperimentConfig) -> Shelf:
+def checkpoint_store(config: ExperimentConfig) -> CheckpointStore:
     """Return the checkpoints of the run folder."""
     # Ranks have a working folder of their own.
-    return Shelf(Path(config.trainer.run_dir).absolute() / "checkpoints")
+    return CheckpointStore(Path(config.trainer.run_dir).absolute() / "checkpoints")
 
 
 def newest_step(config: ExperimentConfig) -> int:
     """Return the step of the newest whole checkpoint; 0 if there is none."""
-    found = shelf_of(config).newest()
+    found = checkpoint_store(config).newest()
     return 0 if found is None else found.manifest.run.step
 
 
-def what_was_finished(config: ExperimentConfig) -> str:
+def finished_message(config: ExperimentConfig) -> str:
     """Say that a run has nothing left to do, and what can be done; empty if it has."""
     is_tuning = config.mode == "sft"
     key = "sft.num_steps" if is_tuning else "trainer.num_steps"
@@ -91,7 +91,7 @@ def what_was_finished(config: ExperimentConfig) -> str:
     )
 
 
-def goes_on(config: ExperimentConfig) -> bool:
+def should_resume(config: ExperimentConfig) -> bool:
     """Say whether the run in the run folder is to be continued, from a checkpoint or from step 0.
 
     Raises:
@@ -102,7 +102,7 @@ def goes_on(config: ExperimentConfig) -> bool:
     former = folder / "config.yaml"
     if config.trainer.overwrite or config.checkpoint.resume == "never" or not former.is_file():
         return False
-    found = shelf_of(config).newest()
+    found = checkpoint_store(config).newest()
     accept = config.checkpoint.accept_changes
     if found is not None:
         saved = found.manifest.origin.recipe
@@ -118,10 +118,10 @@ def goes_on(config: ExperimentConfig) -> bool:
     return True
 
 
-def origin_of(config: ExperimentConfig, model_folder: Path) -> Origin:
+def run_fingerprint(config: ExperimentConfig, model_folder: Path) -> RunFingerprint:
     """Return what the numbers of this run depend on."""
     reads_weights = config.lora.enabled or config.algorithm.kl.placement != "none"
-    return Origin(
+    return RunFingerprint(
         recipe=recipe_of(config),
         model_folder=str(model_folder.absolute()),
         fingerprints=folder_fingerprints(model_folder, with_weights=reads_weights),
@@ -129,7 +129,9 @@ def origin_of(config: ExperimentConfig, model_folder: Path) -> Origin:
     )
 
 
-def check_resumable(config: ExperimentConfig, origin: Origin, *, rows: SamplerState) -> None:
+def check_resumable(
+    config: ExperimentConfig, origin: RunFingerprint, *, rows: SamplerState
+) -> None:
     """Compare the newest checkpoint, if there is one, with the run that would go on from it.
 
     What is different and was accepted, or costs no more than the last bit, is logged.
@@ -144,7 +146,7 @@ def check_resumable(config: ExperimentConfig, origin: Origin, *, rows: SamplerSt
         DataError: the rows have.
         RunFolderError: lines of the run's files are lost, and that was not accepted.
     """
-    found = shelf_of(config).newest()
+    found = checkpoint_store(config).newest()
     if found is None:
         return
     saved, where, accept = found.manifest.origin, found.folder, config.checkpoint.accept_changes
@@ -178,12 +180,12 @@ def _check_lines(run: RunState, folder: Path, *, accept: bool) -> list[str]:
     return lost
 
 
-def go_on(
+def run_resumable(
     config: ExperimentConfig,
     loop: Loop,
     savers: Mapping[str, Saver],
     *,
-    origin: Origin,
+    origin: RunFingerprint,
     stream: Stream,
     record: Record,
 ) -> bool:
@@ -211,7 +213,7 @@ def go_on(
         )
 
     checkpointer = Checkpointer(
-        shelf_of(config), savers, config=config.checkpoint, origin=origin, capture=capture
+        checkpoint_store(config), savers, config=config.checkpoint, origin=origin, capture=capture
     )
     record.phase("resume")
     run = checkpointer.restore()

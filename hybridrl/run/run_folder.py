@@ -30,7 +30,7 @@ from typing import Literal, Protocol
 
 from filelock import FileLock, Timeout
 
-from hybridrl.atomic_io import free_name, write_whole
+from hybridrl.atomic_io import atomic_write_text, free_name
 from hybridrl.config.tracking import TrackingConfig
 from hybridrl.errors import RunFolderError
 from hybridrl.json_text import to_json_text
@@ -80,7 +80,7 @@ class Sample:
     """Of those tokens, nats, by the sampler, to 3 decimals."""
 
 
-class RunLog:
+class RunLogger:
     """Owns a run folder and the trackers; close it, or use it in a ``with``."""
 
     def __init__(
@@ -120,7 +120,7 @@ class RunLog:
             opened.enter_context(_lock(folder))
             if not resumes:
                 _empty_folder(folder, overwrite=overwrite)
-            write_whole(folder / CONFIG, resolved_yaml)
+            atomic_write_text(folder / CONFIG, resolved_yaml)
             # Unbuffered: a line is on its way to the disk before the next step begins.
             self._metrics = opened.enter_context((folder / METRICS).open("a+b", buffering=0))
             self._samples = opened.enter_context((folder / SAMPLES).open("a+b", buffering=0))
@@ -130,7 +130,7 @@ class RunLog:
                 self._trackers.append(tracker)
             self._opened = opened.pop_all()
 
-    def __enter__(self) -> RunLog:
+    def __enter__(self) -> RunLogger:
         return self
 
     def __exit__(

@@ -20,7 +20,7 @@ from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.errors import TrainingError
 from hybridrl.metrics import Metrics
 from hybridrl.run.cluster import start_group
-from hybridrl.run.record import ProgressRecord, RunRecord
+from hybridrl.run.record import RunFolder, WarmupLogger
 from hybridrl.run.starter import StarterRecipe
 from hybridrl.trainer.loop import Loop, UpdateGuard
 from hybridrl.trainer.policy import Learner
@@ -42,7 +42,7 @@ _OFF = LoraConfig(
 
 
 def warm_up(
-    recipe: StarterRecipe, folder: Path, *, cluster: ClusterConfig, record: RunRecord, target: Path
+    recipe: StarterRecipe, folder: Path, *, cluster: ClusterConfig, record: RunFolder, target: Path
 ) -> None:
     """Teach the made model its task to the point where rewards are neither all 0 nor all 1.
 
@@ -62,7 +62,7 @@ def warm_up(
         RunStopped: a signal ended the run meanwhile; nothing was written.
     """
     num_steps = recipe.starter.num_warmup_steps
-    progress = ProgressRecord(record, label="making the starter model, once", num_steps=num_steps)
+    progress = WarmupLogger(record, label="making the starter model, once", num_steps=num_steps)
     progress.phase("start workers")
     with (
         start_group(
@@ -88,7 +88,7 @@ def warm_up(
 
 
 def _build_loop(
-    recipe: StarterRecipe, folder: Path, learner: Learner, progress: ProgressRecord
+    recipe: StarterRecipe, folder: Path, learner: Learner, progress: WarmupLogger
 ) -> Loop:
     tokenizer = load_tokenizer(folder, needs_chat_template=False)
     rows = tokenize_rows(

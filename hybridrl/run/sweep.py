@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from hybridrl.atomic_io import write_whole
+from hybridrl.atomic_io import atomic_write_text
 from hybridrl.json_text import to_json_text
 from hybridrl.trainer.interrupt import SIGNALS
 from hybridrl.trainer.interrupt import exit_status as exit_status_of
@@ -217,8 +217,8 @@ def _find_error(folder: Path, exit_status: int) -> str:
 
 def _write(results: Sequence[SweepResult], *, folder: Path, num_jobs: int) -> None:
     entries = {"num_runs": num_jobs, "runs": [asdict(result) for result in results]}
-    write_whole(folder / "sweep.json", to_json_text(entries, indent=1) + "\n")
-    write_whole(folder / "sweep.md", describe(results, num_jobs=num_jobs) + "\n")
+    atomic_write_text(folder / "sweep.json", to_json_text(entries, indent=1) + "\n")
+    atomic_write_text(folder / "sweep.md", describe(results, num_jobs=num_jobs) + "\n")
 
 
 def _row(result: SweepResult) -> str:

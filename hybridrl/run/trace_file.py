@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hybridrl.diagnostics.trace import Harvest, SpanRecord
+from hybridrl.diagnostics.trace import SpanBatch, SpanRecord
 from hybridrl.json_text import to_json_text
 
 NAME = "trace.json"
@@ -62,7 +62,7 @@ class TraceFile:
     ) -> None:
         self.close()
 
-    def add(self, process: str, harvest: Harvest) -> None:
+    def add(self, process: str, harvest: SpanBatch) -> None:
         """Append what a process recorded, in a row of its own; rows keep the order they come in.
 
         Raises:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hybridrl.diagnostics import trace
 from hybridrl.run.trace_file import TraceFile
-from hybridrl.single_controller.spans import SpanHarvest
+from hybridrl.single_controller.spans import SpanCollector
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Tracing:
         """Write to ``file``, which the caller opened; ``close`` closes it."""
         self._file = file
         self._driver = f"driver on {socket.gethostname()}"
-        self._groups: list[SpanHarvest] = []
+        self._groups: list[SpanCollector] = []
         self._next_s = 0.0
         self._is_broken = False
         self._write(trace.take())
@@ -47,7 +47,7 @@ class Tracing:
             return None
 
     @contextmanager
-    def watching(self, ranks: SpanHarvest) -> Iterator[None]:
+    def watching(self, ranks: SpanCollector) -> Iterator[None]:
         """Fetch what these ranks record, until the end of the ``with``."""
         self._groups.append(ranks)
         try:
@@ -77,15 +77,15 @@ class Tracing:
         except OSError as error:
             self._give_up(error)
 
-    def _pick_up(self, ranks: SpanHarvest, *, wait_s: float) -> None:
-        for name, harvest in ranks.pick_up(wait_s=wait_s):
+    def _pick_up(self, ranks: SpanCollector, *, wait_s: float) -> None:
+        for name, harvest in ranks.collect(wait_s=wait_s):
             if not self._is_broken:
                 try:
                     self._file.add(name, harvest)
                 except OSError as error:
                     self._give_up(error)
 
-    def _write(self, harvest: trace.Harvest, values: Mapping[str, float] | None = None) -> None:
+    def _write(self, harvest: trace.SpanBatch, values: Mapping[str, float] | None = None) -> None:
         if self._is_broken:
             return
         counters = {name: value for name, value in (values or {}).items() if _is_counted(name)}

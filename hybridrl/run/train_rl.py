@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.checkpoint.manifest import Origin
+from hybridrl.checkpoint.manifest import RunFingerprint
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.source import PromptSource, PromptStep, build_prompt_step
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
@@ -17,10 +17,10 @@ from hybridrl.models.folder import require_usable_model
 from hybridrl.rewards.scorer import RewardScorer
 from hybridrl.run.export import export
 from hybridrl.run.inputs import load_rows
-from hybridrl.run.plan_check import PlanWatch
-from hybridrl.run.record import RunRecord
+from hybridrl.run.plan_check import PlanCheck
+from hybridrl.run.record import RunFolder
 from hybridrl.run.restarts import with_restarts
-from hybridrl.run.resume import check_resumable, go_on, newest_step, origin_of
+from hybridrl.run.resume import check_resumable, newest_step, run_fingerprint, run_resumable
 from hybridrl.run.samples import SampleTaker
 from hybridrl.run.workers import Workers, start_workers
 from hybridrl.trainer.build_algorithm import (
@@ -36,12 +36,12 @@ from hybridrl.workers.rollout.protocol import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Ingredients:
+class _RunContext:
     """What outlives the workers, which may be lost and started again."""
 
     config: ExperimentConfig
     folder: Path
-    record: RunRecord
+    record: RunFolder
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
     source: PromptSource
@@ -49,10 +49,10 @@ class _Ingredients:
     """What is evaluated on; None where nothing is."""
 
     reward: TextReward
-    origin: Origin
+    origin: RunFingerprint
 
 
-def train(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
+def train(config: ExperimentConfig, folder: Path, *, record: RunFolder) -> None:
     """Train the model in ``folder`` with reinforcement learning, or go on where the run ended.
 
     Everything that can be wrong with data, model files, tokenizer, reward function and the
@@ -67,10 +67,10 @@ def train(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
     stop_token_ids = load_stop_token_ids(folder, tokenizer)
     source = _build_source(config, tokenizer)
     held_out = _build_held_out(config, tokenizer) if config.eval.every_num_steps else None
-    origin = origin_of(config, folder)
+    origin = run_fingerprint(config, folder)
     check_resumable(config, origin, rows=source.state())
     with RewardScorer(config.reward) as scorer:
-        ingredients = _Ingredients(
+        ingredients = _RunContext(
             config=config,
             folder=folder,
             record=record,
@@ -89,7 +89,7 @@ def train(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
         )
 
 
-def _train_once(run: _Ingredients) -> None:
+def _train_once(run: _RunContext) -> None:
     """Start workers, go on from the newest checkpoint to the end, and export.
 
     Raises:
@@ -98,10 +98,10 @@ def _train_once(run: _Ingredients) -> None:
     config, record = run.config, run.record
     record.phase("start workers")
     with start_workers(config, run.folder, record=record) as workers:
-        watch = PlanWatch(config)
+        watch = PlanCheck(config)
         loop = _build_loop(run, workers, watch=watch)
         with loop.interrupt.listening():  # until all is written
-            has_learnt = go_on(
+            has_learnt = run_resumable(
                 config,
                 loop,
                 workers.savers,
@@ -116,7 +116,7 @@ def _train_once(run: _Ingredients) -> None:
     loop.interrupt.raise_if_unfinished()
 
 
-def _build_loop(run: _Ingredients, workers: Workers, *, watch: PlanWatch) -> Loop:
+def _build_loop(run: _RunContext, workers: Workers, *, watch: PlanCheck) -> Loop:
     config, record = run.config, run.record
     algorithm_of = _build_algorithm(run, workers)
     evaluator = None
@@ -154,7 +154,7 @@ def _build_loop(run: _Ingredients, workers: Workers, *, watch: PlanWatch) -> Loo
     )
 
 
-def _build_algorithm(run: _Ingredients, workers: Workers) -> Callable[[int], Algorithm]:
+def _build_algorithm(run: _RunContext, workers: Workers) -> Callable[[int], Algorithm]:
     """Return what takes step n, counted from 1."""
     config = run.config
     rollout = config.rollout
@@ -188,7 +188,7 @@ def _build_held_out(config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase
     return build_prompt_step(rows, first_index=0, seed=config.seed, stream="eval")
 
 
-def _build_evaluator(run: _Ingredients, held_out: PromptStep, workers: Workers) -> Evaluator:
+def _build_evaluator(run: _RunContext, held_out: PromptStep, workers: Workers) -> Evaluator:
     config = run.config
     return Evaluator(
         policy=workers.policy,

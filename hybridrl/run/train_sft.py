@@ -8,7 +8,7 @@ from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.checkpoint.manifest import Origin
+from hybridrl.checkpoint.manifest import RunFingerprint
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import fingerprint
@@ -20,9 +20,9 @@ from hybridrl.run.checkpoints import Saver
 from hybridrl.run.cluster import rank_variables, start_group
 from hybridrl.run.export import export
 from hybridrl.run.inputs import load_rows
-from hybridrl.run.record import RunRecord
+from hybridrl.run.record import RunFolder
 from hybridrl.run.restarts import with_restarts
-from hybridrl.run.resume import check_resumable, go_on, newest_step, origin_of
+from hybridrl.run.resume import check_resumable, newest_step, run_fingerprint, run_resumable
 from hybridrl.trainer.loop import Loop, UpdateGuard
 from hybridrl.trainer.policy import Learner
 from hybridrl.trainer.sft import SupervisedFineTuning
@@ -30,7 +30,7 @@ from hybridrl.workers.build import TrainSpec
 from hybridrl.workers.supervised import SupervisedWorker
 
 
-def tune(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
+def train_sft(config: ExperimentConfig, folder: Path, *, record: RunFolder) -> None:
     """Fine-tune the model in ``folder`` on prompts and answers, or go on where the run ended.
 
     Raises:
@@ -38,7 +38,7 @@ def tune(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> None:
     """
     require_usable_model(folder)
     examples = _load_examples(config, folder, record=record)
-    origin = origin_of(config, folder)
+    origin = run_fingerprint(config, folder)
     check_resumable(config, origin, rows=examples.sampler.state())
     with_restarts(
         lambda: _tune_once(config, folder, examples=examples, origin=origin, record=record),
@@ -53,8 +53,8 @@ def _tune_once(
     folder: Path,
     *,
     examples: _Examples,
-    origin: Origin,
-    record: RunRecord,
+    origin: RunFingerprint,
+    record: RunFolder,
 ) -> None:
     record.phase("start workers")
     with (
@@ -70,7 +70,7 @@ def _tune_once(
         learner = cast(Learner, group)
         loop = _build_loop(config, learner, examples=examples, record=record)
         with loop.interrupt.listening():  # until all is written
-            has_learnt = go_on(
+            has_learnt = run_resumable(
                 config,
                 loop,
                 {"actor": cast(Saver, group)},
@@ -93,7 +93,7 @@ class _Examples:
     sampler: RowSampler
 
 
-def _load_examples(config: ExperimentConfig, folder: Path, *, record: RunRecord) -> _Examples:
+def _load_examples(config: ExperimentConfig, folder: Path, *, record: RunFolder) -> _Examples:
     record.phase("load data")
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
     rows = load_rows(
@@ -126,7 +126,7 @@ def _build_loop(
     learner: Learner,
     *,
     examples: _Examples,
-    record: RunRecord,
+    record: RunFolder,
 ) -> Loop:
     tuning = SupervisedFineTuning(
         learner=learner,

@@ -13,7 +13,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.planning.frozen_base import plan_base
 from hybridrl.run.checkpoints import Saver
 from hybridrl.run.cluster import rank_variables, start_fused_group, start_group
-from hybridrl.run.record import RunRecord
+from hybridrl.run.record import RunFolder
 from hybridrl.single_controller import RayWorkerGroup, Worker, WorkerGroup
 from hybridrl.trainer.policy import Critic, Policy
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
@@ -36,7 +36,7 @@ class Workers:
 
 @contextmanager
 def start_workers(
-    config: ExperimentConfig, folder: Path, *, record: RunRecord
+    config: ExperimentConfig, folder: Path, *, record: RunFolder
 ) -> Iterator[Workers]:
     """Start the processes of a run, and end them.
 
@@ -51,7 +51,7 @@ def start_workers(
     """
     actor_spec, critic_spec = build_actor_spec(config, folder), build_critic_spec(config, folder)
     reports = record.keep_reports
-    cluster, variables = _patient(config), rank_variables(config)
+    cluster, variables = _with_server_start_timeout(config), rank_variables(config)
     with ExitStack() as opened:
 
         def start(cluster: ClusterConfig, cls: type[Worker], spec: object) -> RayWorkerGroup:
@@ -80,7 +80,7 @@ def start_workers(
             yield _as_workers(start(cluster, ActorRolloutWorker, actor_spec))
 
 
-def _patient(config: ExperimentConfig) -> ClusterConfig:
+def _with_server_start_timeout(config: ExperimentConfig) -> ClusterConfig:
     """Let the policy's workers take as long as the servers that they start may take."""
     if config.rollout.engine == "hf":
         return config.cluster

@@ -21,7 +21,7 @@ _NODE_ID = "ray.io/node-id"
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ResourceRequest:
     """What a pool asks for."""
 
     process_on_nodes: tuple[int, ...]
@@ -31,7 +31,7 @@ class Wish:
     is_spread: bool
     """Whether each entry wants a node of its own."""
 
-    def missing(self) -> str:
+    def unmet_reason(self) -> str:
         """Say why the cluster cannot hold this even when it is idle; empty if it can."""
         nodes = _alive_nodes()
         largest = max(self.process_on_nodes)
@@ -78,7 +78,7 @@ class Wish:
         return num_placed
 
 
-def reserve(wish: Wish, *, wait_s: float) -> list[Any]:
+def reserve(wish: ResourceRequest, *, wait_s: float) -> list[Any]:
     """Return one placement group per node entry, all of them ready.
 
     What is missing is said at once, and every 5 s, because a node may yet join, or another run end.
@@ -107,7 +107,7 @@ def remove(groups: Sequence[Any]) -> None:
         remove_placement_group(group)
 
 
-def _request(wish: Wish, count: int, *, avoid: Sequence[str]) -> Any:  # noqa: ANN401 - Ray's
+def _request(wish: ResourceRequest, count: int, *, avoid: Sequence[str]) -> Any:  # noqa: ANN401 - Ray's
     # STRICT_SPREAD spreads the bundles of one group, and ranks of an entry have to be together:
     # so a group per entry, kept off the nodes of those before it.
     selector = {_NODE_ID: f"!in({','.join(avoid)})"} if avoid else None
@@ -118,7 +118,7 @@ def _request(wish: Wish, count: int, *, avoid: Sequence[str]) -> Any:  # noqa: A
     )
 
 
-def _wait(group: Any, wish: Wish, *, deadline_s: float, wait_s: float) -> None:  # noqa: ANN401
+def _wait(group: Any, wish: ResourceRequest, *, deadline_s: float, wait_s: float) -> None:  # noqa: ANN401
     pause_s = 1.0  # an idle cluster needs 10 ms
     while (left_s := deadline_s - time.monotonic()) > 0:
         if _is_ready(group, math.ceil(min(pause_s, left_s))):  # Ray cuts the fraction off
@@ -126,8 +126,8 @@ def _wait(group: Any, wish: Wish, *, deadline_s: float, wait_s: float) -> None: 
         pause_s = _PROGRESS_S
         if (waited_s := wait_s - deadline_s + time.monotonic()) < wait_s:
             log.warning("no room yet, %.0f of %g s: %s", waited_s, wait_s, _why_not_yet(wish))
-    missing = wish.missing()
-    why = f"{missing}; " if missing else "others hold it; "
+    unmet_reason = wish.unmet_reason()
+    why = f"{unmet_reason}; " if unmet_reason else "others hold it; "
     raise ResourceError(
         f"no room after {wait_s:g} s for {wish.describe()}; {why}"
         "lower RayResourcePool(process_on_nodes=) (cluster.num_nodes, cluster.num_ranks_per_node), "
@@ -146,9 +146,13 @@ def _is_ready(group: Any, wait_s: int) -> bool:  # noqa: ANN401
         ) from error
 
 
-def _why_not_yet(wish: Wish) -> str:
-    missing = wish.missing()
-    cause = f"{missing}, waiting for nodes to join" if missing else "waiting for others to end"
+def _why_not_yet(wish: ResourceRequest) -> str:
+    unmet_reason = wish.unmet_reason()
+    cause = (
+        f"{unmet_reason}, waiting for nodes to join"
+        if unmet_reason
+        else "waiting for others to end"
+    )
     return f"{cause}; asked for {wish.describe()}"
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.drift import Drift, Evidence, attribute_drift, measure_drift
+from hybridrl.algorithms.drift import Drift, DriftMeasurement, attribute_drift, measure_drift
 from hybridrl.batch import PromptBatch
 from hybridrl.config.model_folder import read_settings
 from hybridrl.config.rollout import RolloutConfig
@@ -171,15 +171,15 @@ class Canary:
                 "rollout.sleep=false"
             )
 
-    def _evidence(self, ours: Sequence[Answers]) -> Evidence:
+    def _evidence(self, ours: Sequence[Answers]) -> DriftMeasurement:
         said = [response for it in ours for response in (*it.greedy, *it.as_sampled)]
         ids = torch.cat([response.token_ids for response in said])
         num_foreign = int(((ids < 0) | (ids >= self._vocab_size)).sum())
         num_foreign = self._control.largest("canary ids", num_foreign)
         if num_foreign:  # the trainer has no row for them
             nothing = Drift(float("inf"), float("inf"))
-            return Evidence(as_sampled=nothing, greedy=nothing, num_foreign_ids=num_foreign)
-        return Evidence(
+            return DriftMeasurement(as_sampled=nothing, greedy=nothing, num_foreign_ids=num_foreign)
+        return DriftMeasurement(
             as_sampled=self._scored(
                 [(it.prompts, it.as_sampled) for it in ours], self._config.temperature
             ),
@@ -209,7 +209,7 @@ class Canary:
         """Of all ranks' drifts the worst: all go on, or all stop."""
         return max(self._control.gather("canary drift", drift), key=lambda it: it.max_nats)
 
-    def _widest(self, evidence: Evidence) -> Drift:
+    def _widest(self, evidence: DriftMeasurement) -> Drift:
         return max(evidence.as_sampled, evidence.greedy, key=lambda it: it.max_nats)
 
     def _raise_with_cause(self, drift: Drift, version: int) -> None:

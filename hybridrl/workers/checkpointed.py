@@ -42,7 +42,7 @@ class CheckpointedWorker(Worker):
     def register_train_mesh(self, engine: ShardedEngine) -> None:
         """Say which rows this rank trains on, and whether it answers for them."""
         self.register_mesh(
-            "train", dp_rank=engine.dp_rank, dp_size=engine.dp_size, is_collect=engine.leads
+            "train", dp_rank=engine.dp_rank, dp_size=engine.dp_size, is_output_rank=engine.leads
         )
 
     @register(Dispatch.ONE_TO_ALL)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridrl.batch import PromptBatch
 from hybridrl.errors import EngineError
-from hybridrl.workers.rollout.protocol import MemoryPart, Response, SamplingParams
+from hybridrl.workers.rollout.protocol import MemoryTag, Response, SamplingParams
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.manager import ShardingManager
@@ -52,7 +52,7 @@ class MortalEngine(SGLangEngine):
         self._die_if_due("update_weights")
         super().update_weights(tensors)
 
-    def release(self, part: MemoryPart, *, backup: frozenset[str] = frozenset()) -> None:
+    def release(self, part: MemoryTag, *, backup: frozenset[str] = frozenset()) -> None:
         self._die_if_due("release")
         super().release(part, backup=backup)
 

@@ -49,7 +49,7 @@ class Joined(Worker):
 
     def _reduce(self) -> float:
         total = torch.ones(1)
-        with activity.doing("all_reduce", waits=True):
+        with activity.scope("all_reduce", waits=True):
             dist.all_reduce(total)
         return total.item()
 

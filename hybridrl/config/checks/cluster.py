@@ -10,7 +10,7 @@ from pathlib import Path
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.python_files import ANYTHING, flaw_of_function, names_at_top_level
 from hybridrl.config.setup_hook import KEY, REMOVE
-from hybridrl.errors import ConfigError, nearest
+from hybridrl.errors import ConfigError, suggest_name
 
 _SMALLEST_STORE_MIB = 80
 
@@ -99,7 +99,7 @@ def _check_function(path: str, name: str, file: Path) -> Iterator[ConfigError]:
             KEY,
             path,
             f"{file} defines no {name!r} at its top level",
-            fix=f"{nearest(name, list(known))} Or set {REMOVE[0]}",
+            fix=f"{suggest_name(name, list(known))} Or set {REMOVE[0]}",
             remedies=[REMOVE],
         )
     elif name in known and (flaw := flaw_of_function(known[name], keywords=())):

@@ -21,8 +21,8 @@ from hybridrl.config.python_files import (
     names_at_top_level,
 )
 from hybridrl.config.reward import BUILT_IN_REWARDS, REWARD_COLUMNS
-from hybridrl.config.spelling import spell
-from hybridrl.errors import ConfigError, nearest
+from hybridrl.config.spelling import to_override
+from hybridrl.errors import ConfigError, suggest_name
 
 _DATA_SUFFIXES = (".jsonl", ".parquet")
 _RUN_FILES = ("config.yaml", "metrics.jsonl")  # as run/run_folder.py leaves them
@@ -55,7 +55,7 @@ def check_reward_function(config: ExperimentConfig) -> Iterator[ConfigError]:
         if spelled not in BUILT_IN_REWARDS:
             rule = "neither a built-in reward nor path/to/file.py:function"
             remedies = [(f"{key}={built_in}",) for built_in in BUILT_IN_REWARDS[:2]]
-            fix = f"{nearest(spelled, BUILT_IN_REWARDS)}"
+            fix = f"{suggest_name(spelled, BUILT_IN_REWARDS)}"
             yield ConfigError(key, spelled, rule, fix, remedies=remedies)
         elif spelled == "math" and find_spec("math_verify") is None:
             yield ConfigError(
@@ -90,9 +90,9 @@ def _find_function(key: str, file: Path, name: str) -> Iterator[ConfigError]:
             key,
             spelled,
             f"{file} defines no function {name!r} at its top level",
-            fix=nearest(name, functions) if functions else f"define it in {file}",
+            fix=suggest_name(name, functions) if functions else f"define it in {file}",
             remedies=[
-                (f"{key}={spell(f'{file}:{function}')}",)
+                (f"{key}={to_override(f'{file}:{function}')}",)
                 for function in functions
                 if not flaw_of_function(names[function], keywords=REWARD_COLUMNS)
             ][:2],
@@ -117,7 +117,7 @@ def _check_replaceable(folder: Path, config: ExperimentConfig) -> Iterator[Confi
     key, spelled = "trainer.run_dir", config.trainer.run_dir
     base = folder if folder.name.strip(".") else Path("runs/run")  # not "." or ".."
     free = next(n for n in itertools.count(2) if not is_there(f"{base}-{n}"))
-    elsewhere = (f"{key}={spell(f'{base}-{free}')}",)
+    elsewhere = (f"{key}={to_override(f'{base}-{free}')}",)
     is_run = all(is_there(folder / name) for name in _RUN_FILES)
     if not is_run:
         rule = f"holds files, but no {' and '.join(_RUN_FILES)}: it is no run folder"

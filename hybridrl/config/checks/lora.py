@@ -8,7 +8,7 @@ from pathlib import Path
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora import ALL_LINEAR, LINEAR_MODULES
 from hybridrl.config.model_folder import read_settings
-from hybridrl.errors import ConfigError, ModelError, nearest
+from hybridrl.errors import ConfigError, ModelError, suggest_name
 
 Sizes = Mapping[str, tuple[int, int]]
 """(outputs, inputs) of each linear layer of a block."""
@@ -33,7 +33,7 @@ def check_lora_targets(config: ExperimentConfig) -> Iterator[ConfigError]:
             yield ConfigError(
                 key,
                 name,
-                f"matches no linear layer of a block ({nearest(name, LINEAR_MODULES)})",
+                f"matches no linear layer of a block ({suggest_name(name, LINEAR_MODULES)})",
                 remedies=[everything],
             )
 

@@ -15,7 +15,7 @@ def _nothing() -> None:
     """What runs in this process ends at its next check."""
 
 
-class Ticket:
+class GenerateCall:
     """One admitted generate call; ``check`` is where an abort reaches it."""
 
     def __init__(self, num_requests: int) -> None:
@@ -37,16 +37,16 @@ class Ticket:
             )
 
 
-class Admission:
+class RequestGate:
     """Thread-safe: ``generate`` may run in one thread while another pauses and drains."""
 
     def __init__(self) -> None:
         self._changed = Condition()
         self._is_paused = False
-        self._running: Ticket | None = None
+        self._running: GenerateCall | None = None
 
     @contextmanager
-    def admit(self, num_requests: int) -> Iterator[Ticket]:
+    def admit(self, num_requests: int) -> Iterator[GenerateCall]:
         """Hold the engine for one generate call.
 
         Raises:
@@ -59,7 +59,7 @@ class Admission:
                     "continue_generation"
                 )
             self._require_idle("generate")
-            ticket = self._running = Ticket(num_requests)
+            ticket = self._running = GenerateCall(num_requests)
         try:
             yield ticket
         finally:
@@ -84,7 +84,7 @@ class Admission:
         with self._changed:
             self._is_paused = True
 
-    def reopen(self) -> None:
+    def resume(self) -> None:
         """Admit again. Idempotent."""
         with self._changed:
             self._is_paused = False

@@ -22,7 +22,7 @@ _PROBE_BYTES = 256 * 2**20
 _MEMINFO = Path("/proc/meminfo")
 
 
-def settle_base(
+def resolve_lora_base(
     lora: LoraConfig,
     *,
     plan: BasePlan | None,

@@ -20,7 +20,7 @@ from hybridrl.batch import PromptBatch
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.diagnostics import activity
-from hybridrl.errors import EngineError, LedgerError, PhaseError, nearest
+from hybridrl.errors import EngineError, LedgerError, PhaseError, suggest_name
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.models.dtypes import DTYPES
 from hybridrl.models.load import WeightFiles
@@ -32,13 +32,13 @@ from hybridrl.workers.rollout.embedded.kv_slots import KVSlots
 from hybridrl.workers.rollout.embedded.model import allocate_kv, build_model, load_config
 from hybridrl.workers.rollout.embedded.tensor_memory import TensorMemory, checksum
 from hybridrl.workers.rollout.protocol import (
-    MemoryPart,
+    MemoryTag,
     Response,
     SamplingParams,
     WeightMemory,
     mismatch,
 )
-from hybridrl.workers.rollout.request_gate import Admission
+from hybridrl.workers.rollout.request_gate import RequestGate
 from hybridrl.workers.rollout.sampling import check_prompts, check_sampling
 
 
@@ -101,12 +101,12 @@ class HFRolloutEngine:
         kv = allocate_kv(self._model, self._config.num_slots, self._max_context_tokens)
         self._slots = KVSlots(kv)
         self._memory = {
-            MemoryPart.WEIGHTS: TensorMemory("weights", self._all_tensors, lost_value=float("nan")),
-            MemoryPart.KV_CACHE: TensorMemory("the KV cache", {"kv": kv}, lost_value=0.0),
+            MemoryTag.WEIGHTS: TensorMemory("weights", self._all_tensors, lost_value=float("nan")),
+            MemoryTag.KV_CACHE: TensorMemory("the KV cache", {"kv": kv}, lost_value=0.0),
             # No graphs are captured: a part of no bytes, with the same rules as the others.
-            MemoryPart.CUDA_GRAPH: TensorMemory("CUDA graphs", {}, lost_value=0.0),
+            MemoryTag.CUDA_GRAPH: TensorMemory("CUDA graphs", {}, lost_value=0.0),
         }
-        self._admission = Admission()
+        self._gate = RequestGate()
 
     def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> list[Response]:
         """Sample; returns P * G responses on the CPU, siblings adjacent, in prompt order.
@@ -119,8 +119,8 @@ class HFRolloutEngine:
                 mean nothing; logits are not finite; or the call was aborted by ``drain``.
         """
         num_responses = len(prompts) * sampling.num_responses_per_prompt
-        with self._admission.admit(num_responses) as ticket:
-            self._require_resident("generate", *MemoryPart)
+        with self._gate.admit(num_responses) as ticket:
+            self._require_resident("generate", *MemoryTag)
             if self._adapter is not None:
                 self._adapter.require_loaded()
             check_sampling(sampling, vocab_size=self._model.config.vocab_size)
@@ -146,7 +146,7 @@ class HFRolloutEngine:
                     self.last_stats = decoding.run()
             except BaseException:
                 # Whatever went wrong, no NaN stays behind in a slot: KVSlots says why.
-                self._memory[MemoryPart.KV_CACHE].fill_lost()
+                self._memory[MemoryTag.KV_CACHE].fill_lost()
                 raise
             self._count(self.last_stats, seconds=time.perf_counter() - begin)
             return decoding.responses()
@@ -165,7 +165,7 @@ class HFRolloutEngine:
         sampled = {"time/sample_s": Max(seconds)}
         self._metrics = merge([self._metrics, stats.metrics(), sampled])
 
-    def _require_resident(self, what: str, *parts: MemoryPart) -> None:
+    def _require_resident(self, what: str, *parts: MemoryTag) -> None:
         for part in parts:
             if not self._memory[part].is_resident:
                 raise PhaseError(f"{what} was refused: {part.name} is released; resume it first")
@@ -189,8 +189,8 @@ class HFRolloutEngine:
             PhaseError: the weights are released, or requests are running.
             EngineError: a name, shape or integer type that does not fit; nothing was copied.
         """
-        self._admission.require_idle("update_weights")
-        self._require_resident("update_weights", MemoryPart.WEIGHTS)
+        self._gate.require_idle("update_weights")
+        self._require_resident("update_weights", MemoryTag.WEIGHTS)
         for name, tensor in tensors:
             self._check_fits(name, tensor)
         for name, tensor in tensors:
@@ -202,7 +202,8 @@ class HFRolloutEngine:
         target = self._tensors.get(name)
         if target is None:
             raise EngineError(
-                f"the rollout model has no weight {name!r}: {nearest(name, list(self._tensors))}"
+                f"the rollout model has no weight {name!r}: "
+                f"{suggest_name(name, list(self._tensors))}"
             )
         if target.shape != tensor.shape:
             raise EngineError(
@@ -222,8 +223,8 @@ class HFRolloutEngine:
             PhaseError: the weights are released, or requests are running.
             EngineError: the engine was built without adapters, or these do not fit it.
         """
-        self._admission.require_idle("load_adapter")
-        self._require_resident("load_adapter", MemoryPart.WEIGHTS)
+        self._gate.require_idle("load_adapter")
+        self._require_resident("load_adapter", MemoryTag.WEIGHTS)
         if self._adapter is None:
             raise EngineError(
                 f"an adapter of {len(tensors)} tensors came, and this engine was built without; "
@@ -233,7 +234,7 @@ class HFRolloutEngine:
 
     def unload_adapter(self) -> None:
         """Forget the adapter; nothing is generated until the next is loaded. Idempotent."""
-        self._admission.require_idle("unload_adapter")
+        self._gate.require_idle("unload_adapter")
         if self._adapter is not None:
             self._adapter.unload()
 
@@ -241,7 +242,7 @@ class HFRolloutEngine:
         """Note the version. Nothing is derived from weights, and no cache outlives a call."""
         self.version = version
 
-    def expect_weights(self, folder: Path) -> None:
+    def load_reference_weights(self, folder: Path) -> None:
         """Note the sums of the weights in ``folder``, as they are in this engine's type.
 
         Raises:
@@ -254,7 +255,7 @@ class HFRolloutEngine:
             if name in files.names
         }
 
-    def require_expected_weights(self) -> None:
+    def verify_weights(self) -> None:
         """Compare.
 
         Raises:
@@ -267,28 +268,28 @@ class HFRolloutEngine:
 
     def pause(self) -> None:
         """Admit no new request. Idempotent."""
-        self._admission.pause()
+        self._gate.pause()
 
     def drain(self, *, timeout_s: float) -> int:
         """Wait until nothing is running; at the deadline abort the rest, and return its number.
 
         The thread inside ``generate`` gets an EngineError then, at its next decode step.
         """
-        return self._admission.drain(timeout_s)
+        return self._gate.drain(timeout_s)
 
-    def release(self, part: MemoryPart, *, backup: frozenset[str] = frozenset()) -> None:
+    def release(self, part: MemoryTag, *, backup: frozenset[str] = frozenset()) -> None:
         """Free a part's storages; tensors named in ``backup`` are copied to the host first.
 
         Raises:
             PhaseError: the part is released already, or requests are running.
             EngineError: ``backup`` names what the part does not have; nothing was freed.
         """
-        self._admission.require_idle(f"release of {part.name}")
+        self._gate.require_idle(f"release of {part.name}")
         self._memory[part].release(backup)
-        if part is MemoryPart.WEIGHTS and self._adapter is not None:
+        if part is MemoryTag.WEIGHTS and self._adapter is not None:
             self._adapter.lose_all_but(backup)
 
-    def resume(self, part: MemoryPart) -> None:
+    def resume(self, part: MemoryTag) -> None:
         """Allocate a part again; what was backed up returns, lost weights become NaN.
 
         Raises:
@@ -299,9 +300,9 @@ class HFRolloutEngine:
 
     def continue_generation(self) -> None:
         """Admit requests again. Idempotent."""
-        self._admission.reopen()
+        self._gate.resume()
 
-    def resident_bytes(self, part: MemoryPart) -> int:
+    def resident_bytes(self, part: MemoryTag) -> int:
         """Measure the storages of a part, in bytes; tied weights count once."""
         return self._memory[part].resident_bytes()
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hybridrl.errors import EngineError, PhaseError, nearest
+from hybridrl.errors import EngineError, PhaseError, suggest_name
 
 
 class TensorMemory:
@@ -52,7 +52,7 @@ class TensorMemory:
         for name in sorted(backup - self._tensors.keys()):
             raise EngineError(
                 f"cannot back up {name!r} on releasing {self._what}: there is no such tensor, "
-                f"{nearest(name, list(self._tensors))}"
+                f"{suggest_name(name, list(self._tensors))}"
             )
         self._backups = {name: self._tensors[name].to("cpu", copy=True) for name in backup}
         self.free()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.errors import DeadlineError, EngineError
-from hybridrl.workers.rollout.protocol import Offer
+from hybridrl.workers.rollout.protocol import StagedBucket
 from hybridrl.workers.rollout.sglang.process import free_port
 from hybridrl.workers.rollout.sglang.server import Server
 from hybridrl.workers.rollout.sglang.transports import LeaderBuffers
@@ -81,7 +81,7 @@ class BroadcastTransport(LeaderBuffers):
         self._name = ""
         self._group: dist.ProcessGroup | None = None
 
-    def deliver(self, server: Server, offer: Offer, handles: Sequence[str]) -> None:
+    def deliver(self, server: Server, offer: StagedBucket, handles: Sequence[str]) -> None:
         """Broadcast a bucket while the server is told what comes.
 
         A server that refuses does not take part, so its answer is watched from the beginning. After

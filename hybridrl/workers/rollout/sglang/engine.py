@@ -22,21 +22,21 @@ from hybridrl.batch import PromptBatch
 from hybridrl.config.model_folder import read_settings
 from hybridrl.config.rollout import ABORT_GRACE_S, FLUSH_TIMEOUT_S, RolloutConfig
 from hybridrl.diagnostics import activity
-from hybridrl.errors import EngineError, LedgerError, ModelError, PhaseError, nearest
+from hybridrl.errors import EngineError, LedgerError, ModelError, PhaseError, suggest_name
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.workers.rollout.adapter_fit import require_fit
 from hybridrl.workers.rollout.protocol import (
     Bucket,
-    MemoryPart,
-    Offer,
+    MemoryTag,
     Response,
     SamplingParams,
-    Slot,
+    StagedBucket,
+    TensorSpan,
     WeightMemory,
-    WeightPort,
+    WeightSender,
     mismatch,
 )
-from hybridrl.workers.rollout.request_gate import Admission, Ticket
+from hybridrl.workers.rollout.request_gate import GenerateCall, RequestGate
 from hybridrl.workers.rollout.sampling import check_prompts, check_sampling
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec
 from hybridrl.workers.rollout.sglang.capabilities import Capability
@@ -53,7 +53,11 @@ from hybridrl.workers.rollout.sglang.requests import ExpertShape, build_groups
 from hybridrl.workers.rollout.sglang.sampling import GroupSampler, Terms
 from hybridrl.workers.rollout.sglang.server import Server, refusal_of
 from hybridrl.workers.rollout.sglang.start import load_server_args, unknown_names
-from hybridrl.workers.rollout.sglang.weight_ports import Dialect, FollowerPort, build_transport
+from hybridrl.workers.rollout.sglang.weight_senders import (
+    FollowerSender,
+    SGLangHooks,
+    build_transport,
+)
 
 try:
     from sglang.srt.utils import MultiprocessingSerializer, init_custom_process_group
@@ -111,7 +115,7 @@ class SGLangEngine:
         self._model = read_settings(spec.model_folder)
         self._experts = _expert_shape(self._model) if spec.rollout.routed_experts else None
         self.transport = build_transport(
-            spec.rollout, DIALECT, device=device or torch.device(spec.device), leads=True
+            spec.rollout, HOOKS, device=device or torch.device(spec.device), leads=True
         )
         self._metrics: Metrics = {}
         self.frees_memory = spec.device == "cuda"
@@ -119,8 +123,8 @@ class SGLangEngine:
 
     def _boot(self) -> None:
         self._server = Server(self._spec, variables=self._variables)
-        self._admission = Admission()
-        self._released: set[MemoryPart] = set()
+        self._gate = RequestGate()
+        self._released: set[MemoryTag] = set()
         self._is_updating = False
         self._has_adapter = self._may_have_adapter = False
         self.version = -1
@@ -139,8 +143,8 @@ class SGLangEngine:
                 by ``drain``; or responses were cut off again and again.
             DeadlineError: a request took longer than ``rollout.request_timeout_s``.
         """
-        with self._admission.admit(len(prompts) * sampling.num_responses_per_prompt) as ticket:
-            self._require_resident("generate", *MemoryPart)
+        with self._gate.admit(len(prompts) * sampling.num_responses_per_prompt) as ticket:
+            self._require_resident("generate", *MemoryTag)
             self._require_adapter()
             vocab_size: int = self._model["vocab_size"]
             check_sampling(sampling, vocab_size=vocab_size)
@@ -154,7 +158,7 @@ class SGLangEngine:
             self._metrics = merge([self._metrics, sampled.metrics, seconds])
             return sampled.responses
 
-    def _sampler(self, sampling: SamplingParams, ticket: Ticket) -> GroupSampler:
+    def _sampler(self, sampling: SamplingParams, ticket: GenerateCall) -> GroupSampler:
         fields: dict[str, object] = {}
         if self._spec.lora is not None:
             fields["lora_path"] = ADAPTER
@@ -175,7 +179,7 @@ class SGLangEngine:
         metrics, self._metrics = self._metrics, {}
         return metrics
 
-    def _require_resident(self, what: str, *parts: MemoryPart) -> None:
+    def _require_resident(self, what: str, *parts: MemoryTag) -> None:
         for part in parts:
             if part in self._released:
                 raise PhaseError(f"{what} was refused: {part.name} is released; resume it first")
@@ -205,31 +209,31 @@ class SGLangEngine:
         try:
             self.deliver(offer, [offer.handle, *others])
         finally:
-            self.end_stream()
+            self.release_buffers()
 
-    def offer(self, bucket: Bucket) -> Offer:
-        """Make a bucket ready, as the leader; see ``WeightPort``."""
+    def offer(self, bucket: Bucket) -> StagedBucket:
+        """Make a bucket ready, as the leader; see ``WeightSender``."""
         for name, tensor in bucket:
             shape = self._shapes.get(name)
             if shape != tuple(tensor.shape):  # told it, SGLang would end itself
                 raise EngineError(
                     f"{name} of shape {list(tensor.shape)} was to be sent, and the files of "
                     f"{self._spec.model_folder} have "
-                    + (f"{list(shape)}" if shape else nearest(name, list(self._shapes)))
+                    + (f"{list(shape)}" if shape else suggest_name(name, list(self._shapes)))
                 )
         return self.transport.offer(bucket)
 
-    def deliver(self, offer: Offer, handles: Sequence[str]) -> None:
-        """Have the server load a bucket; see ``WeightPort``."""
-        self._admission.require_idle("update_weights")
-        self._require_resident("update_weights", MemoryPart.WEIGHTS)
+    def deliver(self, offer: StagedBucket, handles: Sequence[str]) -> None:
+        """Have the server load a bucket; see ``WeightSender``."""
+        self._gate.require_idle("update_weights")
+        self._require_resident("update_weights", MemoryTag.WEIGHTS)
         has_sessions = self._server.capabilities.can(Capability.UPDATE_SESSION)
         if has_sessions and self.transport.in_session and not self._is_updating:
             self._server.require_success("/begin_weight_update")
             self._is_updating = True
         self.transport.deliver(self._server, offer, handles)
 
-    def end_stream(self) -> None:
+    def release_buffers(self) -> None:
         """Let go of all buffers. Idempotent."""
         self.transport.free()
 
@@ -252,8 +256,8 @@ class SGLangEngine:
             EngineError: the engine was built without adapters, the adapter does not fit its layers,
                 or the server cannot load it.
         """
-        self._admission.require_idle("load_adapter")
-        self._require_resident("load_adapter", MemoryPart.WEIGHTS)
+        self._gate.require_idle("load_adapter")
+        self._require_resident("load_adapter", MemoryTag.WEIGHTS)
         lora = self._spec.lora
         if lora is None:
             raise EngineError(
@@ -294,15 +298,15 @@ class SGLangEngine:
                 raise
         self._may_have_adapter = False
 
-    def expect_weights(self, folder: Path) -> None:
+    def load_reference_weights(self, folder: Path) -> None:
         """Load the weights of ``folder`` as SGLang loads any model's, copy them, scramble them.
 
         Raises:
             PhaseError: the weights are released, or requests are running.
             EngineError: the server cannot load them.
         """
-        self._admission.require_idle("expect_weights")
-        self._require_resident("expect_weights", MemoryPart.WEIGHTS)
+        self._gate.require_idle("load_reference_weights")
+        self._require_resident("load_reference_weights", MemoryTag.WEIGHTS)
         self._server.require_success(
             "/update_weights_from_disk",
             model_path=str(folder),
@@ -312,7 +316,7 @@ class SGLangEngine:
         for action in ("snapshot", "reset_tensors"):
             self._server.require_success("/weights_checker", action=action)
 
-    def require_expected_weights(self) -> None:
+    def verify_weights(self) -> None:
         """Let the server compare its weights with the copy, bit by bit, in its own layout.
 
         Raises:
@@ -328,7 +332,7 @@ class SGLangEngine:
 
     def pause(self) -> None:
         """Admit no new request: this process is the only one that sends any. Idempotent."""
-        self._admission.pause()
+        self._gate.pause()
 
     def drain(self, *, timeout_s: float) -> int:
         """Wait until nothing runs, abort what is left at the deadline, and empty the server.
@@ -338,7 +342,7 @@ class SGLangEngine:
             DeadlineError: it stays busy; how many requests run and wait.
         """
         self._server.require_alive("drain")
-        aborted = self._admission.drain(timeout_s, abort=self._cut_off, grace_s=ABORT_GRACE_S)
+        aborted = self._gate.drain(timeout_s, abort=self._cut_off, grace_s=ABORT_GRACE_S)
         self._server.hold(timeout_s=FLUSH_TIMEOUT_S)
         return aborted
 
@@ -347,14 +351,14 @@ class SGLangEngine:
         self._server.client.cut_off(after_s=ABORT_GRACE_S / 2)
         self._server.abort_all()
 
-    def release(self, part: MemoryPart, *, backup: frozenset[str] = frozenset()) -> None:
+    def release(self, part: MemoryTag, *, backup: frozenset[str] = frozenset()) -> None:
         """Free a part's memory. What ``backup`` names survives where the server keeps a copy.
 
         Raises:
             PhaseError: the part is released already, or requests are running.
             EngineError: the server keeps no copy and one is asked for; nothing was freed.
         """
-        self._admission.require_idle(f"release of {part.name}")
+        self._gate.require_idle(f"release of {part.name}")
         if part in self._released:
             raise PhaseError(f"{part.name} is released already")
         if backup and self.frees_memory and not self._spec.keeps_backup:
@@ -366,7 +370,7 @@ class SGLangEngine:
             self._server.release_memory(part.value)
         self._released.add(part)
 
-    def resume(self, part: MemoryPart) -> None:
+    def resume(self, part: MemoryTag) -> None:
         """Allocate a part again.
 
         Raises:
@@ -379,17 +383,17 @@ class SGLangEngine:
             self._server.resume_memory(part.value)
         self._released.remove(part)
 
-    def _can_release(self, part: MemoryPart) -> bool:
+    def _can_release(self, part: MemoryTag) -> bool:
         """Whether a part survives its release: older servers lose what captured graphs read."""
-        is_graph = part is MemoryPart.CUDA_GRAPH
+        is_graph = part is MemoryTag.CUDA_GRAPH
         return not is_graph or self._server.capabilities.can(Capability.KEEP_CUDA_GRAPHS)
 
     def continue_generation(self) -> None:
         """Admit requests again. Idempotent."""
-        self._server.let_in()
-        self._admission.reopen()
+        self._server.continue_generation()
+        self._gate.resume()
 
-    def resident_bytes(self, part: MemoryPart) -> int:
+    def resident_bytes(self, part: MemoryTag) -> int:
         """Return at least how many bytes a part holds; 0 where the server cannot free it."""
         if part in self._released or not self.frees_memory or not self._can_release(part):
             return 0
@@ -412,19 +416,19 @@ class SGLangEngine:
 
     def shutdown(self) -> None:
         """Kill the server with all that it runs; idempotent."""
-        self._admission.pause()
+        self._gate.pause()
         self._server.end()
         self.transport.forget()
 
 
-def weight_port(
+def weight_sender(
     engine: SGLangEngine | None, *, rollout: RolloutConfig, device: torch.device
-) -> WeightPort:
+) -> WeightSender:
     """Return this rank's end of the weight stream: the engine itself where there is one."""
-    return engine or FollowerPort(build_transport(rollout, DIALECT, device=device, leads=False))
+    return engine or FollowerSender(build_transport(rollout, HOOKS, device=device, leads=False))
 
 
-def _handle(flat: Tensor, slots: Sequence[Slot]) -> str:
+def _handle(flat: Tensor, slots: Sequence[TensorSpan]) -> str:
     metadata = [
         FlattenedTensorMetadata(
             name=slot.name,
@@ -453,7 +457,7 @@ def _serialized(payload: object) -> str:
     return text
 
 
-DIALECT = Dialect(
+HOOKS = SGLangHooks(
     encode=_handle, join=init_custom_process_group, prepare_ipc=monkey_patch_torch_reductions
 )
 """What transports of weights need of SGLang."""

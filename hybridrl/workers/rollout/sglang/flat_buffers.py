@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridrl import env
 from hybridrl.errors import EngineError
-from hybridrl.workers.rollout.protocol import Bucket, Slot
+from hybridrl.workers.rollout.protocol import Bucket, TensorSpan
 
 Allocate = Callable[[int], Tensor]
 
@@ -17,7 +17,7 @@ _PRELOAD = "LD_PRELOAD"
 _SAVER = "torch_memory_saver"
 
 
-def lay_out(bucket: Bucket, *, dtype: torch.dtype | None = None) -> tuple[Slot, ...]:
+def lay_out(bucket: Bucket, *, dtype: torch.dtype | None = None) -> tuple[TensorSpan, ...]:
     """Place tensors end to end, those with the widest numbers first.
 
     No padding is needed then: every tensor begins at a multiple of its item size, without which its
@@ -31,16 +31,16 @@ def lay_out(bucket: Bucket, *, dtype: torch.dtype | None = None) -> tuple[Slot, 
     def type_of(tensor: Tensor) -> torch.dtype:
         return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
-    slots: list[Slot] = []
+    slots: list[TensorSpan] = []
     end = 0
     for name, tensor in sorted(bucket, key=lambda item: -type_of(item[1]).itemsize):
         kind = type_of(tensor)
         begin, end = end, end + tensor.numel() * kind.itemsize
-        slots.append(Slot(name, kind, tuple(tensor.shape), begin, end))
+        slots.append(TensorSpan(name, kind, tuple(tensor.shape), begin, end))
     return tuple(slots)
 
 
-def tensors_in(flat: Tensor, slots: Sequence[Slot]) -> dict[str, Tensor]:
+def tensors_in(flat: Tensor, slots: Sequence[TensorSpan]) -> dict[str, Tensor]:
     """Return views of the tensors in a flat buffer, by name."""
     return {
         slot.name: flat[slot.begin : slot.end].view(slot.dtype).view(slot.shape) for slot in slots
@@ -63,7 +63,7 @@ class FlatBuffers:
         self._ring: list[Tensor | None] = [None] * count
         self._next = 0
 
-    def pack(self, bucket: Bucket) -> tuple[Tensor, tuple[Slot, ...]]:
+    def pack(self, bucket: Bucket) -> tuple[Tensor, tuple[TensorSpan, ...]]:
         """Copy a bucket into the next buffer.
 
         Returns:

@@ -12,7 +12,7 @@ from hybridrl.config.model_folder import read_settings
 from hybridrl.errors import ModelError
 from hybridrl.models.adapter_names import matrix_names
 from hybridrl.models.load import WeightFiles
-from hybridrl.workers.rollout.protocol import MemoryPart, WeightMemory
+from hybridrl.workers.rollout.protocol import MemoryTag, WeightMemory
 
 _WEIGHT = ".weight"
 _EMBEDDING = "model.embed_tokens.weight"
@@ -86,7 +86,7 @@ def require_whole_vocabulary(folder: Path) -> None:
             )
 
 
-def held_bytes(info: Mapping[str, Any], part: MemoryPart) -> int:
+def held_bytes(info: Mapping[str, Any], part: MemoryTag) -> int:
     """Return how many bytes a part holds on a device, as a server counts them.
 
     They are rounded to a thousandth of a GB: this is the least that they can stand for. Weights and
@@ -97,8 +97,8 @@ def held_bytes(info: Mapping[str, Any], part: MemoryPart) -> int:
     usage = info["internal_states"][0]["memory_usage"]
     graphs = usage["graph"]
     gigabytes = {
-        MemoryPart.WEIGHTS: usage["weight"],
-        MemoryPart.KV_CACHE: usage["kvcache"],
-        MemoryPart.CUDA_GRAPH: sum(graphs.values()) if isinstance(graphs, dict) else graphs,
+        MemoryTag.WEIGHTS: usage["weight"],
+        MemoryTag.KV_CACHE: usage["kvcache"],
+        MemoryTag.CUDA_GRAPH: sum(graphs.values()) if isinstance(graphs, dict) else graphs,
     }[part]
     return int(max(0.0, gigabytes - 1e-3) * 2**30)

@@ -105,7 +105,7 @@ class ServerProcess:
 
     def _wait(self, is_ready: Callable[[], bool], timeout_s: float) -> float:
         told = self._begin
-        with activity.doing(f"wait for {self.name} to start"):
+        with activity.scope(f"wait for {self.name} to start"):
             while not is_ready():
                 self.require_alive("it did not start")
                 now = time.monotonic()

@@ -237,7 +237,7 @@ class Server:
         # Once more: a request may have come in before the door was closed.
         self.client.call("/flush_cache", timeout_s=until_deadline_s())
 
-    def let_in(self) -> None:
+    def continue_generation(self) -> None:
         """Serve again."""
         self.post("/continue_generation")
 

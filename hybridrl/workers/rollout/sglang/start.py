@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from hybridrl.errors import nearest
+from hybridrl.errors import suggest_name
 from hybridrl.json_text import to_json_text
 from hybridrl.workers.rollout.sglang.process import end_with_parent
 
@@ -53,7 +53,7 @@ def unknown_names(server_args: Any, arguments: Mapping[str, object]) -> list[Ref
     """Return the arguments that this version does not have, each with what is perhaps meant."""
     known = list(inspect.signature(server_args).parameters)
     return [
-        Refusal((name,), "the installed SGLang has no such argument", nearest(name, known))
+        Refusal((name,), "the installed SGLang has no such argument", suggest_name(name, known))
         for name in arguments
         if name not in known
     ]
@@ -105,10 +105,10 @@ def refusals(server_args: Any, case: Mapping[str, Any]) -> list[Refusal]:  # noq
     reason = _failure(server_args, arguments)
     if reason is None:
         return []
-    culprits = [name for name in own if _failure(server_args, _without(case, name)) is None]
-    if not culprits and own and _failure(server_args, _without(case, *own)) is None:
-        culprits = list(own)  # together
-    return [Refusal(tuple(culprits) or tuple(_named_in(reason, arguments)), reason)]
+    failed_ranks = [name for name in own if _failure(server_args, _without(case, name)) is None]
+    if not failed_ranks and own and _failure(server_args, _without(case, *own)) is None:
+        failed_ranks = list(own)  # together
+    return [Refusal(tuple(failed_ranks) or tuple(_named_in(reason, arguments)), reason)]
 
 
 def rehearse(case: Mapping[str, Any]) -> Mapping[str, object]:

@@ -17,9 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hybridrl.atomic_io import publish
+from hybridrl.atomic_io import rename_into_place
 from hybridrl.errors import EngineError
-from hybridrl.workers.rollout.protocol import Bucket, Offer, Slot
+from hybridrl.workers.rollout.protocol import Bucket, StagedBucket, TensorSpan
 from hybridrl.workers.rollout.sglang.flat_buffers import (
     Allocate,
     FlatBuffers,
@@ -29,7 +29,7 @@ from hybridrl.workers.rollout.sglang.flat_buffers import (
 )
 from hybridrl.workers.rollout.sglang.server import Server
 
-Encode = Callable[[Tensor, Sequence[Slot]], str]
+Encode = Callable[[Tensor, Sequence[TensorSpan]], str]
 """Makes the handle with which one rank of a server, and only one, opens a flat buffer, once."""
 
 
@@ -39,15 +39,15 @@ class Transport(Protocol):
     in_session: bool
     """Whether the server wants its update opened before the first bucket and closed at the end."""
 
-    def offer(self, bucket: Bucket) -> Offer:
-        """Make a bucket ready; see ``WeightPort.offer``."""
+    def offer(self, bucket: Bucket) -> StagedBucket:
+        """Make a bucket ready; see ``WeightSender.offer``."""
         ...
 
-    def handle(self, offer: Offer) -> str:
+    def handle(self, offer: StagedBucket) -> str:
         """Make another handle of an offer, for a rank whose process offers nothing itself."""
         ...
 
-    def deliver(self, server: Server, offer: Offer, handles: Sequence[str]) -> None:
+    def deliver(self, server: Server, offer: StagedBucket, handles: Sequence[str]) -> None:
         """Have ``server`` load a bucket, or what it needs in order to."""
         ...
 
@@ -90,16 +90,16 @@ class SharedTransport:
         self._buffers = FlatBuffers(count=count, allocate=allocator_of(device), dtype=dtype)
         self._encode = encode
 
-    def offer(self, bucket: Bucket) -> Offer:
+    def offer(self, bucket: Bucket) -> StagedBucket:
         """Pack into shared memory."""
         flat, slots = self._buffers.pack(bucket)
-        return Offer(slots, flat, self._encode(flat, slots))
+        return StagedBucket(slots, flat, self._encode(flat, slots))
 
-    def handle(self, offer: Offer) -> str:
+    def handle(self, offer: StagedBucket) -> str:
         """Make another handle of the same memory: each is counted down once when it is closed."""
         return "" if offer.flat is None else self._encode(offer.flat, offer.slots)
 
-    def deliver(self, server: Server, offer: Offer, handles: Sequence[str]) -> None:
+    def deliver(self, server: Server, offer: StagedBucket, handles: Sequence[str]) -> None:
         """Send the handles."""
         server.require_success(
             "/update_weights_from_tensor",
@@ -134,14 +134,14 @@ class LeaderBuffers:
         self._dtype = dtype
         self._buffers = FlatBuffers(count=2, allocate=allocate, dtype=dtype)
 
-    def offer(self, bucket: Bucket) -> Offer:
+    def offer(self, bucket: Bucket) -> StagedBucket:
         """Pack, on the leader."""
         if not self._leads:
-            return Offer(lay_out(bucket, dtype=self._dtype), None, "")
+            return StagedBucket(lay_out(bucket, dtype=self._dtype), None, "")
         flat, slots = self._buffers.pack(bucket)
-        return Offer(slots, flat, "")
+        return StagedBucket(slots, flat, "")
 
-    def handle(self, offer: Offer) -> str:
+    def handle(self, offer: StagedBucket) -> str:
         """None is needed."""
         return ""
 
@@ -167,7 +167,7 @@ class DiskTransport(LeaderBuffers):
         self._written: set[str] = set()
         self._num_files = 0
 
-    def deliver(self, server: Server, offer: Offer, handles: Sequence[str]) -> None:
+    def deliver(self, server: Server, offer: StagedBucket, handles: Sequence[str]) -> None:
         """Write a file.
 
         Raises:
@@ -200,7 +200,7 @@ class DiskTransport(LeaderBuffers):
             return
         folder = self._parent / "weights"
         try:
-            publish(self._unfinished(self._parent), folder)
+            rename_into_place(self._unfinished(self._parent), folder)
             server.require_success(
                 "/update_weights_from_disk",
                 model_path=str(folder),

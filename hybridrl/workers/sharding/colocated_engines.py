@@ -18,7 +18,7 @@ _MAY_STAY_BYTES = 2**30
 """Of torch's memory, besides what tenants list: tables, workspaces of cuBLAS and of kernels."""
 
 
-class Tenant(Protocol):
+class ColocatedEngine(Protocol):
     """Training state that shares the device: a training engine, trainable or frozen."""
 
     def offload(self, part: TrainState) -> None:
@@ -34,11 +34,11 @@ class Tenant(Protocol):
         ...
 
 
-class Tenants:
+class ColocatedEngines:
     """All tenants of this process's device; each verb runs on all ranks and fails on all alike."""
 
     def __init__(self, *, device: torch.device, control: ControlGroup) -> None:
-        self._tenants: dict[str, Tenant] = {}
+        self._tenants: dict[str, ColocatedEngine] = {}
         self._control = control
         self._metrics: Metrics = {}
         self.memory = DeviceMemory(device)
@@ -46,7 +46,7 @@ class Tenants:
         self.engine_bytes: Callable[[], int] = int
         """What a rollout engine in this very process holds of torch's memory."""
 
-    def register(self, name: str, tenant: Tenant) -> None:
+    def register(self, name: str, tenant: ColocatedEngine) -> None:
         """Add a tenant.
 
         Raises:
@@ -64,22 +64,22 @@ class Tenants:
             for part in TrainState
         ]
 
-    def make_room(self) -> None:
+    def offload_optimizer(self) -> None:
         """Gradients and optimizer state leave."""
-        self._control.everywhere("make_room", self._offload_all_but_parameters)
+        self._control.everywhere("offload_optimizer", self._offload_all_but_parameters)
 
-    def leave(self) -> None:
+    def offload_parameters(self) -> None:
         """Parameters leave.
 
         Raises:
             StageError: on all ranks, if anything of any tenant is still on a device, or more of
                 torch's memory than anybody lists.
         """
-        self._control.everywhere("leave", self._offload_parameters)
+        self._control.everywhere("offload_parameters", self._offload_parameters)
 
-    def come_back(self) -> None:
+    def onload_training(self) -> None:
         """Everything returns; what never left stays."""
-        self._control.everywhere("come_back", self._restore)
+        self._control.everywhere("onload_training", self._restore)
 
     def _offload_all_but_parameters(self) -> None:
         for tenant in self._tenants.values():

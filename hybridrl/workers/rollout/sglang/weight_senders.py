@@ -11,7 +11,7 @@ import torch.multiprocessing
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import PhaseError
 from hybridrl.models.dtypes import DTYPES
-from hybridrl.workers.rollout.protocol import Bucket, Offer
+from hybridrl.workers.rollout.protocol import Bucket, StagedBucket
 from hybridrl.workers.rollout.sglang.broadcast import BroadcastTransport, JoinGroup
 from hybridrl.workers.rollout.sglang.transports import (
     DiskTransport,
@@ -22,7 +22,7 @@ from hybridrl.workers.rollout.sglang.transports import (
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class SGLangHooks:
     """What the server's own library must do in our process, so that both understand each other."""
 
     encode: Encode
@@ -35,18 +35,18 @@ class Dialect:
     """Lets handles name a GPU by its serial number: a server numbers only those that it sees."""
 
 
-class FollowerPort:
+class FollowerSender:
     """The end of the weight stream on a rank that does not lead its engine."""
 
     def __init__(self, transport: Transport) -> None:
         """Offer by ``transport``."""
         self._transport = transport
 
-    def offer(self, bucket: Bucket) -> Offer:
+    def offer(self, bucket: Bucket) -> StagedBucket:
         """Make this rank's share of a bucket ready."""
         return self._transport.offer(bucket)
 
-    def deliver(self, offer: Offer, handles: Sequence[str]) -> None:
+    def deliver(self, offer: StagedBucket, handles: Sequence[str]) -> None:
         """Refuse: the leader delivers.
 
         Raises:
@@ -54,13 +54,13 @@ class FollowerPort:
         """
         raise PhaseError("a rank that leads no engine delivers nothing")
 
-    def end_stream(self) -> None:
+    def release_buffers(self) -> None:
         """Let go of all buffers."""
         self._transport.free()
 
 
 def build_transport(
-    rollout: RolloutConfig, dialect: Dialect, *, device: torch.device, leads: bool
+    rollout: RolloutConfig, dialect: SGLangHooks, *, device: torch.device, leads: bool
 ) -> Transport:
     """Make what ``rollout.transport`` asks for, on one rank.
 
