@@ -136,7 +136,7 @@ reward/mean | reward | mean over the responses of the step, as scored (before an
 reward/std | reward | standard deviation over the responses of the step
 reward/max | reward | best response of the step
 reward/min | reward | worst response of the step
-reward/zero_variance_group_fraction | 1 | groups in which all responses got one reward: they teach nothing
+reward/zero_variance_group_fraction | 1 | groups whose responses all got one reward: no signal
 reward/failed_fraction | 1 | responses that the reward function could not score, counted as 0
 reward/kl_charge/mean | reward | mean charge per response for leaving the reference policy
 loss/policy | reward or 1 | clipped surrogate per token, tokens weighed as the loss weighs them
