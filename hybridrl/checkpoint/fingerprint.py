@@ -88,11 +88,11 @@ def folder_fingerprints(model_folder: Path, *, with_weights: bool) -> Mapping[st
         with_weights: where the run still reads them when it goes on (frozen under an adapter, or
             of the reference). Of each file the size, the beginning and the end are looked at.
     """
-    found = {
+    fingerprints = {
         "model configuration": _digest(model_folder, ("config.json",)),
         "tokenizer": _digest(model_folder, TOKENIZER_FILES),
     }
-    return found | ({"frozen weights": _sample(model_folder)} if with_weights else {})
+    return fingerprints | ({"frozen weights": _sample(model_folder)} if with_weights else {})
 
 
 def _sample(folder: Path) -> str:
@@ -133,8 +133,8 @@ def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> li
     """
     changes = list(differences(saved, now))
     if changes and not accept:
-        rest = len(changes) - _NUM_NAMED
-        more = f"\n  and {rest} more" if rest > 0 else ""
+        num_unnamed = len(changes) - _NUM_NAMED
+        more = f"\n  and {num_unnamed} more" if num_unnamed > 0 else ""
         raise CheckpointError(
             f"{where} holds a run with other settings:\n  "
             + "\n  ".join(changes[:_NUM_NAMED])

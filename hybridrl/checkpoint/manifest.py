@@ -99,13 +99,13 @@ class Manifest:
         """
         try:
             values = json.loads((folder / _NAME).read_text(encoding="utf-8"))
-            found = values["format"]
-            manifest = cls._of(values) if found == _FORMAT else None
+            version = values["format"]
+            manifest = cls._of(values) if version == _FORMAT else None
         except (OSError, ValueError, KeyError, TypeError) as err:
             raise TornCheckpointError(f"{folder} is torn: {_NAME} cannot be read ({err})") from err
         if manifest is None:
             raise CheckpointError(
-                f"{folder} has checkpoint format {found}, and this version reads {_FORMAT}; "
+                f"{folder} has checkpoint format {version}, and this version reads {_FORMAT}; "
                 "resume with the version of hybridrl that wrote it"
             )
         manifest._check_sizes(folder)
@@ -126,8 +126,8 @@ class Manifest:
             path = folder / entry.name
             size = path.stat().st_size if path.is_file() else None
             if size != entry.num_bytes:
-                found = "is missing" if size is None else f"has {size} bytes"
+                state = "is missing" if size is None else f"has {size} bytes"
                 raise TornCheckpointError(
-                    f"{folder} is torn: {entry.name} {found}, and was written with "
+                    f"{folder} is torn: {entry.name} {state}, and was written with "
                     f"{entry.num_bytes}"
                 )

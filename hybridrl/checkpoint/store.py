@@ -110,19 +110,19 @@ class CheckpointStore:
 
         Torn ones are neither counted, or a new checkpoint would be deleted for them, nor deleted.
         """
-        whole: list[Path] = []
+        complete: list[Path] = []
         scored: list[tuple[float, Path]] = []
         for folder in self._folders():
             try:
                 score = Manifest.read(folder).score
             except TornCheckpointError:
                 continue
-            whole.append(folder)
+            complete.append(folder)
             if score is not None:
                 scored.append((score, folder))
-        kept = set(whole[-keep_last:])
+        kept = set(complete[-keep_last:])
         kept |= {folder for _, folder in sorted(scored, reverse=True)[:keep_best]}
-        for folder in whole:
+        for folder in complete:
             if folder not in kept:
                 # Renamed first: killed in the middle, it may not look like a whole checkpoint.
                 doomed = folder.with_name(folder.name + _UNFINISHED)
@@ -132,5 +132,5 @@ class CheckpointStore:
     def _folders(self) -> list[Path]:
         if not self._folder.is_dir():
             return []
-        found = [path for path in self._folder.iterdir() if _STEP.fullmatch(path.name)]
-        return sorted(found)
+        folders = [path for path in self._folder.iterdir() if _STEP.fullmatch(path.name)]
+        return sorted(folders)

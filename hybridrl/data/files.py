@@ -60,8 +60,8 @@ def read_rows(files: Sequence[Path], *, columns: Columns, key: str) -> list[Row]
                 problems.append(f"{origin}: {problem}")
     if problems:
         shown = "\n  ".join(problems[:_MAX_PROBLEMS_SHOWN])
-        rest = len(problems) - _MAX_PROBLEMS_SHOWN
-        more = f"\n  and {rest} more" if rest > 0 else ""
+        num_unnamed = len(problems) - _MAX_PROBLEMS_SHOWN
+        more = f"\n  and {num_unnamed} more" if num_unnamed > 0 else ""
         raise DataError(
             f"{len(problems)} of {len(rows) + len(problems)} rows are malformed; mend or remove:"
             f"\n  {shown}{more}"

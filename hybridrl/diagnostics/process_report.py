@@ -195,8 +195,8 @@ def _read_memory(files: RecordFiles, now: float) -> tuple[tuple[float, int, int]
         data = Path(f"{files.stem}.memory").read_bytes()
     except OSError:
         return ()
-    whole = len(data) - len(data) % activity.SAMPLE.size
-    samples = sorted(activity.SAMPLE.iter_unpack(data[:whole]))
+    num_bytes = len(data) - len(data) % activity.SAMPLE.size
+    samples = sorted(activity.SAMPLE.iter_unpack(data[:num_bytes]))
     return tuple((now - at_s, resident, shared) for at_s, resident, shared in samples)
 
 
@@ -214,13 +214,17 @@ def _innermost(stacks: str, thread: int | None) -> tuple[str, str]:
     """Return where a thread stands, for a person, and the file of its innermost frame."""
     for number, frames in _THREAD.findall(stacks):
         if int(number, 16) == thread:
-            found = _FRAME.findall(frames)
-            if not found:
+            frames_of_code = _FRAME.findall(frames)
+            if not frames_of_code:
                 return "", ""
-            top = _frame(found[0])
-            own = [frame for frame in found if not any(part in frame[0] for part in _INSTALLED)]
-            came_from = f" from {_frame(own[0])}" if own and own[0] is not found[0] else ""
-            return top + came_from, found[0][0]
+            top = _frame(frames_of_code[0])
+            own = [
+                frame
+                for frame in frames_of_code
+                if not any(part in frame[0] for part in _INSTALLED)
+            ]
+            came_from = f" from {_frame(own[0])}" if own and own[0] is not frames_of_code[0] else ""
+            return top + came_from, frames_of_code[0][0]
     return "", ""
 
 

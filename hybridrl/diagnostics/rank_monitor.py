@@ -49,12 +49,12 @@ class RankMonitor:
 
     def __init__(self, ranks: Sequence[MonitoredRank] = ()) -> None:
         self._ranks = list(ranks)
-        here = ray.get_runtime_context().get_node_id() if ranks else ""
+        driver_node = ray.get_runtime_context().get_node_id() if ranks else ""
         # The file too: a driver beside the cluster (Ray client) has no node of its own.
         self._local = {
             rank.rank
             for rank in ranks
-            if rank.node_id == here and Path(f"{rank.files.stem}.activity").exists()
+            if rank.node_id == driver_node and Path(f"{rank.files.stem}.activity").exists()
         }
         self._handles: dict[int, int] = {}
         for rank in ranks:
@@ -108,8 +108,8 @@ def _wait_for_exit(handle: int, wait_s: float) -> None:
 
 def _ask(node_id: str, ranks: Sequence[MonitoredRank]) -> Any:  # noqa: ANN401 - Ray's reference
     task = ray.remote(num_cpus=0, max_retries=0)(read_ranks)
-    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    return task.options(scheduling_strategy=there).remote(ranks, wait_s=_STACKS_WAIT_S)
+    on_that_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return task.options(scheduling_strategy=on_that_node).remote(ranks, wait_s=_STACKS_WAIT_S)
 
 
 def _answers(asked: Mapping[Any, Sequence[MonitoredRank]]) -> list[RankReport]:

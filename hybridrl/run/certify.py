@@ -41,15 +41,15 @@ def certify(config: ExperimentConfig, *, record: RunFolder) -> None:
         CertificateError: a run failed, or the two did not end alike.
         DeadlineError: a run took longer than ``certify.timeout_s``.
     """
-    whole = _rehearsal(config, record.folder / "uninterrupted")
+    uninterrupted = _rehearsal(config, record.folder / "uninterrupted")
     broken = _rehearsal(config, record.folder / "interrupted")
-    _run(whole, record.live, "without a break")
+    _run(uninterrupted, record.live, "without a break")
     record.live.step(1, {})
-    killed_at = _run_and_kill(broken, record.live, pace_s=_seconds_per_step(whole))
+    killed_at = _run_and_kill(broken, record.live, pace_s=_seconds_per_step(uninterrupted))
     record.live.step(2, {})
     _run(broken, record.live, "resumed")
     record.live.step(_NUM_RUNS, {})
-    folders = [Path(run.trainer.run_dir) for run in (whole, broken)]
+    folders = [Path(run.trainer.run_dir) for run in (uninterrupted, broken)]
     findings = compare_runs(*folders)
     text = describe(config, findings, killed_at=killed_at, environment=environment_of(broken))
     atomic_write_text(record.folder / "certificate.md", text)

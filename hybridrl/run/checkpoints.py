@@ -116,19 +116,19 @@ class Checkpointer:
             CheckpointError: it is of another model, or all are torn.
         """
         self._shelf.discard_unfinished()
-        while (found := self._shelf.newest()) is not None:
-            torn = [name for role in self._savers for name in self._find_torn(found, role)]
+        while (checkpoint := self._shelf.newest()) is not None:
+            torn = [name for role in self._savers for name in self._find_torn(checkpoint, role)]
             if not torn:
                 for role, saver in self._savers.items():
-                    saver.load(found.folder / role)
-                self._last_begun = found.manifest.run.step
-                return found.manifest.run
+                    saver.load(checkpoint.folder / role)
+                self._last_begun = checkpoint.manifest.run.step
+                return checkpoint.manifest.run
             log.warning(
                 "%s is torn: the bytes of %s have changed since they were written; it is set "
                 "aside and the checkpoint before it is used",
-                *(found.folder, ", ".join(torn)),
+                *(checkpoint.folder, ", ".join(torn)),
             )
-            self._shelf.quarantine(found.folder)
+            self._shelf.quarantine(checkpoint.folder)
         return None
 
     def _find_torn(self, found: Checkpoint, role: str) -> list[str]:

@@ -138,10 +138,10 @@ def _resolve(address: str) -> str:
     if address != "auto":
         return address
     # Ray has no public name for this question; its answer on another machine's cluster is None.
-    found = services.canonicalize_bootstrap_address(address)
-    if found is None:
+    host_port = services.canonicalize_bootstrap_address(address)
+    if host_port is None:
         raise ResourceError("no Ray runs on this machine")
-    return str(found)
+    return str(host_port)
 
 
 def rank_variables(config: ExperimentConfig) -> dict[str, str]:

@@ -59,8 +59,8 @@ def run(config: ExperimentConfig, *, resolved_yaml: str, has_begun: bool = False
             certify(config, record=record)
         return
     resumes = has_begun or should_resume(config)
-    if resumes and (told := finished_message(config)):
-        sys.stdout.write(f"{told}\n")
+    if resumes and (message := finished_message(config)):
+        sys.stdout.write(f"{message}\n")
         return
     with ExitStack() as opened:
         record = opened.enter_context(

@@ -72,8 +72,8 @@ def checkpoint_store(config: ExperimentConfig) -> CheckpointStore:
 
 def newest_step(config: ExperimentConfig) -> int:
     """Return the step of the newest whole checkpoint; 0 if there is none."""
-    found = checkpoint_store(config).newest()
-    return 0 if found is None else found.manifest.run.step
+    checkpoint = checkpoint_store(config).newest()
+    return 0 if checkpoint is None else checkpoint.manifest.run.step
 
 
 def finished_message(config: ExperimentConfig) -> str:
@@ -102,10 +102,10 @@ def should_resume(config: ExperimentConfig) -> bool:
     former = folder / "config.yaml"
     if config.trainer.overwrite or config.checkpoint.resume == "never" or not former.is_file():
         return False
-    found = checkpoint_store(config).newest()
+    checkpoint = checkpoint_store(config).newest()
     accept = config.checkpoint.accept_changes
-    if found is not None:
-        saved = found.manifest.origin.recipe
+    if checkpoint is not None:
+        saved = checkpoint.manifest.origin.recipe
         check_recipe(saved, recipe_of(config), where=folder, accept=accept)
         return True
     begun, _ = read_config(yaml.safe_load(former.read_text(encoding="utf-8")) or {})
@@ -146,13 +146,17 @@ def check_resumable(
         DataError: the rows have.
         RunFolderError: lines of the run's files are lost, and that was not accepted.
     """
-    found = checkpoint_store(config).newest()
-    if found is None:
+    checkpoint = checkpoint_store(config).newest()
+    if checkpoint is None:
         return
-    saved, where, accept = found.manifest.origin, found.folder, config.checkpoint.accept_changes
+    saved, where, accept = (
+        checkpoint.manifest.origin,
+        checkpoint.folder,
+        config.checkpoint.accept_changes,
+    )
     changes = check_recipe(saved.recipe, origin.recipe, where=where, accept=accept)
     changes += check_fingerprints(saved, origin, where=where, accept=accept)
-    former = found.manifest.run.sampler.fingerprint
+    former = checkpoint.manifest.run.sampler.fingerprint
     if former != rows.fingerprint:
         changes.append(f"rows: {former[:12]} there, {rows.fingerprint[:12]} here")
         if not accept:
@@ -161,7 +165,7 @@ def check_resumable(
                 "back, set trainer.run_dir to a new folder, or set checkpoint.accept_changes=true "
                 "to go on at the same place of the new rows"
             )
-    changes += _check_lines(found.manifest.run, Path(config.trainer.run_dir), accept=accept)
+    changes += _check_lines(checkpoint.manifest.run, Path(config.trainer.run_dir), accept=accept)
     for change in changes:
         log.warning("resuming with a change that was accepted: %s", change)
     for change in differences(saved.environment, origin.environment):

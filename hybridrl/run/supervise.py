@@ -151,7 +151,7 @@ def _last_step(folder: Path) -> int:
             lines = file.read().splitlines(keepends=True)
     except OSError:
         return 0
-    whole = [line for line in lines if line.endswith(b"\n")]
+    complete = [line for line in lines if line.endswith(b"\n")]
     with suppress(ValueError, KeyError, IndexError):
-        return int(json.loads(whole[-1])["step"])
+        return int(json.loads(complete[-1])["step"])
     return 0

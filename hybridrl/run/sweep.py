@@ -210,8 +210,8 @@ def _find_error(folder: Path, exit_status: int) -> str:
         return f"stopped by {_STOPPED[exit_status].name} before its last step"
     file = folder / "log.txt"
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    found = _ERROR_LINE.findall(text)
-    words = found[-1] if found else f"exit status {exit_status}, see above"
+    errors = _ERROR_LINE.findall(text)
+    words = errors[-1] if errors else f"exit status {exit_status}, see above"
     return words.removeprefix("hybridrl.errors.")[:_MAX_ERROR]
 
 

@@ -129,8 +129,8 @@ def split_by_dp_rank(layout: RankLayout, value: object) -> list[object]:
     dp_size = layout.dp_size
     if dp_size == 1:  # nothing to cut: the payload goes as it is
         return split_whole(layout, value)
-    rows_per_slice, rest = divmod(num_rows(value), dp_size)
-    if rest:
+    rows_per_slice, remainder = divmod(num_rows(value), dp_size)
+    if remainder:
         raise DispatchError(_indivisible(num_rows(value), dp_size))
     slices = [
         take_rows(value, dp_rank * rows_per_slice, (dp_rank + 1) * rows_per_slice)
@@ -272,8 +272,8 @@ class Padding:
         ]
 
     def _strip_one(self, dp_rank: int, result: object) -> object:
-        results_per_row, rest = divmod(num_rows(result), self.rows_per_slice)
-        if rest:
+        results_per_row, remainder = divmod(num_rows(result), self.rows_per_slice)
+        if remainder:
             raise DispatchError(
                 f"{num_rows(result)} result rows for {self.rows_per_slice} padded rows: which are "
                 "padding cannot be told; return a fixed number per row, or register with pad=False"
@@ -310,6 +310,6 @@ def pad_arguments(values: Sequence[object], dp_size: int) -> tuple[list[object],
 
 
 def _repeat(payload: object, target: int) -> object:
-    copies, rest = divmod(target, num_rows(payload))
-    tail = [take_rows(payload, 0, rest)] if rest else []
+    copies, remainder = divmod(target, num_rows(payload))
+    tail = [take_rows(payload, 0, remainder)] if remainder else []
     return concat_rows([payload] * copies + tail)

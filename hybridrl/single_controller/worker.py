@@ -171,8 +171,8 @@ class WorkerHost:
             worker = role.cls.__new__(role.cls, *role.args, **role.kwargs)
             worker.fused = self.workers
             self.workers[prefix] = worker
-            what = role.cls.__name__
-            with activity.scope(f"{what}.__init__()"), trace.span("build", role=what):
+            class_name = role.cls.__name__
+            with activity.scope(f"{class_name}.__init__()"), trace.span("build", role=class_name):
                 role.cls.__init__(worker, *role.args, **role.kwargs)
 
     def host_mesh(self, prefix: str, mesh: str) -> MeshPlace | None:

@@ -74,8 +74,8 @@ class ActorRolloutWorker(CheckpointedWorker):
         tensor_parallel_size = spec.rollout.tensor_parallel_size
         leads = self.rank % tensor_parallel_size == 0
         gpus = control.gather("devices", device_name(device))
-        mine = gpus[self.rank : self.rank + tensor_parallel_size]
-        build = partial(build_rollout_engine, spec, device, gpus=mine)
+        own_gpus = gpus[self.rank : self.rank + tensor_parallel_size]
+        build = partial(build_rollout_engine, spec, device, gpus=own_gpus)
         engine = start_engine(build if leads else None, config=spec.rollout, control=control)
         self.sharding = ShardingManager(
             engine=engine,

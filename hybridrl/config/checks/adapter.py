@@ -53,8 +53,8 @@ def check_lora_init_from(config: ExperimentConfig) -> Iterator[ConfigError]:
             remedies=[_NO_ADAPTER],
         )
         return
-    found = [*_unsupported(folder, settings), *_other_settings(config, settings)]
-    yield from found or _other_model(config, folder, shapes)
+    errors = [*_unsupported(folder, settings), *_other_settings(config, settings)]
+    yield from errors or _other_model(config, folder, shapes)
 
 
 def _read_settings(folder: Path) -> tuple[Mapping[str, object], str]:
@@ -105,21 +105,25 @@ def _other_settings(
 ) -> Iterator[ConfigError]:
     """Rank, scaling and modules are those of the section: else it would say what is not so."""
     lora = config.lora
-    theirs = settings["target_modules"]
-    modules = sorted(str(name) for name in theirs) if isinstance(theirs, list) else [str(theirs)]
-    for key, ours, got in (
+    saved_modules = settings["target_modules"]
+    modules = (
+        sorted(str(name) for name in saved_modules)
+        if isinstance(saved_modules, list)
+        else [str(saved_modules)]
+    )
+    for key, wanted, got in (
         ("rank", lora.rank, settings["r"]),
         ("alpha", lora.alpha, settings["lora_alpha"]),
         ("use_rslora", lora.use_rslora, bool(settings.get("use_rslora"))),
         ("target_modules", sorted(lora.modules), modules),
     ):
-        if got == ours:
+        if got == wanted:
             continue
         typed = to_json_text(got, separators=(",", ":")).replace('"', "")
         is_legal = key != "target_modules" or set(modules) <= set(LINEAR_MODULES)
         yield ConfigError(
             f"lora.{key}",
-            ours,
+            wanted,
             f"the adapter in lora.init_from={lora.init_from} was made with {got}",
             remedies=[(f"lora.{key}={typed}",), _NO_ADAPTER] if is_legal else [_NO_ADAPTER],
         )

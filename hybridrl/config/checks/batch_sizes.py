@@ -172,26 +172,26 @@ def nearest_legal(sizes: BatchSizes, *, fixed: Collection[str] = ()) -> list[Bat
     for num_changes in (1, 2):
         bound = min((distance for distance, _ in best.values()), default=math.inf)
         for changed in combinations(names, num_changes):
-            found = _nearest_of(sizes, changed)
-            if found is not None and (num_changes == 1 or found[0] < bound):
-                best[changed] = found
-    ranked = sorted(best.values(), key=lambda found: found[0])
+            legal_sizes = _nearest_of(sizes, changed)
+            if legal_sizes is not None and (num_changes == 1 or legal_sizes[0] < bound):
+                best[changed] = legal_sizes
+    ranked = sorted(best.values(), key=lambda legal_sizes: legal_sizes[0])
     return [legal for _, legal in ranked[:_MAX_REMEDIES]]
 
 
 def _nearest_of(sizes: BatchSizes, changed: tuple[str, ...]) -> tuple[float, BatchSizes] | None:
     before = asdict(sizes)
-    found: tuple[float, BatchSizes] | None = None
+    best: tuple[float, BatchSizes] | None = None
     for values in product(*(_candidates(sizes, name) for name in changed)):
         distance = sum(
             abs(math.log(n / before[name])) for name, n in zip(changed, values, strict=True)
         )
-        if found is not None and distance >= found[0]:
+        if best is not None and distance >= best[0]:
             continue
         legal = replace(sizes, **dict(zip(changed, values, strict=True)))
         if legal.are_legal:
-            found = (distance, legal)
-    return found
+            best = (distance, legal)
+    return best
 
 
 def _candidates(sizes: BatchSizes, name: str) -> list[int]:

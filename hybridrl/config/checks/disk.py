@@ -133,11 +133,12 @@ def check_trackers(config: ExperimentConfig) -> Iterator[ConfigError]:
     trackers = config.tracking.trackers
     missing = [name for name in trackers if find_spec(name) is None]
     if missing:
-        rest = ",".join(name for name in trackers if name not in missing)
+        installed = ",".join(name for name in trackers if name not in missing)
         yield ConfigError(
             "tracking.trackers",
             list(trackers),
             f"not installed: {', '.join(missing)}",
-            fix=f"pip install 'hybridrl[{','.join(missing)}]', or set tracking.trackers=[{rest}]",
-            remedies=[(f"tracking.trackers=[{rest}]",)],
+            fix=f"pip install 'hybridrl[{','.join(missing)}]', or set "
+            f"tracking.trackers=[{installed}]",
+            remedies=[(f"tracking.trackers=[{installed}]",)],
         )

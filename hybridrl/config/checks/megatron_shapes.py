@@ -313,8 +313,8 @@ def nearest_shapes(
                     legal.append(changes)
         legal.sort(key=lambda changes: _distance(config, changes))
         fit = islice((c for c in legal if is_fit(with_sizes(config, c))), at_most)
-        if found := list(fit):
-            return found
+        if fitting := list(fit):
+            return fitting
     return legal[:at_most] or [
         {key: new for key, new in _ONES.items() if new != value_of(config, key)}
     ]
@@ -327,7 +327,7 @@ def _candidates(config: ExperimentConfig, facts: ShapeFacts) -> dict[str, list[S
     heads = math.gcd(facts.num_heads, facts.intermediate_size)
     if config.lora.enabled:  # adapters want whole key-value heads
         heads = math.gcd(heads, facts.num_key_value_heads)
-    found: dict[str, list[Size]] = {
+    candidates: dict[str, list[Size]] = {
         "megatron.tensor_parallel_size": _divisors(heads, sizes.tensor_parallel_size, most),
         "megatron.pipeline_parallel_size": _divisors(
             facts.num_layers, sizes.pipeline_parallel_size, most
@@ -343,12 +343,12 @@ def _candidates(config: ExperimentConfig, facts: ShapeFacts) -> dict[str, list[S
             facts.expert_intermediate_size or 1, sizes.expert_tensor_parallel_size, most
         ),
     }
-    found["megatron.sequence_parallel"] = [not sizes.sequence_parallel]
+    candidates["megatron.sequence_parallel"] = [not sizes.sequence_parallel]
     for key in config.megatron_worlds:
         ranks = _ranks_per_node(config, key)
         most_ranks = max(_MOST_CPU_RANKS, ranks) if config.cluster.device == "cpu" else ranks
-        found[key] = _divisors(0, ranks, most_ranks)
-    return {key: values for key, values in found.items() if values}
+        candidates[key] = _divisors(0, ranks, most_ranks)
+    return {key: values for key, values in candidates.items() if values}
 
 
 def _divisors(number: int, value: int, most: int) -> list[Size]:

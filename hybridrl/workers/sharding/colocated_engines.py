@@ -109,8 +109,8 @@ class ColocatedEngines:
         if allocated is None:
             return
         unlisted = allocated - self.engine_bytes()
-        found: Metrics = {"memory/left_allocated_bytes/max": Max(unlisted)}
-        self._metrics = merge([self._metrics, found])
+        metrics: Metrics = {"memory/left_allocated_bytes/max": Max(unlisted)}
+        self._metrics = merge([self._metrics, metrics])
         if unlisted > _MAY_STAY_BYTES:
             raise PhaseError(
                 "the KV cache may not wake while training state is on the device: "

@@ -262,8 +262,8 @@ class FusedEngines:
 
     def _bucket_bytes(self) -> int:
         """The size for which all ranks have the memory: they must cut the stream alike."""
-        mine = bucket_bytes_for(self._bucket_mib, self._device)
-        return -self._control.largest("bucket size", -mine)
+        own_bytes = bucket_bytes_for(self._bucket_mib, self._device)
+        return -self._control.largest("bucket size", -own_bytes)
 
     def _is_due(self, part: WeightSet, trained: WeightSet) -> bool:
         """Return, alike on all ranks, whether an engine of any rank lacks the part."""

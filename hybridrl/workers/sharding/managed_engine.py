@@ -261,8 +261,8 @@ class ManagedEngine:
             self._add("memory/unseen_release_bytes", said - seen)
         residue = residue_bytes(self._device)
         if residue is not None and self._released.keys() == set(MemoryTag):
-            found: Metrics = {"memory/unreclaimed_bytes": Max(residue)}
-            self._metrics = merge([self._metrics, found])
+            metrics: Metrics = {"memory/unreclaimed_bytes": Max(residue)}
+            self._metrics = merge([self._metrics, metrics])
 
     def _resume(self, part: MemoryTag) -> None:
         """Allocate what was released, and nothing else: an engine may refuse, or leak, the rest."""

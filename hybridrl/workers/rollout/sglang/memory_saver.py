@@ -55,30 +55,30 @@ def require_no_obstacle(facts: MemorySaverFacts) -> None:
 
 
 def _without_cuda(facts: MemorySaverFacts, *, is_on: bool) -> list[str]:
-    found = []
+    faults = []
     if is_on:
-        found.append("enable_memory_saver=true needs CUDA; set cluster.device=cuda")
+        faults.append("enable_memory_saver=true needs CUDA; set cluster.device=cuda")
     if _LIBRARY in facts.variables.get("LD_PRELOAD", ""):
-        found.append(
+        faults.append(
             f"LD_PRELOAD={facts.variables['LD_PRELOAD']} loads the library of {_LIBRARY} into "
             "every process, and none starts with it without CUDA; unset LD_PRELOAD"
         )
-    return found
+    return faults
 
 
 def _with_cuda(facts: MemorySaverFacts) -> list[str]:
-    found = []
+    faults = []
     if not facts.is_installed:
-        found.append(f"it needs {_LIBRARY}: pip install {_LIBRARY}, or set rollout.sleep=false")
-    found += [
+        faults.append(f"it needs {_LIBRARY}: pip install {_LIBRARY}, or set rollout.sleep=false")
+    faults += [
         f"{name}={facts.variables[name]} turns expandable segments on, which slip past "
         f"{_LIBRARY}; unset it for the server"
         for name in _ALLOCATOR
         if EXPANDABLE_SEGMENTS.search(facts.variables.get(name, ""))
     ]
     if facts.variables.get("NCCL_GRAPH_REGISTER", "1") != "0":
-        found.append(
+        faults.append(
             "NCCL registers buffers of CUDA graphs, and hangs once their memory was unmapped; set "
             "NCCL_GRAPH_REGISTER=0"
         )
-    return found
+    return faults

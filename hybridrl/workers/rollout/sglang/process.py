@@ -104,7 +104,7 @@ class ServerProcess:
             raise EngineError(str(error)) from error
 
     def _wait(self, is_ready: Callable[[], bool], timeout_s: float) -> float:
-        told = self._begin
+        last_word_s = self._begin
         with activity.scope(f"wait for {self.name} to start"):
             while not is_ready():
                 self.require_alive("it did not start")
@@ -114,8 +114,8 @@ class ServerProcess:
                         f"{self.name} did not answer within rollout.start_timeout_s="
                         f"{timeout_s:g} s; raise it if the server is only slow\n{self.tail()}"
                     )
-                if now - told > _TELL_EVERY_S:
-                    told = now
+                if now - last_word_s > _TELL_EVERY_S:
+                    last_word_s = now
                     log.info("starting %s: took_s=%.0f", self.name, now - self._begin)
                 time.sleep(_POLL_S)
         return time.monotonic() - self._begin

@@ -290,7 +290,9 @@ def refused_arguments(log_text: str, arguments: Mapping[str, object]) -> list[Co
         arguments: that it was started with.
     """
     lines = [line.strip() for line in log_text.splitlines()]
-    found = [json.loads(line.removeprefix(_REFUSED)) for line in lines if line.startswith(_REFUSED)]
+    refusals = [
+        json.loads(line.removeprefix(_REFUSED)) for line in lines if line.startswith(_REFUSED)
+    ]
     return [
         ConfigError(
             f"rollout.engine_args.{name}",
@@ -298,7 +300,7 @@ def refused_arguments(log_text: str, arguments: Mapping[str, object]) -> list[Co
             "the installed SGLang has no such argument",
             fix,
         )
-        for name, fix in found
+        for name, fix in refusals
     ]
 
 
