@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from hybridrl.config.lora import LoraConfig
 from hybridrl.errors import ModelError
 from hybridrl.models.adapter_names import ADAPTER_NAME, file_name, hf_name, is_adapter_name
-from hybridrl.models.load import WeightSource
+from hybridrl.models.load import WeightSource, require_finite
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
@@ -184,4 +184,11 @@ class _StoredAdapter:
                 f"{self._file}: {file_name(name)} is {list(values.shape)}, and lora.rank with this "
                 f"model asks for {list(shape)}; set lora.init_from to an adapter of that shape"
             )
-        return values.to(dtype)
+        values = values.to(dtype)
+        require_finite(
+            values,
+            name=file_name(name),
+            file=self._file,
+            fix="set lora.init_from to another adapter, or to null for a new one",
+        )
+        return values

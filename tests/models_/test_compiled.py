@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,13 @@ from hybridrl.workers.train.packing import RowPacker
 from hybridrl.workers.train.shards import build_policy
 from tests.config.values import config_of
 from tests.models import make_tiny_model
-from tests.workers.train.engines import ACTOR, CPU, make_rows
+from tests.workers.train.engines import ACTOR, CPU, FSDP2, make_rows
 
 
-def _build(folder: Path) -> PolicyModel:
+def _build(folder: Path, *, compile_blocks: bool = False) -> PolicyModel:
+    config = replace(ACTOR, fsdp2=replace(FSDP2, compile_blocks=compile_blocks))
     return build_policy(
-        folder, config=ACTOR, dtype=torch.float32, device=CPU, num_ranks=1, is_trainable=True
+        folder, config=config, dtype=torch.float32, device=CPU, num_ranks=1, is_trainable=True
     )
 
 
@@ -55,6 +57,16 @@ def test_compiled_blocks_compute_the_same_with_one_graph_for_all_lengths(
             torch.testing.assert_close(one[1][name], other[1][name], atol=1e-4, rtol=1e-4, msg=name)
     # What precedes attention in a block and what follows it; twice, where a number became a size.
     assert 2 <= counters["stats"]["unique_graphs"] <= 4
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch's inductor
+@pytest.mark.parametrize("compiles", [True, False])
+def test_blocks_are_compiled_where_the_key_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiles: bool
+) -> None:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    blocks = _build(make_tiny_model(tmp_path), compile_blocks=compiles).hf.model.layers
+    assert {"_torchdynamo_orig_callable" in vars(block.forward) for block in blocks} == {compiles}
 
 
 _LIGER = """

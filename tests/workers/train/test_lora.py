@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.lora import LINEAR_MODULES
@@ -210,6 +212,23 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(
         weights.unlink()
     words = {"rank": r"is \[2, 32\], and lora.rank with this model asks for \[4, 32\]"}
     with pytest.raises(ModelError, match=words.get(fault, "has no readable .*lora.init_from")):
+        build_lora(folder, lora=with_lora(init_from=str(stored)))
+
+
+@pytest.mark.parametrize("value", [float("nan"), -float("inf"), 1e300])
+def test_an_adapter_that_holds_no_numbers_is_blamed_on_its_file(
+    folder: Path, tmp_path: Path, value: float
+) -> None:
+    stored = tmp_path / "adapter"
+    build_lora(folder).export_adapter(stored)
+    file = stored / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = sorted(tensors)[3]
+    tensors[name] = tensors[name].double()  # 1e300 is infinite as float32
+    tensors[name][0, 1] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    words = rf"{re.escape(str(file))}: {re.escape(name)} holds NaN .*set lora\.init_from"
+    with pytest.raises(ModelError, match=words):
         build_lora(folder, lora=with_lora(init_from=str(stored)))
 
 
