@@ -136,14 +136,12 @@ def response_lengths(mask_BL: Tensor) -> Tensor:
 def spread_over_tokens(values_B: Tensor, mask_BL: Tensor) -> Tensor:
     """Give each True token of row b the value ``values_B[b]``, others 0: jagged float32 [B, L].
 
-    For columns on the host. By numpy, because torch gathers what it repeats, and has no masked copy
-    that uses vectors: 0.5 instead of 4 ms for 2 M tokens.
+    For columns on the host. By numpy, because torch gathers what it repeats, and selects by a mask
+    token by token: 0.5 instead of 4 ms for 2 M tokens.
     """
     lengths_B = row_lengths(mask_BL)
     values_T = np.repeat(values_B.detach().float().numpy(), lengths_B.numpy())
-    bits_T = values_T.view(np.int32)
-    # All bits of -1 are set, none of 0: exact for every value, as a product with 0 is not.
-    np.bitwise_and(bits_T, np.negative(mask_BL.values().view(torch.int8).numpy()), out=bits_T)
+    np.copyto(values_T, 0.0, where=np.logical_not(mask_BL.values().numpy()))
     return jagged_from(torch.from_numpy(values_T), lengths_B)
 
 

@@ -1,17 +1,24 @@
 """Generalized advantage estimation: how much better a response did, token by token, than expected.
 
-Legend: B rows, L tokens of a row (jagged), S response tokens of all rows, N of the longest row.
+Legend: B rows, L tokens of a row (jagged), T = sum of L, S response tokens of all rows, C chunks of
+K tokens. Columns are on the host; numpy selects by masks two to five times as fast as torch there.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from hybridrl.batch import jagged_from, row_lengths, row_offsets
+
+_CHUNK_TOKENS = 64
+
+Floats = np.ndarray[tuple[int], np.dtype[np.float32]]
+Integers = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +58,20 @@ def generalized_advantages(
     Returns:
         Advantages and returns, without gradient.
     """
-    mask_T = response_mask_BL.values()
-    index_S = mask_T.nonzero()[:, 0]
-    edges = torch.searchsorted(index_S, row_offsets(response_mask_BL))  # of rows, among S
-    lengths_B = edges.diff()
-    values_S = values_BL.values().detach().float().index_select(0, index_S)
-    deltas_S = rewards_BL.values().detach().float().index_select(0, index_S) - values_S
-    next_values_S = values_S.roll(-1)
-    next_values_S[edges[1:][lengths_B > 0] - 1] = 0.0
-    deltas_S.add_(next_values_S, alpha=gamma)
+    mask_T = response_mask_BL.values().numpy()
+    edges = row_offsets(response_mask_BL).tolist()
+    counts = [np.count_nonzero(mask_T[begin:end]) for begin, end in pairwise(edges)]
+    lengths_B = np.array(counts, dtype=np.int64)
+    values_S = values_BL.values().detach().float().numpy()[mask_T]
+    deltas_S = rewards_BL.values().detach().float().numpy()[mask_T]
+    deltas_S -= values_S
+    deltas_S += np.float32(gamma) * _following(values_S, lengths_B)
     advantages_S = _sum_discounted(deltas_S, lengths_B, discount=gamma * lam)
 
-    def to_rows(column_S: Tensor) -> Tensor:
-        column_T = torch.zeros(mask_T.shape).masked_scatter_(mask_T, column_S)
-        return jagged_from(column_T, row_lengths(response_mask_BL))
+    def to_rows(column_S: Floats) -> Tensor:
+        column_T = np.zeros(mask_T.shape, np.float32)
+        column_T[mask_T] = column_S
+        return jagged_from(torch.from_numpy(column_T), row_lengths(response_mask_BL))
 
     return AdvantageEstimate(to_rows(advantages_S), to_rows(advantages_S + values_S))
 
@@ -91,17 +98,36 @@ def whiten(values_BL: Tensor, response_mask_BL: Tensor) -> Tensor:
     return jagged_from(white_T, row_lengths(response_mask_BL))
 
 
-def _sum_discounted(values_S: Tensor, lengths_B: Tensor, *, discount: float) -> Tensor:
+def _sum_discounted(values_S: Floats, lengths_B: Integers, *, discount: float) -> Floats:
     """Return ``y[t] = x[t] + discount * y[t+1]`` within each row, float32 [S].
 
-    Time first, so that each position of all rows is one operation on contiguous memory. Short rows
-    are filled with zeros at their ends, which the recurrence leaves 0.
+    Rows are cut into chunks, and the last chunk of a row is filled with zeros. One loop over the
+    positions of a chunk computes all chunks. Then each chunk adds what follows it. Sums from the
+    beginnings of chunks to the end of the row obey the same recurrence with ``discount ** K``.
     """
-    lengths = lengths_B.tolist()
-    padded_BN = pad_sequence(list(torch.split(values_S, lengths)), batch_first=True)
-    sums_NB = padded_BN.t().contiguous()
-    by_position = sums_NB.unbind(0)
-    for now, later in zip(by_position[-2::-1], by_position[:0:-1], strict=True):
-        now.add_(later, alpha=discount)
-    rows = sums_NB.t().contiguous().unbind(0)
-    return torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
+    chunks_B = -(-lengths_B // _CHUNK_TOKENS)
+    runs = np.stack([lengths_B, chunks_B * _CHUNK_TOKENS - lengths_B], axis=1).ravel()
+    is_token = np.repeat(np.tile([True, False], len(lengths_B)), runs)
+    padded_CK = torch.zeros(int(chunks_B.sum()), _CHUNK_TOKENS)
+    padded: Floats = padded_CK.view(-1).numpy()
+    padded[is_token] = values_S
+    sums_KC = padded_CK.t().contiguous()  # each position of all chunks is contiguous
+    by_position = sums_KC.unbind(0)
+    for now_C, next_C in zip(by_position[-2::-1], by_position[:0:-1], strict=True):
+        now_C.add_(next_C, alpha=discount)
+    if chunks_B.max(initial=0) > 1:
+        whole_discount = discount**_CHUNK_TOKENS
+        tails_C = _sum_discounted(sums_KC[0].numpy(), chunks_B, discount=whole_discount)
+        following_C = torch.from_numpy(_following(tails_C, chunks_B))
+        for position, sums_C in enumerate(by_position):
+            sums_C.add_(following_C, alpha=discount ** (_CHUNK_TOKENS - position))
+    padded_CK.copy_(sums_KC.t())
+    return padded[is_token]
+
+
+def _following(values_S: Floats, lengths_B: Integers) -> Floats:
+    """Return the next value of the same row, 0 after the last one."""
+    following_S = np.zeros_like(values_S)
+    following_S[:-1] = values_S[1:]
+    following_S[(lengths_B.cumsum() - 1)[lengths_B > 0]] = 0.0
+    return following_S

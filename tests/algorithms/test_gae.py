@@ -130,3 +130,54 @@ def test_a_reward_is_earned_by_the_last_response_token(batch: list[Row]) -> None
         last = max((n for n, token in enumerate(row) if token[0]), default=None)
         expected = [number + 1.0 if n == last else 0.0 for n in range(len(row))]
         assert placed[number].tolist() == expected
+
+
+# Beside the edges of one chunk: long enough that chunks of chunks have two levels, too.
+LENGTHS = (1, 63, 0, 64, 65, 4095, 4097, 8300, 0)
+
+
+def long_columns() -> tuple[Tensor, Tensor, Tensor]:
+    source = torch.Generator().manual_seed(0)
+    sizes = [length + 3 for length in LENGTHS]
+    masks = [torch.arange(size) >= 3 for size in sizes]
+    numbers = [torch.randn(2, size, generator=source) for size in sizes]
+    return (
+        jagged(masks),
+        jagged([pair[0] for pair in numbers]),
+        jagged([pair[1] for pair in numbers]),
+    )
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.3, 0.95, 1.0])
+def test_long_rows_are_as_exact_as_one_token_after_the_other(lam: float) -> None:
+    mask, rewards, values = long_columns()
+    estimate = generalized_advantages(
+        rewards, values_BL=values, response_mask_BL=mask, gamma=0.99, lam=lam
+    )
+    for number, length in enumerate(LENGTHS):
+        row_rewards, row_values = rewards[number][3:].double(), values[number][3:].double()
+        advantage, next_value = 0.0, 0.0
+        expected = torch.zeros(length, dtype=torch.float64)
+        for t in reversed(range(length)):
+            delta = float(row_rewards[t]) + 0.99 * next_value - float(row_values[t])
+            advantage = delta + 0.99 * lam * advantage
+            next_value = float(row_values[t])
+            expected[t] = advantage
+        assert not estimate.advantages_BL[number][:3].any()
+        assert torch.allclose(estimate.advantages_BL[number][3:].double(), expected, atol=2e-5)
+
+
+def test_a_long_row_does_not_depend_on_its_neighbours() -> None:
+    mask, rewards, values = long_columns()
+    together = generalized_advantages(
+        rewards, values_BL=values, response_mask_BL=mask, gamma=0.99, lam=0.95
+    )
+    for number in range(len(LENGTHS)):
+        alone = generalized_advantages(
+            jagged([rewards[number]]),
+            values_BL=jagged([values[number]]),
+            response_mask_BL=jagged([mask[number]]),
+            gamma=0.99,
+            lam=0.95,
+        )
+        assert torch.equal(together.advantages_BL[number], alone.advantages_BL[0])
