@@ -23,14 +23,16 @@ TABLES: Mapping[str, list[str]] = {
     "gpu": ["--list"],
     "report": ["--steps", "20"],
     "rollout": ["--rounds", "1", "--slots", "8"],
+    "memory_plan": ["default"],
+    "publish": ["--help"],
+}
+OF_RANKS: Mapping[str, list[str]] = {
     "lora": ["--rounds", "1", "--rank", "2"],
     "megatron": ["--rounds", "1", "--cases", "1"],
-    "memory_plan": ["default"],
     "dispatch": [
         *("--empty-rounds", "2", "--batch-rounds", "1"),
         *("--sizes", "1", "--batch-mb", "4"),
     ],
-    "publish": ["--help"],
 }
 RUNS: Mapping[str, list[str]] = {
     "overhead": ["--steps", "8"],
@@ -52,7 +54,7 @@ def run(name: str, *arguments: str) -> str:
 
 def test_every_script_has_its_test() -> None:
     scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - LIBRARIES
-    assert scripts == {*TABLES, *RUNS, *STARTS_OFTEN, *OTHERS}
+    assert scripts == {*TABLES, *OF_RANKS, *RUNS, *STARTS_OFTEN, *OTHERS}
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -60,6 +62,13 @@ def test_a_benchmark_without_a_run_prints_something(name: str) -> None:
     assert run(name, *TABLES[name]).strip()
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", OF_RANKS)
+def test_a_benchmark_that_starts_ranks_prints_something(name: str) -> None:
+    assert run(name, *OF_RANKS[name]).strip()
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", RUNS)
 def test_a_benchmark_of_a_run_prints_its_table(name: str) -> None:
     small = [word for word in SMALL if not word.startswith("trainer.num_steps")]
@@ -73,7 +82,7 @@ def test_a_benchmark_that_starts_runs_again_and_again(name: str, tmp_path: Path)
     assert run(name, *STARTS_OFTEN[name], *models, *SMALL).strip()
 
 
-@pytest.mark.parametrize("name", STARTS_OFTEN)
+@pytest.mark.parametrize("name", [*OF_RANKS, *RUNS, *STARTS_OFTEN])
 def test_a_benchmark_that_starts_runs_can_be_asked(name: str) -> None:
     assert "usage" in run(name, "--help")
 
@@ -84,6 +93,7 @@ def test_the_benchmark_of_weight_sync_prints_its_table() -> None:
     assert "| shared |" in run("weight_sync", "--rounds", "1")
 
 
+@pytest.mark.nightly
 def test_our_side_of_the_race_runs_without_trl(tmp_path: Path) -> None:
     shape = small_config(tmp_path).model.starter
     assert shape is not None

@@ -49,7 +49,7 @@ def _check_exports(folder: Path) -> None:
     ("sync", "sleep", "num_ranks"),
     [
         ("adapter", "true", 2),
-        ("merged", "true", 1),
+        pytest.param("merged", "true", 1, marks=pytest.mark.nightly),
         pytest.param("adapter", "false", 1, marks=pytest.mark.nightly),
         pytest.param("merged", "false", 2, marks=pytest.mark.nightly),
     ],

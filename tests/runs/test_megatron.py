@@ -44,6 +44,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(folder / "hf").state_dict())
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_the_default_task_is_learnt_over_two_tensor_parallel_ranks(tmp_path: Path) -> None:
     command = [
@@ -102,6 +103,7 @@ def test_supervised_fine_tuning_lowers_the_loss_on_held_out_rows(tmp_path: Path)
     assert losses[0] > losses[1] > losses[2]
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_rank_that_dies_within_a_pipeline_ends_the_run_by_name(tmp_path: Path) -> None:
     error = run_into(tmp_path / "run", *MEGATRON, PIPELINE, at="update", number=signal.SIGKILL)

@@ -70,6 +70,7 @@ def test_a_critic_on_ranks_of_its_own_learns_what_a_fused_one_does(tmp_path: Pat
     assert apart[3]["critic/updates"] == fused[3]["critic/updates"] == 4
 
 
+@pytest.mark.nightly
 def test_a_critic_that_leaves_the_device_with_the_policy_trains_what_one_that_stays_does(
     tmp_path: Path,
 ) -> None:

@@ -94,7 +94,11 @@ def device(served_model: Path) -> Iterator[Device]:
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("method", "kill"),
-    [("generate", kill_scheduler), ("update_weights", kill_server), ("release", kill_server)],
+    [
+        ("generate", kill_scheduler),
+        pytest.param("update_weights", kill_server, marks=pytest.mark.nightly),
+        pytest.param("release", kill_server, marks=pytest.mark.nightly),
+    ],
 )
 def test_a_server_killed_in_a_stage_is_named_and_the_next_phases_sample_as_before(
     device: Device, method: str, kill: Callable[[SGLangEngine], None]

@@ -45,6 +45,7 @@ def test_unknown_arguments_are_all_named_with_what_is_meant(served_model: Path) 
     assert second.key == "rollout.engine_args.wrap_speed"
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 def test_a_model_that_sglang_does_not_know_is_named_with_the_end_of_its_log(folder: Path) -> None:
     change_config(folder, model_type="nobody", architectures=["NobodyForCausalLM"])

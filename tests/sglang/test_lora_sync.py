@@ -112,6 +112,7 @@ def test_a_release_without_copy_and_resend_would_be_garbage_and_the_ledger_preve
     assert device.mismatch_nats() < 1e-4
 
 
+@pytest.mark.nightly
 def test_a_server_that_died_gets_base_and_adapter_before_it_serves_again(
     lora_engine: ForgetfulEngine, served_model: Path
 ) -> None:
