@@ -27,7 +27,7 @@ def start_main(
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
 
@@ -93,7 +93,7 @@ def test_neither_torch_nor_ray_is_imported_before_the_checks_passed(
         [sys.executable, "-c", program],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=60,
+        timeout=200,
         check=True,
         capture_output=True,
     )
@@ -268,7 +268,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pip(*arguments: str) -> None:
     command = [sys.executable, "-m", "pip", "--quiet", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -47,7 +47,7 @@ OTHERS = {"against_trl", "picture", "weight_sync"}  # tests of their own
 
 def run(name: str, *arguments: str) -> str:
     command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -108,7 +108,7 @@ def test_our_side_of_the_race_runs_without_trl(tmp_path: Path) -> None:
 
 def test_a_side_that_ends_early_says_why(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.against_trl", "--alone", "--model", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 1
     assert "hybridrl ended early" in done.stderr
     assert "config.json" in done.stderr

@@ -34,7 +34,7 @@ def command(*words: str, out: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=280,
         check=False,
     )
 

@@ -28,8 +28,8 @@ SMALL = (
     "eval.num_prompts=6",
     "eval.every_num_steps=2",
     "cluster.num_threads_per_rank=1",
-    "cluster.start_timeout_s=60",
-    "cluster.call_timeout_s=60",
+    "cluster.start_timeout_s=150",
+    "cluster.call_timeout_s=150",
     "tracking.live=off",
 )
 

@@ -128,7 +128,7 @@ SGLangEngine(server_spec(Path(sys.argv[1])), variables={})
 """
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(200)
 def test_no_process_is_left_of_a_server_whose_worker_is_killed(served_model: Path) -> None:
     worker = subprocess.Popen([sys.executable, "-c", CHILD, str(served_model)])
     try:
