@@ -59,7 +59,7 @@ train: $(STAMP)
 # Workers that share the tests (tests/two_workers.py). SGLang's tests have processes of their own, the
 # only ones that import it. With ARGS one process runs what they say.
 WORKERS ?= 2
-FAST := $(addprefix tests/,algorithms checkpoint config data planning report style) $(wildcard tests/test_*.py)
+FAST := $(addprefix tests/,algorithms checkpoint config data planning report style) $(filter-out tests/test_ranks.py,$(wildcard tests/test_*.py))
 test: $(SGLANG_STAMP)
 ifeq ($(strip $(ARGS)),)
 	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n $(WORKERS) -m "not nightly" --durations 25 --ignore tests/sglang
