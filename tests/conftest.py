@@ -29,6 +29,7 @@ import pytest
 import ray
 import torch
 
+from hybridrl.trainer.ray_token import keep_token_private
 from tests.durations import DurationsByFolder, folder_of
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # cores are shared
@@ -81,6 +82,7 @@ class _Ending:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Ending())
     config.pluginmanager.register(DurationsByFolder())
+    keep_token_private()  # workers that began at once would each make one
 
 
 _LONG = ("tests/runs", "tests/benchmarks", "tests/single_controller", "tests/trainer")

@@ -12,6 +12,14 @@ _LAYOUTS = sorted(
 )
 
 
+_ON_SHARED_SERVERS = (
+    *("equality", "faults_drain", "lora", "proofs", "released", "server_key"),
+    "weight_transports",
+)
+"""How files of tests begin that ask the servers of `tests/sglang/conftest.py`. One worker
+has them all, since a server takes 25 s of CPU to start."""
+
+
 class ByFile(LoadScopeScheduling):
     """One worker has all tests of a file, since they share ranks, servers and runs.
 
@@ -27,4 +35,6 @@ class ByFile(LoadScopeScheduling):
         file, _, test = nodeid.partition("::")
         if file.startswith("tests/contract/"):
             return next((name for name in reversed(_LAYOUTS) if name in test), file)
+        if file.removeprefix("tests/sglang/test_").startswith(_ON_SHARED_SERVERS):
+            return "shared servers"
         return file

@@ -160,6 +160,7 @@ def test_other_rows_are_refused_before_a_worker_starts(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     overrides = ("data=files", f"data.train_files=[{data}]", "data.use_chat_template=false")
     overrides += ("eval.every_num_steps=0", "data.max_prompt_tokens=8")
+    overrides += ("model.starter.num_warmup_steps=0",)
     _write_rows(data, range(10, 30))
     folder = _run(tmp_path / "run", "trainer.num_steps=2", *overrides)
     _write_rows(data, range(11, 31))
