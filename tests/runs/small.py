@@ -34,6 +34,10 @@ SMALL = (
 )
 
 
+VARIED = f"reward.function={Path(__file__).with_name('varied_reward.py')}:varied"
+"""The override for a reward that tells the responses of an untrained model apart."""
+
+
 def small_overrides(folder: Path, *overrides: str) -> list[str]:
     """The overrides of a small run in ``folder``; later ones win."""
     return [*SMALL, f"trainer.run_dir={folder}", *overrides]

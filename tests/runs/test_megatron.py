@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.errors import WorkerDiedError
 from hybridrl.trainer.launch import run
-from tests.runs.small import read_metrics, small_config
+from tests.runs.small import VARIED, read_metrics, small_config
 from tests.runs.test_faults import run_into
 
 MEGATRON = (
@@ -30,13 +30,8 @@ NUM_STEPS = 40  # of the default 100; the mean reward of a step goes 0.3 -> 0.5 
 
 
 def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
-    """Train on a reward that tells even an untrained model's responses apart."""
-    reward = folder.parent / "varied.py"
-    reward.write_text(
-        "def varied(responses, **_):\n    return [len(set(text)) % 3 for text in responses]\n"
-    )
-    varied = (f"reward.function={reward}:varied", "actor.optimizer.lr=1e-2")
-    run(small_config(folder, *MEGATRON, *varied, *overrides), resolved_yaml="")
+    overrides = (VARIED, "actor.optimizer.lr=1e-2", *overrides)
+    run(small_config(folder, *MEGATRON, *overrides), resolved_yaml="")
     return read_metrics(folder)
 
 

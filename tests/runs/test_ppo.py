@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybridrl.trainer.launch import run
-from tests.runs.small import read_metrics, small_config
+from tests.runs.small import VARIED, read_metrics, small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -23,12 +23,7 @@ PPO = (
 
 
 def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
-    """Train on a reward that tells even an untrained model's responses apart."""
-    reward = folder.parent / "varied.py"
-    reward.write_text(
-        "def varied(responses, **_):\n    return [len(set(text)) % 3 for text in responses]\n"
-    )
-    config = small_config(folder, *PPO, f"reward.function={reward}:varied", *overrides)
+    config = small_config(folder, *PPO, VARIED, *overrides)
     run(config, resolved_yaml="")
     return read_metrics(folder)
 

@@ -19,7 +19,7 @@ from hybridrl.checkpoint.shelf import Shelf
 from hybridrl.errors import CheckpointError, DataError, RemoteCallError, RunFolderError
 from hybridrl.trainer.child import to_yaml
 from hybridrl.trainer.launch import run
-from tests.runs.small import change_one_bit, read_metrics, small_config
+from tests.runs.small import VARIED, change_one_bit, read_metrics, small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -222,12 +222,8 @@ def test_supervised_fine_tuning_resumes_bit_by_bit(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_critic_and_an_adapter_resume_bit_by_bit(tmp_path: Path) -> None:
-    reward = tmp_path / "varied.py"
-    reward.write_text(
-        "def varied(responses, **_):\n    return [len(set(t)) % 3 for t in responses]\n"
-    )
     both = ("algorithm=ppo", "lora=default", "lora.rank=4", "critic.num_warmup_steps=1")
-    both += (f"reward.function={reward}:varied", "trainer.export_hf=false")
+    both += (VARIED, "trainer.export_hf=false")
     whole = _run(tmp_path / "whole", "trainer.num_steps=4", *both)
     parts = tmp_path / "parts"
     for num_steps in (2, 4):

@@ -22,7 +22,7 @@ from hybridrl.errors import (
 )
 from hybridrl.trainer.launch import run
 from hybridrl.trainer.starter import write_random_model
-from tests.runs.small import read_metrics, small_config
+from tests.runs.small import VARIED, read_metrics, small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -124,7 +124,7 @@ def test_kl_is_measured_against_the_model_that_the_run_started_from(
         "algorithm.kl.coefficient=0.1",
         "algorithm.num_minibatches=2",
         "actor.optimizer.lr=1e-2",
-        f"reward.function={_varied_reward(tmp_path)}",
+        VARIED,
     )
     run(config, resolved_yaml="")
     metrics = read_metrics(tmp_path / "run")
@@ -240,7 +240,7 @@ def test_updates_without_a_finite_gradient_are_skipped_then_end_the_run(tmp_path
         "trainer.num_steps=20",
         "trainer.max_skipped_updates=1",
         "eval.every_num_steps=0",
-        f"reward.function={_varied_reward(tmp_path)}",
+        VARIED,
     )
     with pytest.raises((TrainingError, RemoteCallError), match="finite"):
         run(config, resolved_yaml="")
@@ -259,15 +259,6 @@ def test_rows_that_do_not_divide_over_ranks_are_refused_before_anything_starts(
         small_config(
             tmp_path / "run", "cluster.num_ranks_per_node=2", "trainer.num_prompts_per_step=3"
         )
-
-
-def _varied_reward(folder: Path) -> str:
-    """An untrained model gets nothing right; this tells its responses apart all the same."""
-    path = folder / "varied.py"
-    path.write_text(
-        "def varied(responses, **_):\n    return [len(set(text)) % 3 for text in responses]\n"
-    )
-    return f"{path}:varied"
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:

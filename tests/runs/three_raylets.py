@@ -18,7 +18,7 @@ from ray.util import placement_group, remove_placement_group
 from hybridrl.errors import ResourceError
 from hybridrl.trainer.cluster import start_group
 from hybridrl.trainer.launch import run
-from tests.runs.small import read_metrics, small_config
+from tests.runs.small import VARIED, read_metrics, small_config
 from tests.single_controller.workers import Scaler
 
 _NUM_NODES, _NUM_CPUS = 3, 3  # so that all three entries of a pool of 3 x 1 would fit on one node
@@ -104,7 +104,7 @@ def _train(folder: Path, *overrides: str) -> dict[str, Any]:
         "trainer.num_prompts_per_step=3",
         "trainer.num_steps=2",
         "model.starter.warmup_batch_size=9",
-        f"reward.function={_write_reward(folder.parent)}",
+        VARIED,
         *overrides,
     )
     run(config, resolved_yaml="")
@@ -115,15 +115,6 @@ def _train(folder: Path, *overrides: str) -> dict[str, Any]:
         "weights": hashlib.sha256(weights).hexdigest(),
         "log": (folder / "log.txt").read_text(),
     }
-
-
-def _write_reward(folder: Path) -> str:
-    """An untrained model gets nothing right; this tells its responses apart all the same."""
-    file = folder / "varied.py"
-    file.write_text(
-        "def varied(responses, **_):\n    return [len(set(t)) % 3 for t in responses]\n"
-    )
-    return f"{file}:varied"
 
 
 if __name__ == "__main__":
