@@ -82,7 +82,8 @@ class _Ending:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Ending())
     config.pluginmanager.register(DurationsByFolder())
-    keep_token_private()  # workers that began at once would each make one
+    if not Path.home().joinpath(".ray", "auth_token").exists():
+        keep_token_private()  # workers that began at once would each make one
 
 
 _LONG = ("tests/runs", "tests/benchmarks", "tests/single_controller", "tests/trainer")
