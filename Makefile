@@ -2,7 +2,7 @@
 # Words after the target: make train ARGS="recipes=cpu_sleep trainer.num_steps=5"
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-nightly test-sglang-next sglang-cpu lint format figures bench
+.PHONY: help train test test-fast test-nightly test-sglang-next sglang-cpu lint format figures bench
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,6 +20,7 @@ BENCHMARKS ?= $(filter-out figures figure_stamps publish source_tree picture kil
 help:
 	@echo "make train         set up, then train the default: a small model learns on this CPU"
 	@echo "make test          set up, then run the tests"
+	@echo "make test-fast     the tests that start neither Ray nor SGLang nor process groups"
 	@echo "make test-nightly  the long tests"
 	@echo "make test-sglang-next  the tests of SGLang with its next version, in a second venv"
 	@echo "make sglang-cpu    set up the real SGLang on a machine without CUDA, for rollout=sglang"
@@ -55,18 +56,23 @@ sglang-cpu: $(SGLANG_STAMP)
 train: $(STAMP)
 	@$(BIN)/python -m hybridrl.main $(ARGS)
 
-# SGLang's tests in a process of their own, the only one that imports it. With ARGS one process runs
-# what they say.
+# Workers that share the tests (tests/two_workers.py). SGLang's tests have processes of their own, the
+# only ones that import it. With ARGS one process runs what they say.
+WORKERS ?= 2
+FAST := $(addprefix tests/,algorithms checkpoint config data planning report style) $(filter-out tests/test_ranks.py,$(wildcard tests/test_*.py))
 test: $(SGLANG_STAMP)
 ifeq ($(strip $(ARGS)),)
-	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not nightly" --durations 25 --ignore tests/sglang
-	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not nightly" --durations 15 tests/sglang
+	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n $(WORKERS) -m "not nightly" --durations 25 --ignore tests/sglang
+	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n $(WORKERS) -m "not nightly" --durations 15 tests/sglang
 else
 	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not nightly" $(ARGS)
 endif
 
+test-fast: $(STAMP)
+	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not nightly" --durations 10 $(FAST) $(ARGS)
+
 test-nightly: $(SGLANG_STAMP)
-	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m nightly $(ARGS)
+	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m nightly --durations 40 $(ARGS)
 
 # torch stays: the newer SGLang names another one, and runs on this one. transformers comes last,
 # with what it needs: it lies beyond the range of setup.py.

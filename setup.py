@@ -69,6 +69,7 @@ setup(
             "psutil",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "ray[default]",  # a test submits a job
             "ruff",
             "setuptools>=77",  # a test builds the wheel

@@ -1,4 +1,6 @@
-"""What all tests share: the environment of child processes, and one Ray cluster per session."""
+"""What all tests share: the environment of child processes, one Ray cluster per session, and how
+two workers divide the tests.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 # Before torch and Ray are imported. Ray's workers inherit it, whatever folder they start in.
@@ -25,6 +28,9 @@ import hypothesis
 import pytest
 import ray
 import torch
+
+from hybridrl.run.ray_token import keep_token_private
+from tests.durations import DurationsByFolder, folder_of
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # cores are shared
 hypothesis.settings.load_profile("untimed")
@@ -75,6 +81,24 @@ class _Ending:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Ending())
+    config.pluginmanager.register(DurationsByFolder())
+    if not Path.home().joinpath(".ray", "auth_token").exists():
+        keep_token_private()  # workers that began at once would each make one
+
+
+_LONG = ("tests/runs", "tests/benchmarks", "tests/single_controller", "tests/trainer")
+"""Folders whose files take long: they go first, so that no worker ends long after the other."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: folder_of(item.nodeid) not in _LONG)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Divide the tests by file; see `tests/two_workers.py`."""
+    return import_module("tests.two_workers").ByFile(config, log)  # xdist need not be installed
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,4 +1,4 @@
-"""The command line as a user types it: each test starts a process of its own."""
+"""The command line as a user types it, within this process where that makes no difference."""
 
 import os
 import shutil
@@ -12,12 +12,13 @@ import yaml
 import hybridrl
 from hybridrl.errors import ConfigError, ConfigErrors
 from hybridrl.main import compose
+from tests.command_line import call_main
 from tests.runs.small import read_metrics, small_overrides
 
 ROOT = Path(hybridrl.__file__).parents[1]
 
 
-def hybridrl_main(
+def start_main(
     *arguments: str, folder: Path, root: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -26,7 +27,7 @@ def hybridrl_main(
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
 
@@ -34,7 +35,7 @@ def hybridrl_main(
 def refusal_of(*arguments: str, folder: Path) -> str:
     """What a refused command says: status 2, no traceback, and no file is left."""
     before = sorted(folder.iterdir())
-    done = hybridrl_main(*arguments, folder=folder)
+    done = call_main(*arguments, folder=folder)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.startswith("ConfigError")
@@ -44,7 +45,7 @@ def refusal_of(*arguments: str, folder: Path) -> str:
 
 
 def test_cfg_job_prints_the_configuration_of_a_recipe_with_overrides(tmp_path: Path) -> None:
-    done = hybridrl_main("--cfg", "job", "recipes=dapo_cpu", "rollout.top_k=5", folder=tmp_path)
+    done = call_main("--cfg", "job", "recipes=dapo_cpu", "rollout.top_k=5", folder=tmp_path)
     printed = yaml.safe_load(done.stdout)
     assert printed["algorithm"]["clip_high"] == 0.28
     assert printed["rollout"]["top_k"] == 5
@@ -52,7 +53,7 @@ def test_cfg_job_prints_the_configuration_of_a_recipe_with_overrides(tmp_path: P
 
 
 def test_check_validates_says_what_follows_and_starts_nothing(tmp_path: Path) -> None:
-    done = hybridrl_main("mode=check", "trainer.num_steps=7", folder=tmp_path)
+    done = start_main("mode=check", "trainer.num_steps=7", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "batch sizes  ok" in done.stdout
     assert "128 (16 prompts x 8 responses)" in done.stdout
@@ -63,7 +64,7 @@ def test_check_validates_says_what_follows_and_starts_nothing(tmp_path: Path) ->
 
 
 def test_plan_foretells_memory_says_whether_it_fits_and_starts_nothing(tmp_path: Path) -> None:
-    done = hybridrl_main("mode=plan", "cluster.device_memory_gib=0.9", folder=tmp_path)
+    done = call_main("mode=plan", "cluster.device_memory_gib=0.9", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "update *" in done.stdout
     assert "Does not fit" in done.stdout
@@ -74,7 +75,7 @@ def test_plan_foretells_memory_says_whether_it_fits_and_starts_nothing(tmp_path:
 def test_plan_refuses_a_folder_whose_model_it_does_not_know_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     folder = ("model=hf_folder", f"model.path={tmp_path}")
-    done = hybridrl_main("mode=plan", *folder, folder=tmp_path)
+    done = call_main("mode=plan", *folder, folder=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("ConfigError: model.path=")
     assert "'mamba'" in done.stderr
@@ -92,7 +93,7 @@ def test_neither_torch_nor_ray_is_imported_before_the_checks_passed(
         [sys.executable, "-c", program],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=60,
+        timeout=200,
         check=True,
         capture_output=True,
     )
@@ -174,7 +175,7 @@ def test_a_reward_file_that_cannot_be_loaded_is_refused_by_check(tmp_path: Path)
     message = refusal_of("mode=check", "reward.function=r.py:score", folder=tmp_path)
     assert "No module named 'no_such_module' (r.py:1)" in message
     (tmp_path / "r.py").write_text("def score(**_): ...\n")
-    done = hybridrl_main("mode=check", "reward.function=r.py:score", folder=tmp_path)
+    done = call_main("mode=check", "reward.function=r.py:score", folder=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -235,7 +236,7 @@ def test_a_recipe_that_would_fill_the_memory_is_refused_unread(
 
 
 def test_multirun_runs_the_configuration_of_each_value(tmp_path: Path) -> None:
-    done = hybridrl_main("--multirun", "trainer.num_steps=3,4", "mode=check", folder=tmp_path)
+    done = call_main("--multirun", "trainer.num_steps=3,4", "mode=check", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "x 3 steps" in done.stdout
     assert "x 4 steps" in done.stdout
@@ -243,7 +244,7 @@ def test_multirun_runs_the_configuration_of_each_value(tmp_path: Path) -> None:
 
 
 def test_help_lists_the_recipes(tmp_path: Path) -> None:
-    done = hybridrl_main("--help", folder=tmp_path)
+    done = call_main("--help", folder=tmp_path)
     assert "recipes: cpu_sleep, dapo_cpu" in done.stdout
     assert "recipes/cluster" not in done.stdout  # files for clusters, and no recipes
     assert "kuberay" not in done.stdout
@@ -267,7 +268,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pip(*arguments: str) -> None:
     command = [sys.executable, "-m", "pip", "--quiet", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -275,9 +276,9 @@ def test_the_wheel_brings_recipes_and_configuration_inside_the_package(
     installed: Path, tmp_path: Path
 ) -> None:
     assert not (installed / "recipes").exists()
-    done = hybridrl_main("--cfg", "job", "recipes=cpu_sleep", folder=tmp_path, root=installed)
+    done = start_main("--cfg", "job", "recipes=cpu_sleep", folder=tmp_path, root=installed)
     assert yaml.safe_load(done.stdout)["rollout"]["sleep"] is True, done.stderr
-    shown = hybridrl_main("--info", "searchpath", folder=tmp_path, root=installed)
+    shown = start_main("--info", "searchpath", folder=tmp_path, root=installed)
     assert str(installed / "hybridrl") in shown.stdout
     assert str(ROOT / "hydra_configs") not in shown.stdout
     assert {path.name for path in (installed / "hybridrl/recipes/cluster").iterdir()} == {
@@ -286,7 +287,7 @@ def test_the_wheel_brings_recipes_and_configuration_inside_the_package(
 
 
 def test_the_wheel_checks_a_recipe_from_another_folder(installed: Path, tmp_path: Path) -> None:
-    done = hybridrl_main("mode=check", "recipes=dapo_cpu", folder=tmp_path, root=installed)
+    done = start_main("mode=check", "recipes=dapo_cpu", folder=tmp_path, root=installed)
     assert done.returncode == 0, done.stderr
     assert "checked, nothing started" in done.stdout
     assert list(tmp_path.iterdir()) == []

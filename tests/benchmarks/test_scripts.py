@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -19,18 +20,18 @@ LIBRARIES = {"__init__", "figure_stamps", "source_tree"}
 TABLES: Mapping[str, list[str]] = {
     "advantages": ["--rows", "16", "--repeats", "2"],
     "gae": ["--rows", "16", "--repeats", "2"],
-    "figures": [],
     "gpu": ["--list"],
     "report": ["--steps", "20"],
+}
+OF_RANKS: Mapping[str, list[str]] = {
     "rollout": ["--rounds", "1", "--slots", "8"],
+    "memory_plan": ["default"],
     "lora": ["--rounds", "1", "--rank", "2"],
     "megatron": ["--rounds", "1", "--cases", "1"],
-    "memory_plan": ["default"],
     "dispatch": [
         *("--empty-rounds", "2", "--batch-rounds", "1"),
         *("--sizes", "1", "--batch-mb", "4"),
     ],
-    "publish": ["--help"],
 }
 RUNS: Mapping[str, list[str]] = {
     "overhead": ["--steps", "8"],
@@ -40,26 +41,43 @@ STARTS_OFTEN: Mapping[str, list[str]] = {
     "startup": ["--runs", "1", "--kinds", "without evaluation"],
     "kills": ["--kills", "1"],
 }
-OTHERS = {"against_trl", "picture", "weight_sync"}  # tests of their own
+OTHERS = {"against_trl", "figures", "picture", "publish", "weight_sync"}  # tests of their own
 
 
 def run(name: str, *arguments: str) -> str:
     command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
 
 def test_every_script_has_its_test() -> None:
     scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - LIBRARIES
-    assert scripts == {*TABLES, *RUNS, *STARTS_OFTEN, *OTHERS}
+    assert scripts == {*TABLES, *OF_RANKS, *RUNS, *STARTS_OFTEN, *OTHERS}
+
+
+def call(name: str, *arguments: str, patch: pytest.MonkeyPatch) -> object:
+    """Do what ``run`` does within this process."""
+    patch.chdir(ROOT)
+    patch.setattr("sys.argv", [name, *arguments])
+    return import_module(f"benchmarks.{name}").main()
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_benchmark_without_a_run_prints_something(name: str) -> None:
-    assert run(name, *TABLES[name]).strip()
+def test_a_benchmark_without_a_run_prints_something(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not call(name, *TABLES[name], patch=monkeypatch)
+    assert capsys.readouterr().out.strip()
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", OF_RANKS)
+def test_a_benchmark_that_starts_ranks_prints_something(name: str) -> None:
+    assert run(name, *OF_RANKS[name]).strip()
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", RUNS)
 def test_a_benchmark_of_a_run_prints_its_table(name: str) -> None:
     small = [word for word in SMALL if not word.startswith("trainer.num_steps")]
@@ -73,9 +91,21 @@ def test_a_benchmark_that_starts_runs_again_and_again(name: str, tmp_path: Path)
     assert run(name, *STARTS_OFTEN[name], *models, *SMALL).strip()
 
 
-@pytest.mark.parametrize("name", STARTS_OFTEN)
-def test_a_benchmark_that_starts_runs_can_be_asked(name: str) -> None:
-    assert "usage" in run(name, "--help")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "against_trl",
+        "publish",
+        *(name for name in (*OF_RANKS, *RUNS, *STARTS_OFTEN) if name != "memory_plan"),
+    ],
+)
+def test_a_benchmark_that_starts_runs_can_be_asked(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        call(name, "--help", patch=monkeypatch)
+    assert ended.value.code == 0
+    assert "usage" in capsys.readouterr().out
 
 
 @pytest.mark.nightly
@@ -84,6 +114,7 @@ def test_the_benchmark_of_weight_sync_prints_its_table() -> None:
     assert "| shared |" in run("weight_sync", "--rounds", "1")
 
 
+@pytest.mark.nightly
 def test_our_side_of_the_race_runs_without_trl(tmp_path: Path) -> None:
     shape = small_config(tmp_path).model.starter
     assert shape is not None
@@ -96,16 +127,17 @@ def test_our_side_of_the_race_runs_without_trl(tmp_path: Path) -> None:
     assert said.startswith("default: ")
 
 
+@pytest.mark.nightly
 def test_a_side_that_ends_early_says_why(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.against_trl", "--alone", "--model", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 1
     assert "hybridrl ended early" in done.stderr
     assert "config.json" in done.stderr
 
 
-def test_the_picture_of_a_run_is_drawn(tmp_path: Path) -> None:
+def test_the_picture_of_a_run_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = {"step": 1, "reward/mean": 0.5, "time/step_s": 1.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    run("picture", str(tmp_path), str(tmp_path / "run.svg"))
+    call("picture", str(tmp_path), str(tmp_path / "run.svg"), patch=monkeypatch)
     assert "<svg" in (tmp_path / "run.svg").read_text()

@@ -34,7 +34,7 @@ def command(*words: str, out: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=280,
         check=False,
     )
 
@@ -121,6 +121,7 @@ def test_log_probs_of_other_tokens_are_infinitely_far_apart() -> None:
     assert largest_difference([first, cycle([1, 3], [-1.0, -2.0])]) == float("inf")
 
 
+@pytest.mark.nightly
 def test_parts_run_dry_from_the_command_line(tmp_path: Path) -> None:
     done = command("--dry", "cycle_0_5b", "lora_garbage", out=tmp_path / "out")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -143,6 +144,7 @@ def test_without_a_device_a_part_is_skipped_and_says_how_to_run_it(tmp_path: Pat
     assert "--dry" in result.error
 
 
+@pytest.mark.nightly
 def test_a_part_past_its_limit_is_ended_and_leaves_a_result(tmp_path: Path) -> None:
     done = command("--dry", "learn", "--limit-s", "0.3", out=tmp_path / "out")
     assert done.returncode == 1

@@ -1,15 +1,17 @@
 """Steps with TransformerEngine's layers, and the same with FSDP2's or megatron-core's own.
 
-``python -m tests.megatron.fused_steps FOLDER CASE TARGET``: a program of its own, as megatron-core
-looks for TransformerEngine once, while it is imported.
+``python -m tests.megatron.fused_steps [FOLDER CASE TARGET]...``: a program of its own, as
+megatron-core looks for TransformerEngine once, while it is imported. Each case gets a fork of it.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -169,5 +171,23 @@ def main(folder: Path, case: str, target: Path) -> None:
     end_process_group()
 
 
+def main_of_all(words: Sequence[str]) -> None:
+    """Learn each case in a process of its own; what one of them raises is printed."""
+    setting_of()
+    importlib.import_module("hybridrl.workers.train.mcore.lora")  # once for all forks
+    for at in range(0, len(words), 3):
+        folder, case, target = words[at : at + 3]
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+            continue
+        try:
+            main(Path(folder), case, Path(target))
+        except BaseException:
+            traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(0)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    main_of_all(sys.argv[1:])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,19 +26,41 @@ _ROOT = Path(__file__).parents[2]
 _PACKAGES = Path(__file__).parent / "packages"
 
 
-def two_steps(folder: Path, case: str, target: Path) -> dict[str, Any]:
-    """Learn with TransformerEngine's layers, and as the case says."""
+StepsOf = Callable[[Family, str], dict[str, Any]]
+CASES: tuple[tuple[Family, str], ...] = (
+    *(("qwen3", "fsdp2"), ("qwen2", "fsdp2"), ("qwen3_moe", "local")),
+    *(("qwen3", "attention"), ("qwen3", "adapter"), ("qwen3_moe", "adapter")),
+    *(("qwen3", "small state"), ("qwen3", "offloaded"), ("qwen3", "half offloaded")),
+)
+
+
+@pytest.fixture(scope="module")
+def steps_of(tmp_path_factory: pytest.TempPathFactory) -> StepsOf:
+    """What a family learnt with TransformerEngine's layers in a case; one program does them all."""
+    folder = tmp_path_factory.mktemp("fused")
+    for family in dict.fromkeys(family for family, _ in CASES):
+        make_tiny_model(folder / family, family)
+    words = [
+        word
+        for family, case in CASES
+        for word in (str(folder / family), case, str(folder / f"{family} {case}.pt"))
+    ]
     paths = [str(_PACKAGES), str(_ROOT)]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.megatron.fused_steps", str(folder), case, str(target)],
+        [sys.executable, "-m", "tests.megatron.fused_steps", *words],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = torch.load(target)
-    return found
+
+    def read(family: Family, case: str) -> dict[str, Any]:
+        file = folder / f"{family} {case}.pt"
+        assert file.is_file(), done.stderr[-4000:]
+        steps: dict[str, Any] = torch.load(file)
+        return steps
+
+    return read
 
 
 def assert_same_steps(found: dict[str, Any], *, atol: float = 1e-5) -> None:
@@ -54,8 +77,10 @@ def assert_same_steps(found: dict[str, Any], *, atol: float = 1e-5) -> None:
 @pytest.mark.parametrize(
     ("family", "other"), [("qwen3", "fsdp2"), ("qwen2", "fsdp2"), ("qwen3_moe", "local")]
 )
-def test_fused_layers_learn_what_others_learn(tmp_path: Path, family: Family, other: str) -> None:
-    found = two_steps(make_tiny_model(tmp_path / "model", family), other, tmp_path / "found.pt")
+def test_fused_layers_learn_what_others_learn(
+    steps_of: StepsOf, family: Family, other: str
+) -> None:
+    found = steps_of(family, other)
     assert_same_steps(found)
     names = found["names"]
     assert "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight" in names
@@ -69,15 +94,15 @@ def test_fused_layers_learn_what_others_learn(tmp_path: Path, family: Family, ot
     assert not found["attended"]
 
 
-def test_attention_may_be_transformer_engines(tmp_path: Path) -> None:
-    found = two_steps(make_tiny_model(tmp_path / "model"), "attention", tmp_path / "found.pt")
+def test_attention_may_be_transformer_engines(steps_of: StepsOf) -> None:
+    found = steps_of("qwen3", "attention")
     assert_same_steps(found)
     assert found["attended"] > 0
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_adapters_learn_beside_fused_layers(tmp_path: Path, family: Family) -> None:
-    found = two_steps(make_tiny_model(tmp_path / "model", family), "adapter", tmp_path / "found.pt")
+def test_adapters_learn_beside_fused_layers(steps_of: StepsOf, family: Family) -> None:
+    found = steps_of(family, "adapter")
     assert_same_steps(found)
     assert found["fields"]["gradient_accumulation_fusion"] is False
     assert any(name.endswith("linear_qkv.layer_norm_weight") for name in found["names"])
@@ -89,9 +114,9 @@ def test_adapters_learn_beside_fused_layers(tmp_path: Path, family: Family) -> N
 
 @pytest.mark.parametrize("case", ["small state", "offloaded", "half offloaded"])
 def test_an_optimizer_that_keeps_its_state_elsewhere_takes_the_same_steps(
-    tmp_path: Path, case: str
+    steps_of: StepsOf, case: str
 ) -> None:
-    found = two_steps(make_tiny_model(tmp_path / "model"), case, tmp_path / "found.pt")
+    found = steps_of("qwen3", case)
     assert_same_steps(found, atol=2e-3)  # of weights of 16 bits
 
 

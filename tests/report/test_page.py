@@ -246,7 +246,7 @@ def test_the_command_prints_the_path_and_starts_without_torch_ray_or_transformer
         "assert not heavy, heavy\n"
     )
     command = [sys.executable, "-c", code, str(folder), str(tmp_path / "page.html")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size > 1_000_000
@@ -257,7 +257,7 @@ def test_the_command_refuses_a_folder_that_is_no_run_in_one_line(tmp_path: Path)
         [sys.executable, "-m", "hybridrl.report", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
         env=os.environ,
     )

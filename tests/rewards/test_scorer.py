@@ -58,7 +58,7 @@ def open_scorer(tmp_path: Path) -> Iterator[Open]:
 
 
 def config(function: str) -> RewardConfig:
-    return RewardConfig(function=function, timeout_s=5.0, on_error="stop")
+    return RewardConfig(function=function, timeout_s=60.0, on_error="stop")
 
 
 @pytest.mark.parametrize("function", ["exact_match", "sorted_prefix"])
@@ -277,7 +277,7 @@ def test_math_answers_are_compared_by_value() -> None:
         assert scorer.score(batch).rewards_B.tolist() == [1.0, 0.0, 0.0]
 
 
-def wait_for(read: Callable[[], str], *, deadline_s: float = 20.0) -> str:
+def wait_for(read: Callable[[], str], *, deadline_s: float = 60.0) -> str:
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         if text := read():

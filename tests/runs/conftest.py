@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -7,7 +8,10 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def starter_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Made models are kept for the session, and not in the user's cache."""
+    """Made models are kept for the session, of all its workers, and not in the user's cache."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HYBRIDRL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("HYBRIDRL_CACHE", str(folder / "cache"))
         yield

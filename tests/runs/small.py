@@ -28,10 +28,14 @@ SMALL = (
     "eval.num_prompts=6",
     "eval.every_num_steps=2",
     "cluster.num_threads_per_rank=1",
-    "cluster.start_timeout_s=60",
-    "cluster.call_timeout_s=60",
+    "cluster.start_timeout_s=150",
+    "cluster.call_timeout_s=150",
     "tracking.live=off",
 )
+
+
+VARIED = f"reward.function={Path(__file__).with_name('varied_reward.py')}:varied"
+"""The override for a reward that tells the responses of an untrained model apart."""
 
 
 def small_overrides(folder: Path, *overrides: str) -> list[str]:
@@ -46,3 +50,16 @@ def small_config(folder: Path, *overrides: str) -> ExperimentConfig:
 def read_metrics(folder: Path) -> list[dict[str, float]]:
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
+
+
+def change_one_bit(path: Path) -> None:
+    """Of the first number of a file of a run: weights, metrics or samples."""
+    data = bytearray(path.read_bytes())
+    if path.suffix == ".safetensors":
+        begin = 8 + int.from_bytes(data[:8], "little")
+        data[begin] ^= 1
+    else:
+        at = data.index(b'reward/mean": 0.' if path.stem == "metrics" else b"0.")
+        at = data.index(b"0.", at) + 2  # a digit
+        data[at] = ord("1") if data[at] != ord("1") else ord("2")
+    path.write_bytes(data)

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from hybridrl.checkpoint.compare import compare_runs
-from tests.runs.small import small_overrides
+from tests.runs.small import change_one_bit, small_overrides
 
 ROOT = Path(__file__).parents[2]
 GRPO = ("rollout.sleep=true", "algorithm.num_minibatches=2", "algorithm.old_logprobs=recompute")
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_a_certificate_is_printed_and_its_comparison_sees_one_bit(tmp_path: Path) -> None:
     folder = tmp_path / "certificate"
@@ -39,7 +40,7 @@ def test_a_certificate_is_printed_and_its_comparison_sees_one_bit(tmp_path: Path
         ("samples", folder / "interrupted" / "samples.jsonl"),
         ("metrics", folder / "interrupted" / "metrics.jsonl"),
     ):
-        _change_one_bit(path)
+        change_one_bit(path)
         findings = compare_runs(folder / "uninterrupted", folder / "interrupted")
         assert what in {finding.what for finding in findings if finding.differences}
 
@@ -50,15 +51,3 @@ def test_fifty_random_kills_in_a_row_end_bit_by_bit_or_with_a_named_error() -> N
     command = [sys.executable, "-m", "benchmarks.kills", "--kills", "50", "--seed", "1"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2900)
     assert result.returncode == 0, result.stdout + result.stderr
-
-
-def _change_one_bit(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    if path.suffix == ".safetensors":
-        begin = 8 + int.from_bytes(data[:8], "little")
-        data[begin] ^= 1
-    else:
-        at = data.index(b'reward/mean": 0.' if path.stem == "metrics" else b"0.")
-        at = data.index(b"0.", at) + 2  # a digit
-        data[at] = ord("1") if data[at] != ord("1") else ord("2")
-    path.write_bytes(data)

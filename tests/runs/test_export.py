@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,13 +21,26 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("lora", [(), ("lora=default",)])
+@pytest.fixture(scope="module", params=[True, pytest.param(False, marks=pytest.mark.nightly)])
+def made(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, ray_cluster: None
+) -> tuple[Path, bool]:
+    """The folder of a run of two ranks, and whether it trained an adapter."""
+    folder = tmp_path_factory.mktemp("made") / "run"
+    lora = ("lora=default",) if request.param else ()
+    config = small_config(
+        folder, "checkpoint.every_num_steps=2", "cluster.num_ranks_per_node=2", *lora
+    )
+    run(config, resolved_yaml=to_yaml(config))
+    return folder, request.param
+
+
 def test_a_checkpoint_of_two_ranks_becomes_the_folders_that_the_run_itself_wrote(
-    tmp_path: Path, lora: tuple[str, ...]
+    made: tuple[Path, bool], tmp_path: Path
 ) -> None:
-    folder = _run(tmp_path / "run", "cluster.num_ranks_per_node=2", *lora)
+    folder, lora = shutil.copytree(made[0], tmp_path / "run"), made[1]
     written = export_checkpoint(folder, step=3)
-    assert [path.name for path in written] == ["hf-step-3", "adapter-step-3"][: 1 + len(lora)]
+    assert [path.name for path in written] == ["hf-step-3", "adapter-step-3"][: 1 + lora]
     ours, theirs = (load_file(folder / n / "model.safetensors") for n in ("hf-step-3", "hf"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert (folder / "hf-step-3" / "tokenizer.json").is_file()
@@ -38,10 +52,13 @@ def test_a_checkpoint_of_two_ranks_becomes_the_folders_that_the_run_itself_wrote
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_the_command_names_the_folder_it_wrote_and_what_it_cannot_do(tmp_path: Path) -> None:
-    folder = _run(tmp_path / "run")
+def test_the_command_names_the_folder_it_wrote_and_what_it_cannot_do(
+    made: tuple[Path, bool], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(made[0], tmp_path / "run")
     result = _command(str(folder))
-    assert (result.returncode, result.stdout.strip()) == (0, str(folder / "hf-step-3")), result
+    assert result.returncode == 0, result
+    assert result.stdout.splitlines()[0] == str(folder / "hf-step-3")
     result = _command(str(folder), "--step", "7")
     assert result.returncode == 1
     assert "has not a checkpoint of step 7; it has: 2, 3" in result.stderr
@@ -51,12 +68,6 @@ def test_the_command_names_the_folder_it_wrote_and_what_it_cannot_do(tmp_path: P
         export_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="it has: 2, 3"):
         export_checkpoint(folder, step=1)
-
-
-def _run(folder: Path, *overrides: str) -> Path:
-    config = small_config(folder, "checkpoint.every_num_steps=2", *overrides)
-    run(config, resolved_yaml=to_yaml(config))
-    return folder
 
 
 def _command(*arguments: str) -> subprocess.CompletedProcess[str]:

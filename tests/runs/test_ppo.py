@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybridrl.run.launch import run
-from tests.runs.small import read_metrics, small_config
+from tests.runs.small import VARIED, read_metrics, small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -23,12 +23,7 @@ PPO = (
 
 
 def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
-    """Train on a reward that tells even an untrained model's responses apart."""
-    reward = folder.parent / "varied.py"
-    reward.write_text(
-        "def varied(responses, **_):\n    return [len(set(text)) % 3 for text in responses]\n"
-    )
-    config = small_config(folder, *PPO, f"reward.function={reward}:varied", *overrides)
+    config = small_config(folder, *PPO, VARIED, *overrides)
     run(config, resolved_yaml="")
     return read_metrics(folder)
 
@@ -70,6 +65,7 @@ def test_a_critic_on_ranks_of_its_own_learns_what_a_fused_one_does(tmp_path: Pat
     assert apart[3]["critic/updates"] == fused[3]["critic/updates"] == 4
 
 
+@pytest.mark.nightly
 def test_a_critic_that_leaves_the_device_with_the_policy_trains_what_one_that_stays_does(
     tmp_path: Path,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,10 @@ def test_the_page_of_the_run_shows_all_of_it(folder: Path) -> None:
     assert data["samples"]["stories"][0]["samples"][0]["tokens"]
 
 
-def test_a_run_without_trace_has_none_and_one_that_fails_has_its_page(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> tuple[Path, str]:
+    """The folder of a run without trace whose reward function raises, and the error."""
+    tmp_path = tmp_path_factory.mktemp("failed")
     reward = tmp_path / "reward.py"
     reward.write_text("def broken(responses, **_):\n    return [1 / 0 for _ in responses]\n")
     overrides = (
@@ -143,11 +147,24 @@ def test_a_run_without_trace_has_none_and_one_that_fails_has_its_page(tmp_path: 
         f"reward.function={reward}:broken",
     )
     config = small_config(tmp_path / "run", *overrides)
-    with pytest.raises(RewardError):
+    with pytest.raises(RewardError) as raised:
         run(config, resolved_yaml="mode: train\n")
-    assert not (tmp_path / "run" / "trace.json").exists()
-    assert (tmp_path / "run" / "report.html").is_file()
-    data = data_of_page(tmp_path / "run")
+    return tmp_path / "run", str(raised.value)
+
+
+def test_a_reward_function_that_raises_ends_the_run_by_name(failed: tuple[Path, str]) -> None:
+    folder, error = failed
+    assert re.search(r"reward\.py:broken.*ZeroDivisionError", error)
+    assert "ZeroDivisionError" in (folder / "log.txt").read_text()
+
+
+def test_a_run_without_trace_has_none_and_one_that_fails_has_its_page(
+    failed: tuple[Path, str],
+) -> None:
+    folder, _ = failed
+    assert not (folder / "trace.json").exists()
+    assert (folder / "report.html").is_file()
+    data = data_of_page(folder)
     assert data["status"]["word"] == "failed"
     assert "ZeroDivisionError" in data["findings"][0]["quote"]
 

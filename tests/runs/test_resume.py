@@ -14,11 +14,12 @@ import torch
 from filelock import FileLock
 from safetensors.torch import load_file
 
+from hybridrl.checkpoint.compare import compare_runs
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.errors import CheckpointError, DataError, RemoteCallError, RunFolderError
 from hybridrl.run.child import to_yaml
 from hybridrl.run.launch import run
-from tests.runs.small import read_metrics, small_config
+from tests.runs.small import VARIED, change_one_bit, read_metrics, small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -57,6 +58,15 @@ def test_a_run_in_two_parts_is_bit_by_bit_the_run_in_one(begun: Path, whole: Pat
     _assert_same_state(begun, whole)
     ours, theirs = (load_file(folder / "hf" / "model.safetensors") for folder in (begun, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert not any(finding.differences for finding in compare_runs(whole, begun))
+    for name, path in (
+        ("weights", max((begun / "checkpoints").glob("step-*/actor/*"))),
+        ("samples", begun / "samples.jsonl"),
+        ("metrics", begun / "metrics.jsonl"),
+    ):
+        change_one_bit(path)
+        different = {f.what for f in compare_runs(whole, begun) if f.differences}
+        assert name in different
 
 
 def test_a_rank_that_is_killed_is_started_again_and_no_bit_is_different(tmp_path: Path) -> None:
@@ -98,46 +108,59 @@ def test_a_finished_run_says_so_and_starts_nothing(
     assert (begun / "hf" / "config.json").is_file()
 
 
-def test_what_came_after_the_checkpoint_is_rolled_back_and_done_again(
-    made: Path, tmp_path: Path
-) -> None:
-    folder = shutil.copytree(made / "whole", tmp_path / "run")
-    shutil.rmtree(folder / "checkpoints" / "step-000000005")
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "reward/me')  # killed while it wrote
-    _run(folder, "trainer.num_steps=5")
-    assert [line["step"] for line in read_metrics(folder)] == [0, 1, 2, 3, 4, 5]
-    _assert_same_state(folder, made / "whole")
-
-
-def test_a_torn_checkpoint_is_named_and_the_one_before_it_used(made: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(made / "whole", tmp_path / "run")
+@pytest.fixture(scope="module")
+def repeated(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of 5 steps, its last checkpoint torn and killed while it wrote, run to its end."""
+    folder = shutil.copytree(made / "whole", tmp_path_factory.mktemp("repeated") / "run")
     shutil.rmtree(folder / "hf")  # it ended before its export, or nobody would look
     torn = folder / "checkpoints" / "step-000000005"
     shard = next(torn.glob("actor/*.safetensors"))
     data = bytearray(shard.read_bytes())
     data[-5] ^= 1
     shard.write_bytes(data)
-    _run(folder, "trainer.num_steps=5")
-    told = (folder / "log.txt").read_text()
-    assert "step-000000005 is torn: the bytes of actor/rank-00000" in told
-    assert "going on from the checkpoint of step 4" in told
-    _assert_same_state(folder, made / "whole")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "reward/me')
+    return _run(folder, "trainer.num_steps=5")
 
 
-def test_other_settings_are_refused_key_by_key_unless_accepted(begun: Path) -> None:
-    changed = ("trainer.num_steps=3", "actor.optimizer.weight_decay=0.5")
+def test_what_came_after_the_checkpoint_is_rolled_back_and_done_again(
+    repeated: Path, whole: Path
+) -> None:
+    assert [line["step"] for line in read_metrics(repeated)] == [0, 1, 2, 3, 4, 5]
+    _assert_same_state(repeated, whole)
+
+
+def test_a_torn_checkpoint_is_named_and_the_one_before_it_used(repeated: Path) -> None:
+    log = (repeated / "log.txt").read_text()
+    assert "step-000000005 is torn: the bytes of actor/rank-00000" in log
+    assert "going on from the checkpoint of step 4" in log
+
+
+CHANGED = ("trainer.num_steps=3", "actor.optimizer.weight_decay=0.5")
+
+
+@pytest.fixture(scope="module")
+def accepted(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that lost lines and goes on with other settings, both refused at first."""
+    folder = shutil.copytree(made / "begun", tmp_path_factory.mktemp("accepted") / "run")
+    metrics = folder / "metrics.jsonl"
+    first, *_ = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text(first + '{"step": 1, "rew')
+    return _run(folder, *CHANGED, "checkpoint.accept_changes=true")
+
+
+def test_other_settings_are_refused_key_by_key_unless_accepted(begun: Path, accepted: Path) -> None:
     with pytest.raises(CheckpointError, match=r"weight_decay: 0.0 there, 0.5 here.*\n.*accept"):
-        _run(begun, *changed)
-    _run(begun, *changed, "checkpoint.accept_changes=true")
-    told = (begun / "log.txt").read_text()
-    assert "change that was accepted: actor.optimizer.weight_decay" in told
+        _run(begun, *CHANGED)
+    log = (accepted / "log.txt").read_text()
+    assert "change that was accepted: actor.optimizer.weight_decay" in log
 
 
 def test_other_rows_are_refused_before_a_worker_starts(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     overrides = ("data=files", f"data.train_files=[{data}]", "data.use_chat_template=false")
     overrides += ("eval.every_num_steps=0", "data.max_prompt_tokens=8")
+    overrides += ("model.starter.num_warmup_steps=0",)
     _write_rows(data, range(10, 30))
     folder = _run(tmp_path / "run", "trainer.num_steps=2", *overrides)
     _write_rows(data, range(11, 31))
@@ -145,17 +168,17 @@ def test_other_rows_are_refused_before_a_worker_starts(tmp_path: Path) -> None:
         _run(folder, "trainer.num_steps=3", *overrides)
 
 
-def test_a_run_that_lost_lines_of_its_metrics_is_refused_unless_accepted(begun: Path) -> None:
+def test_a_run_that_lost_lines_of_its_metrics_is_refused_unless_accepted(
+    begun: Path, accepted: Path
+) -> None:
     metrics = begun / "metrics.jsonl"
     first, *_ = metrics.read_text().splitlines(keepends=True)
     metrics.write_text(first + '{"step": 1, "rew')
     with pytest.raises(RunFolderError, match=r"lost lines .* step 2: metrics\.jsonl has \d+ bytes"):
         _run(begun, "trainer.num_steps=3")
     assert metrics.read_text() == first + '{"step": 1, "rew'
-    _run(begun, "trainer.num_steps=3", "checkpoint.accept_changes=true")
-    assert [line["step"] for line in read_metrics(begun)] == [0, 3]
-    told = (begun / "log.txt").read_text()
-    assert "change that was accepted: metrics.jsonl has" in told
+    assert [line["step"] for line in read_metrics(accepted)] == [0, 3]
+    assert "change that was accepted: metrics.jsonl has" in (accepted / "log.txt").read_text()
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_tensor_names(begun: Path) -> None:
@@ -186,6 +209,7 @@ def test_a_folder_that_another_process_writes_is_refused(begun: Path) -> None:
         _run(begun, "trainer.num_steps=3")
 
 
+@pytest.mark.nightly
 def test_supervised_fine_tuning_resumes_bit_by_bit(tmp_path: Path) -> None:
     tuning = ("mode=sft", "sft.batch_size=8", "sft.eval_every_num_steps=2")
     whole = _run(tmp_path / "whole", "sft.num_steps=4", *tuning)
@@ -198,12 +222,8 @@ def test_supervised_fine_tuning_resumes_bit_by_bit(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_critic_and_an_adapter_resume_bit_by_bit(tmp_path: Path) -> None:
-    reward = tmp_path / "varied.py"
-    reward.write_text(
-        "def varied(responses, **_):\n    return [len(set(t)) % 3 for t in responses]\n"
-    )
     both = ("algorithm=ppo", "lora=default", "lora.rank=4", "critic.num_warmup_steps=1")
-    both += (f"reward.function={reward}:varied", "trainer.export_hf=false")
+    both += (VARIED, "trainer.export_hf=false")
     whole = _run(tmp_path / "whole", "trainer.num_steps=4", *both)
     parts = tmp_path / "parts"
     for num_steps in (2, 4):

@@ -104,7 +104,7 @@ jobs = build_jobs([["seed=0"], ["seed=1"]], folder=folder)
 sys.exit(run_sweep(jobs, folder=folder, command=lambda _: [sys.executable, "-c", job]))
 """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not (tmp_path / "ready").exists():
             assert time.monotonic() < deadline
             assert process.poll() is None
@@ -130,6 +130,6 @@ def _multirun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=280,
         check=False,
     )

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -17,19 +18,59 @@ from hybridrl.errors import (
     DataError,
     ModelError,
     RemoteCallError,
-    RewardError,
     TrainingError,
 )
 from hybridrl.run.launch import run
 from hybridrl.run.starter import write_random_model
-from tests.runs.small import read_metrics, small_config
+from tests.runs.small import VARIED, read_metrics, small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
+TWO_RANKS = ("cluster.num_ranks_per_node=2", "actor.max_tokens_per_microbatch=64")
 
-def test_a_run_leaves_configuration_log_metrics_events_samples_and_weights(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path:
+    """The folder of a run of one rank."""
+    folder = tmp_path_factory.mktemp("plain") / "run"
     run(small_config(folder), resolved_yaml="mode: train\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path:
+    """The folder of a run of two ranks whose engines stay awake."""
+    folder = tmp_path_factory.mktemp("two-ranks") / "run"
+    run(small_config(folder, *TWO_RANKS, "rollout.sleep=false"), resolved_yaml="")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rewarded_alike(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path:
+    """The folder of a run on files of its own, with a reward function of its own."""
+    folder = tmp_path_factory.mktemp("alike")
+    data, reward = folder / "rows.jsonl", folder / "reward.py"
+    rows = [{"prompt": f"{n}=", "answer": str(n)} for n in range(10, 18)]
+    data.write_text("\n".join(json.dumps(row) for row in rows))
+    reward.write_text(
+        "def alike(responses, answers, prompts, sources):\n    return [0.7] * len(responses)\n"
+    )
+    config = small_config(
+        folder / "run",
+        "data=files",
+        f"data.train_files=[{data}]",
+        f"data.eval_files=[{data}]",
+        "data.use_chat_template=false",
+        "data.max_prompt_tokens=8",
+        "model.starter.num_warmup_steps=0",
+        f"reward.function={reward}:alike",
+    )
+    run(config, resolved_yaml="")
+    return folder / "run"
+
+
+def test_a_run_leaves_configuration_log_metrics_events_samples_and_weights(plain: Path) -> None:
+    folder = plain
     metrics = read_metrics(folder)
     assert [line["step"] for line in metrics] == [0, 1, 2, 3]
     assert {"eval/reward/mean", "time/eval_s"} <= metrics[0].keys()
@@ -48,37 +89,31 @@ def test_a_run_leaves_configuration_log_metrics_events_samples_and_weights(tmp_p
     assert all(bool(weight.isfinite().all()) for weight in model.parameters())
 
 
-def test_the_same_seed_trains_the_same_weights_bit_by_bit(tmp_path: Path) -> None:
-    for name in "ab":
-        run(small_config(tmp_path / name), resolved_yaml="")
-    first, second = (_weights(tmp_path / name) for name in "ab")
+def test_the_same_seed_trains_the_same_weights_bit_by_bit(plain: Path, tmp_path: Path) -> None:
+    run(small_config(tmp_path / "run"), resolved_yaml="")
+    first, second = _weights(plain), _weights(tmp_path / "run")
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_sleeping_engines_on_two_ranks_train_what_waking_ones_train(tmp_path: Path) -> None:
-    ranks = ["cluster.num_ranks_per_node=2", "actor.max_tokens_per_microbatch=64"]
-    for name, sleep in (("awake", "false"), ("asleep", "true")):
-        config = small_config(tmp_path / name, *ranks, f"rollout.sleep={sleep}")
-        run(config, resolved_yaml="")
-    awake, asleep = _weights(tmp_path / "awake"), _weights(tmp_path / "asleep")
+def test_sleeping_engines_on_two_ranks_train_what_waking_ones_train(
+    two_ranks: Path, tmp_path: Path
+) -> None:
+    config = small_config(tmp_path / "asleep", *TWO_RANKS, "rollout.sleep=true")
+    run(config, resolved_yaml="")
+    awake, asleep = _weights(two_ranks), _weights(tmp_path / "asleep")
     assert all(torch.equal(awake[name], asleep[name]) for name in awake)
     last = read_metrics(tmp_path / "asleep")[-1]
     assert last["memory/released_bytes"] > 0
     assert last["time/release_s"] > 0
 
 
-def test_two_ranks_take_nearly_the_steps_of_one(tmp_path: Path) -> None:
-    for name, ranks in (("one", 1), ("two", 2)):
-        config = small_config(
-            tmp_path / name, f"cluster.num_ranks_per_node={ranks}", "trainer.num_steps=1"
-        )
-        run(config, resolved_yaml="")
-    one, two = (read_metrics(tmp_path / name)[1] for name in ("one", "two"))
+def test_two_ranks_take_nearly_the_steps_of_one(plain: Path, two_ranks: Path) -> None:
+    one, two = (read_metrics(folder)[1] for folder in (plain, two_ranks))
     assert one["reward/mean"] == two["reward/mean"]
     assert one["policy/grad_norm"] == pytest.approx(two["policy/grad_norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize("placement", ["loss", "reward"])
+@pytest.mark.parametrize("placement", ["loss", pytest.param("reward", marks=pytest.mark.nightly)])
 def test_kl_is_measured_against_the_model_that_the_run_started_from(
     tmp_path: Path, placement: str
 ) -> None:
@@ -89,7 +124,7 @@ def test_kl_is_measured_against_the_model_that_the_run_started_from(
         "algorithm.kl.coefficient=0.1",
         "algorithm.num_minibatches=2",
         "actor.optimizer.lr=1e-2",
-        f"reward.function={_varied_reward(tmp_path)}",
+        VARIED,
     )
     run(config, resolved_yaml="")
     metrics = read_metrics(tmp_path / "run")
@@ -113,26 +148,27 @@ def test_supervised_fine_tuning_lowers_the_loss_on_held_out_rows(tmp_path: Path)
     assert (tmp_path / "run" / "hf" / "config.json").is_file()
 
 
-def test_own_data_and_an_own_reward_function_need_no_code_of_ours(tmp_path: Path) -> None:
-    data = tmp_path / "rows.jsonl"
-    rows = [{"prompt": f"{n}=", "answer": str(n)} for n in range(10, 18)]
-    data.write_text("\n".join(json.dumps(row) for row in rows))
+def test_own_data_and_an_own_reward_function_need_no_code_of_ours(rewarded_alike: Path) -> None:
+    rewards = [line["reward/mean"] for line in read_metrics(rewarded_alike)[1:]]
+    assert rewards == pytest.approx([0.7] * 3)
+
+
+def test_a_reward_of_its_own_is_learnt_in_thirty_steps(tmp_path: Path) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text(
-        "def short(responses, answers, prompts, sources):\n"
-        "    return [1.0 / (1 + len(response)) for response in responses]\n"
+        "def digits(responses, **_):\n"
+        "    return [sum(c.isdigit() for c in text) / 6 for text in responses]\n"
     )
     config = small_config(
         tmp_path / "run",
-        "data=files",
-        f"data.train_files=[{data}]",
-        f"data.eval_files=[{data}]",
-        "data.use_chat_template=false",
-        "data.max_prompt_tokens=8",
-        f"reward.function={reward}:short",
+        f"reward.function={reward}:digits",
+        "actor.optimizer.lr=1e-2",
+        "trainer.num_steps=30",
+        "eval.every_num_steps=0",
     )
     run(config, resolved_yaml="")
-    assert 0 < read_metrics(tmp_path / "run")[-1]["reward/mean"] <= 1
+    rewards = [line["reward/mean"] for line in read_metrics(tmp_path / "run")]
+    assert fmean(rewards[-5:]) > fmean(rewards[:5]) + 0.2
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
@@ -197,17 +233,6 @@ def test_a_broken_model_folder_is_named_before_a_worker_starts(
     assert "start workers" not in (tmp_path / "run" / "trace.json").read_text()
 
 
-def test_a_reward_function_that_raises_ends_the_run_by_name(tmp_path: Path) -> None:
-    reward = tmp_path / "reward.py"
-    reward.write_text("def broken(responses, **_):\n    return [1 / 0 for _ in responses]\n")
-    config = small_config(
-        tmp_path / "run", f"reward.function={reward}:broken", "eval.every_num_steps=0"
-    )
-    with pytest.raises(RewardError, match=r"reward\.py:broken.*ZeroDivisionError"):
-        run(config, resolved_yaml="")
-    assert "ZeroDivisionError" in (tmp_path / "run" / "log.txt").read_text()
-
-
 def test_updates_without_a_finite_gradient_are_skipped_then_end_the_run(tmp_path: Path) -> None:
     config = small_config(
         tmp_path / "run",
@@ -215,18 +240,14 @@ def test_updates_without_a_finite_gradient_are_skipped_then_end_the_run(tmp_path
         "trainer.num_steps=20",
         "trainer.max_skipped_updates=1",
         "eval.every_num_steps=0",
-        f"reward.function={_varied_reward(tmp_path)}",
+        VARIED,
     )
     with pytest.raises((TrainingError, RemoteCallError), match="finite"):
         run(config, resolved_yaml="")
 
 
-def test_equal_rewards_leave_the_weights_as_they_are(tmp_path: Path) -> None:
-    reward = tmp_path / "reward.py"
-    reward.write_text("def flat(responses, **_):\n    return [0.7] * len(responses)\n")
-    config = small_config(tmp_path / "run", f"reward.function={reward}:flat")
-    run(config, resolved_yaml="")
-    last = read_metrics(tmp_path / "run")[-1]
+def test_equal_rewards_leave_the_weights_as_they_are(rewarded_alike: Path) -> None:
+    last = read_metrics(rewarded_alike)[-1]
     assert last["reward/zero_variance_group_fraction"] == 1
     assert last["policy/grad_norm"] == 0
 
@@ -238,15 +259,6 @@ def test_rows_that_do_not_divide_over_ranks_are_refused_before_anything_starts(
         small_config(
             tmp_path / "run", "cluster.num_ranks_per_node=2", "trainer.num_prompts_per_step=3"
         )
-
-
-def _varied_reward(folder: Path) -> str:
-    """An untrained model gets nothing right; this tells its responses apart all the same."""
-    path = folder / "varied.py"
-    path.write_text(
-        "def varied(responses, **_):\n    return [len(set(text)) % 3 for text in responses]\n"
-    )
-    return f"{path}:varied"
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:

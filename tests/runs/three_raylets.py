@@ -18,26 +18,31 @@ from ray.util import placement_group, remove_placement_group
 from hybridrl.errors import ResourceError
 from hybridrl.run.cluster import start_group
 from hybridrl.run.launch import run
-from tests.runs.small import read_metrics, small_config
+from tests.runs.small import VARIED, read_metrics, small_config
 from tests.single_controller.workers import Scaler
 
 _NUM_NODES, _NUM_CPUS = 3, 3  # so that all three entries of a pool of 3 x 1 would fit on one node
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *, trains: bool) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": _NUM_CPUS})
     try:
         for _ in range(_NUM_NODES - 1):
             cluster.add_node(num_cpus=_NUM_CPUS)
         ray.init(address=cluster.address, log_to_driver=False)
+        if trains:
+            seen: dict[str, Any] = {
+                "across": _train(folder / "across", "cluster.num_nodes=3"),
+                "on one": _train(folder / "on-one", "cluster.num_ranks_per_node=3"),
+            }
+            print(json.dumps(seen))
+            return
         seen = {
             "3 x 1": _places(folder, num_ranks_per_node=1),
             "3 x 2": _places(folder, num_ranks_per_node=2),
             "too many nodes": _refusal(folder, num_nodes=4, num_ranks_per_node=1),
             "too many ranks": _refusal(folder, num_nodes=1, num_ranks_per_node=4),
             "busy": _refusal_while_busy(folder),
-            "across": _train(folder / "across", "cluster.num_nodes=3"),
-            "on one": _train(folder / "on-one", "cluster.num_ranks_per_node=3"),
         }
         print(json.dumps(seen))
     finally:
@@ -99,7 +104,7 @@ def _train(folder: Path, *overrides: str) -> dict[str, Any]:
         "trainer.num_prompts_per_step=3",
         "trainer.num_steps=2",
         "model.starter.warmup_batch_size=9",
-        f"reward.function={_write_reward(folder.parent)}",
+        VARIED,
         *overrides,
     )
     run(config, resolved_yaml="")
@@ -112,14 +117,5 @@ def _train(folder: Path, *overrides: str) -> dict[str, Any]:
     }
 
 
-def _write_reward(folder: Path) -> str:
-    """An untrained model gets nothing right; this tells its responses apart all the same."""
-    file = folder / "varied.py"
-    file.write_text(
-        "def varied(responses, **_):\n    return [len(set(t)) % 3 for t in responses]\n"
-    )
-    return f"{file}:varied"
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), trains=sys.argv[2] == "trains")

@@ -35,7 +35,9 @@ TIED: dict[Family, bool] = {"qwen3": True, "llama": True, "qwen3_moe": False}
 GREEDY = sampling_params(group=1, tokens=8, temperature=0.0)
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama", "qwen3_moe"])
+@pytest.fixture(
+    scope="module", params=["qwen3", pytest.param("llama", marks=pytest.mark.nightly), "qwen3_moe"]
+)
 def family(request: pytest.FixtureRequest) -> Family:
     return request.param
 

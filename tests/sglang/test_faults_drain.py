@@ -43,7 +43,7 @@ def require_serving(engine: SGLangEngine) -> None:
     assert all(len(tokens) == 6 for tokens in found[0])
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(200)
 def test_of_200_requests_under_drain_all_are_answered_or_reported_in_two_cycles(
     engine: SGLangEngine,
 ) -> None:
@@ -71,7 +71,7 @@ def test_of_200_requests_under_drain_all_are_answered_or_reported_in_two_cycles(
         patient.continue_generation()
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(150)
 def test_requests_that_somebody_else_cuts_off_are_asked_for_again_and_whole_twice(
     engine: SGLangEngine,
 ) -> None:
@@ -84,7 +84,7 @@ def test_requests_that_somebody_else_cuts_off_are_asked_for_again_and_whole_twic
         assert retried.value > 0
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(150)
 @pytest.mark.parametrize("mode", KEEPING_MODES)
 def test_our_requests_that_somebody_elses_pause_keeps_are_reported_twice(
     engine: SGLangEngine, mode: str
@@ -100,7 +100,7 @@ def test_our_requests_that_somebody_elses_pause_keeps_are_reported_twice(
         require_serving(engine)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(150)
 @pytest.mark.parametrize("mode", KEEPING_MODES)
 def test_a_request_of_somebody_else_that_never_ends_does_not_hold_the_drain_up_twice(
     engine: SGLangEngine, mode: str
@@ -118,7 +118,7 @@ def test_a_request_of_somebody_else_that_never_ends_does_not_hold_the_drain_up_t
         require_serving(engine)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(150)
 def test_a_scheduler_that_hangs_is_named_with_what_it_was_doing_and_may_come_back(
     engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -18,13 +17,13 @@ from hybridrl.batch import PromptBatch
 from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.protocol import MemoryTag, Response, SamplingParams
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
-from hybridrl.workers.sharding.control import ControlGroup, StageError
-from hybridrl.workers.sharding.manager import ShardingManager
+from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.states import State
 from tests.sglang.engines import server_spec, sglang_config
 from tests.sglang.strangers import generating, kill_scheduler, kill_server
+from tests.workers.device import Device
 from tests.workers.rollout.engines import make_prompts, sampling_params, tokens_of
-from tests.workers.train.engines import CPU, build_fsdp2
+from tests.workers.train.engines import build_fsdp2
 
 PROMPTS = make_prompts((4, 9))
 GREEDY = sampling_params(group=1, tokens=6, temperature=0.0)
@@ -62,30 +61,18 @@ class MortalEngine(SGLangEngine):
             self.kill(self)
 
 
-@dataclass(frozen=True)
-class Device:
-    """The engine, and who owns the device that it shares with an actor."""
-
-    engine: MortalEngine
-    manager: ShardingManager
-
-    def rollout(self) -> list[list[int]]:
-        with self.manager.rollout_phase() as serving:
-            assert serving is self.engine
-            return tokens_of(serving.generate(PROMPTS, GREEDY))
-
-
 @pytest.fixture(scope="module")
 def device(served_model: Path) -> Iterator[Device]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     engine = MortalEngine(server_spec(served_model, sleep=True), variables={})
-    control = ControlGroup(timeout_s=60.0)
     try:
-        manager = ShardingManager(
-            engine=engine, config=sglang_config(sleep=True), device=CPU, control=control
+        yield Device(
+            engine,
+            build_fsdp2(served_model),
+            config=sglang_config(sleep=True),
+            prompts=PROMPTS,
+            sampling=GREEDY,
         )
-        manager.attach_policy(build_fsdp2(served_model))
-        yield Device(engine, manager)
     finally:
         engine.shutdown()
         dist.destroy_process_group()
@@ -94,22 +81,26 @@ def device(served_model: Path) -> Iterator[Device]:
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("method", "kill"),
-    [("generate", kill_scheduler), ("update_weights", kill_server), ("release", kill_server)],
+    [
+        ("generate", kill_scheduler),
+        pytest.param("update_weights", kill_server, marks=pytest.mark.nightly),
+        pytest.param("release", kill_server, marks=pytest.mark.nightly),
+    ],
 )
 def test_a_server_killed_in_a_stage_is_named_and_the_next_phases_sample_as_before(
     device: Device, method: str, kill: Callable[[SGLangEngine], None]
 ) -> None:
-    before = [device.rollout() for _ in range(NUM_CYCLES)]
+    before = [tokens_of(device.sample()) for _ in range(NUM_CYCLES)]
     assert before[0] == before[1]
     device.engine.dies_in, device.engine.kill = method, kill  # type: ignore[method-assign]
     if method == "release":  # the responses are there already; what is broken is mended at once
-        assert device.rollout() == before[0]
+        assert tokens_of(device.sample()) == before[0]
         assert device.engine.dies_in == ""
     else:
         device.manager.weights_changed(version=7)
         with pytest.raises((EngineError, StageError), match=r"SGLang|sync failed on engine 0"):
-            device.rollout()
-    after = [device.rollout() for _ in range(NUM_CYCLES)]
+            tokens_of(device.sample())
+    after = [tokens_of(device.sample()) for _ in range(NUM_CYCLES)]
     assert after == before
     assert device.manager.states == (State.ASLEEP,)
     device.manager.require_training()
@@ -124,7 +115,7 @@ SGLangEngine(server_spec(Path(sys.argv[1])), variables={})
 """
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(200)
 def test_no_process_is_left_of_a_server_whose_worker_is_killed(served_model: Path) -> None:
     worker = subprocess.Popen([sys.executable, "-c", CHILD, str(served_model)])
     try:

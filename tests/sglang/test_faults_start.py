@@ -12,7 +12,7 @@ from hybridrl.errors import ConfigErrors, DeadlineError, EngineError, ModelError
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from tests.sglang.engines import server_spec
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 150.0
 
 
 def start(folder: Path, **keys: object) -> None:
@@ -34,7 +34,7 @@ def change_config(folder: Path, **changes: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(200)
 def test_unknown_arguments_are_all_named_with_what_is_meant(served_model: Path) -> None:
     with pytest.raises(ConfigErrors) as raised:
         start(served_model, engine_args={"chunked_prefil_size": 512, "wrap_speed": 9})
@@ -45,7 +45,8 @@ def test_unknown_arguments_are_all_named_with_what_is_meant(served_model: Path) 
     assert second.key == "rollout.engine_args.wrap_speed"
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.nightly
+@pytest.mark.timeout(200)
 def test_a_model_that_sglang_does_not_know_is_named_with_the_end_of_its_log(folder: Path) -> None:
     change_config(folder, model_type="nobody", architectures=["NobodyForCausalLM"])
     with pytest.raises(EngineError, match=r"did not start: SGLang .*(was killed|ended)") as raised:
@@ -54,7 +55,7 @@ def test_a_model_that_sglang_does_not_know_is_named_with_the_end_of_its_log(fold
     assert "last lines of its log" in str(raised.value)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(200)
 def test_an_engine_that_dies_at_its_start_shows_why(served_model: Path) -> None:
     with pytest.raises(EngineError, match=r"did not start: SGLang .*(was killed|ended)") as raised:
         start(served_model, engine_args={"attention_backend": "warp"})

@@ -14,7 +14,8 @@ from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.states import State
 from hybridrl.workers.train.protocol import WeightSet
-from tests.sglang.lora_device import GREEDY, PROMPTS, WAYS, Device, ForgetfulEngine
+from tests.sglang.lora_device import GREEDY, PROMPTS, ForgetfulEngine, ServedDevice
+from tests.workers.device import WAYS
 from tests.workers.rollout.engines import rollout_config, tokens_of
 from tests.workers.train.engines import CPU
 from tests.workers.train.lora_engines import LORA, adapter_of, with_lora
@@ -22,7 +23,7 @@ from tests.workers.train.lora_engines import LORA, adapter_of, with_lora
 _CACHE = (MemoryTag.KV_CACHE.value, MemoryTag.CUDA_GRAPH.value)
 
 
-def greedy_of_the_embedded_engine(device: Device, folder: Path) -> list[Response]:
+def greedy_of_the_embedded_engine(device: ServedDevice, folder: Path) -> list[Response]:
     """What the embedded engine samples with the trainer's weights and adapter."""
     lora = device.lora if device.lora.sends_adapters else None
     engine = HFRolloutEngine(
@@ -35,7 +36,7 @@ def greedy_of_the_embedded_engine(device: Device, folder: Path) -> list[Response
     return engine.generate(PROMPTS, GREEDY)
 
 
-def assert_samples_as_the_trainer_for_three_cycles(device: Device, folder: Path) -> None:
+def assert_samples_as_the_trainer_for_three_cycles(device: ServedDevice, folder: Path) -> None:
     answers = []
     for version in range(3):
         assert device.mismatch_nats() < 1e-4
@@ -52,13 +53,13 @@ def assert_samples_as_the_trainer_for_three_cycles(device: Device, folder: Path)
 def test_with_an_adapter_tokens_and_log_probs_are_the_trainers_in_each_of_three_cycles(
     lora_engine: ForgetfulEngine, served_model: Path, way: str
 ) -> None:
-    device = Device(lora_engine, served_model, way)
+    device = ServedDevice(lora_engine, served_model, way)
     assert_samples_as_the_trainer_for_three_cycles(device, served_model)
 
 
 @pytest.mark.parametrize("way", ["awake", "backup"])
 def test_with_merged_weights_too(engine: SGLangEngine, served_model: Path, way: str) -> None:
-    device = Device(engine, served_model, way, lora=with_lora(sync="merged"))
+    device = ServedDevice(engine, served_model, way, lora=with_lora(sync="merged"))
     assert_samples_as_the_trainer_for_three_cycles(device, served_model)
 
 
@@ -66,7 +67,7 @@ def test_with_merged_weights_too(engine: SGLangEngine, served_model: Path, way: 
 def test_the_base_goes_before_the_first_adapter_and_only_adapters_afterwards(
     lora_engine: ForgetfulEngine, served_model: Path, way: str
 ) -> None:
-    device = Device(lora_engine, served_model, way)
+    device = ServedDevice(lora_engine, served_model, way)
     base, adapter = (device.bytes_of(part) for part in (WeightSet.BASE, WeightSet.ADAPTER))
     lora_engine.forget_journal()
     device.sample()
@@ -87,7 +88,7 @@ def test_the_base_goes_before_the_first_adapter_and_only_adapters_afterwards(
 def test_a_resident_base_stays_while_cache_and_graphs_come_and_go(
     lora_engine: ForgetfulEngine, served_model: Path
 ) -> None:
-    device = Device(lora_engine, served_model, "resident")
+    device = ServedDevice(lora_engine, served_model, "resident")
     device.sample()
     lora_engine.forget_journal()
     for _ in range(2):
@@ -102,7 +103,7 @@ def test_a_resident_base_stays_while_cache_and_graphs_come_and_go(
 def test_a_release_without_copy_and_resend_would_be_garbage_and_the_ledger_prevents_it(
     lora_engine: ForgetfulEngine, served_model: Path
 ) -> None:
-    device = Device(lora_engine, served_model, "resend")
+    device = ServedDevice(lora_engine, served_model, "resend")
     device.sample()
     ledger = device.manager._engines.managed.ledger
     device.train()
@@ -112,11 +113,12 @@ def test_a_release_without_copy_and_resend_would_be_garbage_and_the_ledger_preve
     assert device.mismatch_nats() < 1e-4
 
 
+@pytest.mark.nightly
 def test_a_server_that_died_gets_base_and_adapter_before_it_serves_again(
     lora_engine: ForgetfulEngine, served_model: Path
 ) -> None:
     """It dies as SGLang does without our check: of an adapter that lacks a matrix."""
-    device = Device(lora_engine, served_model, "awake")
+    device = ServedDevice(lora_engine, served_model, "awake")
     device.sample()
     device.train()
     torn = adapter_of(device.trainer)

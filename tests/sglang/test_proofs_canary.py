@@ -11,10 +11,10 @@ from hybridrl.workers.canary import Canary
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.sharding.control import ControlGroup
 from tests.sglang.engines import sglang_config
-from tests.sglang.lora_device import PROMPTS, Device, ForgetfulEngine
+from tests.sglang.lora_device import PROMPTS, ForgetfulEngine, ServedDevice
 
 
-class Watched(Device):
+class WatchedServedDevice(ServedDevice):
     """A device with a canary that looks at every version."""
 
     def __init__(self, engine: SGLangEngine, folder: Path, way: str) -> None:
@@ -39,7 +39,7 @@ class Watched(Device):
 def test_no_drift_is_found_in_each_of_three_cycles(
     lora_engine: ForgetfulEngine, served_model: Path
 ) -> None:
-    device = Watched(lora_engine, served_model, "resend")
+    device = WatchedServedDevice(lora_engine, served_model, "resend")
     for _ in range(3):
         assert device.watch() < 1e-4
         assert device.watch() is None
@@ -50,7 +50,7 @@ def test_a_base_that_did_not_survive_the_sleep_is_found_at_the_next_new_weights(
     lora_engine: ForgetfulEngine, served_model: Path
 ) -> None:
     """The garbage of an adapter on memory that nobody refilled: only the canary can see it."""
-    device = Watched(lora_engine, served_model, "resident")
+    device = WatchedServedDevice(lora_engine, served_model, "resident")
     assert device.watch() < 1e-4
     device.train()
     lora_engine.scramble()
@@ -62,7 +62,7 @@ def test_a_base_that_did_not_survive_the_sleep_is_found_at_the_next_new_weights(
 def test_and_at_the_next_wake_with_the_same_weights(
     lora_engine: ForgetfulEngine, served_model: Path
 ) -> None:
-    device = Watched(lora_engine, served_model, "resident")
+    device = WatchedServedDevice(lora_engine, served_model, "resident")
     assert device.watch() < 1e-4
     assert device.watch() is None
     lora_engine.scramble()

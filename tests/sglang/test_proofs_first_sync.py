@@ -17,7 +17,7 @@ from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.weight_proof import WeightFolder
 from hybridrl.workers.train.protocol import TrainEngine
 from tests.sglang.engines import sglang_config
-from tests.sglang.lora_device import GREEDY, PROMPTS, Device, ForgetfulEngine
+from tests.sglang.lora_device import GREEDY, PROMPTS, ForgetfulEngine, ServedDevice
 from tests.workers.rollout.engines import tokens_of
 from tests.workers.sharding.faulty_streams import tearing
 from tests.workers.train.engines import CPU, build_fsdp2
@@ -100,7 +100,7 @@ def test_weights_that_a_transport_lost_are_found_although_the_files_had_brought_
 def test_a_whole_run_begins_with_the_proof_and_goes_on(
     lora_engine: ForgetfulEngine, served_model: Path
 ) -> None:
-    device = Device(lora_engine, served_model, "resend", check_first_sync=True)
+    device = ServedDevice(lora_engine, served_model, "resend", check_first_sync=True)
     answers = []
     for _ in range(2):
         assert device.mismatch_nats() < 1e-4

@@ -123,14 +123,14 @@ def rehearsed(configs: Sequence[ExperimentConfig], folder: Path) -> list[dict[st
         [sys.executable, "-m", ON_CUDA, str(case_file), str(result_file)],
         env=os.environ | {"PYTHONPATH": python_path()},
         check=True,
-        timeout=110,
+        timeout=190,
         capture_output=True,
     )
     results: list[dict[str, Any]] = json.loads(result_file.read_text())
     return results
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(200)
 def test_sglang_starts_on_a_gpu_with_what_every_recipe_sends(folder: Path) -> None:
     names = recipes_on_sglang()
     assert len(names) >= 4
@@ -157,7 +157,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(200)
 def test_what_sglang_refuses_at_its_start_is_found_with_the_argument(folder: Path) -> None:
     base = config_of(folder, *_flat()["asleep"])
     configs = [_with_arguments(base, each) for each in REFUSED.values()]
@@ -179,7 +179,7 @@ def _reason(result: dict[str, Any]) -> str:
     return str(result["refusals"][0]["reason"])
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(200)
 def test_check_names_our_key_for_what_sglang_refuses(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,13 +194,13 @@ def test_check_names_our_key_for_what_sglang_refuses(
     assert "accepts the arguments" in rehearse_server(mended)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(150)
 def test_where_there_is_no_gpu_check_says_what_it_did_not_see(folder: Path) -> None:
     line = rehearse_server(config_of(folder, *_flat()["asleep"]))
     assert "rehearsed where there is a GPU" in line
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(150)
 def test_check_of_the_default_model_goes_through_sglang(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "hybridrl.main", "mode=check", "rollout=sglang"],
@@ -208,7 +208,7 @@ def test_check_of_the_default_model_goes_through_sglang(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": python_path()},
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=140,
         check=False,
     )
     assert done.returncode == 0, done.stderr

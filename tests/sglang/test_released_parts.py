@@ -41,6 +41,7 @@ def test_generate_is_refused_while_a_part_is_released_though_sglang_itself_would
         assert tokens_of(engine.generate(PROMPTS, GREEDY)) == before
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_a_second_resume_would_end_the_server_so_only_what_was_released_is_resumed(
     served_model: Path,

@@ -12,27 +12,45 @@ import psutil
 import pytest
 
 from hybridrl.env import ROOT
-from tests.runs.small import read_metrics
+from tests.runs.small import SMALL, read_metrics
 
 NUM_STEPS = 40  # of the default 100; the mean reward of a step goes 0.33 -> 0.47 here
-TIMEOUT_S = 280  # 25 s of CPU for the server, 1 to 2 s a step
+TIMEOUT_S = 400  # 25 s of CPU for the server, 1 to 2 s a step
 
 
 # One server for both ranks, as they share a model.
 MEGATRON = ("recipes=megatron_cpu", "rollout.tensor_parallel_size=2")
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(TIMEOUT_S + 20)
 @pytest.mark.parametrize("overrides", [(), MEGATRON], ids=["fsdp2", "megatron-tp2"])
 def test_the_default_task_is_learnt_on_sglang_and_no_process_is_left(
     tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
+    lines = run_on_sglang(tmp_path, *overrides, num_steps=NUM_STEPS)
+    rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
+    # Not the evaluation, whose 128 greedy answers go up and down by more than that.
+    assert fmean(rewards[-15:]) > fmean(rewards[:10]) + 0.05
+
+
+@pytest.mark.timeout(TIMEOUT_S + 20)
+def test_a_short_run_on_sglang_agrees_with_its_trainer_and_leaves_no_process(
+    tmp_path: Path,
+) -> None:
+    small = [override for override in SMALL if override.startswith("model.")]
+    small += ["trainer.num_prompts_per_step=4", "eval.num_prompts=4"]
+    run_on_sglang(tmp_path, *small, num_steps=3)
+
+
+def run_on_sglang(folder: Path, *overrides: str, num_steps: int) -> list[dict[str, float]]:
+    """Run the command; check what holds of every run on SGLang, and return its metrics."""
     command = [
         *(sys.executable, "-m", "hybridrl.main", "rollout=sglang", "tracking.live=off"),
         *overrides,
         *("rollout.start_timeout_s=150", "cluster.start_timeout_s=160"),
-        *(f"trainer.run_dir={tmp_path / 'run'}", f"trainer.num_steps={NUM_STEPS}"),
-        *(f"eval.every_num_steps={NUM_STEPS}", "checkpoint.every_num_steps=0"),
+        *(f"trainer.run_dir={folder / 'run'}", f"trainer.num_steps={num_steps}"),
+        *(f"eval.every_num_steps={num_steps}", "checkpoint.every_num_steps=0"),
     ]
     done = subprocess.run(
         command,
@@ -40,19 +58,17 @@ def test_the_default_task_is_learnt_on_sglang_and_no_process_is_left(
         text=True,
         timeout=TIMEOUT_S,
         check=False,
-        cwd=tmp_path,
+        cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},  # stand-ins lie in the test tree
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = read_metrics(tmp_path / "run")
-    rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
-    # Not the evaluation, whose 128 greedy answers go up and down by more than that.
-    assert fmean(rewards[-15:]) > fmean(rewards[:10]) + 0.05
+    lines = read_metrics(folder / "run")
     mismatch = "policy/sampler_mismatch_nats/max"
-    assert len([line for line in lines if line.get(mismatch, 1.0) < 1e-3]) == NUM_STEPS
+    assert len([line for line in lines if line.get(mismatch, 1.0) < 1e-3]) == num_steps
     hits = [line["rollout/prefix_cache_hit_fraction"] for line in lines[2:]]
     assert min(hits) > 0.8  # a group's prompt is computed once; before, an evaluation counts too
-    assert servers_started_in(tmp_path) == []
+    assert servers_started_in(folder) == []
+    return lines
 
 
 def servers_started_in(folder: Path) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.models import make_tiny_model
 from tests.sglang.engines import (
     greedy_of_hugging_face,
@@ -26,6 +28,7 @@ def one_core_each(num_ranks: int) -> dict[str, str]:
     return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(names)}
 
 
+@pytest.mark.nightly
 def test_a_server_of_two_ranks_answers_as_hugging_face_after_each_of_two_syncs(
     tmp_path: Path,
 ) -> None:

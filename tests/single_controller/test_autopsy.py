@@ -73,7 +73,7 @@ def _look(*ranks: MonitoredRank, wait_s: float = 5.0) -> list[RankReport]:
 
 
 def _wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 60.0
     while not condition():
         assert time.monotonic() < deadline, "it does not happen"
         time.sleep(0.05)

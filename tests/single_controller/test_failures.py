@@ -35,7 +35,7 @@ def two_ranks(ray_cluster: None) -> Iterator[RayWorkerGroup]:
 
 
 def _wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while any(psutil.pid_exists(pid) for pid in pids):
         assert time.monotonic() < deadline, "a rank is left"
         time.sleep(0.05)
@@ -103,7 +103,7 @@ def test_a_rank_killed_between_calls_is_named_by_the_next(two_ranks: RayWorkerGr
 def test_a_late_rank_is_named_with_the_key_to_raise(two_ranks: RayWorkerGroup) -> None:
     pids = [place["pid"] for place in two_ranks.describe()]
     with pytest.raises(
-        DeadlineError, match=r"ranks \[1\] of 2 have not answered hang_on\(\) within 0.5 s.*timeout"
+        DeadlineError, match=r"ranks \[1\] of 2 have not answered hang_on\(\) within 3 s.*timeout"
     ):
         two_ranks.hang_on(1)
     _wait_until_gone(pids)

@@ -64,7 +64,7 @@ class Group:
 
 def are_gone(pids: Sequence[int]) -> bool:
     """Whether no process is left, but for Ray's taking note of it."""
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while any(psutil.pid_exists(pid) for pid in pids):
         if time.monotonic() > deadline:
             return False

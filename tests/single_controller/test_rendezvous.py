@@ -117,7 +117,7 @@ def test_no_rank_stays_in_a_collective_that_another_left(
         joined.fail_while_others_reduce(1, exits=exits)
     assert caught.value.rank == 1
     assert exits or "no sum today" in str(caught.value)
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while any(psutil.pid_exists(pid) for pid in pids):
         assert time.monotonic() < deadline, "a rank is left"
         time.sleep(0.05)

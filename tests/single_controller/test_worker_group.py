@@ -98,7 +98,7 @@ def test_wrong_arguments_are_refused_on_the_driver(
 
 def test_a_future_feeds_the_next_call_without_the_driver(four_ranks: RayWorkerGroup) -> None:
     rows = np.arange(8.0)
-    slow = four_ranks.scale_later(rows, delay_s=0.3)
+    slow = four_ranks.scale_later(rows, delay_s=2.0)
     assert not slow.is_done()
     handed_on = four_ranks.scale_later(slow)  # returns although `slow` is not done
     assert not slow.is_done()
@@ -127,7 +127,7 @@ def test_futures_by_rank_and_of_rank_zero_feed_modes_that_take_them(
 
 
 def test_get_can_give_up_waiting_while_the_call_goes_on(four_ranks: RayWorkerGroup) -> None:
-    later = four_ranks.scale_later(np.arange(4.0), delay_s=0.5)
+    later = four_ranks.scale_later(np.arange(4.0), delay_s=2.0)
     with pytest.raises(TimeoutError, match=r"within 0.05 s; it goes on"):
         later.get(timeout_s=0.05)
     assert later.get().tolist() == [0, 3, 6, 9]
@@ -148,7 +148,7 @@ def test_the_environment_is_set_and_shutdown_leaves_nothing(
     assert {place["env"]["FLAVOUR"] for place in places} == {"plum"}
     for _ in range(2):
         group.shutdown()
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while any(psutil.pid_exists(place["pid"]) for place in places):
         assert time.monotonic() < deadline, "a rank outlived shutdown"
         time.sleep(0.05)

@@ -116,12 +116,12 @@ class Scaler(Worker):
             os._exit(3)
         time.sleep(600)
 
-    @register(Dispatch.ONE_TO_ALL, timeout_s=0.5)
+    @register(Dispatch.ONE_TO_ALL, timeout_s=3.0)
     def hang_on(self, rank: int) -> None:
         if self.rank == rank:
             time.sleep(600)
 
-    @register(Dispatch.ONE_TO_ALL, timeout_s=0.5)
+    @register(Dispatch.ONE_TO_ALL, timeout_s=3.0)
     def hang_on_both(self) -> None:
         time.sleep(600)
 

@@ -16,12 +16,11 @@ from hybridrl.metrics import Metrics, check_declared
 from hybridrl.workers.canary import Canary
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import Response, SamplingParams
-from hybridrl.workers.sharding.control import ControlGroup
-from hybridrl.workers.sharding.manager import ShardingManager
 from tests.models import make_tiny_model
 from tests.ranks import run_ranks
+from tests.workers.device import Device
 from tests.workers.rollout.engines import make_prompts, rollout_config
-from tests.workers.train.engines import CPU, build_fsdp2, make_rows, update
+from tests.workers.train.engines import CPU, build_fsdp2
 
 PROMPTS = make_prompts((4, 9, 12, 3, 7, 8))
 
@@ -53,7 +52,7 @@ class Warm(HFRolloutEngine):
         return super().generate(prompts, replace(sampling, temperature=2 * sampling.temperature))
 
 
-class Device:
+class WatchedDevice(Device):
     """One rank as a worker has it, with a canary."""
 
     def __init__(
@@ -61,22 +60,16 @@ class Device:
     ) -> None:
         common: dict[str, object] = {"canary_every_steps": 2, "canary_max_drift_nats": 0.01}
         config = replace(rollout_config(), **(common | changes))  # type: ignore[arg-type]
-        control = ControlGroup(timeout_s=30.0)
-        self.engine = kind(folder, config=config, max_context_tokens=32, device=CPU)
-        self.manager = ShardingManager(
-            engine=self.engine, config=config, device=CPU, control=control
-        )
-        self.trainer = build_fsdp2(folder)
-        self.manager.attach_policy(self.trainer)
+        engine = kind(folder, config=config, max_context_tokens=32, device=CPU)
+        super().__init__(engine, build_fsdp2(folder), config=config)
         self.canary = Canary(
             config=config,
             num_updates_per_step=1,
             model_folder=folder,
             sharding=self.manager,
-            control=control,
+            control=self.control,
             trainer=self.trainer,
         )
-        self.version = 0
 
     def watch(self) -> Metrics:
         """One rollout phase as a worker has it."""
@@ -86,11 +79,6 @@ class Device:
         metrics = self.canary.judge(answers, version=self.version)
         check_declared(metrics)
         return metrics
-
-    def train(self) -> None:
-        update(self.trainer, make_rows(4, seed=self.version))
-        self.version += 1
-        self.manager.weights_changed(version=self.version)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +90,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_engines_that_agree_are_scored_every_second_step_and_asked_after_every_wake(
     folder: Path, sleep: bool
 ) -> None:
-    device = Device(folder, sleep=sleep)
+    device = WatchedDevice(folder, sleep=sleep)
     is_scored = []
     for _ in range(5):
         metrics = device.watch()
@@ -117,7 +105,7 @@ def test_engines_that_agree_are_scored_every_second_step_and_asked_after_every_w
 def test_weights_that_came_torn_are_the_cause_because_sending_them_again_helps(
     folder: Path,
 ) -> None:
-    device = Device(folder, HalfReceiving)
+    device = WatchedDevice(folder, HalfReceiving)
     with pytest.raises(DriftError, match=r"version 0\).*allowed 0\.01\. Cause: weights"):
         device.watch()
     assert device.watch()["policy/canary_drift_nats/max"].value < 1e-4
@@ -125,27 +113,27 @@ def test_weights_that_came_torn_are_the_cause_because_sending_them_again_helps(
 
 def test_log_probs_of_another_distribution_are_named_as_such(folder: Path) -> None:
     with pytest.raises(DriftError, match="Cause: temperature or top-p"):
-        Device(folder, Warm).watch()
+        WatchedDevice(folder, Warm).watch()
 
 
 @pytest.mark.parametrize("truncation", [{"top_p": 0.4}, {"top_k": 3}])
 def test_truncated_sampling_is_no_drift(folder: Path, truncation: dict[str, float]) -> None:
-    drift = Device(folder, temperature=0.7, **truncation).watch()
+    drift = WatchedDevice(folder, temperature=0.7, **truncation).watch()
     assert drift["policy/canary_drift_nats/max"].value < 1e-4
 
 
 def test_another_number_type_is_named_as_such(folder: Path) -> None:
     with pytest.raises(DriftError, match="Cause: kernels or number types"):
-        Device(folder, dtype="bfloat16", canary_max_drift_nats=1e-4).watch()
+        WatchedDevice(folder, dtype="bfloat16", canary_max_drift_nats=1e-4).watch()
 
 
 def test_ids_that_the_trainer_has_not_are_named_before_it_is_asked_for_them(folder: Path) -> None:
     with pytest.raises(DriftError, match="Cause: tokens"):
-        Device(folder, Mumbling).watch()
+        WatchedDevice(folder, Mumbling).watch()
 
 
 def test_garbage_after_a_wake_is_seen_although_no_new_weights_came(folder: Path) -> None:
-    device = Device(folder, sleep=False)
+    device = WatchedDevice(folder, sleep=False)
     for _ in range(2):
         device.watch()
         device.train()
@@ -157,14 +145,14 @@ def test_garbage_after_a_wake_is_seen_although_no_new_weights_came(folder: Path)
 
 
 def test_without_a_canary_nothing_is_asked(folder: Path) -> None:
-    device = Device(folder, Mumbling, canary_every_steps=0)
+    device = WatchedDevice(folder, Mumbling, canary_every_steps=0)
     assert device.watch() == {}
     assert device.engine.last_stats is None
 
 
 def _watch_with_one_torn_engine(rank: int, folder: Path) -> str:
     kind = HalfReceiving if rank == 0 else HFRolloutEngine
-    device = Device(folder, kind)
+    device = WatchedDevice(folder, kind)
     try:
         device.watch()
     except DriftError as error:

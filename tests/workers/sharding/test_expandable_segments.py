@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
+from hybridrl.workers.rollout.protocol import MemoryTag
+from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.expandable_segments import ordinary_segments
+from hybridrl.workers.sharding.manager import ShardingManager
+from tests.workers.sharding.recording import (
+    CPU,
+    Journal,
+    RecordingEngine,
+    RecordingTrainEngine,
+    rollout_config,
+)
 
 ON = "expandable_segments:True,max_split_size_mb:128"
 OFF = "expandable_segments:False,max_split_size_mb:128"
@@ -40,3 +51,41 @@ def test_who_does_not_use_them_keeps_what_is_set() -> None:
     with ordinary_segments():
         assert settings() == OFF
     assert settings() == OFF
+
+
+class Looking(RecordingEngine):
+    """Looks at torch's settings whenever memory moves or is shared."""
+
+    seen: dict[str, str]
+
+    def resume(self, part: MemoryTag) -> None:
+        self.seen[f"resume {part.value}"] = settings()
+        super().resume(part)
+
+    def update_weights(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        self.seen["update_weights"] = settings()
+        super().update_weights(tensors)
+
+    def serve(self) -> Mapping[str, Tensor]:  # type: ignore[override]
+        self.seen["serve"] = settings()
+        return super().serve()
+
+
+def test_in_a_phase_memory_is_ordinary_and_in_training_as_it_was_set() -> None:
+    engine = Looking(0, Journal())
+    manager = ShardingManager(
+        engine=engine, config=rollout_config(), device=CPU, control=ControlGroup(timeout_s=5.0)
+    )
+    manager.attach_policy(RecordingTrainEngine(engine.journal))
+    torch._C._accelerator_setAllocatorSettings(ON)
+    for version in range(2):
+        manager.weights_changed(version=version)
+        engine.seen = {}
+        with manager.rollout_phase():
+            engine.serve()
+        assert engine.seen.keys() == {
+            *(f"resume {part.value}" for part in MemoryTag),
+            *("update_weights", "serve"),
+        }
+        assert set(engine.seen.values()) == {OFF}
+        assert settings() == ON

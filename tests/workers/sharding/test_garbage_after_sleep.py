@@ -31,16 +31,13 @@ from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.train.fsdp2 import FSDP2Engine
 from hybridrl.workers.train.protocol import WeightSet
 from tests.models import make_tiny_model
+from tests.workers.device import PROMPTS, SAMPLING, largest_mismatch_nats
 from tests.workers.rollout.engines import (
-    make_prompts,
     ready_engine,
     rollout_config,
-    sampling_params,
 )
 from tests.workers.train.engines import ACTOR, CPU, MODEL, make_rows, update
 
-PROMPTS = make_prompts((4, 9, 5))
-SAMPLING = sampling_params(group=2, tokens=6)
 LEFT_OUT = "model.layers.1."
 """The second cycle's sync sends nothing of the last layer, as if it were frozen."""
 
@@ -76,7 +73,7 @@ class BlindLedger(WeightLedger):
         pass
 
 
-class Device:
+class BareLifeCycle:
     """Real engines around one life cycle, with or without a ledger that looks."""
 
     def __init__(
@@ -114,9 +111,7 @@ class Device:
         responses = self.engine.generate(PROMPTS, SAMPLING)
         self.life.sleep()
         rollouts = assemble_rollouts(PROMPTS, responses, policy_version=0)
-        scored = self.trainer.compute_logprobs(rollouts, temperature=SAMPLING.temperature)
-        apart = scored.logprobs_BL.values() - rollouts.sampler_logprobs_BL.values()
-        return float(apart[rollouts.response_mask_BL.values()].abs().max())
+        return largest_mismatch_nats(self.trainer, rollouts)
 
     def train_and_forget(self) -> None:
         update(self.trainer, make_rows(4))
@@ -145,7 +140,7 @@ def folder(tmp_path: Path) -> Path:
 def test_without_a_ledger_lost_weights_are_noticed_only_if_they_happen_to_be_nan(
     folder: Path,
 ) -> None:
-    device = Device(_fresh_memory(folder), folder, keeps_books=False)
+    device = BareLifeCycle(_fresh_memory(folder), folder, keeps_books=False)
     assert device.mismatch_nats() < 1e-4
     device.train_and_forget()
     with pytest.raises(EngineError, match=r"logits .*not finite.*lost in a release"):
@@ -155,7 +150,7 @@ def test_without_a_ledger_lost_weights_are_noticed_only_if_they_happen_to_be_nan
 def test_without_a_ledger_recycled_memory_is_fluent_garbage_that_nothing_notices(
     folder: Path,
 ) -> None:
-    device = Device(_recycled_memory(folder), folder, keeps_books=False)
+    device = BareLifeCycle(_recycled_memory(folder), folder, keeps_books=False)
     assert device.mismatch_nats() < 1e-4
     device.train_and_forget()
     for _ in range(2):
@@ -168,7 +163,7 @@ def test_with_the_ledger_the_same_is_refused_and_the_lost_tensors_are_named(
     memory: object, folder: Path
 ) -> None:
     assert callable(memory)
-    device = Device(memory(folder), folder, keeps_books=True)
+    device = BareLifeCycle(memory(folder), folder, keeps_books=True)
     assert device.mismatch_nats() < 1e-4
     device.train_and_forget()
     lost = [spec.name for spec in device.trainer.weight_specs() if spec.name.startswith(LEFT_OUT)]
@@ -200,7 +195,7 @@ def test_full_fine_tuning_keeps_a_host_copy_of_buffers_alone_unless_told_to_keep
     folder: Path, backup_weights: Literal["ledger", "always"]
 ) -> None:
     engine = _fresh_memory(folder)
-    device = Device(engine, folder, keeps_books=True, backup_weights=backup_weights)
+    device = BareLifeCycle(engine, folder, keeps_books=True, backup_weights=backup_weights)
     buffers, weights = (_bytes_of(engine, buffers=is_buffer) for is_buffer in (True, False))
     assert buffers > 0
     expected = buffers + (weights if backup_weights == "always" else 0)
@@ -217,7 +212,7 @@ def test_full_fine_tuning_keeps_a_host_copy_of_buffers_alone_unless_told_to_keep
 
 def test_buffers_survive_each_of_three_sleeps_bit_by_bit(folder: Path) -> None:
     engine = _recycled_memory(folder)
-    device = Device(engine, folder, keeps_books=True)
+    device = BareLifeCycle(engine, folder, keeps_books=True)
     buffers = {name: engine._tensors[name] for name in engine._buffer_names}
     assert buffers
     assert not any(tensor.untyped_storage().nbytes() for tensor in buffers.values())

@@ -3,123 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from hybridrl.batch import RolloutBatch
 from hybridrl.config.lora import LoraConfig
+from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError, PhaseError
-from hybridrl.metrics import check_declared
-from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.embedded.tensor_memory import checksum
-from hybridrl.workers.rollout.protocol import MemoryTag, Response
-from hybridrl.workers.sharding.control import ControlGroup, StageError
+from hybridrl.workers.rollout.protocol import MemoryTag
+from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
-from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.states import State
 from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.models import make_tiny_model
 from tests.ranks import run_ranks
-from tests.workers.rollout.engines import make_prompts, rollout_config, sampling_params, tokens_of
-from tests.workers.train.engines import CPU, build_fsdp2, make_rows, update
-from tests.workers.train.lora_engines import LORA, build_lora, with_lora
-
-PROMPTS = make_prompts((4, 9, 5))
-SAMPLING = sampling_params(group=2, tokens=6)
-WAYS = {
-    "awake": (False, "resident"),
-    "resident": (True, "resident"),
-    "backup": (True, "backup"),
-    "resend": (True, "resend"),
-}
-"""Whether engines sleep, and what becomes of frozen weights then."""
+from tests.workers.device import WAYS, Journalling, LoraDevice
+from tests.workers.rollout.engines import rollout_config, tokens_of
+from tests.workers.train.engines import CPU, build_fsdp2
+from tests.workers.train.lora_engines import LORA, with_lora
 
 
-class Journalled(HFRolloutEngine):
+class JournallingHF(Journalling, HFRolloutEngine):
     """The embedded engine, writing down what reaches it."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        self.calls: list[str] = []
-        self.received: list[str] = []
+        self.forget_journal()
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
 
-    def update_weights(self, tensors: list[tuple[str, Tensor]]) -> None:  # type: ignore[override]
-        self.calls.append("base")
-        self.received += [name for name, _ in tensors]
-        super().update_weights(tensors)
 
-    def load_adapter(self, tensors: dict[str, Tensor]) -> None:  # type: ignore[override]
-        self.calls.append("load adapter")
-        self.received += list(tensors)
-        super().load_adapter(tensors)
-
-    def unload_adapter(self) -> None:
-        self.calls.append("unload adapter")
-        super().unload_adapter()
-
-    def release(self, part: MemoryTag, *, backup: frozenset[str] = frozenset()) -> None:
-        self.calls.append(f"release {part.value}")
-        super().release(part, backup=backup)
-
-    def resume(self, part: MemoryTag) -> None:
-        self.calls.append(f"resume {part.value}")
-        super().resume(part)
-
-
-class Device:
+def on_device(folder: Path, way: str = "resident", *, lora: LoraConfig = LORA) -> LoraDevice:
     """One rank as a worker has it, with both real engines and an adapter."""
 
-    def __init__(self, folder: Path, way: str = "resident", *, lora: LoraConfig = LORA) -> None:
-        sleep, base = WAYS[way]
-        self.lora = replace(lora, base=base)
-        config = replace(rollout_config(), sleep=sleep)
-        applied = self.lora if self.lora.sends_adapters else None
-        self.engine = Journalled(
-            folder, config=config, max_context_tokens=32, device=CPU, lora=applied
-        )
-        self.manager = ShardingManager(
-            engine=self.engine,
-            config=config,
-            device=CPU,
-            control=ControlGroup(timeout_s=30.0),
-            lora=applied,
-        )
-        self.trainer = build_lora(folder, lora=self.lora)
-        self.manager.attach_policy(self.trainer)
-        self.version = 0
+    def make_engine(config: RolloutConfig, sent: LoraConfig | None) -> JournallingHF:
+        return JournallingHF(folder, config=config, max_context_tokens=32, device=CPU, lora=sent)
 
-    def sample(self) -> list[Response]:
-        with self.manager.rollout_phase() as engine:
-            assert engine is self.engine
-            return engine.generate(PROMPTS, SAMPLING)
-
-    def rollouts(self) -> RolloutBatch:
-        return assemble_rollouts(PROMPTS, self.sample(), policy_version=self.version)
-
-    def mismatch_nats(self) -> float:
-        """Sample, score with the trainer, and return the largest distance of log-probs."""
-        rollouts = self.rollouts()
-        scored = self.trainer.compute_logprobs(rollouts, temperature=SAMPLING.temperature)
-        apart = scored.logprobs_BL.values() - rollouts.sampler_logprobs_BL.values()
-        return float(apart[rollouts.response_mask_BL.values()].abs().max())
-
-    def train(self) -> None:
-        update(self.trainer, make_rows(4, seed=self.version))
-        self.version += 1
-        self.manager.weights_changed(version=self.version)
-
-    def take_bytes(self, name: str) -> float:
-        metrics = self.manager.take_metrics()
-        check_declared(metrics)
-        return metrics[f"memory/{name}"].value if f"memory/{name}" in metrics else 0
-
-    def bytes_of(self, part: WeightSet) -> int:
-        return sum(spec.num_bytes for spec in self.trainer.weight_specs(part))
+    return LoraDevice(make_engine, folder, way, config=rollout_config(), lora=lora)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _three_cycles(rank: int, folder: Path, way: str, sync: str) -> list[float]:
-    device = Device(folder, way, lora=with_lora(sync=sync))
+    device = on_device(folder, way, lora=with_lora(sync=sync))
     apart = []
     for version in range(3):
         apart.append(device.mismatch_nats())
@@ -156,10 +78,10 @@ def test_so_it_is_on_two_ranks(folder: Path, way: str, sync: str) -> None:
 def test_the_base_goes_before_the_first_adapter_and_only_adapters_afterwards(
     folder: Path, way: str
 ) -> None:
-    device = Device(folder, way)
+    device = on_device(folder, way)
     base, adapter = (device.bytes_of(part) for part in (WeightSet.BASE, WeightSet.ADAPTER))
     device.sample()
-    sends = [call for call in device.engine.calls if "re" not in call]
+    sends = [call for call in device.engine.journal if "re" not in call]
     assert sends == ["base", "unload adapter", "load adapter"]
     assert device.take_bytes("synced_bytes") == base + adapter
     for _ in range(2):
@@ -169,21 +91,21 @@ def test_the_base_goes_before_the_first_adapter_and_only_adapters_afterwards(
         resent = base if way == "resend" else 0
         assert device.take_bytes("synced_bytes") == resent + adapter
         assert all("lora_" in name for name in device.engine.received) == (not resent)
-        assert device.engine.calls[-1] != "base"
+        assert device.engine.journal[-1] != "base"
 
 
 def test_an_adapter_is_unloaded_before_another_is_loaded(folder: Path) -> None:
-    device = Device(folder)
+    device = on_device(folder)
     for _ in range(3):
         device.sample()
         device.train()
-    calls = [call for call in device.engine.calls if "adapter" in call]
+    calls = [call for call in device.engine.journal if "adapter" in call]
     assert calls == ["unload adapter", "load adapter"] * 3
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_unchanged_policy_is_sent_again_only_where_it_was_lost(folder: Path, way: str) -> None:
-    device = Device(folder, way)
+    device = on_device(folder, way)
     device.sample()
     device.take_bytes("synced_bytes")
     device.sample()
@@ -196,7 +118,7 @@ def test_an_unchanged_policy_is_sent_again_only_where_it_was_lost(folder: Path, 
 def test_every_tensor_of_the_engine_has_the_trainers_bits_after_every_sync(
     folder: Path, way: str
 ) -> None:
-    device = Device(folder, way)
+    device = on_device(folder, way)
     buffers = {m.name: m for m in device.engine.weight_memory() if m.is_buffer}
     plain = HFRolloutEngine(folder, config=rollout_config(), max_context_tokens=32, device=CPU)
     for _ in range(3):
@@ -215,7 +137,7 @@ def test_every_tensor_of_the_engine_has_the_trainers_bits_after_every_sync(
 def test_a_host_copy_of_the_base_survives_release_and_resume_with_no_base_sent(
     folder: Path,
 ) -> None:
-    device = Device(folder, "backup")
+    device = on_device(folder, "backup")
     device.take_bytes("weight_backup_bytes")
     device.sample()
     base = {spec.name for spec in device.trainer.weight_specs()}
@@ -235,7 +157,7 @@ def test_a_host_copy_of_the_base_survives_release_and_resume_with_no_base_sent(
 def test_no_weight_that_is_sent_again_is_copied_to_the_host(
     folder: Path, way: str, sync: str
 ) -> None:
-    device = Device(folder, way, lora=with_lora(sync=sync))
+    device = on_device(folder, way, lora=with_lora(sync=sync))
     device.take_bytes("weight_backup_bytes")
     for _ in range(2):
         device.sample()
@@ -245,16 +167,16 @@ def test_no_weight_that_is_sent_again_is_copied_to_the_host(
 
 
 def test_a_resident_base_is_never_released_after_it_has_come(folder: Path) -> None:
-    device = Device(folder, "resident")
+    device = on_device(folder, "resident")
     device.sample()
-    device.engine.calls.clear()
+    device.engine.journal.clear()
     for _ in range(2):
         assert device.manager.states == (State.KV_ASLEEP,)
         assert device.engine.resident_bytes(MemoryTag.WEIGHTS)
         assert not device.engine.resident_bytes(MemoryTag.KV_CACHE)
         device.train()
         device.sample()
-    touched = [call for call in device.engine.calls if call.startswith("re")]
+    touched = [call for call in device.engine.journal if call.startswith("re")]
     cycle = ["resume kv_cache", "resume cuda_graph", "release kv_cache", "release cuda_graph"]
     assert touched == cycle * 2
 
@@ -263,7 +185,7 @@ def test_a_resident_base_is_never_released_after_it_has_come(folder: Path) -> No
 def test_the_first_evaluation_and_every_later_one_equals_that_of_an_engine_that_never_slept(
     folder: Path, way: str
 ) -> None:
-    sleeper, awake = Device(folder, way), Device(folder, "awake")
+    sleeper, awake = on_device(folder, way), on_device(folder, "awake")
     for _ in range(3):
         one, other = sleeper.sample(), awake.sample()
         assert tokens_of(one) == tokens_of(other)
@@ -273,7 +195,7 @@ def test_the_first_evaluation_and_every_later_one_equals_that_of_an_engine_that_
 
 
 def test_the_first_samples_are_those_of_the_model_without_an_adapter(folder: Path) -> None:
-    device = Device(folder)
+    device = on_device(folder)
     rollouts = device.rollouts()
     scored = build_fsdp2(folder).compute_logprobs(rollouts, temperature=1.0).logprobs_BL.values()
     mask = rollouts.response_mask_BL.values()
@@ -283,7 +205,7 @@ def test_the_first_samples_are_those_of_the_model_without_an_adapter(folder: Pat
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_restarted_engine_gets_base_and_adapter_before_it_serves(folder: Path, way: str) -> None:
-    device = Device(folder, way)
+    device = on_device(folder, way)
     device.sample()
     device.train()
     device.engine.shutdown()  # as if its memory had been taken away
@@ -315,7 +237,7 @@ def _without(trainer: object, keep: tuple[str, ...]) -> None:
 def test_an_adapter_sync_without_tensors_or_with_too_few_is_refused_and_nothing_is_sampled(
     folder: Path, keep: tuple[str, ...], words: str
 ) -> None:
-    device = Device(folder, "backup")
+    device = on_device(folder, "backup")
     whole = device.trainer.full_weights
     _without(device.trainer, keep)
     for _ in range(2):
@@ -327,7 +249,7 @@ def test_an_adapter_sync_without_tensors_or_with_too_few_is_refused_and_nothing_
 
 
 def test_a_base_tensor_in_an_adapter_sync_is_refused_by_name(folder: Path) -> None:
-    device = Device(folder, "awake")
+    device = on_device(folder, "awake")
     managed = ManagedEngine.of(device.engine, config=rollout_config(), device=CPU)
     with pytest.raises(EngineError, match=r"model\.norm\.weight came in the sync of an adapter"):
         managed.receive_adapter([("model.norm.weight", torch.zeros(3))])
@@ -335,7 +257,7 @@ def test_a_base_tensor_in_an_adapter_sync_is_refused_by_name(folder: Path) -> No
 
 def test_an_adapter_is_handed_over_in_memory_of_its_own(folder: Path) -> None:
     """In-region or host tensors cannot be opened by another process; views drag a storage along."""
-    device = Device(folder, "awake")
+    device = on_device(folder, "awake")
     device.sample()
     managed = ManagedEngine.of(device.engine, config=rollout_config(), device=CPU)
     region = torch.randn(10_000)
@@ -349,7 +271,7 @@ def test_an_adapter_is_handed_over_in_memory_of_its_own(folder: Path) -> None:
 
 
 def test_a_torn_adapter_sync_leaves_nothing_for_the_next(folder: Path) -> None:
-    device = Device(folder, "awake")
+    device = on_device(folder, "awake")
     managed = ManagedEngine.of(device.engine, config=rollout_config(), device=CPU)
     managed.receive_adapter([("x.lora_A.weight", torch.ones(2))])
     managed.begin_part(["y.lora_A.weight"])

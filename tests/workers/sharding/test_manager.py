@@ -29,7 +29,7 @@ ENGINE_BYTES = WEIGHT_BYTES + 4 * (3 + 64 + 8)
 
 
 @dataclass
-class Device:
+class RecordingDevice:
     """One rank's device: a manager, an engine (unless another rank leads it), the trainer."""
 
     journal: Journal
@@ -63,7 +63,7 @@ def _device(
     sleep: bool = True,
     backup_weights: str = "ledger",
     tensor_parallel_size: int = 1,
-) -> Device:
+) -> RecordingDevice:
     journal = Journal()
     engine = None if rank % tensor_parallel_size else RecordingEngine(rank, journal)
     manager = ShardingManager(
@@ -76,7 +76,7 @@ def _device(
     )
     trainer = RecordingTrainEngine(journal)
     manager.attach_policy(trainer)
-    return Device(journal, engine, trainer, manager)
+    return RecordingDevice(journal, engine, trainer, manager)
 
 
 # -- one process -------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ FAULTS = [
 ]
 
 
-def _inject(device: Device, rank: int, faults: str) -> None:
+def _inject(device: RecordingDevice, rank: int, faults: str) -> None:
     for fault in faults.split(" + "):
         call, _, part = fault.partition(" ")
         is_tenants = call in ("offload", "restore", "full_weights")

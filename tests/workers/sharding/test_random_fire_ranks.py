@@ -73,5 +73,5 @@ def test_30_sequences_of_random_faults_take_both_ranks_out_alike_and_the_next_ph
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("tenth", range(10))
-def test_500_sequences_of_random_faults_take_both_ranks_out_alike(tenth: int) -> None:
+def test_100_sequences_of_random_faults_take_both_ranks_out_alike(tenth: int) -> None:
     _check(range(1000 + 50 * tenth, 1050 + 50 * tenth))

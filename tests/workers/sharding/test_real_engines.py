@@ -8,56 +8,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridrl.batch import row_lengths
-from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import MemoryTag
-from hybridrl.workers.sharding.control import ControlGroup, StageError
-from hybridrl.workers.sharding.manager import ShardingManager
+from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.train.protocol import TrainState
 from tests.models import make_tiny_model
 from tests.ranks import run_ranks
-from tests.workers.rollout.engines import make_prompts, rollout_config, sampling_params
-from tests.workers.train.engines import CPU, build_fsdp2, make_rows, update
-
-PROMPTS = make_prompts((4, 9, 5))
-SAMPLING = sampling_params(group=2, tokens=6)
+from tests.workers.device import PROMPTS, SAMPLING, Device
+from tests.workers.rollout.engines import rollout_config
+from tests.workers.train.engines import CPU, build_fsdp2
 
 
-class Device:
+def on_device(folder: Path, *, sleep: bool) -> Device:
     """One rank as a worker has it, with both real engines."""
-
-    def __init__(self, folder: Path, *, sleep: bool) -> None:
-        config = replace(rollout_config(), sleep=sleep)
-        self.engine = HFRolloutEngine(folder, config=config, max_context_tokens=32, device=CPU)
-        self.manager = ShardingManager(
-            engine=self.engine, config=config, device=CPU, control=ControlGroup(timeout_s=30.0)
-        )
-        self.trainer = build_fsdp2(folder)
-        self.manager.attach_policy(self.trainer)
-        self.version = 0
-
-    def mismatch_nats(self) -> float:
-        """Sample, score with the trainer, and return the largest distance of log-probs."""
-        with self.manager.rollout_phase() as engine:
-            assert engine is self.engine
-            responses = engine.generate(PROMPTS, SAMPLING)
-        rollouts = assemble_rollouts(PROMPTS, responses, policy_version=self.version)
-        self.manager.require_training()
-        scored = self.trainer.compute_logprobs(rollouts, temperature=SAMPLING.temperature)
-        mask = rollouts.response_mask_BL.values()
-        assert int(mask.sum()) >= len(row_lengths(rollouts.token_ids_BL))
-        apart = scored.logprobs_BL.values() - rollouts.sampler_logprobs_BL.values()
-        return float(apart[mask].abs().max())
-
-    def train(self) -> None:
-        update(self.trainer, make_rows(4, seed=self.version))
-        self.version += 1
-        self.manager.weights_changed(version=self.version)
+    config = replace(rollout_config(), sleep=sleep)
+    engine = HFRolloutEngine(folder, config=config, max_context_tokens=32, device=CPU)
+    return Device(engine, build_fsdp2(folder), config=config)
 
 
 def _three_cycles(rank: int, folder: Path, sleep: bool) -> list[float]:
-    device = Device(folder, sleep=sleep)
+    device = on_device(folder, sleep=sleep)
     apart = []
     for version in range(3):
         apart.append(device.mismatch_nats())
@@ -79,7 +49,7 @@ def test_what_is_sampled_has_the_log_probs_that_the_trainer_gives_it_in_each_of_
 
 
 def _one_rank_fails_in_the_second_cycle(rank: int, folder: Path) -> tuple[str, float]:
-    device = Device(folder, sleep=True)
+    device = on_device(folder, sleep=True)
     assert device.mismatch_nats() < 1e-4
     device.train()
     if rank == 1:
@@ -100,7 +70,7 @@ def test_a_real_engine_that_fails_on_one_rank_is_restarted_and_both_go_on(tmp_pa
 
 
 def test_the_embedded_engine_starts_with_its_memory_given_back(tmp_path: Path) -> None:
-    device = Device(make_tiny_model(tmp_path), sleep=True)
+    device = on_device(make_tiny_model(tmp_path), sleep=True)
     assert not any(device.engine.resident_bytes(part) for part in MemoryTag)
     with pytest.raises(Exception, match="paused"):
         device.engine.generate(PROMPTS, SAMPLING)

@@ -1,0 +1,40 @@
+"""How the workers of `pytest -n 2` divide the tests: by file, and the contract by layout."""
+
+from __future__ import annotations
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+from tests.contract.layouts import ENGINES
+
+_LAYOUTS = sorted(
+    (layout.name for engine in ENGINES.values() for layout in engine.layouts), key=len
+)
+
+
+_ON_SHARED_SERVERS = (
+    *("equality", "faults_drain", "lora", "proofs", "released", "server_key"),
+    "weight_transports",
+)
+"""How files of tests begin that ask the servers of `tests/sglang/conftest.py`. One worker
+has them all, since a server takes 25 s of CPU to start."""
+
+
+class ByFile(LoadScopeScheduling):
+    """One worker has all tests of a file, since they share ranks, servers and runs.
+
+    Tests of the contract share the ranks of a layout across files. Files keep their order, so that
+    the long ones, which come first, do not leave one worker alone at the end.
+    """
+
+    def __init__(self, config: pytest.Config, log: object = None) -> None:
+        config.option.loadscopereorder = False
+        super().__init__(config, log)
+
+    def _split_scope(self, nodeid: str) -> str:
+        file, _, test = nodeid.partition("::")
+        if file.startswith("tests/contract/"):
+            return next((name for name in reversed(_LAYOUTS) if name in test), file)
+        if file.removeprefix("tests/sglang/test_").startswith(_ON_SHARED_SERVERS):
+            return "shared servers"
+        return file
