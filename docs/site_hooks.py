@@ -40,7 +40,7 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 
 def transitions_table() -> str:
-    """Return every transition of an engine: from which states, to which, and where a failure ends."""
+    """Return every transition of an engine: from which states, to which, or if it fails."""
     lines = ["| transition | from | to | if it fails |", "|---|---|---|---|"]
     for edge in EDGES:
         sources = [state.name for state in State if state in edge.sources]
