@@ -24,7 +24,7 @@ help:
 	@echo "make test-sglang-next  the tests of SGLang with its next version, in a second venv"
 	@echo "make sglang-cpu    set up the real SGLang on a machine without CUDA, for rollout=sglang"
 	@echo "make lint          ruff, mypy --strict, import-linter, codespell"
-	@echo "make format        ruff format and its safe fixes"
+	@echo "make format        ruff format and its safe fixes, lines of Markdown"
 	@echo "make docs          build the documentation into site/, links checked"
 	@echo "make figures       measure this code into docs/figures.md"
 	@echo "make bench         run every script of benchmarks/"
@@ -90,6 +90,7 @@ lint: $(STAMP)
 format: $(STAMP)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+	@$(BIN)/python docs/reflow.py
 
 # Material announces its end of life on every build.
 docs: $(STAMP)
