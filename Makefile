@@ -2,7 +2,7 @@
 # Words after the target: make train ARGS="recipes=cpu_sleep trainer.num_steps=5"
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-fast test-nightly test-sglang-next sglang-cpu lint format figures bench
+.PHONY: help train test test-fast test-nightly test-sglang-next sglang-cpu lint format docs figures bench
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,7 +25,8 @@ help:
 	@echo "make test-sglang-next  the tests of SGLang with its next version, in a second venv"
 	@echo "make sglang-cpu    set up the real SGLang on a machine without CUDA, for rollout=sglang"
 	@echo "make lint          ruff, mypy --strict, import-linter, codespell"
-	@echo "make format        ruff format and its safe fixes"
+	@echo "make format        ruff format and its safe fixes, lines of Markdown"
+	@echo "make docs          build the documentation into site/, links checked"
 	@echo "make figures       measure this code into docs/figures.md"
 	@echo "make bench         run every script of benchmarks/"
 	@echo 'ARGS="..." is handed on: make train ARGS="recipes=cpu_sleep trainer.num_steps=5"'
@@ -37,7 +38,7 @@ $(STAMP): setup.py constraints.txt
 		echo "Install one, then: make PYTHON=/path/to/python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --constraint constraints.txt torch
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev,megatron]'
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev,docs,megatron]'
 	@touch $@
 
 # SGLang, torchvision and triton go in without their dependencies: those pull CUDA. The stand-ins
@@ -95,6 +96,12 @@ lint: $(STAMP)
 format: $(STAMP)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+	@$(BIN)/python docs/reflow.py
+
+# Material announces its end of life on every build.
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "$(BIN)/python -m http.server --directory site    # then open http://localhost:8000"
 
 figures: $(STAMP)
 	@mkdir -p docs

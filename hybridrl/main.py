@@ -32,6 +32,7 @@ from yaml import YAMLError
 
 from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.help_text import help_text
 from hybridrl.config.interpolation import check_lengths, leaves, unresolved
 from hybridrl.config.load import load_config
 from hybridrl.config.summary import summarize
@@ -59,6 +60,7 @@ _BY_NAME_TO_KEEP_RAY_OUT = "hybridrl.run.launch"
 _MEGATRON_REHEARSAL = "hybridrl.run.megatron_rehearsal"
 _SEARCH_PATH = "hydra.searchpath="
 _EXIT_CONFIG = 2
+_HELP_FLAGS = {"--help", "-h"}
 _REFUSALS = (HydraException, OmegaConfBaseException, YAMLError)
 
 
@@ -121,6 +123,9 @@ def main() -> None:
     Exit status: 0 done, 2 configuration refused, 1 the run failed; 128 + the number of the signal
     that stopped it before its last step (Ctrl-C 130, SIGTERM 143, SIGHUP 129).
     """
+    if _HELP_FLAGS & set(sys.argv[1:]):
+        _print_help(sys.argv[1:])
+        return
     env.set_value("HYDRA_FULL_ERROR", "1")  # Hydra then raises, and we word the message
     _register_sources()
     sweep = _Sweep()
@@ -138,6 +143,17 @@ def main() -> None:
         if sweep.has_begun:
             raise
         _stop(ConfigErrors(_explain_all(refusal, sys.argv[1:])), _EXIT_CONFIG)
+
+
+def _print_help(arguments: Sequence[str]) -> None:
+    """Print the overview, or the help for the sections and keys among ``arguments``."""
+    names = [argument for argument in arguments if not argument.startswith("-")]
+    recipes = [file.stem for file in sorted(_folder_of("recipes").glob("*.yaml"))]
+    try:
+        keys = [name.partition("=")[0] for name in names]
+        sys.stdout.write(help_text(keys, Path(_CONFIG_DIR), recipes))
+    except ConfigError as error:
+        _stop(error, _EXIT_CONFIG)
 
 
 def _register_sources() -> None:

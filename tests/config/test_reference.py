@@ -1,0 +1,67 @@
+"""Reference and ``--help`` name every key with type, default and meaning."""
+
+from pathlib import Path
+
+import pytest
+
+import hybridrl
+from hybridrl.config.help_text import help_text
+from hybridrl.config.keys import flatten
+from hybridrl.config.load import known_keys
+from hybridrl.config.reference import KeyReference, read_sections
+from hybridrl.errors import ConfigError
+from tests.config.values import values_of
+
+FOLDER = Path(hybridrl.__file__).parents[1] / "hydra_configs"
+SECTIONS = read_sections(FOLDER)
+KEYS = {key.name: key for section in SECTIONS for key in section.keys}
+CHOICES = [(section.name, choice) for section in SECTIONS for choice in section.choices]
+
+
+def test_reference_has_every_key_with_a_meaning() -> None:
+    section_names = {section.name for section in SECTIONS}
+    assert set(KEYS) == set(known_keys()) - section_names
+    assert [key.name for key in KEYS.values() if not key.meaning.endswith(".")] == []
+    assert all(section.meaning for section in SECTIONS)
+
+
+@pytest.mark.parametrize(("section", "choice"), CHOICES)
+def test_reference_states_the_defaults_that_hydra_composes(section: str, choice: str) -> None:
+    composed = dict(flatten(values_of(f"{section}={choice}")[section], f"{section}."))
+    numbers = {key: value for key, value in composed.items() if type(value) in (int, float)}
+    assert {key: float(KEYS[key].defaults[choice]) for key in numbers} == numbers
+    flags = {key: value for key, value in composed.items() if value in (True, False, None)}
+    spelled = {True: "true", False: "false", None: "null"}
+    assert {key: KEYS[key].defaults[choice] for key in flags if key not in numbers} == {
+        key: spelled[value] for key, value in flags.items() if key not in numbers
+    }
+    assert all(choice in KEYS[key].defaults for key in composed)
+
+
+def test_reference_states_type_interval_and_rules() -> None:
+    lr = KEYS["actor.optimizer.lr"]
+    assert (lr.type_text, lr.interval) == ("float", "> 0 and <= 1")
+    assert KEYS["megatron.num_layers_in_first_stage"].interval == ">= 1 and <= 10000"
+    assert KEYS["lora.sync"].type_text == "adapter | merged"
+    assert len(KEYS["algorithm.kl.estimator"].rules) == 1
+    replicas: KeyReference = KEYS["critic.fsdp2.num_replicas"]  # named by f"{section}.fsdp2..."
+    assert replicas.rules == ("Every copy of the model has as many ranks.",)
+
+
+def test_help_for_a_section_names_each_of_its_keys() -> None:
+    for section in SECTIONS[:-1]:
+        text = help_text([section.name], FOLDER, [])
+        leaves = [key for key in section.keys if key.type_text != "section"]
+        assert [key.name for key in leaves if f"{key.name} = " not in text] == []
+
+
+def test_help_overview_fits_on_one_screen() -> None:
+    lines = help_text([], FOLDER, ["one", "two"]).splitlines()
+    assert len(lines) <= 50
+    assert max(len(line) for line in lines) <= 100
+    assert any(line.startswith("  model=starter | hf_folder ") for line in lines)
+
+
+def test_help_for_a_mistyped_key_proposes_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'rollout\.temperature'"):
+        help_text(["rollout.temprature"], FOLDER, [])
