@@ -31,7 +31,6 @@ from hybridrl.config.disk_checks import (
     check_data_files,
     check_reward_function,
     check_run_folder,
-    check_trackers,
 )
 from hybridrl.config.doubled_checks import (
     check_data_columns,
@@ -89,6 +88,7 @@ from hybridrl.config.server_checks import (
     check_sglang_is_installed,
     check_transport,
 )
+from hybridrl.config.tracker_checks import check_trackers
 from hybridrl.errors import ConfigError
 
 Rule = Callable[[ExperimentConfig], Iterator[ConfigError]]

@@ -126,18 +126,3 @@ def _check_replaceable(folder: Path, config: ExperimentConfig) -> Iterator[Confi
         rule = "holds another run, which is never overwritten without being asked"
         remedies = [elsewhere, ("trainer.overwrite=true",), ("checkpoint.resume=auto",)]
         yield ConfigError(key, spelled, rule, remedies=remedies)
-
-
-def check_trackers(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Each tracker's package is installed."""
-    trackers = config.tracking.trackers
-    missing = [name for name in trackers if find_spec(name) is None]
-    if missing:
-        rest = ",".join(name for name in trackers if name not in missing)
-        yield ConfigError(
-            "tracking.trackers",
-            list(trackers),
-            f"not installed: {', '.join(missing)}",
-            fix=f"pip install 'hybridrl[{','.join(missing)}]', or set tracking.trackers=[{rest}]",
-            remedies=[(f"tracking.trackers=[{rest}]",)],
-        )

@@ -40,6 +40,7 @@ from hybridrl.errors import (
     ModelError,
     ResourceError,
     RunFolderError,
+    TrackerError,
     is_restartable,
 )
 from hybridrl.single_controller import RankReport
@@ -62,6 +63,7 @@ _SELF_EXPLAINING = (
     ModelError,
     ResourceError,
     RunFolderError,
+    TrackerError,
     SystemExit,
     GeneratorExit,
 )

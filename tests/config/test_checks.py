@@ -311,7 +311,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ((*ADAPTER, "lora.target_modules=[q_proj]"), "lora.target_modules", "made with ['o_proj',"),
     ((*ADAPTER, "model.starter.num_layers=2"), "lora.init_from", "layers.1.self_attn.o_proj"),
     ((*ADAPTER, "lora.init_from=dora"), "lora.init_from", "use_dora=True is not supported"),
-    (("tracking.trackers=[tensorboard,wandb]",), "tracking.trackers", "not installed: wandb"),
     (TP2, "megatron.tensor_parallel_size", "would be ignored"),
     (("megatron.transformer_args={fp8: hybrid}",), "megatron.transformer_args", "would be ignored"),
     (
@@ -722,8 +721,12 @@ def test_every_rule_has_an_example_that_breaks_it() -> None:
         rule for mode in ("train", "sft") for group in rules_of(mode).values() for rule in group
     }
     silent = {rule.__name__ for rule in rules if not any(run((rule,), e) for e in examples)}
-    # Their tests take SGLang and megatron-core away.
-    assert silent == {"check_sglang_is_installed", "check_megatron_is_installed"}
+    # Their tests take SGLang, megatron-core and wandb away.
+    assert silent == {
+        "check_sglang_is_installed",
+        "check_megatron_is_installed",
+        "check_trackers",
+    }
 
 
 def test_a_run_on_sglang_without_sglang_is_told_how_to_get_it(
