@@ -81,6 +81,8 @@ class Progress:
     num_steps: int
     num_done: int = 0
     """Last step that is on record."""
+    has_begun: bool = False
+    """Whether this process has begun a step."""
     phase: str = "start"
     began_s: float = field(default_factory=time.monotonic)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import pytest
 import hybridrl
 from hybridrl.errors import ConfigError, WorkerDiedError
 from hybridrl.single_controller import RankReport
-from hybridrl.trainer.live import LiveOff
+from hybridrl.trainer.interrupt import RunInterrupted
+from hybridrl.trainer.live import LiveView
 from hybridrl.trainer.postmortem import PostMortem, Progress, is_crash
 from hybridrl.trainer.record import RunRecord, open_record
 from hybridrl.trainer.tracking import RunLog
@@ -127,7 +129,7 @@ def test_an_error_is_explained_once(tmp_path: Path) -> None:
         settings={},
         config=config.tracking,
     ) as run_log:
-        record = RunRecord(run_log, LiveOff(), None, Progress(num_steps=3))
+        record = RunRecord(run_log, LiveView(3), None, Progress(num_steps=3))
         record.phase("generate")
         record.keep_reports(RANKS)
         error = _death()
@@ -153,6 +155,19 @@ def test_the_log_of_a_run_tells_where_its_post_mortem_is(tmp_path: Path) -> None
         raise ZeroDivisionError
     assert caught.value.__notes__[-1] in (folder / "log.txt").read_text()
     assert caught.value.__notes__[-1].startswith(f"post-mortem: {folder}")
+
+
+def test_a_start_that_somebody_stops_leaves_no_post_mortem(tmp_path: Path) -> None:
+    for name, has_begun in (("start", False), ("step", True)):
+        with (
+            pytest.raises(RunInterrupted),
+            open_record(small_config(tmp_path / name), resolved_yaml="") as record,
+        ):
+            record.phase("start workers")
+            if has_begun:
+                record.begin_step(1)
+            raise RunInterrupted(signal.SIGINT)
+        assert (tmp_path / name / "postmortem").exists() == has_begun
 
 
 def test_a_refusal_that_says_it_all_leaves_no_post_mortem(tmp_path: Path) -> None:
