@@ -32,6 +32,7 @@ from yaml import YAMLError
 
 from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.foreign_names import answer_choice
 from hybridrl.config.interpolation import check_lengths, leaves, unresolved
 from hybridrl.config.load import load_config
 from hybridrl.config.summary import summarize
@@ -323,6 +324,7 @@ def _explain(refusal: Exception, overrides: Sequence[str]) -> ConfigError:
     if isinstance(refusal, MissingConfigException) and refusal.missing_cfg_file:
         group, _, name = refusal.missing_cfg_file.rpartition("/")
         hint = nearest(name, refusal.options) if refusal.options else "correct the name"
+        hint = answer_choice(group, name) or hint
         return ConfigError(group or "config", name, "there is no such file in this group", hint)
     if isinstance(refusal, OverrideParseException):
         key, _, value = refusal.override.partition("=")

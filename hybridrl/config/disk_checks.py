@@ -37,7 +37,11 @@ def check_data_files(config: ExperimentConfig) -> Iterator[ConfigError]:
     ):
         for name in files:
             file = Path(name)
-            if file.suffix not in _DATA_SUFFIXES:
+            if name.startswith("hf://"):
+                rule = "data sets of the Hugging Face Hub are not read yet, but files of theirs are"
+                fix = f"type hf download NAME --repo-type dataset --local-dir data, correct {key}"
+                yield ConfigError(key, name, rule, fix)
+            elif file.suffix not in _DATA_SUFFIXES:
                 yield ConfigError(
                     key, name, "must end in .jsonl or .parquet", fix="convert or rename the file"
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,7 +112,7 @@ def check_model_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
             "model.path",
             path,
             rule=f"must be a Hugging Face model folder; {flaw}",
-            fix=f"download one (hf download NAME --local-dir {path}), or set model=starter",
+            fix=f"{_download(path)}, or set model=starter",
         )
         return
     if problem := problem_of(Path(path)):
@@ -138,8 +139,8 @@ def check_engines_know_the_model(config: ExperimentConfig) -> Iterator[ConfigErr
         yield ConfigError(
             "model.path",
             config.model.path,
-            f"its model_type={model_type!r} is an architecture that nobody here trains: known are "
-            f"{', '.join(MEGATRON_MODEL_TYPES)}",
+            f"its model_type={model_type!r} is not supported yet: attention and weights are known "
+            f"of {', '.join(MEGATRON_MODEL_TYPES)}",
             fix="set model.path to such a model",
         )
         return
@@ -158,6 +159,15 @@ def check_engines_know_the_model(config: ExperimentConfig) -> Iterator[ConfigErr
                 f"{'SGLang serves' if engine == 'hf' else 'megatron-core trains'}",
                 remedies=[(remedy,)],
             )
+
+
+def _download(path: str) -> str:
+    """Say how to get the model that ``path`` means: a folder, or a name on the Hugging Face Hub."""
+    name = path.removeprefix("hf://").removeprefix("https://huggingface.co/").rstrip("/")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return f"download one (hf download NAME --local-dir {path})"
+    folder = f"models/{name.rpartition('/')[2]}"
+    return f"type hf download {name} --local-dir {folder}, then set model.path={folder}"
 
 
 def _shorter_rows(config: ExperimentConfig, context: int) -> list[tuple[str, ...]]:

@@ -46,7 +46,7 @@ from hybridrl.errors import (
 from hybridrl.single_controller import RankReport
 from hybridrl.trainer.tracking import CONFIG, LOG, METRICS
 
-WHERE = "in step "
+WHERE = ("in step ", "before step ")
 """How the note begins that says where a run was."""
 
 _MAX_FILE_CHARACTERS = 8 * 2**20
@@ -94,7 +94,8 @@ class Progress:
         """Say step and phase, as the live view does."""
         step = min(self.num_done + 1, self.num_steps)
         age_s = time.monotonic() - self.began_s
-        return f"{WHERE}{step} of {self.num_steps}, {self.phase}, {age_s:.1f} s after that began"
+        where = WHERE[0] if self.has_begun else WHERE[1]
+        return f"{where}{step} of {self.num_steps}, {self.phase}, {age_s:.1f} s after that began"
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         for name, word in {
             "list": "holds a JSON list, must be an object",
             "deep": "nested too deep",
-            "unknown": "'mamba2' is an architecture that nobody here trains",
+            "unknown": "'mamba2' is not supported yet",
             "small": "pad_token_id=9 is not in the vocabulary of vocab_size=9",
             "wide": "head_dim='wide' is no whole number",
             "endless": "eos_token_id=9 is not in the vocabulary of 9",

@@ -50,7 +50,7 @@ def _death() -> BaseException:
 
 
 def _post_mortem(folder: Path) -> PostMortem:
-    progress = Progress(num_steps=30, num_done=11, phase="update")
+    progress = Progress(num_steps=30, num_done=11, has_begun=True, phase="update")
     return PostMortem(folder, _death(), progress, RANKS)
 
 
@@ -129,7 +129,7 @@ def test_an_error_is_explained_once(tmp_path: Path) -> None:
         settings={},
         config=config.tracking,
     ) as run_log:
-        record = RunRecord(run_log, LiveView(3), None, Progress(num_steps=3))
+        record = RunRecord(run_log, LiveView(3), None, Progress(num_steps=3, has_begun=True))
         record.phase("generate")
         record.keep_reports(RANKS)
         error = _death()
