@@ -38,6 +38,7 @@ from hybridrl.config.load import load_config
 from hybridrl.config.summary import summarize
 from hybridrl.config.unknown_keys import unknown_key
 from hybridrl.config.yaml_text import flaw_of_yaml
+from hybridrl.data.rehearsal import check_rows_are_read
 from hybridrl.errors import (
     ConfigError,
     ConfigErrors,
@@ -238,6 +239,7 @@ def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:
     config = load_config(_as_mapping(composed))
     if config.mode == "check":
         check_reward_loads(config.reward)
+        check_rows_are_read(config.data)
         sys.stdout.write(f"{summarize(config)}\n{peak_line(config)}\n")
         sys.stdout.flush()
         for line in _rehearse(config):

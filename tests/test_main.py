@@ -310,3 +310,21 @@ def test_the_wheel_trains_from_another_folder(installed: Path, tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [0, 1, 2, 3]
     assert (tmp_path / "run/hf/config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ('{"prompt": 5, "answer": "2"}', "rows.jsonl:2: 'prompt' is 5, must be text"),
+        ('{"question": "1+1="}', "rows.jsonl:2: has no 'prompt'; set data.prompt_key"),
+        ("no row", "rows.jsonl:2: is not JSON"),
+    ],
+)
+def test_a_check_reads_every_row_and_names_a_bad_one(row: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' + row + "\n")
+    files = ("data=files", "data.train_files=[rows.jsonl]", "data.use_chat_template=false")
+    message = refusal_of(
+        "mode=check", *files, "eval.every_num_steps=0", "data.max_prompt_tokens=8", folder=tmp_path
+    )
+    assert message.startswith("ConfigError: data.train_files=['rows.jsonl']: 1 of 2 rows")
+    assert words in message

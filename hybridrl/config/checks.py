@@ -70,6 +70,7 @@ from hybridrl.config.megatron_checks import (
 )
 from hybridrl.config.model_checks import (
     check_attention_runs_on_device,
+    check_chat_template,
     check_engines_know_the_model,
     check_model_folder,
     check_model_source,
@@ -224,6 +225,7 @@ _COMMON_RULES: Mapping[str, tuple[Rule, ...]] = {
         check_starter_shape,
         check_starter_context,
         check_starter_reads_plain_text,
+        check_chat_template,
         check_attention_runs_on_device,
         check_model_folder,
         check_engines_know_the_model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,6 +84,28 @@ def check_starter_reads_plain_text(config: ExperimentConfig) -> Iterator[ConfigE
             "data.use_chat_template",
             got=True,
             rule="the tokenizer of the made model (model.path=null) has no chat template",
+            remedies=[("data.use_chat_template=false",)],
+        )
+
+
+def check_chat_template(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """A model folder has the chat template that prompts are to be wrapped with."""
+    path = config.model.path
+    if path is None or not config.data.use_chat_template or flaw_of_folder(path):
+        return
+    file = Path(path, "tokenizer_config.json")
+    if flaw_of_file(file) or any(Path(path).glob("chat_template*")):
+        return
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return  # of a tokenizer, which says so itself
+    if isinstance(settings, dict) and not settings.get("chat_template"):
+        yield ConfigError(
+            "data.use_chat_template",
+            got=True,
+            rule=f"the tokenizer in model.path={path} has no chat template",
+            fix="set data.use_chat_template=false, or add chat_template.jinja to the folder",
             remedies=[("data.use_chat_template=false",)],
         )
 

@@ -69,6 +69,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "longest row has 4120 tokens",
     ),
     (("data.use_chat_template=true",), "data.use_chat_template", "no chat template"),
+    (
+        ("model.starter=null", "model.path=chatless", "data.use_chat_template=true"),
+        "data.use_chat_template",
+        "the tokenizer in model.path=chatless has no chat template",
+    ),
     (("model.attention=varlen",), "model.attention", "runs on CUDA in bfloat16"),
     (("actor.fsdp2.num_replicas=2",), "actor.fsdp2.num_replicas", "number of ranks"),
     (
@@ -637,6 +642,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "list/config.json": "[]",
         "deep/config.json": '{"a":' * 100_000,
         "unknown/config.json": '{"model_type": "mamba2"}',
+        "chatless/config.json": '{"model_type": "qwen3"}',
+        "chatless/tokenizer_config.json": '{"eos_token": "<end>"}',
         "small/config.json": '{"model_type": "qwen3", "vocab_size": 9, "pad_token_id": 9}',
         "wide/config.json": '{"model_type": "llama", "hidden_size": 64, "head_dim": "wide"}',
         "endless/config.json": '{"model_type": "qwen3", "vocab_size": 9}',
