@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hybridrl.checkpoint.shelf import Shelf
+from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.trainer.live import format_duration, format_value
-from hybridrl.trainer.tracking import METRICS
+from hybridrl.run.display import format_duration, format_value
+from hybridrl.run.run_folder import METRICS
 
 _SCORES: Sequence[tuple[str, Callable[[list[float]], float]]] = (
     ("eval/reward/mean", max),
@@ -53,7 +53,7 @@ def describe_end(
     where = f"after step {num_done}" if num_done else "before step 1"
     rows = [(verb, f"{where} of {config.num_steps}{seconds}")]
     rows += [(name, text) for name, best in _SCORES if (text := _describe_score(lines, name, best))]
-    steps = Shelf(folder / "checkpoints").steps()
+    steps = CheckpointStore(folder / "checkpoints").steps()
     places = {
         "model": folder / "hf",
         "adapter": folder / "adapter",
