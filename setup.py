@@ -40,6 +40,7 @@ setup(
         "safetensors>=0.5",
         "filelock",
         "numpy>=2",
+        "packaging",
         "plotly>=6,<8",
         "pyarrow>=20",
         "pyyaml",
@@ -57,15 +58,18 @@ setup(
         "megatron": ["megatron-core>=0.16.1,<0.17"],
         # Fused layers and attention for it: CUDA alone, and compiled where pip finds no wheel.
         "transformer-engine": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],
-        "wandb": ["wandb"],
-        "mlflow": ["mlflow"],
+        # The ranges of trackers stand in hybridrl/config/tracker_checks.py, too.
+        "wandb": ["wandb>=0.26.1,<0.32"],
+        "mlflow": ["mlflow-skinny>=3.12,<4", "sqlalchemy>=2,<3", "alembic>=1.10.1,<2"],
         "math": ["math-verify[antlr4-9-3]"],  # the parser runtime that omegaconf 2.3 pins
         "cluster": ["ray[default]"],  # the dashboard, which takes `ray job submit`
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1"],
         "dev": [
+            "alembic>=1.10.1,<2",  # with sqlalchemy: MLflow's store in a file
             "codespell",
             "hypothesis",
             "import-linter",
+            "mlflow-skinny>=3.12,<4",
             "mypy",
             "psutil",
             "pytest",
@@ -74,6 +78,8 @@ setup(
             "ray[default]",  # a test submits a job
             "ruff",
             "setuptools>=77",  # a test builds the wheel
+            "sqlalchemy>=2,<3",
+            "wandb>=0.26.1,<0.32",
         ],
     },
 )

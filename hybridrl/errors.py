@@ -216,6 +216,10 @@ class CertificateError(HybridRLError, RuntimeError):
     """A run that was broken off and resumed did not end as one without a break."""
 
 
+class TrackerError(HybridRLError, RuntimeError):
+    """The service of a tracker does not take the run."""
+
+
 class RunFolderError(HybridRLError, OSError):
     """The run folder cannot be written, or would be overwritten."""
 

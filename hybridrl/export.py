@@ -1,7 +1,8 @@
 """``python -m hybridrl.export RUN_FOLDER``: a checkpoint as folders that others load.
 
 Works while the run goes on, and needs no cluster: one process reads what all ranks wrote. Writes
-``hf-step-N`` (with LoRA the adapter merged into it, and ``adapter-step-N``) into the run folder.
+``hf-step-N`` (with LoRA the adapter merged into it, and ``adapter-step-N``) into the run folder, or
+with ``--output FOLDER`` that folder (and ``FOLDER-adapter``).
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from hybridrl.workers.build import build_train_engine
 from hybridrl.workers.train import checkpoint
 
 
-def export_checkpoint(run_folder: Path, *, step: int | None = None) -> list[Path]:
+def export_checkpoint(
+    run_folder: Path, *, step: int | None = None, output: Path | None = None
+) -> list[Path]:
     """Write a checkpoint of ``run_folder`` as a Hugging Face folder, and an adapter if it has one.
 
     Args:
         run_folder: of a run that goes on, was broken off, or has ended.
         step: of the checkpoint; None is the newest whole one.
+        output: folder to write, must not exist; None names it in the run folder.
 
     Returns:
         The folders written.
@@ -39,14 +43,22 @@ def export_checkpoint(run_folder: Path, *, step: int | None = None) -> list[Path
     """
     config = _read_config(run_folder)
     chosen = _find(run_folder, step)
+    number = chosen.manifest.run.step
+    written = [output or run_folder / f"hf-step-{number}"]
+    if config.lora.enabled:
+        written.append(
+            run_folder / f"adapter-step-{number}"
+            if output is None
+            else output.with_name(f"{output.name}-adapter")
+        )
+    for folder in written:  # before all the work
+        if folder.exists():
+            raise RunFolderError(f"{folder} exists; export to a new folder with --output FOLDER")
     spec = build_actor_spec(config, Path(chosen.manifest.origin.model_folder))
     engine = build_train_engine(spec, torch.device("cpu"))
     checkpoint.load(engine, chosen.folder / "actor", rank=0, world_size=1)
-    number = chosen.manifest.run.step
-    written = [run_folder / f"hf-step-{number}"]
     engine.export_hf(written[0].absolute())
     if config.lora.enabled:
-        written.append(run_folder / f"adapter-step-{number}")
         engine.export_adapter(written[1].absolute())
     return written
 
@@ -56,9 +68,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m hybridrl.export", description=__doc__)
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("--step", type=int, help="of the checkpoint; the newest if left out")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="to write; must be new")
     options = parser.parse_args()
     try:
-        for folder in export_checkpoint(options.run_folder, step=options.step):
+        for folder in export_checkpoint(
+            options.run_folder, step=options.step, output=options.output
+        ):
             sys.stdout.write(f"{folder}\n")
     except HybridRLError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")

@@ -32,12 +32,14 @@ from yaml import YAMLError
 
 from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.foreign_names import answer_choice
 from hybridrl.config.help_text import help_text
 from hybridrl.config.interpolation import check_lengths, leaves, unresolved
 from hybridrl.config.load import load_config
 from hybridrl.config.summary import summarize
 from hybridrl.config.unknown_keys import unknown_key
 from hybridrl.config.yaml_text import flaw_of_yaml
+from hybridrl.data.rehearsal import check_rows_are_read
 from hybridrl.errors import (
     ConfigError,
     ConfigErrors,
@@ -184,7 +186,7 @@ class _Sweep:
         self.has_begun = True
         settings = HydraConfig.get()
         if settings.mode != RunMode.MULTIRUN or composed.mode in ("check", "plan"):
-            _run_or_stop(composed)
+            _run_or_stop(composed, command=_command_typed(settings))
             return
         overrides = list(settings.overrides.task)
         refused = {str(error): error for error in _refusals_of_job(composed, overrides)}
@@ -232,20 +234,28 @@ def _flags_to_hand_on(settings: HydraConf) -> list[str]:
     return flags + [o for o in settings.overrides.hydra if o.lstrip("+").startswith(_SEARCH_PATH)]
 
 
-def _run_or_stop(composed: DictConfig) -> None:
+def _command_typed(settings: HydraConf) -> list[str]:
+    """Return the command that composes what was composed, as a user types it."""
+    usual = "--config-name=config"
+    flags = [flag for flag in _flags_to_hand_on(settings) if flag != usual]
+    return ["python", "-m", "hybridrl.main", *flags, *settings.overrides.task]
+
+
+def _run_or_stop(composed: DictConfig, *, command: Sequence[str]) -> None:
     # Not left to Hydra, which would put a line of its own before the message.
     try:
-        _run_composed(composed)
+        _run_composed(composed, command=command)
     except (ConfigError, ConfigErrors) as error:
         _stop(error, _EXIT_CONFIG)
     except HybridRLError as error:
         _stop(error, 1)
 
 
-def _run_composed(composed: DictConfig) -> None:
+def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:
     config = load_config(_as_mapping(composed))
     if config.mode == "check":
         check_reward_loads(config.reward)
+        check_rows_are_read(config.data)
         sys.stdout.write(f"{summarize(config)}\n{peak_line(config)}\n")
         sys.stdout.flush()
         for line in _rehearse(config):
@@ -255,7 +265,7 @@ def _run_composed(composed: DictConfig) -> None:
         sys.stdout.write(plan_page(config))
         return
     launch = import_module(_BY_NAME_TO_KEEP_RAY_OUT)
-    launch.run_supervised(config, resolved_yaml=OmegaConf.to_yaml(composed))
+    launch.run_supervised(config, resolved_yaml=OmegaConf.to_yaml(composed), command=command)
 
 
 def _rehearse(config: ExperimentConfig) -> Iterator[str]:
@@ -332,6 +342,7 @@ def _explain(refusal: Exception, overrides: Sequence[str]) -> ConfigError:
     if isinstance(refusal, MissingConfigException) and refusal.missing_cfg_file:
         group, _, name = refusal.missing_cfg_file.rpartition("/")
         hint = suggest_name(name, refusal.options) if refusal.options else "correct the name"
+        hint = answer_choice(group, name) or hint
         return ConfigError(group or "config", name, "there is no such file in this group", hint)
     if isinstance(refusal, OverrideParseException):
         key, _, value = refusal.override.partition("=")

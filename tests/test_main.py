@@ -45,7 +45,9 @@ def refusal_of(*arguments: str, folder: Path) -> str:
 
 
 def test_cfg_job_prints_the_configuration_of_a_recipe_with_overrides(tmp_path: Path) -> None:
-    done = call_main("--cfg", "job", "recipes=dapo_cpu", "rollout.top_k=5", folder=tmp_path)
+    done = call_main(
+        "--cfg", "job", "recipes=clip_higher_kl_cpu", "rollout.top_k=5", folder=tmp_path
+    )
     printed = yaml.safe_load(done.stdout)
     assert printed["algorithm"]["clip_high"] == 0.28
     assert printed["rollout"]["top_k"] == 5
@@ -102,7 +104,7 @@ def test_neither_torch_nor_ray_is_imported_before_the_checks_passed(
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
-        ("recipes=dapo_gpu", ["recipes='dapo_gpu'", "'dapo_cpu'"]),
+        ("recipes=clip_higher_cpu", ["recipes='clip_higher_cpu'", "'clip_higher_kl_cpu'"]),
         ("actor=fdsp2", ["actor='fdsp2'", "'fsdp2'"]),
         ("rollout.temprature=1", ["rollout.temprature='1'", "'temperature'"]),
         ("rollot.temperature=1", ["rollot.temperature", "'rollout.temperature'"]),
@@ -127,7 +129,7 @@ def test_a_mistyped_argument_is_one_short_message_with_what_was_meant(
 def test_what_hydra_refuses_and_what_the_rules_refuse_come_together(tmp_path: Path) -> None:
     message = refusal_of(
         "rollout.temprature=1",
-        "recipes=dapo_gpu",
+        "recipes=clip_higher_cpu",
         "cluster.num_ranks_per_node=2",
         "trainer.num_prompts_per_step=15",
         folder=tmp_path,
@@ -142,7 +144,7 @@ def test_what_hydra_cannot_read_is_explained_without_traceback(
 ) -> None:
     expected = {
         "trainer=5": "trainer='5': a section is chosen by the name of one of its files",
-        "recipes=null": "known: cpu_sleep, dapo_cpu",
+        "recipes=null": "known: clip_higher_kl_cpu, cpu_sleep",
         "rollout=[1]": "known: hf, sglang",
         f"actor={'a' * 300}": "there is no such file in this group",
         f"seed={'9' * 5000}": "a number of thousands of digits",
@@ -245,7 +247,7 @@ def test_multirun_runs_the_configuration_of_each_value(tmp_path: Path) -> None:
 
 def test_help_lists_the_recipes(tmp_path: Path) -> None:
     done = call_main("--help", folder=tmp_path)
-    assert "recipes: cpu_sleep, dapo_cpu" in done.stdout
+    assert "recipes: clip_higher_kl_cpu, cpu_sleep" in done.stdout
     assert "recipes/cluster" not in done.stdout  # files for clusters, and no recipes
     assert "kuberay" not in done.stdout
     assert ".venv" not in done.stdout
@@ -287,7 +289,7 @@ def test_the_wheel_brings_recipes_and_configuration_inside_the_package(
 
 
 def test_the_wheel_checks_a_recipe_from_another_folder(installed: Path, tmp_path: Path) -> None:
-    done = start_main("mode=check", "recipes=dapo_cpu", folder=tmp_path, root=installed)
+    done = start_main("mode=check", "recipes=clip_higher_kl_cpu", folder=tmp_path, root=installed)
     assert done.returncode == 0, done.stderr
     assert "checked, nothing started" in done.stdout
     assert list(tmp_path.iterdir()) == []
@@ -307,3 +309,21 @@ def test_the_wheel_trains_from_another_folder(installed: Path, tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [0, 1, 2, 3]
     assert (tmp_path / "run/hf/config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ('{"prompt": 5, "answer": "2"}', "rows.jsonl:2: 'prompt' is 5, must be text"),
+        ('{"question": "1+1="}', "rows.jsonl:2: has no 'prompt'; set data.prompt_key"),
+        ("no row", "rows.jsonl:2: is not JSON"),
+    ],
+)
+def test_a_check_reads_every_row_and_names_a_bad_one(row: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' + row + "\n")
+    files = ("data=files", "data.train_files=[rows.jsonl]", "data.use_chat_template=false")
+    message = refusal_of(
+        "mode=check", *files, "eval.every_num_steps=0", "data.max_prompt_tokens=8", folder=tmp_path
+    )
+    assert message.startswith("ConfigError: data.train_files=['rows.jsonl']: 1 of 2 rows")
+    assert words in message

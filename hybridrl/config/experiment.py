@@ -90,6 +90,16 @@ class ExperimentConfig:
         return self.trainer.num_prompts_per_step * self.rollout.num_responses_per_prompt
 
     @property
+    def num_steps_key(self) -> str:
+        """Key that holds the number of steps of this mode."""
+        return "sft.num_steps" if self.mode == "sft" else "trainer.num_steps"
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the run in this mode."""
+        return self.sft.num_steps if self.mode == "sft" else self.trainer.num_steps
+
+    @property
     def max_row_tokens(self) -> int:
         """Longest prompt plus longest response, in tokens."""
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens

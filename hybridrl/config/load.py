@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hin
 
 from hybridrl.config.checks.violations import find_violations
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.foreign_names import answer_choice, answer_key
 from hybridrl.config.limits import Within
 from hybridrl.config.scalars import KINDS, flaw_of_argument, flaw_of_text, is_of, meant_by
 from hybridrl.config.spelling import to_override
@@ -117,6 +118,7 @@ class _Reader:
             for close in difflib.get_close_matches(str(name)[:99], known, n=1, cutoff=0.5):
                 fix = f"use {prefix}{close}"
                 remedy += tuple(_typed(prefix + close, values[name]))
+            fix = answer_key(key) or fix
             remedies = [remedy] if _TYPEABLE.fullmatch(key) else []
             self._refuse(key, values[name], "there is no such key", fix=fix, remedies=remedies)
         if (num_more := len(unknown) - _MOST_TOLD) > 0:
@@ -160,6 +162,11 @@ class _Reader:
         if value in choices:
             return value
         names = [str(choice) for choice in choices]
+        section, _, name = key.rpartition(".")
+        if name in ("name", "engine") and (
+            answer := answer_choice(section, shown(value).strip("'"))
+        ):
+            return self._refuse(key, value, "must be one of " + ", ".join(names), fix=answer)
         close = difflib.get_close_matches(shown(value)[:99].strip("'"), names, n=2, cutoff=0.5)
         remedies = [(f"{key}={name}",) for name in close or names]
         return self._refuse(key, value, "must be one of " + ", ".join(names), remedies=remedies)

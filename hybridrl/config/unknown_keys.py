@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hybridrl.config.foreign_names import answer_key
 from hybridrl.config.load import free_keys, known_keys
 from hybridrl.errors import ConfigError, suggest_name
 
@@ -17,6 +18,8 @@ def unknown_key(key: str, value: str) -> ConfigError:
     if any(free in (section, key) for free in free_keys()):
         fix = f"write +{key}={value}"
         return ConfigError(key, value, "it is no key of ours but of another program", fix)
+    if answer := answer_key(key):
+        return ConfigError(key, value, "it is a key of another framework", answer)
     siblings = [known.rpartition(".") for known in (*known_keys(), "recipes")]
     names = [sibling for above, _, sibling in siblings if above == section]
     if not names:  # the section itself is mistyped, or the key stands in another one

@@ -8,6 +8,7 @@ started them.) This module therefore imports neither torch nor what does.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from importlib import import_module
@@ -31,19 +32,28 @@ _DIED = (
 )
 
 
-def run_supervised(config: ExperimentConfig, *, resolved_yaml: str) -> None:
+def run_supervised(
+    config: ExperimentConfig, *, resolved_yaml: str, command: Sequence[str] = ()
+) -> None:
     """Run a checked configuration in a child process, again if that dies; see `supervise`."""
     has_begun = config.mode != "certify" and supervise(config)
-    run(config, resolved_yaml=resolved_yaml, has_begun=has_begun)
+    run(config, resolved_yaml=resolved_yaml, has_begun=has_begun, command=command)
 
 
-def run(config: ExperimentConfig, *, resolved_yaml: str, has_begun: bool = False) -> None:
+def run(
+    config: ExperimentConfig,
+    *,
+    resolved_yaml: str,
+    has_begun: bool = False,
+    command: Sequence[str] = (),
+) -> None:
     """Run a checked configuration in its own run folder.
 
     Args:
         config: has passed every check.
         resolved_yaml: what the run folder keeps as config.yaml.
         has_begun: the run in the folder is this one, and goes on.
+        command: that started it, as it is typed; empty if code did.
 
     Raises:
         RunFolderError: the folder exists already and cannot go on, or cannot be written.
@@ -64,7 +74,7 @@ def run(config: ExperimentConfig, *, resolved_yaml: str, has_begun: bool = False
         return
     with ExitStack() as opened:
         record = opened.enter_context(
-            open_record(config, resolved_yaml=resolved_yaml, resumes=resumes)
+            open_record(config, resolved_yaml=resolved_yaml, resumes=resumes, command=command)
         )
         if (address := config.cluster.address) is not None:
             words = _DIED.format(address=address)

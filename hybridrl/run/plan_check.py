@@ -37,8 +37,8 @@ class Comparison:
 
     def __str__(self) -> str:
         return (
-            f"predicted {format_bytes(self.predicted)}, measured {format_bytes(self.measured)}, "
-            f"error {self.error_fraction:+.0%}, in {self.phase}"
+            f"{format_bytes(self.measured)} at most, in {self.phase} "
+            f"(mode=plan estimates {format_bytes(self.predicted)})"
         )
 
 
@@ -72,7 +72,7 @@ class PlanCheck:
     def report(self) -> None:
         """Say at the end of a run how far the prediction was off."""
         if self._largest is not None:
-            log.info("memory over the run: %s", self._largest)
+            log.info("memory of a rank: %s", self._largest)
 
     def _plan_for(self, metrics: Metrics) -> MemoryPlan:
         workload = Workload.longest(self._config).measured(
@@ -100,7 +100,7 @@ class PlanCheck:
             longest = plan_memory(self._config)
             limit = format_bytes(longest.peak_bytes(longest.fullest))
             log.info(
-                "memory of the first step: %s; with rows of full length a rank takes %s",
+                "memory of a rank in the first step: %s; rows of full length are estimated at %s",
                 peak,
                 limit,
             )

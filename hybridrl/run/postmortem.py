@@ -40,12 +40,13 @@ from hybridrl.errors import (
     ModelError,
     ResourceError,
     RunFolderError,
+    TrackerError,
     is_restartable,
 )
 from hybridrl.run.run_folder import CONFIG, LOG, METRICS
 from hybridrl.single_controller import RankReport
 
-WHERE = "in step "
+WHERE = ("in step ", "before step ")
 """How the note begins that says where a run was."""
 
 _MAX_FILE_CHARACTERS = 8 * 2**20
@@ -62,6 +63,7 @@ _SELF_EXPLAINING = (
     ModelError,
     ResourceError,
     RunFolderError,
+    TrackerError,
     SystemExit,
     GeneratorExit,
 )
@@ -79,6 +81,8 @@ class Progress:
     num_steps: int
     num_done: int = 0
     """Last step that is on record."""
+    has_begun: bool = False
+    """Whether this process has begun a step."""
     phase: str = "start"
     began_s: float = field(default_factory=time.monotonic)
 
@@ -90,7 +94,8 @@ class Progress:
         """Say step and phase, as the live view does."""
         step = min(self.num_done + 1, self.num_steps)
         age_s = time.monotonic() - self.began_s
-        return f"{WHERE}{step} of {self.num_steps}, {self.phase}, {age_s:.1f} s after that began"
+        where = WHERE[0] if self.has_begun else WHERE[1]
+        return f"{where}{step} of {self.num_steps}, {self.phase}, {age_s:.1f} s after that began"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from hybridrl.run.run_folder import RunLogger, Sample
 from hybridrl.run.tracing import Tracing
 from hybridrl.single_controller import RankReport
 from hybridrl.single_controller.spans import SpanCollector
+from hybridrl.trainer.final_summary import describe_end, read_metrics
 from hybridrl.trainer.interrupt import RunStopped
 
 _logger = logging.getLogger(__name__)
@@ -47,6 +48,11 @@ class RunFolder:
         self.progress.begin(name)
         self.live.phase(name)
 
+    def begin_step(self, step: int) -> None:
+        """Say which step begins."""
+        self.progress.has_begun = True
+        self.live.begin_step(step)
+
     def record(self, step: int, metrics: Metrics) -> None:
         """Keep and show the metrics of one step."""
         values = self.run_log.log_step(step, metrics)
@@ -72,6 +78,7 @@ class RunFolder:
         else:
             self.run_log.rewind(step, sizes=run.log_sizes, elapsed_s=run.elapsed_s)
         self.progress.num_done = step
+        self.live.rewind(step, read_metrics(self.folder))
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Keep some responses of a step."""
@@ -92,7 +99,10 @@ class RunFolder:
         if any(note.startswith(WHERE) for note in error_notes(error)):
             return
         error.add_note(self.progress.describe())
-        if is_crash(error):
+        self.live.break_off()
+        # Somebody who stops a start knows why; who stops a step may have waited in vain.
+        is_wanted = isinstance(error, KeyboardInterrupt) and not self.progress.has_begun
+        if is_crash(error) and not is_wanted:
             outcome = PostMortem(self.folder, error, self.progress, tuple(self.ranks)).write()
             self.ranks.clear()
             error.add_note(f"post-mortem: {outcome}")
@@ -104,9 +114,19 @@ class RunFolder:
 
 @contextmanager
 def open_record(
-    config: ExperimentConfig, *, resolved_yaml: str, resumes: bool = False
+    config: ExperimentConfig,
+    *,
+    resolved_yaml: str,
+    resumes: bool = False,
+    command: Sequence[str] = (),
 ) -> Iterator[RunFolder]:
     """Make or open the run folder, begin the log and the live view, and end them all.
+
+    Args:
+        config: of the run.
+        resolved_yaml: text of ``config.yaml``.
+        resumes: the run in the folder goes on.
+        command: that started the run; what is shown at the end says how to go on with it.
 
     Raises:
         RunFolderError: the folder exists and is not to be resumed, or cannot be written.
@@ -119,22 +139,37 @@ def open_record(
         settings=asdict(config),
         config=config.tracking,
     )
-    num_steps = {"sft": config.sft.num_steps, "certify": 3}.get(
-        config.mode, config.trainer.num_steps
-    )
+    num_steps = 3 if config.mode == "certify" else config.num_steps
     with run_log:
         log.configure(file=run_log.log_file)
-        try:
-            with (
-                _open_tracing(run_log.folder, is_on=config.tracking.trace) as tracing,
-                open_live(config.tracking.live, num_steps=num_steps, stream=sys.stdout) as live,
-                _explaining(RunFolder(run_log, live, tracing, Progress(num_steps))) as record,
-            ):
-                yield record
-        finally:
-            if config.mode != "certify":  # which trains in folders below this one
-                try_report(run_log.folder)
-            _logger.info("run folder: %s", run_log.folder)
+        with (
+            _summarized(config, command),
+            _open_tracing(run_log.folder, is_on=config.tracking.trace) as tracing,
+            open_live(config.tracking.live, num_steps=num_steps, stream=sys.stdout) as live,
+            _explaining(RunFolder(run_log, live, tracing, Progress(num_steps))) as record,
+        ):
+            yield record
+
+
+@contextmanager
+def _summarized(config: ExperimentConfig, command: Sequence[str]) -> Iterator[None]:
+    """Make the report and show the summary, however the run ends."""
+    ending: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:
+        ending = error
+        raise
+    finally:
+        folder = Path(config.trainer.run_dir)
+        _logger.info("run folder: %s", folder)
+        if config.mode != "certify":  # which trains in folders below this one
+            try_report(folder)
+            if config.tracking.live != "off":
+                text = describe_end(config, command=command, error=ending)
+                with suppress(BrokenPipeError):  # as after `| head`
+                    sys.stdout.write(text)
+                    sys.stdout.flush()
 
 
 @contextmanager
@@ -170,6 +205,9 @@ class WarmupLogger:
     def phase(self, name: str) -> None:
         """Say what begins."""
         self.outer.phase(f"{self.label}: {name}")
+
+    def begin_step(self, step: int) -> None:
+        """Do nothing: `record` says how far it is."""
 
     def record(self, step: int, metrics: Metrics) -> None:
         """Show how far it is."""

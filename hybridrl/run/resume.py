@@ -78,11 +78,10 @@ def newest_step(config: ExperimentConfig) -> int:
 
 def finished_message(config: ExperimentConfig) -> str:
     """Say that a run has nothing left to do, and what can be done; empty if it has."""
-    is_tuning = config.mode == "sft"
-    key = "sft.num_steps" if is_tuning else "trainer.num_steps"
-    num_steps = config.sft.num_steps if is_tuning else config.trainer.num_steps
+    key, num_steps = config.num_steps_key, config.num_steps
     folder = Path(config.trainer.run_dir)
-    lacks_export = (is_tuning or config.trainer.export_hf) and not (folder / "hf").is_dir()
+    is_exported = config.mode == "sft" or config.trainer.export_hf
+    lacks_export = is_exported and not (folder / "hf").is_dir()
     if newest_step(config) < num_steps or lacks_export:
         return ""
     return (

@@ -99,9 +99,10 @@ class _Supervisor:
         """Say on ``error`` where the run was, write the post-mortem, and end what is left of it."""
         guard.kill_all()
         log.configure(file=self._folder / LOG if self._folder.is_dir() else None)
-        config = self._config
-        num_steps = config.sft.num_steps if config.mode == "sft" else config.trainer.num_steps
-        progress = Progress(num_steps, num_done=_last_step(self._folder), phase="end of the driver")
+        num_done = _last_step(self._folder)
+        progress = Progress(
+            self._config.num_steps, num_done, has_begun=num_done > 0, phase="end of the driver"
+        )
         error.add_note(progress.describe())
         outcome = PostMortem(self._folder, error, progress, ranks=()).write()
         error.add_note(f"post-mortem: {outcome}")

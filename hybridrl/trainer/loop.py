@@ -25,6 +25,10 @@ class Recorder(Protocol):
         """Say what begins."""
         ...
 
+    def begin_step(self, step: int) -> None:
+        """Say that a step begins, counted from 1."""
+        ...
+
     def record(self, step: int, metrics: Metrics) -> None:
         """Keep the metrics of one step; step 0 is before the first update."""
         ...
@@ -77,6 +81,7 @@ class Loop:
                 self.recorder.record(0, self.evaluate(0))
             cost_of_saving: Metrics = {}
             for step in trace.each("step", range(self.first_step, self.num_steps + 1)):
+                self.recorder.begin_step(step)
                 metrics = self.take_step(step) | cost_of_saving
                 if self._evaluates_after(step):
                     metrics = metrics | self.evaluate(step)

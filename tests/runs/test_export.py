@@ -41,6 +41,8 @@ def test_a_checkpoint_of_two_ranks_becomes_the_folders_that_the_run_itself_wrote
     folder, lora = shutil.copytree(made[0], tmp_path / "run"), made[1]
     written = export_checkpoint(folder, step=3)
     assert [path.name for path in written] == ["hf-step-3", "adapter-step-3"][: 1 + lora]
+    given = export_checkpoint(folder, output=tmp_path / "digits")
+    assert [path.name for path in given] == ["digits", "digits-adapter"][: 1 + lora]
     ours, theirs = (load_file(folder / n / "model.safetensors") for n in ("hf-step-3", "hf"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert (folder / "hf-step-3" / "tokenizer.json").is_file()
@@ -62,8 +64,13 @@ def test_the_command_names_the_folder_it_wrote_and_what_it_cannot_do(
     result = _command(str(folder), "--step", "7")
     assert result.returncode == 1
     assert "has not a checkpoint of step 7; it has: 2, 3" in result.stderr
-    with pytest.raises(RunFolderError, match="exists; export to a new folder"):
+    with pytest.raises(RunFolderError, match="exists; export to a new folder with --output"):
         export_checkpoint(folder)
+    elsewhere = tmp_path / "models" / "digits"
+    result = _command(str(folder), "--output", str(elsewhere))
+    assert (result.returncode, result.stdout.strip()) == (0, str(elsewhere)), result.stderr
+    ours, own = (load_file(f / "model.safetensors") for f in (elsewhere, folder / "hf-step-3"))
+    assert all(torch.equal(ours[name], own[name]) for name in own)
     with pytest.raises(RunFolderError, match="no run folder"):
         export_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="it has: 2, 3"):

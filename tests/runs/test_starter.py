@@ -49,6 +49,9 @@ class Record:
         if self._on_step is not None and "step 1/" in name:
             self._on_step()
 
+    def begin_step(self, step: int) -> None:
+        pass
+
     def keep_reports(self, ranks: object) -> None:
         pass
 

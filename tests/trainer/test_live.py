@@ -12,6 +12,7 @@ from hybridrl.run import display as live
 from hybridrl.run.display import (
     LiveLines,
     LiveTable,
+    LiveView,
     format_duration,
     format_value,
     open_live,
@@ -34,14 +35,52 @@ def test_a_pipe_gets_one_plain_line_a_step() -> None:
     first, second = stream.getvalue().splitlines()
     # What comes before the end of the first step is start-up, and tells nothing of the pace.
     assert first == "step 1/3  reward/mean 0.25  eval/reward/mean 0.5  time/step_s 1.5"
-    assert second.startswith("step 2/3  reward/mean 0.5  ")
+    assert second.startswith("step 2/3  reward/mean 0.5 (mean of 10: 0.375)  ")
     assert "\x1b" not in stream.getvalue()
+
+
+def test_a_line_shows_the_mean_of_ten_steps_beside_the_last_one() -> None:
+    stream = io.StringIO()
+    with open_live("lines", num_steps=20, stream=stream) as view:
+        for step in range(1, 13):
+            view.step(step, {"reward/mean": float(step), "policy/grad_norm": 2.0})
+    assert "reward/mean 12 (mean of 10: 7.5)  policy/grad_norm 2  " in stream.getvalue()
+
+
+def test_the_step_shown_is_the_step_that_runs() -> None:
+    view = LiveView(9)
+    view.phase("start workers")
+    assert view.describe_phase() == "start workers, 0 s"
+    view.step(0, {"eval/reward/mean": 0.5})
+    view.begin_step(1)
+    view.phase("generate")
+    assert view.describe_phase() == "step 1/9: generate, 0 s"
+    view.step(1, {})
+    assert view.describe_phase() == "after step 1, 0 s"
+    view.begin_step(2)
+    view.break_off()
+    view.phase("start workers")
+    assert view.describe_phase() == "start workers, 0 s"
+
+
+def test_time_left_counts_no_second_of_a_restart() -> None:
+    view = LiveView(100)
+    for step in (1, 2):
+        view.step(step, {"reward/mean": 0.5})
+    assert view.describe_time_left() != ""
+    view.break_off()
+    assert view.describe_time_left() == ""
+    view.rewind(1, [{"reward/mean": 0.25}])
+    assert (view.num_done, view.trends) == (1, {"reward/mean": [0.25]})
+    view.step(2, {"reward/mean": 0.5})
+    assert view.describe_time_left() == ""  # from the end of the last part to this one is no pace
 
 
 def test_a_long_silence_says_which_phase_takes_so_long_and_stops_with_the_run() -> None:
     stream = io.StringIO()
     lines = LiveLines(9, stream=stream, heartbeat_s=0.05)
     lines.start()
+    lines.begin_step(1)
     lines.phase("logprobs")
     deadline = time.monotonic() + 60
     while stream.getvalue().count("step 1/9: logprobs, ") < 2 and time.monotonic() < deadline:
@@ -58,9 +97,10 @@ def test_a_terminal_gets_a_table_with_progress_phase_and_trends() -> None:
     with open_live("auto", num_steps=3, stream=stream) as view:
         view.step(1, {"reward/mean": 0.25, "time/step_s": 2.0})
         view.step(2, {"reward/mean": 0.75, "throughput/tokens_per_s": 12345.0})
+        view.begin_step(3)
         view.phase("update")
     assert "\x1b" in stream.getvalue()
-    for text in ("step 3/3: update", "reward/mean", "0.75", "▁█", "12,345"):
+    for text in ("step 3/3: update", "reward/mean", "0.75", "mean of 10", "0.5 ", "▁█", "12,345"):
         assert text in stream.getvalue()
 
 

@@ -21,6 +21,9 @@ class Recorded:
     def phase(self, name: str) -> None:
         pass
 
+    def begin_step(self, step: int) -> None:
+        pass
+
     def record(self, step: int, metrics: Metrics) -> None:
         self.lines.append((step, set(metrics)))
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 
@@ -61,10 +62,12 @@ def test_the_log_has_a_line_after_the_first_step_and_one_at_the_end(
             watch.compare(step(off_by=off_by)[0])
         watch.report()
     first, last = caplog.messages
-    assert first.startswith("memory of the first step: predicted ")
-    assert "error +10%, in update" in first
-    assert last.startswith("memory over the run: predicted ")
-    assert last.endswith("error +30%, in update")
+    assert first.startswith("memory of a rank in the first step: ")
+    assert " at most, in update (mode=plan estimates " in first
+    assert last.startswith("memory of a rank: ")
+    assert "error" not in last
+    largest_mib, estimated_mib = (float(number) for number in re.findall(r"(\d+) MiB", last))
+    assert largest_mib / estimated_mib == pytest.approx(1.3, abs=0.01)
 
 
 def test_a_step_without_the_numbers_that_a_plan_needs_is_let_pass() -> None:

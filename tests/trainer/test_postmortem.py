@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import csv
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 import hybridrl
 from hybridrl.errors import ConfigError, WorkerDiedError
-from hybridrl.run.display import LiveOff
+from hybridrl.run.display import LiveView
 from hybridrl.run.postmortem import PostMortem, Progress, is_crash
 from hybridrl.run.record import RunFolder, open_record
 from hybridrl.run.run_folder import RunLogger
 from hybridrl.single_controller import RankReport
+from hybridrl.trainer.interrupt import RunInterrupted
 from tests.runs.small import small_config
 
 RANKS = (
@@ -48,7 +50,7 @@ def _death() -> BaseException:
 
 
 def _post_mortem(folder: Path) -> PostMortem:
-    progress = Progress(num_steps=30, num_done=11, phase="update")
+    progress = Progress(num_steps=30, num_done=11, has_begun=True, phase="update")
     return PostMortem(folder, _death(), progress, RANKS)
 
 
@@ -127,7 +129,7 @@ def test_an_error_is_explained_once(tmp_path: Path) -> None:
         settings={},
         config=config.tracking,
     ) as run_log:
-        record = RunFolder(run_log, LiveOff(), None, Progress(num_steps=3))
+        record = RunFolder(run_log, LiveView(3), None, Progress(num_steps=3, has_begun=True))
         record.phase("generate")
         record.keep_reports(RANKS)
         error = _death()
@@ -153,6 +155,19 @@ def test_the_log_of_a_run_tells_where_its_post_mortem_is(tmp_path: Path) -> None
         raise ZeroDivisionError
     assert caught.value.__notes__[-1] in (folder / "log.txt").read_text()
     assert caught.value.__notes__[-1].startswith(f"post-mortem: {folder}")
+
+
+def test_a_start_that_somebody_stops_leaves_no_post_mortem(tmp_path: Path) -> None:
+    for name, has_begun in (("start", False), ("step", True)):
+        with (
+            pytest.raises(RunInterrupted),
+            open_record(small_config(tmp_path / name), resolved_yaml="") as record,
+        ):
+            record.phase("start workers")
+            if has_begun:
+                record.begin_step(1)
+            raise RunInterrupted(signal.SIGINT)
+        assert (tmp_path / name / "postmortem").exists() == has_begun
 
 
 def test_a_refusal_that_says_it_all_leaves_no_post_mortem(tmp_path: Path) -> None:

@@ -37,7 +37,11 @@ def check_data_files(config: ExperimentConfig) -> Iterator[ConfigError]:
     ):
         for name in files:
             file = Path(name)
-            if file.suffix not in _DATA_SUFFIXES:
+            if name.startswith("hf://"):
+                rule = "data sets of the Hugging Face Hub are not read yet, but files of theirs are"
+                fix = f"type hf download NAME --repo-type dataset --local-dir data, correct {key}"
+                yield ConfigError(key, name, rule, fix)
+            elif file.suffix not in _DATA_SUFFIXES:
                 yield ConfigError(
                     key, name, "must end in .jsonl or .parquet", fix="convert or rename the file"
                 )
@@ -126,19 +130,3 @@ def _check_replaceable(folder: Path, config: ExperimentConfig) -> Iterator[Confi
         rule = "holds another run, which is never overwritten without being asked"
         remedies = [elsewhere, ("trainer.overwrite=true",), ("checkpoint.resume=auto",)]
         yield ConfigError(key, spelled, rule, remedies=remedies)
-
-
-def check_trackers(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Each tracker's package is installed."""
-    trackers = config.tracking.trackers
-    missing = [name for name in trackers if find_spec(name) is None]
-    if missing:
-        installed = ",".join(name for name in trackers if name not in missing)
-        yield ConfigError(
-            "tracking.trackers",
-            list(trackers),
-            f"not installed: {', '.join(missing)}",
-            fix=f"pip install 'hybridrl[{','.join(missing)}]', or set "
-            f"tracking.trackers=[{installed}]",
-            remedies=[(f"tracking.trackers=[{installed}]",)],
-        )

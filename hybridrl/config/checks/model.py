@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,6 +88,28 @@ def check_starter_reads_plain_text(config: ExperimentConfig) -> Iterator[ConfigE
         )
 
 
+def check_chat_template(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """A model folder has the chat template that prompts are to be wrapped with."""
+    path = config.model.path
+    if path is None or not config.data.use_chat_template or flaw_of_folder(path):
+        return
+    file = Path(path, "tokenizer_config.json")
+    if flaw_of_file(file) or any(Path(path).glob("chat_template*")):
+        return
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return  # of a tokenizer, which says so itself
+    if isinstance(settings, dict) and not settings.get("chat_template"):
+        yield ConfigError(
+            "data.use_chat_template",
+            got=True,
+            rule=f"the tokenizer in model.path={path} has no chat template",
+            fix="set data.use_chat_template=false, or add chat_template.jinja to the folder",
+            remedies=[("data.use_chat_template=false",)],
+        )
+
+
 def check_attention_runs_on_device(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Variable-length attention is a CUDA kernel for bfloat16."""
     device, dtype = config.cluster.device, config.actor.compute_dtype
@@ -111,7 +135,7 @@ def check_model_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
             "model.path",
             path,
             rule=f"must be a Hugging Face model folder; {flaw}",
-            fix=f"download one (hf download NAME --local-dir {path}), or set model=starter",
+            fix=f"{_download(path)}, or set model=starter",
         )
         return
     if problem := problem_of(Path(path)):
@@ -138,8 +162,8 @@ def check_engines_know_the_model(config: ExperimentConfig) -> Iterator[ConfigErr
         yield ConfigError(
             "model.path",
             config.model.path,
-            f"its model_type={model_type!r} is an architecture that nobody here trains: known are "
-            f"{', '.join(MEGATRON_MODEL_TYPES)}",
+            f"its model_type={model_type!r} is not supported yet: attention and weights are known "
+            f"of {', '.join(MEGATRON_MODEL_TYPES)}",
             fix="set model.path to such a model",
         )
         return
@@ -158,6 +182,15 @@ def check_engines_know_the_model(config: ExperimentConfig) -> Iterator[ConfigErr
                 f"{'SGLang serves' if engine == 'hf' else 'megatron-core trains'}",
                 remedies=[(remedy,)],
             )
+
+
+def _download(path: str) -> str:
+    """Say how to get the model that ``path`` means: a folder, or a name on the Hugging Face Hub."""
+    name = path.removeprefix("hf://").removeprefix("https://huggingface.co/").rstrip("/")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return f"download one (hf download NAME --local-dir {path})"
+    folder = f"models/{name.rpartition('/')[2]}"
+    return f"type hf download {name} --local-dir {folder}, then set model.path={folder}"
 
 
 def _shorter_rows(config: ExperimentConfig, context: int) -> list[tuple[str, ...]]:

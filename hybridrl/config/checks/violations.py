@@ -31,7 +31,6 @@ from hybridrl.config.checks.disk import (
     check_data_files,
     check_reward_function,
     check_run_folder,
-    check_trackers,
 )
 from hybridrl.config.checks.doubled import (
     check_data_columns,
@@ -70,6 +69,7 @@ from hybridrl.config.checks.megatron_args import (
 )
 from hybridrl.config.checks.model import (
     check_attention_runs_on_device,
+    check_chat_template,
     check_engines_know_the_model,
     check_model_folder,
     check_model_source,
@@ -89,6 +89,7 @@ from hybridrl.config.checks.server import (
     check_transport,
 )
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.tracker_checks import check_trackers
 from hybridrl.errors import ConfigError
 
 Rule = Callable[[ExperimentConfig], Iterator[ConfigError]]
@@ -224,6 +225,7 @@ _COMMON_RULES: Mapping[str, tuple[Rule, ...]] = {
         check_starter_shape,
         check_starter_context,
         check_starter_reads_plain_text,
+        check_chat_template,
         check_attention_runs_on_device,
         check_model_folder,
         check_engines_know_the_model,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from hybridrl.errors import TrackerError
+
 try:
     import mlflow
 except ImportError as err:
@@ -13,18 +15,34 @@ except ImportError as err:
         "or set tracking.trackers=[tensorboard]"
     ) from err
 
+_ID = "mlflow_id.txt"
+
 
 class MlflowTracker:
-    """One run of an experiment, named like the run folder. ``MLFLOW_TRACKING_URI`` says where."""
+    """One run of an experiment, named like the run folder.
+
+    ``MLFLOW_TRACKING_URI`` says where; without it MLflow makes ``mlflow.db`` in the present folder.
+    """
 
     def __init__(self, folder: Path, *, project: str, settings: Mapping[str, object]) -> None:
-        """Start the run, or go on with the one that the folder had before."""
-        mlflow.set_experiment(project)
-        path = folder / "mlflow_id.txt"
+        """Start the run, or go on with the one that the folder had before.
+
+        Raises:
+            TrackerError: MLflow refuses, for example a store that it no longer writes.
+        """
+        path = folder / _ID
         former = path.read_text(encoding="utf-8") if path.is_file() else None
-        self._run = mlflow.start_run(run_id=former, run_name=folder.name)
-        path.write_text(self._run.info.run_id, encoding="utf-8")
-        mlflow.log_dict(dict(settings), "config.json")
+        try:
+            mlflow.set_experiment(project)
+            self._run = mlflow.start_run(run_id=former, run_name=folder.name)
+            path.write_text(self._run.info.run_id, encoding="utf-8")
+            mlflow.log_dict(dict(settings), "config.json")
+        except mlflow.exceptions.MlflowException as error:
+            raise TrackerError(
+                f"tracking.trackers=[mlflow]: MLflow does not start the run: {error}; set "
+                "MLFLOW_TRACKING_URI=sqlite:////FOLDER/mlflow.db or that of a server in the "
+                "environment, or leave mlflow out"
+            ) from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send one step."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
+
+from hybridrl.errors import TrackerError
 
 try:
     import wandb
@@ -13,20 +16,34 @@ except ImportError as err:
         "or set tracking.trackers=[tensorboard]"
     ) from err
 
+_ID = "wandb_id.txt"
+
 
 class WandbTracker:
     """One run of a project, named like the run folder. ``WANDB_MODE=offline`` keeps it local."""
 
     def __init__(self, folder: Path, *, project: str, settings: Mapping[str, object]) -> None:
-        """Start the run, or go on with the one that the folder had before."""
-        self._run = wandb.init(
-            project=project,
-            name=folder.name,
-            id=_run_id(folder),
-            resume="allow",
-            dir=str(folder),
-            config=dict(settings),
-        )
+        """Start the run, or go on with the one that the folder had before.
+
+        Raises:
+            TrackerError: W&B refuses, for example for lack of a key.
+        """
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=folder.name,
+                id=_run_id(folder),
+                resume="allow",
+                dir=str(folder),
+                config=dict(settings),
+                # Its copy of the terminal would hold the frames of the live table.
+                settings=wandb.Settings(console="off"),
+            )
+        except wandb.Error as error:
+            raise TrackerError(
+                f"tracking.trackers=[wandb]: W&B does not start the run: {error}; type "
+                "`wandb login`, set WANDB_MODE=offline in the environment, or leave wandb out"
+            ) from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send one step."""
@@ -42,9 +59,9 @@ class WandbTracker:
 
 def _run_id(folder: Path) -> str:
     """Return the id that this run folder's process before used, or a new one."""
-    path = folder / "wandb_id.txt"
+    path = folder / _ID
     if not path.is_file():
-        path.write_text(wandb.util.generate_id(), encoding="utf-8")
+        path.write_text(secrets.token_hex(4), encoding="utf-8")
     return path.read_text(encoding="utf-8").strip()
 
 

@@ -1,0 +1,150 @@
+"""Names that users of other frameworks type, each with what to type here.
+
+The other frameworks are verl, TRL, OpenRLHF and slime; names of our own that were changed are among
+them. A test holds that every key that an answer names exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_RESPONSES = "set rollout.num_responses_per_prompt"
+_PROMPTS = "set trainer.num_prompts_per_step, which counts prompts"
+_KL = "set algorithm.kl.placement=loss algorithm.kl.coefficient"
+_MICROBATCH = "set actor.max_tokens_per_microbatch, which counts tokens"
+_ADVANTAGES = "set algorithm=grpo, algorithm=dr_grpo or algorithm=ppo"
+_REWARD = "set reward.function=FILE.py:NAME"
+_STEPS = "set trainer.num_steps, which counts steps"
+_MODEL = "set model=hf_folder model.path=FOLDER"
+_DATA = "set data=files data.train_files=[FILE.jsonl]"
+_FOLDER = "set trainer.run_dir=FOLDER"
+_TRACKERS = "set tracking.trackers=[tensorboard,wandb]"
+_GPUS = "set cluster=one_gpu cluster.num_ranks_per_node"
+_REWARD_MODEL = f"reward models are not supported yet; {_REWARD} to score with Python"
+_TURNS = f"tools and several turns are not supported yet; {_REWARD} to score one response"
+_NOT_DAPO = (
+    "DAPO as a whole is not supported yet: groups without a signal are not sampled again. For its "
+    "clip-higher set algorithm.clip_high=0.28, as recipes=clip_higher_kl_cpu does"
+)
+_NOT_YET = f"it is not supported yet; {_ADVANTAGES}"
+
+_KEYS: Mapping[str, str] = {
+    **dict.fromkeys(("rollout.n", "num_generations", "n_samples_per_prompt"), _RESPONSES),
+    **dict.fromkeys(("train_batch_size", "rollout_batch_size", "gen_batch_size"), _PROMPTS),
+    **dict.fromkeys(("kl_coef", "kl_loss_coef", "init_kl_coef", "use_kl_loss", "beta"), _KL),
+    **dict.fromkeys(("use_kl_in_reward", "kl_ctrl"), "set algorithm.kl.placement=reward"),
+    **dict.fromkeys(("kl_loss_type", "kl_estimator"), "set algorithm.kl.estimator"),
+    **dict.fromkeys(("adv_estimator", "advantage_estimator"), _ADVANTAGES),
+    **dict.fromkeys(
+        ("clip_ratio", "eps_clip", "epsilon"), "set algorithm.clip_low algorithm.clip_high"
+    ),
+    "clip_ratio_low": "set algorithm.clip_low",
+    **dict.fromkeys(
+        ("clip_ratio_high", "epsilon_high", "eps_clip_high"), "set algorithm.clip_high"
+    ),
+    **dict.fromkeys(
+        ("ppo_mini_batch_size", "global_batch_size"),
+        "set algorithm.num_minibatches, which counts optimizer steps of a rollout",
+    ),
+    **dict.fromkeys(("ppo_epochs", "num_iterations"), "set algorithm.num_epochs"),
+    **dict.fromkeys(
+        (
+            *("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "micro_train_batch_size"),
+            *("per_device_train_batch_size", "ppo_max_token_len_per_gpu", "use_dynamic_bsz"),
+            *("log_prob_micro_batch_size_per_gpu", "max_tokens_per_gpu"),
+        ),
+        _MICROBATCH,
+    ),
+    **dict.fromkeys(("entropy_coeff", "entropy_coef"), "set algorithm.entropy_coefficient"),
+    **dict.fromkeys(("loss_agg_mode", "loss_type"), "set algorithm.loss_aggregation"),
+    **dict.fromkeys(("norm_adv_by_std_in_grpo", "scale_rewards"), "set algorithm.divide_by_std"),
+    **dict.fromkeys(("filter_groups", "dynamic_sampling_filter_path"), _NOT_DAPO),
+    **dict.fromkeys(
+        ("max_response_length", "max_completion_length", "max_new_tokens", "generate_max_len"),
+        "set rollout.max_response_tokens",
+    ),
+    **dict.fromkeys(("max_prompt_length", "prompt_max_len"), "set data.max_prompt_tokens"),
+    **dict.fromkeys(
+        ("gpu_memory_utilization", "mem_fraction_static", "vllm_gpu_memory_utilization"),
+        "set rollout.memory_fraction",
+    ),
+    **dict.fromkeys(
+        ("tensor_model_parallel_size", "vllm_tensor_parallel_size"),
+        "set rollout.tensor_parallel_size, or megatron.tensor_parallel_size for training",
+    ),
+    **dict.fromkeys(("free_cache_engine", "vllm_enable_sleep"), "set rollout.sleep"),
+    **dict.fromkeys(("rollout.name", "use_vllm"), "set rollout=sglang or rollout=hf"),
+    **dict.fromkeys(("optim.lr", "learning_rate", "lr"), "set actor.optimizer.lr"),
+    **dict.fromkeys(
+        ("enable_gradient_checkpointing", "gradient_checkpointing"),
+        "set actor.gradient_checkpointing=true",
+    ),
+    "attn_implementation": "set model.attention",
+    **dict.fromkeys(("param_offload", "optimizer_offload"), "set actor.fsdp2.cpu_offload=true"),
+    **dict.fromkeys(
+        ("total_training_steps", "total_epochs", "max_steps", "num_train_epochs", "num_rollout"),
+        _STEPS,
+    ),
+    **dict.fromkeys(("n_gpus_per_node", "num_gpus_per_node"), _GPUS),
+    "nnodes": "set cluster.num_nodes cluster.ray_address",
+    **dict.fromkeys(("save_freq", "save_steps"), "set checkpoint.every_num_steps"),
+    **dict.fromkeys(("test_freq", "eval_steps"), "set eval.every_num_steps"),
+    "val_before_train": "leave it out: evaluation comes before step 1 if eval.every_num_steps > 0",
+    "resume_mode": "set checkpoint.resume",
+    **dict.fromkeys(("trainer.logger", "report_to"), _TRACKERS),
+    "project_name": "set tracking.project",
+    **dict.fromkeys(("experiment_name", "output_dir", "default_local_dir"), _FOLDER),
+    **dict.fromkeys(("custom_reward_function", "reward_funcs", "reward_fn"), _REWARD),
+    **dict.fromkeys(("reward_model", "reward_pretrain", "remote_rm_url"), _REWARD_MODEL),
+    **dict.fromkeys(("lora_rank", "use_peft"), "set lora=default lora.rank"),
+    **dict.fromkeys(("model_name_or_path", "hf_checkpoint", "pretrain", "model.name"), _MODEL),
+    **dict.fromkeys(("train_files", "dataset_name", "prompt_data"), _DATA),
+    "actor_rollout_ref": (
+        "its keys are in actor, rollout and model: actor.optimizer.lr, "
+        "rollout.num_responses_per_prompt, model.path"
+    ),
+    **dict.fromkeys(("multi_turn", "tool_config_path", "agent"), _TURNS),
+}
+"""By key, or by its last parts; a key of one word without ``_`` is known by itself alone."""
+
+_CHOICES: Mapping[tuple[str, str], str] = {
+    ("recipes", "dapo_cpu"): "it is called recipes=clip_higher_kl_cpu now, since it adds a KL term",
+    **{("recipes", name): _NOT_DAPO for name in ("dapo", "dapo_gpu")},
+    ("algorithm", "dapo"): _NOT_DAPO,
+    **{
+        ("algorithm", name): _NOT_YET
+        for name in (
+            *("rloo", "reinforce", "reinforce_plus_plus", "reinforce++", "remax", "gspo", "opo"),
+            *("gpg", "cispo", "dpo", "grpo_passk"),
+        )
+    },
+    ("algorithm", "gae"): "set algorithm=ppo, whose section is algorithm.gae",
+    ("rollout", "vllm"): "it is not supported yet; set rollout=sglang or rollout=hf",
+    **{("actor", name): "set actor=fsdp2 or actor=megatron" for name in ("fsdp", "deepspeed")},
+    **{("tracking", name): _TRACKERS for name in ("wandb", "mlflow", "swanlab")},
+}
+"""By group of files and name."""
+
+
+def answer_key(key: str) -> str:
+    """Return what to type for a key of another framework; empty if it is known of none."""
+    parts = key.split(".")
+    for first in range(len(parts)):
+        name = ".".join(parts[first:])
+        # `beta` is TRL's; `actor.optimizer.beta` is mistyped.
+        if name in _KEYS and (first == 0 or "." in name or "_" in name):
+            return _KEYS[name]
+    for part in reversed(parts[:-1]):  # a section of theirs: reward_model.model.path
+        if "_" in part and part in _KEYS:
+            return _KEYS[part]
+    return ""
+
+
+def answer_choice(group: str, name: str) -> str:
+    """Return what to type for the name of a file in a group; empty if it is known of none."""
+    group = group.partition("/")[0]  # model=Qwen/NAME is a file in a folder to Hydra
+    if group == "model":
+        return f"{_MODEL}; `hf download NAME --local-dir FOLDER` makes it"
+    if group == "data":
+        return _DATA
+    return _CHOICES.get((group, name.lower()), "")
