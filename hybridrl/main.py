@@ -238,7 +238,9 @@ def _command_typed(settings: HydraConf) -> list[str]:
     """Return the command that composes what was composed, as a user types it."""
     usual = "--config-name=config"
     flags = [flag for flag in _flags_to_hand_on(settings) if flag != usual]
-    return ["python", "-m", "hybridrl.main", *flags, *settings.overrides.task]
+    # As typed: ${} is not resolved.
+    typed = cast("list[str]", OmegaConf.to_container(settings.overrides.task))
+    return ["python", "-m", "hybridrl.main", *flags, *typed]
 
 
 def _run_or_stop(composed: DictConfig, *, command: Sequence[str]) -> None:
