@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data import sampler, sort_digits, starter_tokenizer, supervised
@@ -41,12 +44,13 @@ def changed(value: object) -> object:
 @pytest.mark.parametrize("field", [field.name for field in fields(StarterRecipe)])
 def test_each_field_of_the_recipe_names_the_model(field: str) -> None:
     before = recipe()
-    other = replace(before, **{field: changed(getattr(before, field))})
+    values: dict[str, Any] = {field: changed(getattr(before, field))}
+    other = replace(before, **values)
     assert other.name != before.name
     assert recipe().name == before.name
 
 
-@pytest.mark.parametrize("package", [starter.torch, starter.transformers])
+@pytest.mark.parametrize("package", [torch, transformers])
 def test_the_version_of_a_package_names_the_model(
     package: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
