@@ -13,9 +13,9 @@ import transformers
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data import sampler, sort_digits, starter_tokenizer, supervised
-from hybridrl.trainer import starter, starter_warmup
-from hybridrl.trainer import supervised as fine_tuning
-from hybridrl.trainer.starter import StarterRecipe, recipe_of
+from hybridrl.run import starter, starter_warmup
+from hybridrl.run.starter import StarterRecipe, recipe_of
+from hybridrl.trainer import sft as fine_tuning
 from hybridrl.workers.train import optimizer
 from tests.config.values import config_of
 
