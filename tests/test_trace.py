@@ -110,3 +110,16 @@ def test_notes_go_to_the_innermost_span_and_numbers_add_up() -> None:
 
 def test_a_harvest_tells_the_memory_of_the_process() -> None:
     assert Recorder().take().host_bytes > 1_000_000
+
+
+def test_host_memory_is_noted_beside_all_but_the_shortest_spans() -> None:
+    recorder = Recorder()
+    with recorder.span("long"):
+        time.sleep(0.002)
+        recorder.note_host_memory()
+    with recorder.span("short") as short:
+        short.begin_ns = time.perf_counter_ns() + 10**9  # whatever the machine does meanwhile
+        recorder.note_host_memory()
+    long_record, short_record = recorder.take().spans
+    assert int(long_record.args["host_bytes"]) > 1_000_000
+    assert "host_bytes" not in short_record.args

@@ -122,7 +122,8 @@ def _sum_discounted(values_S: Floats, lengths_B: Integers, *, discount: float) -
         for position, sums_C in enumerate(by_position):
             sums_C.add_(following_C, alpha=discount ** (_CHUNK_TOKENS - position))
     padded_CK.copy_(sums_KC.t())
-    return padded[is_token]
+    sums_S: Floats = padded[is_token]
+    return sums_S
 
 
 def _following(values_S: Floats, lengths_B: Integers) -> Floats:

@@ -27,6 +27,7 @@ Item = TypeVar("Item")
 Arg = str | int | float | bool
 
 _CLOCK_TO_WALL_NS = time.time_ns() - time.perf_counter_ns()
+_WORTH_ASKING_NS = 1_000_000
 
 
 class SpanRecord(NamedTuple):
@@ -140,9 +141,14 @@ class Recorder:
                 known[name] = before + value
 
     def note_host_memory(self) -> None:
-        """Show the host memory of this process beside the innermost open span of this thread."""
-        num_bytes = resident_bytes()
-        if num_bytes:
+        """Show the host memory of this process beside the innermost open span of this thread.
+
+        Not beside a span shorter than a millisecond, of which asking would be the largest part.
+        """
+        stack = self._open.get(get_ident())
+        if not stack or time.perf_counter_ns() - stack[-1].begin_ns < _WORTH_ASKING_NS:
+            return
+        if num_bytes := resident_bytes():
             self.note(host_bytes=num_bytes)
 
     def take(self) -> SpanBatch:
