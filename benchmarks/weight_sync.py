@@ -20,7 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from hybridrl.workers.rollout.sglang.engine.weight_senders import build_transport
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -30,6 +29,7 @@ from hybridrl.config.rollout import RolloutConfig
 from hybridrl.main import compose
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec
 from hybridrl.workers.rollout.sglang.engine import HOOKS, SGLangEngine
+from hybridrl.workers.rollout.sglang.weight_senders import build_transport
 from hybridrl.workers.sharding.control import ControlGroup, Neighbours
 from hybridrl.workers.sharding.weight_pipeline import stream_offers
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing
-from hybridrl.workers.rollout.sglang.engine.weight_senders import build_transport
 
 from hybridrl.batch import PromptBatch
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.workers.rollout.protocol import StagedBucket
 from hybridrl.workers.rollout.sglang.engine import HOOKS, SGLangEngine
+from hybridrl.workers.rollout.sglang.weight_senders import build_transport
 from tests.models import make_tiny_model
 from tests.sglang.engines import greedy_of_hugging_face, sglang_config, weights_of
 from tests.sglang.weights import (

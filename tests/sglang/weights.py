@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from hybridrl.workers.rollout.sglang.engine.weight_senders import build_transport
 from torch import Tensor
 
 from hybridrl.workers.rollout.protocol import WeightSender
 from hybridrl.workers.rollout.sglang.engine import HOOKS, SGLangEngine
+from hybridrl.workers.rollout.sglang.weight_senders import build_transport
 from hybridrl.workers.sharding.control import ControlGroup, Neighbours
 from hybridrl.workers.sharding.weight_pipeline import Deliver, stream_offers
 from hybridrl.workers.sharding.weight_stream import StreamReport

@@ -41,11 +41,6 @@ from hybridrl.workers.rollout.sampling import check_prompts, check_sampling
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec
 from hybridrl.workers.rollout.sglang.capabilities import Capability
 from hybridrl.workers.rollout.sglang.client import ServerError
-from hybridrl.workers.rollout.sglang.engine.weight_senders import (
-    FollowerSender,
-    SGLangHooks,
-    build_transport,
-)
 from hybridrl.workers.rollout.sglang.memory import (
     adapter_shapes,
     base_shapes,
@@ -58,6 +53,11 @@ from hybridrl.workers.rollout.sglang.requests import ExpertShape, build_groups
 from hybridrl.workers.rollout.sglang.sampling import GroupSampler, Terms
 from hybridrl.workers.rollout.sglang.server import Server, refusal_of
 from hybridrl.workers.rollout.sglang.start import load_server_args, unknown_names
+from hybridrl.workers.rollout.sglang.weight_senders import (
+    FollowerSender,
+    SGLangHooks,
+    build_transport,
+)
 
 try:
     from sglang.srt.utils import MultiprocessingSerializer, init_custom_process_group
