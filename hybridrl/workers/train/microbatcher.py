@@ -260,11 +260,15 @@ class _Packed:
     row_S: Tensor
 
 
-_NONE_S = torch.zeros(0, dtype=torch.int64)
+_ZERO_T = torch.zeros(1, dtype=torch.int64)
+_NOTHING_S = torch.zeros(0, dtype=torch.int64)
 _DUMMY = _Packed(
-    *(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)),
-    [Segment(1)],
-    *(_NONE_S, _NONE_S, _NONE_S),
+    index_T=_ZERO_T,
+    positions_T=_ZERO_T,
+    segments=[Segment(1)],
+    scored_S=_NOTHING_S,
+    token_index_S=_NOTHING_S,
+    row_S=_NOTHING_S,
 )
 
 

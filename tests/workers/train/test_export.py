@@ -1,4 +1,4 @@
-"""Parts of a model that leave the device, and what one rank writes for all."""
+"""One rank writes what all ranks gather."""
 
 from __future__ import annotations
 
