@@ -26,15 +26,16 @@ from hybridrl.batch import PromptBatch, TrainBatch, spread_over_tokens
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config
 from hybridrl.main import compose
+from hybridrl.models.adapter import Adapter
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import SamplingParams
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.manager import ShardingManager
-from hybridrl.workers.train.fsdp2 import FSDP2Engine
-from hybridrl.workers.train.lora import FSDP2LoraEngine
+from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.losses import PolicyGradientLoss
 from hybridrl.workers.train.optimizer import StepResult
+from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState
 
 _CPU = torch.device("cpu")
@@ -42,25 +43,17 @@ _SAMPLING = SamplingParams(num_responses_per_prompt=8, max_response_tokens=24, t
 _LOSS = PolicyGradientLoss(clip_low=0.2, clip_high=0.2)
 
 
-def build_engine(config: ExperimentConfig, folder: Path) -> FSDP2Engine:
+def build_engine(config: ExperimentConfig, folder: Path) -> PolicyEngine:
     """The training engine that the configuration asks for."""
-    if not config.lora.enabled:
-        return FSDP2Engine(
-            folder,
-            config=config.actor,
-            model_config=config.model,
-            num_total_steps=1000,
-            device=_CPU,
-        )
-    return FSDP2LoraEngine(
+    backend = FSDP2Backend(
         folder,
         config=config.actor,
         model_config=config.model,
-        lora=config.lora,
-        seed=0,
         num_total_steps=1000,
         device=_CPU,
+        adapter=Adapter(config.lora, seed=0) if config.lora.enabled else None,
     )
+    return PolicyEngine(backend)
 
 
 @dataclass

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hybridrl.workers.train.fsdp2 import FSDP2Engine
-from hybridrl.workers.train.protocol import TrainEngine
+from hybridrl.workers.train.fsdp2 import FSDP2Backend
+from hybridrl.workers.train.policy_engine import PolicyEngine
 from tests.config.values import config_of
 from tests.megatron.stand_ins import install
 from tests.models import make_tiny_model
@@ -89,9 +89,11 @@ _ENGINES = ("fsdp2", "megatron")
 
 def _measure(_rank: int, folder: Path, sizes: dict[str, int], rounds: int) -> Times:
     torch.set_num_threads(1)
-    engines: dict[str, TrainEngine] = {
-        "fsdp2": FSDP2Engine(
-            folder, config=_CONFIG, model_config=MODEL, num_total_steps=100, device=CPU
+    engines: dict[str, PolicyEngine] = {
+        "fsdp2": PolicyEngine(
+            FSDP2Backend(
+                folder, config=_CONFIG, model_config=MODEL, num_total_steps=100, device=CPU
+            )
         ),
         "megatron": _build_megatron(folder, sizes),
     }
@@ -107,18 +109,19 @@ def _measure(_rank: int, folder: Path, sizes: dict[str, int], rounds: int) -> Ti
     return times
 
 
-def _build_megatron(folder: Path, sizes: dict[str, int]) -> TrainEngine:
+def _build_megatron(folder: Path, sizes: dict[str, int]) -> PolicyEngine:
     install()
-    from hybridrl.workers.train.mcore.engine import MegatronEngine
+    from hybridrl.workers.train.mcore.backend import MegatronBackend
     from hybridrl.workers.train.mcore.setting import MegatronContext
 
     megatron = replace(config_of().megatron, **sizes)  # type: ignore[arg-type]
     setting = MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
     config = replace(_CONFIG, engine="megatron")
-    return MegatronEngine(folder, config=config, setting=setting, num_total_steps=100)
+    backend = MegatronBackend(folder, config=config, setting=setting, num_total_steps=100)
+    return PolicyEngine(backend)
 
 
-def _one_round(engine: TrainEngine) -> dict[str, float]:
+def _one_round(engine: PolicyEngine) -> dict[str, float]:
     """Time an update, a scoring and an export; ranks begin each together."""
     rows = make_rows(64, seed=1, num_siblings=8, max_half=40)
     mine = rows_of(rows, range(engine.dp_rank, len(rows), engine.dp_size))
@@ -130,7 +133,7 @@ def _one_round(engine: TrainEngine) -> dict[str, float]:
     }
 
 
-def _copy(engine: TrainEngine) -> float:
+def _copy(engine: PolicyEngine) -> float:
     num_bytes = sum(spec.num_bytes for spec in engine.weight_specs())
     source = torch.ones(num_bytes, dtype=torch.uint8)
     target = torch.ones_like(source)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
 _FORKSERVER.set_forkserver_preload(
-    ["hybridrl.workers.train.lora", "tests.ranks", "tests.megatron.preloaded"]
+    ["hybridrl.models.adapter", "tests.ranks", "tests.megatron.preloaded"]
 )
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",

@@ -16,7 +16,8 @@ from hybridrl.run.workers import build_actor_spec
 from hybridrl.workers.build import build_policy_loss, build_train_engine
 from hybridrl.workers.process_group import start_process_group
 from hybridrl.workers.sharding.memory import empty_cache, residue_bytes
-from hybridrl.workers.train.protocol import TrainEngine, TrainState
+from hybridrl.workers.train.policy_engine import PolicyEngine
+from hybridrl.workers.train.protocol import TrainState
 
 _SHAPE = "qwen2.5-3b"
 _MIB = 2**20
@@ -62,7 +63,7 @@ def run(bench: Bench) -> None:
     bench.record.figure("restore_share", gb / back_s / to_device, "1")
 
 
-def _seconds(bench: Bench, engine: TrainEngine, verb: str) -> float:
+def _seconds(bench: Bench, engine: PolicyEngine, verb: str) -> float:
     synchronize(bench.device)
     begin = time.perf_counter()
     for part in TrainState:
@@ -74,7 +75,7 @@ def _seconds(bench: Bench, engine: TrainEngine, verb: str) -> float:
     return time.perf_counter() - begin
 
 
-def _look(bench: Bench, engine: TrainEngine, device: torch.device) -> None:
+def _look(bench: Bench, engine: PolicyEngine, device: torch.device) -> None:
     """Record what stays while all is away; nothing of the engine may."""
     left = sum(engine.resident_bytes(part) for part in TrainState)
     bench.record.figure("left_bytes", left, "bytes")

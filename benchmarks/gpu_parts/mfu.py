@@ -20,7 +20,7 @@ from hybridrl.planning.shapes import ModelShape
 from hybridrl.run.workers import build_actor_spec
 from hybridrl.workers.build import build_policy_loss, build_train_engine
 from hybridrl.workers.process_group import start_process_group
-from hybridrl.workers.train.protocol import TrainEngine
+from hybridrl.workers.train.policy_engine import PolicyEngine
 
 _PEAK_FLOPS = 989e12
 """Dense bfloat16 of an H100 or H200 (SXM), by the vendor's data sheet."""
@@ -138,7 +138,7 @@ def num_product_parameters(shape: ModelShape) -> int:
     return shape.num_parameters - looked_up
 
 
-def _name_kernels(bench: Bench, engine: TrainEngine, update: object) -> None:
+def _name_kernels(bench: Bench, engine: PolicyEngine, update: object) -> None:
     """Name the attention kernels and the five kernels that take longest."""
     if bench.device.type != "cuda":
         bench.record.not_exercised("naming kernels: there are none on a CPU")

@@ -20,10 +20,14 @@ from transformers import PreTrainedModel
 
 from hybridrl.config.lora import LoraConfig
 from hybridrl.errors import ModelError
-from hybridrl.models.adapter_names import ADAPTER_NAME, file_name, hf_name, is_adapter_name
+from hybridrl.models.adapter_names import (
+    ADAPTER_NAME,
+    WEIGHTS_FILE,
+    file_name,
+    hf_name,
+    is_adapter_name,
+)
 from hybridrl.models.load import WeightSource, require_finite
-
-WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 class Adapter:
@@ -35,7 +39,7 @@ class Adapter:
     """
 
     def __init__(self, config: LoraConfig, *, seed: int) -> None:
-        self._config = config
+        self.config = config
         self._seed = seed
         self._layers: list[LoraLayer] = []
         self._settings = peft.LoraConfig(
@@ -81,7 +85,7 @@ class Adapter:
 
         A drawn matrix follows from the seed and its name alone, so that ranks draw alike.
         """
-        folder = self._config.init_from
+        folder = self.config.init_from
         return _DrawnAdapter(self._seed) if folder is None else _StoredAdapter(Path(folder))
 
     def check_fit(self, layers: Mapping[str, tuple[int, int]], *, model: str) -> None:
@@ -94,16 +98,16 @@ class Adapter:
         Raises:
             ModelError: the rank is above a layer's size, or a name matches no layer.
         """
-        missing = set(self._config.modules)
+        missing = set(self.config.modules)
         for name, (outputs, inputs) in layers.items():
             leaf = name.rpartition(".")[2]
-            if leaf not in self._config.modules:
+            if leaf not in self.config.modules:
                 continue
             missing.discard(leaf)
             limit = min(inputs, outputs)
-            if self._config.rank > limit:
+            if self.config.rank > limit:
                 raise ModelError(
-                    f"lora.rank={self._config.rank} is above the size of {name}, "
+                    f"lora.rank={self.config.rank} is above the size of {name}, "
                     f"{inputs} inputs and {outputs} outputs; set lora.rank={limit}"
                 )
         if missing:
@@ -128,7 +132,7 @@ class Adapter:
     def merge(self, weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor) -> Tensor:
         """Return ``W + scaling B A`` [O, I] in W's type, computed in float32; W stays as it is."""
         return torch.addmm(
-            weight_OI.float(), b_OR.float(), a_RI.float(), alpha=self._config.scaling
+            weight_OI.float(), b_OR.float(), a_RI.float(), alpha=self.config.scaling
         ).to(weight_OI.dtype)
 
     def save_settings(self, folder: Path, *, base_model: Path) -> None:

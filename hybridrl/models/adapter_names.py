@@ -10,6 +10,9 @@ from __future__ import annotations
 ADAPTER_NAME = "default"
 """What our one adapter is called within the model; files do not mention it."""
 
+WEIGHTS_FILE = "adapter_model.safetensors"
+"""What peft calls the file of an adapter's weights."""
+
 _PREFIX = "base_model.model."
 
 

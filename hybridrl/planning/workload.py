@@ -104,7 +104,7 @@ class Workload:
         """Return the largest micro-batch of an update.
 
         Args:
-            shares_prompts: siblings compute their prompt once; see workers/train/packing.py.
+            shares_prompts: siblings compute their prompt once; see workers/train/microbatcher.py.
         """
         siblings = self.num_siblings if shares_prompts else 1
         # The last token of a row is not computed: it predicts nothing.

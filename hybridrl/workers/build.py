@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,18 +21,21 @@ from hybridrl.planning.frozen_base import BasePlan
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import RolloutEngine, WeightSender
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec, device_name, show_devices
-from hybridrl.workers.train.critic import FSDP2Critic
-from hybridrl.workers.train.frozen_policy import AdaptedPolicy, BaseModelReference
-from hybridrl.workers.train.fsdp2 import FSDP2Engine
+from hybridrl.workers.train.backend import Backend
+from hybridrl.workers.train.critic_engine import CriticEngine
+from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.losses import PolicyGradientLoss
 from hybridrl.workers.train.mcore.setting import MegatronContext
-from hybridrl.workers.train.protocol import CriticEngine, ScoringEngine, TokenLoss, TrainEngine
-from hybridrl.workers.train.scorer import FSDP2Scorer
+from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
+from hybridrl.workers.train.protocol import TokenLoss
 
-_LORA = "hybridrl.workers.train.lora"
+if TYPE_CHECKING:
+    from hybridrl.models.adapter import Adapter
+
+_ADAPTER = "hybridrl.models.adapter"
 """Imported by name if asked for: peft takes 2 s, which a run without adapters need not wait for."""
 
-_MEGATRON = "hybridrl.workers.train.mcore"
+_MEGATRON = "hybridrl.workers.train.mcore.backend"
 """Likewise; it need not be installed."""
 
 _SGLANG = "hybridrl.workers.rollout.sglang.engine"
@@ -106,14 +109,18 @@ class CriticSpec:
     """Seconds one collective may take."""
 
 
-def build_train_engine(spec: TrainSpec, device: torch.device) -> TrainEngine:
+def build_train_engine(spec: TrainSpec, device: torch.device) -> PolicyEngine:
     """Start the policy's training engine on this rank; a collective call."""
-    return _TRAIN_ENGINES[spec.actor.engine](spec, device)
+    return PolicyEngine(
+        _build_backend(
+            spec, device, spec.actor, num_total_steps=spec.num_total_updates, lora=spec.lora
+        )
+    )
 
 
 def build_reference_engine(
-    spec: ActorRolloutSpec, device: torch.device, *, actor: TrainEngine
-) -> ScoringEngine | None:
+    spec: ActorRolloutSpec, device: torch.device, *, actor: PolicyEngine
+) -> PolicyEngine | BaseModelReference | None:
     """Start the frozen reference, if a KL penalty asks for one; a collective call.
 
     With LoRA it is the actor without its adapter: no second copy.
@@ -121,13 +128,14 @@ def build_reference_engine(
     if spec.algorithm.kl.placement == "none":
         return None
     if spec.lora.enabled:
-        return BaseModelReference(cast(AdaptedPolicy, actor))
-    return _SCORING_ENGINES[spec.actor.engine](spec, device)
+        return BaseModelReference(actor)
+    return PolicyEngine(_build_backend(spec, device, spec.actor))
 
 
 def build_critic_engine(spec: CriticSpec, device: torch.device) -> CriticEngine:
     """Start the critic's engine on this rank; a collective call."""
-    return _CRITIC_ENGINES[spec.critic.engine](spec, device)
+    backend = _build_backend(spec, device, spec.critic, num_total_steps=spec.num_total_updates)
+    return CriticEngine(backend, value_clip=spec.critic.value_clip)
 
 
 def build_rollout_engine(
@@ -175,86 +183,47 @@ def build_policy_loss(spec: ActorRolloutSpec) -> TokenLoss:
     )
 
 
-def _build_fsdp2(spec: TrainSpec, device: torch.device) -> TrainEngine:
-    if spec.lora.enabled:
-        engine: TrainEngine = import_module(_LORA).FSDP2LoraEngine(
+def _build_backend(
+    spec: TrainSpec | CriticSpec,
+    device: torch.device,
+    config: ActorConfig | CriticConfig,
+    *,
+    num_total_steps: int | None = None,
+    lora: LoraConfig | None = None,
+) -> Backend:
+    """Choose the training back end by ``config.engine``; without steps it does not learn."""
+    adapter = _make_adapter(lora, seed=spec.seed)
+    if config.engine == "fsdp2":
+        return FSDP2Backend(
             spec.model_folder,
-            config=spec.actor,
+            config=config,
             model_config=spec.model,
-            lora=spec.lora,
-            seed=spec.seed,
-            num_total_steps=spec.num_total_updates,
             device=device,
+            num_total_steps=num_total_steps,
+            adapter=adapter,
         )
-        return engine
-    return FSDP2Engine(
-        spec.model_folder,
-        config=spec.actor,
-        model_config=spec.model,
-        num_total_steps=spec.num_total_updates,
-        device=device,
-    )
-
-
-def _build_fsdp2_scorer(spec: TrainSpec, device: torch.device) -> ScoringEngine:
-    return FSDP2Scorer(spec.model_folder, config=spec.actor, model_config=spec.model, device=device)
-
-
-def _build_fsdp2_critic(spec: CriticSpec, device: torch.device) -> CriticEngine:
-    return FSDP2Critic(
-        spec.model_folder,
-        config=spec.critic,
-        model_config=spec.model,
-        num_total_steps=spec.num_total_updates,
-        device=device,
-    )
-
-
-def _build_megatron(spec: TrainSpec, device: torch.device) -> TrainEngine:
-    if spec.lora.enabled:
-        adapted: TrainEngine = import_module(f"{_MEGATRON}.lora").MegatronLoraEngine(
-            spec.model_folder,
-            config=spec.actor,
-            setting=_setting(spec, device),
-            lora=spec.lora,
-            seed=spec.seed,
-            num_total_steps=spec.num_total_updates,
-        )
-        return adapted
-    engine: TrainEngine = import_module(f"{_MEGATRON}.engine").MegatronEngine(
-        spec.model_folder,
-        config=spec.actor,
-        setting=_setting(spec, device),
-        num_total_steps=spec.num_total_updates,
-    )
-    return engine
-
-
-def _build_megatron_scorer(spec: TrainSpec, device: torch.device) -> ScoringEngine:
-    engine: ScoringEngine = import_module(f"{_MEGATRON}.engine").MegatronScorer(
-        spec.model_folder, config=spec.actor, setting=_setting(spec, device)
-    )
-    return engine
-
-
-def _build_megatron_critic(spec: CriticSpec, device: torch.device) -> CriticEngine:
-    engine: CriticEngine = import_module(f"{_MEGATRON}.critic").MegatronCritic(
-        spec.model_folder,
-        config=spec.critic,
-        setting=_setting(spec, device),
-        num_total_steps=spec.num_total_updates,
-    )
-    return engine
-
-
-def _setting(spec: TrainSpec | CriticSpec, device: torch.device) -> MegatronContext:
-    return MegatronContext(
+    setting = MegatronContext(
         megatron=spec.megatron,
         model=spec.model,
         device=device,
         seed=spec.seed,
         timeout_s=spec.collective_timeout_s,
     )
+    backend: Backend = import_module(_MEGATRON).MegatronBackend(
+        spec.model_folder,
+        config=config,
+        setting=setting,
+        num_total_steps=num_total_steps,
+        adapter=adapter,
+    )
+    return backend
+
+
+def _make_adapter(lora: LoraConfig | None, *, seed: int) -> Adapter | None:
+    if lora is None or not lora.enabled:
+        return None
+    adapter: Adapter = import_module(_ADAPTER).Adapter(lora, seed=seed)
+    return adapter
 
 
 def _build_hf(spec: ActorRolloutSpec, device: torch.device, _gpus: Sequence[str]) -> RolloutEngine:
@@ -288,18 +257,6 @@ def server_spec(spec: ActorRolloutSpec) -> ServerSpec:
     )
 
 
-_TRAIN_ENGINES: dict[str, Callable[[TrainSpec, torch.device], TrainEngine]] = {
-    "fsdp2": _build_fsdp2,
-    "megatron": _build_megatron,
-}
-_SCORING_ENGINES: dict[str, Callable[[TrainSpec, torch.device], ScoringEngine]] = {
-    "fsdp2": _build_fsdp2_scorer,
-    "megatron": _build_megatron_scorer,
-}
-_CRITIC_ENGINES: dict[str, Callable[[CriticSpec, torch.device], CriticEngine]] = {
-    "fsdp2": _build_fsdp2_critic,
-    "megatron": _build_megatron_critic,
-}
 _BuildRollout = Callable[[ActorRolloutSpec, torch.device, Sequence[str]], RolloutEngine]
 _ROLLOUT_ENGINES: dict[str, _BuildRollout] = {
     "hf": _build_hf,

@@ -10,7 +10,8 @@ from hybridrl.checkpoint.manifest import FileEntry
 from hybridrl.single_controller import Dispatch, Worker, register
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter, Notes
-from hybridrl.workers.train.protocol import LearningEngine, ShardedEngine
+from hybridrl.workers.train.model_engine import ModelEngine
+from hybridrl.workers.train.protocol import LearningEngine
 from hybridrl.workers.train.shard_files import is_unchanged
 
 
@@ -39,7 +40,7 @@ class CheckpointedWorker(Worker):
         checkpoint.seed_generators(seed, rank=self.rank)
         self._writer = CheckpointWriter()
 
-    def register_train_mesh(self, engine: ShardedEngine) -> None:
+    def register_train_mesh(self, engine: ModelEngine) -> None:
         """Say which rows this rank trains on, and whether it answers for them."""
         self.register_mesh(
             "train", dp_rank=engine.dp_rank, dp_size=engine.dp_size, is_output_rank=engine.leads

@@ -24,13 +24,10 @@ from hybridrl.workers.build import (
     build_reference_engine,
     build_train_engine,
 )
-from hybridrl.workers.train.protocol import (
-    CriticEngine,
-    LearningEngine,
-    ScoringEngine,
-    ShardedEngine,
-    TrainEngine,
-)
+from hybridrl.workers.train.critic_engine import CriticEngine
+from hybridrl.workers.train.model_engine import ModelEngine
+from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
+from hybridrl.workers.train.protocol import LearningEngine
 from hybridrl.workers.train.shard_files import parts_of
 from tests.config.values import config_of
 from tests.contract.layouts import ENGINES, Layout
@@ -54,7 +51,7 @@ class Rank:
 
     def policy(
         self, folder: Path, config: ActorConfig = ACTOR, *, lora: LoraConfig = NO_ADAPTER
-    ) -> TrainEngine:
+    ) -> PolicyEngine:
         return build_train_engine(self._spec_for(folder, config, lora), CPU)
 
     def free_routes(self) -> None:
@@ -63,8 +60,8 @@ class Rank:
         self._spec = replace(self._spec, megatron=megatron)
 
     def reference(
-        self, folder: Path, *, policy: TrainEngine, lora: LoraConfig = NO_ADAPTER
-    ) -> ScoringEngine:
+        self, folder: Path, *, policy: PolicyEngine, lora: LoraConfig = NO_ADAPTER
+    ) -> PolicyEngine | BaseModelReference:
         engine = build_reference_engine(self._spec_for(folder, ACTOR, lora), CPU, actor=policy)
         assert engine is not None
         return engine
@@ -145,7 +142,7 @@ def _spec_of(layout: Layout) -> ActorRolloutSpec:
     )
 
 
-def share_of(batch: Any, engine: ShardedEngine, first: int) -> Any:
+def share_of(batch: Any, engine: ModelEngine, first: int) -> Any:
     """Return this rank's rows: the first ones are of data-parallel rank 0, the rest of the others.
 
     No rows at all cannot be taken of jagged ones: a row without a response stands in.
@@ -174,7 +171,7 @@ def mute(batch: Any) -> Any:
 
 
 def learn(
-    engine: TrainEngine,
+    engine: PolicyEngine,
     batch: Any,
     *,
     first: int = 3,
@@ -192,7 +189,7 @@ def learn(
     return told(engine, metrics)
 
 
-def told(engine: ShardedEngine, metrics: Metrics) -> Metrics:
+def told(engine: ModelEngine, metrics: Metrics) -> Metrics:
     """Return the metrics of a rank that leads: what the others say is not asked for."""
     return metrics if engine.leads else {}
 

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from hybridrl.config.lora import LINEAR_MODULES
 from hybridrl.errors import ModelError, RunFolderError
 from hybridrl.metrics import Metrics
-from hybridrl.workers.train.protocol import TrainEngine, TrainState, WeightSet
+from hybridrl.workers.train.policy_engine import PolicyEngine
+from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.contract.layouts import ENGINES, on_layouts
 from tests.contract.plain import weights_in
 from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn, together
@@ -37,7 +38,7 @@ pytestmark = on_layouts(lambda engine: engine.has_adapters, families=ENGINES["fs
 LIVELY = with_optimizer(lr=0.1, eps=1e-3)
 
 
-def _adapter_of(engine: TrainEngine) -> dict[str, Tensor]:
+def _adapter_of(engine: PolicyEngine) -> dict[str, Tensor]:
     return {name: t.clone() for name, t in engine.full_weights(WeightSet.ADAPTER)}
 
 

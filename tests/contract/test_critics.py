@@ -15,7 +15,8 @@ from transformers import AutoModel, AutoModelForTokenClassification
 from hybridrl.batch import CriticBatch, jagged_from, row_lengths
 from hybridrl.errors import DataError, PhaseError
 from hybridrl.metrics import Metrics
-from hybridrl.workers.train.protocol import CriticEngine, TrainState
+from hybridrl.workers.train.critic_engine import CriticEngine
+from hybridrl.workers.train.protocol import TrainState
 from tests.contract.layouts import on_layouts
 from tests.contract.plain import PlainCritic, weights_in
 from tests.contract.ranks_under_test import (

@@ -18,8 +18,9 @@ import torch.multiprocessing as mp
 
 from hybridrl.workers.process_group import end_process_group, start_process_group
 from hybridrl.workers.sharding.memory import empty_cache, free_bytes, residue_bytes
-from hybridrl.workers.train.fsdp2 import FSDP2Engine
-from hybridrl.workers.train.protocol import TrainEngine, TrainState
+from hybridrl.workers.train.fsdp2 import FSDP2Backend
+from hybridrl.workers.train.policy_engine import PolicyEngine
+from hybridrl.workers.train.protocol import TrainState
 from tests.config.values import config_of
 from tests.models import Family, make_tiny_model
 from tests.workers.train.engines import (
@@ -43,13 +44,14 @@ pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs meg
 
 def build(folder: Path, device: torch.device, **sizes: Any) -> Any:
     # Imported by ranks alone: megatron-core is an extra, and asks for CUDA while it is imported.
-    from hybridrl.workers.train.mcore.engine import MegatronEngine
+    from hybridrl.workers.train.mcore.backend import MegatronBackend
     from hybridrl.workers.train.mcore.setting import MegatronContext
 
     megatron = replace(config_of().megatron, **sizes)
     setting = MegatronContext(megatron=megatron, model=MODEL, device=device, seed=0, timeout_s=60.0)
     config = replace(MIXED, engine="megatron")
-    return MegatronEngine(folder, config=config, setting=setting, num_total_steps=10)
+    backend = MegatronBackend(folder, config=config, setting=setting, num_total_steps=10)
+    return PolicyEngine(backend)
 
 
 def run_ranks(
@@ -83,7 +85,7 @@ def _enter(
         end_process_group()
 
 
-def _two_steps(engine: TrainEngine) -> dict[str, Any]:
+def _two_steps(engine: PolicyEngine) -> dict[str, Any]:
     rows = make_rows(8, seed=1, num_siblings=2)
     share = range(engine.dp_rank, len(rows), engine.dp_size)
     norms, scored = [], []
@@ -101,9 +103,10 @@ def _learn(device: torch.device, folder: Path, sizes: Mapping[str, Any]) -> dict
 
 
 def _learn_on_fsdp2(device: torch.device, folder: Path, _: Mapping[str, Any]) -> dict[str, Any]:
-    return _two_steps(
-        FSDP2Engine(folder, config=MIXED, model_config=MODEL, num_total_steps=10, device=device)
+    backend = FSDP2Backend(
+        folder, config=MIXED, model_config=MODEL, num_total_steps=10, device=device
     )
+    return _two_steps(PolicyEngine(backend))
 
 
 def assert_learnt_alike(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -214,7 +217,7 @@ def _reduce_in_each_group(
     engine = build(folder, device, **sizes)
     answers = []
     for name in ("tensor", "pipeline", "context", "data", "expert", "replica"):
-        place = getattr(engine._parallel, name)
+        place = getattr(engine.backend.parallel, name)
         value = torch.ones(1, device=device)
         dist.all_reduce(value, group=place.group)
         answers.append((name, place.size, value.item()))

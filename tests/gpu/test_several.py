@@ -12,7 +12,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from hybridrl.workers.process_group import end_process_group, start_process_group
-from hybridrl.workers.train.fsdp2 import FSDP2Engine
+from hybridrl.workers.train.fsdp2 import FSDP2Backend
+from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState
 from tests.models import make_tiny_model
 from tests.workers.train.engines import ACTOR, MODEL, make_rows, rows_of, update
@@ -25,9 +26,10 @@ def _train(rank: int, num_ranks: int, port: int, folder: Path, target: Path) -> 
     os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
     device = start_process_group(device="cuda", local_rank=rank, timeout_s=60.0)
     try:
-        engine = FSDP2Engine(
+        backend = FSDP2Backend(
             folder, config=MIXED, model_config=MODEL, num_total_steps=10, device=device
         )
+        engine = PolicyEngine(backend)
         rows = make_rows(8, seed=1)
         for cycle in range(2):
             metrics = update(engine, rows_of(rows, range(rank, len(rows), num_ranks)))

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from hybridrl.workers.process_group import end_process_group, start_process_group
 from hybridrl.workers.sharding.memory import empty_cache, free_bytes
-from hybridrl.workers.train.fsdp2 import FSDP2Engine
+from hybridrl.workers.train.fsdp2 import FSDP2Backend
+from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState
 from tests.models import make_tiny_model
 from tests.workers.train.engines import (
@@ -54,9 +55,12 @@ def build(
     config: object = MIXED,
     dtype: str = "float32",
     attention: str = "auto",
-) -> FSDP2Engine:
+) -> PolicyEngine:
     model = replace(MODEL, dtype=dtype, attention=attention)
-    return FSDP2Engine(folder, config=config, model_config=model, num_total_steps=10, device=device)
+    backend = FSDP2Backend(
+        folder, config=config, model_config=model, num_total_steps=10, device=device
+    )
+    return PolicyEngine(backend)
 
 
 def test_a_group_of_one_reduces_on_the_device_and_on_the_host(device: torch.device) -> None:

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 from hybridrl.config.actor import ActorConfig
+from hybridrl.models.adapter import Adapter
 from hybridrl.workers.process_group import end_process_group, start_process_group
+from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState, WeightSet
 from hybridrl.workers.train.shard_files import parts_of
 from tests.config.values import config_of
@@ -49,20 +51,23 @@ def setting_of(**megatron: Any) -> Any:
 
 def build(folder: Path, layers: str, config: ActorConfig = ACTOR, **megatron: Any) -> Any:
     setting = setting_of(layers=layers, **megatron)
-    from hybridrl.workers.train.mcore.engine import MegatronEngine
+    from hybridrl.workers.train.mcore.backend import MegatronBackend
 
     config = replace(config, engine="megatron")
-    return MegatronEngine(folder, config=config, setting=setting, num_total_steps=10)
+    backend = MegatronBackend(folder, config=config, setting=setting, num_total_steps=10)
+    return PolicyEngine(backend)
 
 
 def build_adapted(folder: Path, layers: str) -> Any:
     setting = setting_of(layers=layers)
-    from hybridrl.workers.train.mcore.lora import MegatronLoraEngine
+    from hybridrl.workers.train.mcore.backend import MegatronBackend
 
     config = replace(ACTOR, engine="megatron")
-    return MegatronLoraEngine(
-        folder, config=config, setting=setting, lora=LORA, seed=0, num_total_steps=10
+    adapter = Adapter(LORA, seed=0)
+    backend = MegatronBackend(
+        folder, config=config, setting=setting, num_total_steps=10, adapter=adapter
     )
+    return PolicyEngine(backend)
 
 
 def lose_and_restore(engine: Any) -> None:
@@ -74,7 +79,7 @@ def lose_and_restore(engine: Any) -> None:
 
     saved = {key: values.clone() for key, values in parts().items()}
     with torch.no_grad():
-        for _, parameter in engine.named_tensors():
+        for _, parameter in engine.backend.stages.named_tensors():
             if parameter.requires_grad:
                 parameter.zero_()
         engine.begin_restore(num_updates=engine.num_updates)
@@ -160,8 +165,8 @@ def main(folder: Path, case: str, target: Path) -> None:
         "fused": two_steps(fused, num_siblings=num_siblings, restores=True),
         "plain": two_steps(plain, num_siblings=num_siblings),
     }
-    found["names"] = [name for name, _ in fused.named_tensors()]
-    found["fields"] = vars(fused._transformer)
+    found["names"] = [name for name, _ in fused.backend.stages.named_tensors()]
+    found["fields"] = vars(fused.backend.stages.transformer)
     kept = {"gradient_accumulation_fusion", "apply_rope_fusion", "moe_permute_fusion"}
     found["fields"] = {name: found["fields"][name] for name in kept}
     from transformer_engine.pytorch import DotProductAttention

@@ -14,6 +14,7 @@ from torch import Tensor
 from hybridrl.config.checks.megatron import UNUSED
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter
+from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import LearningEngine
 from tests.megatron.stand_ins import install
 from tests.models import Family, make_tiny_model
@@ -35,13 +36,14 @@ ALONE = replace(UNUSED, layers="local")
 
 def _build(folder: Path, sizes: dict[str, int]) -> Any:
     install()
-    from hybridrl.workers.train.mcore.engine import MegatronEngine
+    from hybridrl.workers.train.mcore.backend import MegatronBackend
     from hybridrl.workers.train.mcore.setting import MegatronContext
 
     megatron = replace(ALONE, **sizes)  # type: ignore[arg-type]
     setting = MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
     config = replace(ACTOR, engine="megatron")
-    return MegatronEngine(folder, config=config, setting=setting, num_total_steps=10)
+    backend = MegatronBackend(folder, config=config, setting=setting, num_total_steps=10)
+    return PolicyEngine(backend)
 
 
 def _learn(engine: Any, seed: int) -> None:

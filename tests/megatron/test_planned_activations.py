@@ -14,7 +14,7 @@ from hybridrl.planning.megatron import MegatronMemory
 from hybridrl.planning.megatron_cut import Cut
 from hybridrl.planning.roles import ModelPrecision, Role
 from hybridrl.planning.shapes import read_shape
-from hybridrl.workers.train.mcore.engine import MegatronScorer
+from hybridrl.workers.train.mcore.backend import MegatronBackend
 from hybridrl.workers.train.mcore.setting import MegatronContext
 from tests.config.values import config_of
 from tests.models import Family, make_tiny_model
@@ -31,8 +31,8 @@ def _keep(_rank: int, folder: Path, siblings: int, *overrides: str) -> int:
     ranks = f"cluster.num_ranks_per_node={dist.get_world_size()}"
     megatron = config_of("actor=megatron", ranks, *overrides).megatron
     setting = MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
-    scorer = MegatronScorer(folder, config=replace(ACTOR, engine="megatron"), setting=setting)
-    [model] = scorer._models
+    config = replace(ACTOR, engine="megatron")
+    [model] = MegatronBackend(folder, config=config, setting=setting).stages.models
     model.requires_grad_()
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, Tensor] = {}

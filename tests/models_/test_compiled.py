@@ -15,11 +15,12 @@ from hybridrl.models.compiled import compile_blocks
 from hybridrl.models.liger import use_liger_kernels
 from hybridrl.models.load import build_empty_model
 from hybridrl.models.policy import PolicyModel
-from hybridrl.workers.train.packing import RowPacker
+from hybridrl.workers.train.microbatcher import lay_out
 from hybridrl.workers.train.shards import build_policy
 from tests.config.values import config_of
 from tests.models import make_tiny_model
 from tests.workers.train.engines import ACTOR, CPU, FSDP2, make_rows
+from tests.workers.train.microbatchers import make_batcher
 
 
 def _build(folder: Path, *, compile_blocks: bool = False) -> PolicyModel:
@@ -31,9 +32,10 @@ def _build(folder: Path, *, compile_blocks: bool = False) -> PolicyModel:
 
 def _learn(policy: PolicyModel, num_rows: int) -> tuple[Tensor, dict[str, Tensor]]:
     batch = make_rows(num_rows, seed=num_rows, num_siblings=2)
-    packer = RowPacker(batch.token_ids_BL, batch.response_mask_BL, kernel="padded", device=CPU)
+    batcher = make_batcher()
+    rows = batcher.read(batch.token_ids_BL, batch.response_mask_BL)
     policy.zero_grad()
-    logprobs_S, _ = policy(packer.pack(range(num_rows)).tokens, 1.0)
+    logprobs_S, _ = policy(lay_out(rows, range(num_rows), batcher).tokens, 1.0)
     logprobs_S.sum().backward()
     return logprobs_S.detach(), {n: p.grad for n, p in policy.named_parameters()}  # type: ignore[misc]
 

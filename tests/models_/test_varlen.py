@@ -12,11 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrl.models.packed import AttentionKernel, Segment, build_layout
 from hybridrl.models.policy import PolicyModel
-from hybridrl.workers.train.packing import RowPacker
+from hybridrl.workers.train.microbatcher import lay_out
 from hybridrl.workers.train.shards import build_policy
 from tests.models import make_tiny_model
 from tests.models_ import flash_on_cpu
 from tests.workers.train.engines import ACTOR, CPU, make_rows
+from tests.workers.train.microbatchers import make_batcher
 
 # Two families and a row of its own. One sibling of the first has a response of one token, which
 # the end of the prompt predicts: nothing of it is computed behind the prompt.
@@ -89,17 +90,18 @@ def _learn(
 ) -> tuple[int, Tensor, dict[str, Tensor]]:
     """Score rows in packs of the given ones; return tokens computed, log-probs and gradients."""
     batch = make_rows(12, num_siblings=4, seed=3)
-    packer = RowPacker(batch.token_ids_BL, batch.response_mask_BL, kernel=kernel, device=CPU)
+    batcher = make_batcher(kernel)
+    batch_rows = batcher.read(batch.token_ids_BL, batch.response_mask_BL)
     weights = torch.randn(len(batch.token_ids_BL.values()), generator=torch.Generator())
     logprobs = torch.zeros(len(weights))
     num_tokens = 0
     policy.zero_grad()
     for rows in groups:
-        pack = packer.pack(rows)
-        scored_S, _ = policy(pack.tokens, 1.0)
-        (scored_S * weights[pack.place_S]).sum().backward()
-        logprobs[pack.place_S] = scored_S.detach()
-        num_tokens += pack.num_tokens
+        microbatch = lay_out(batch_rows, rows, batcher)
+        scored_S, _ = policy(microbatch.tokens, 1.0)
+        (scored_S * weights[microbatch.token_index_S]).sum().backward()
+        logprobs[microbatch.token_index_S] = scored_S.detach()
+        num_tokens += microbatch.num_tokens
     grads = {n: p.grad.clone() for n, p in policy.named_parameters() if p.grad is not None}
     return num_tokens, logprobs, grads
 

@@ -17,13 +17,14 @@ from hybridrl.planning.roles import AdapterShape, ModelPrecision, Role, critic_r
 from hybridrl.planning.shapes import read_shape
 from hybridrl.planning.training import TrainingMemory
 from hybridrl.planning.workload import Workload
-from hybridrl.workers.train.packing import RowPacker
+from hybridrl.workers.train.microbatcher import lay_out
 from hybridrl.workers.train.shards import build_critic, build_policy
 from tests.config.values import config_of
 from tests.models import Family, make_tiny_model
 from tests.workers.train.critics import CRITIC
 from tests.workers.train.engines import ACTOR, CPU
 from tests.workers.train.lora_engines import with_lora
+from tests.workers.train.microbatchers import make_batcher
 
 GPU = ("cluster=one_gpu", "actor.compute_dtype=bfloat16", "rollout.dtype=bfloat16")
 
@@ -139,8 +140,9 @@ def make_pack(*, num_prompts: int, siblings: int) -> PackedTokens:
     ]
     lengths = torch.tensor([len(row) for row in rows])
     mask = (torch.arange(prompt + response) >= prompt).repeat(len(rows))
-    packer = RowPacker(jagged(rows), jagged_from(mask, lengths), kernel="padded", device=CPU)
-    return packer.pack(range(len(rows))).tokens
+    batcher = make_batcher()
+    batch = batcher.read(jagged(rows), jagged_from(mask, lengths))
+    return lay_out(batch, range(len(rows)), batcher).tokens
 
 
 def test_a_plan_lists_the_phases_of_a_run_and_parts_add_up_to_each_peak() -> None:

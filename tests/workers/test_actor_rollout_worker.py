@@ -10,8 +10,8 @@ from hybridrl.metrics import Sum
 from hybridrl.run.workers import build_actor_spec
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.rollout.embedded.tensor_memory import checksum
+from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState, WeightSet
-from hybridrl.workers.train.scorer import FSDP2Scorer
 from tests.config.values import config_of
 from tests.models import make_tiny_model
 from tests.ranks import run_ranks
@@ -26,14 +26,14 @@ def _build(config: ExperimentConfig, folder: Path) -> ActorRolloutWorker:
     return worker
 
 
-def _sums(engine: FSDP2Scorer) -> dict[str, int]:
+def _sums(engine: PolicyEngine) -> dict[str, int]:
     return {name: checksum(tensor) for name, tensor in engine.full_weights()}
 
 
 def _two_steps(rank: int, folder: Path, config: ExperimentConfig) -> None:
     worker = _build(config, folder)
     reference, actor = worker._reference, worker._actor
-    assert isinstance(reference, FSDP2Scorer)
+    assert isinstance(reference, PolicyEngine)
     frozen = _sums(reference)
     sent_bytes = sum(spec.num_bytes for spec in actor.weight_specs(WeightSet.BASE))
     for step in range(3):
@@ -44,7 +44,7 @@ def _two_steps(rank: int, folder: Path, config: ExperimentConfig) -> None:
             sampled = engine.checksums()  # type: ignore[attr-defined]
         assert reference.resident_bytes(TrainState.PARAMETERS) > 0
         assert worker.sharding.take_metrics()["memory/synced_bytes"] == Sum(sent_bytes)
-        learned = _sums(actor)  # type: ignore[arg-type]
+        learned = _sums(actor)
         assert {name: sampled[name] for name in learned} == learned
         assert _sums(reference) == frozen
         assert (learned == frozen) == (step == 0)

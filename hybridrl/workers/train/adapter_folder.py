@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors.torch import save_file
 
-from hybridrl.models.adapter import WEIGHTS_FILE, Adapter
+from hybridrl.models.adapter_names import WEIGHTS_FILE
 from hybridrl.workers.train.collectives import Ranks
-from hybridrl.workers.train.export import atomic_folder
+from hybridrl.workers.train.export import atomic_folder, write_on_first
 from hybridrl.workers.train.protocol import NamedTensors
-from hybridrl.workers.train.residence import write_on_first
+
+if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait for
+    from hybridrl.models.adapter import Adapter
 
 
 def write_adapter_folder(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -19,7 +19,8 @@ from hybridrl.atomic_io import rename_into_place
 from hybridrl.checkpoint.fingerprint import TOKENIZER_FILES
 from hybridrl.errors import RunFolderError
 from hybridrl.json_text import to_json_text
-from hybridrl.workers.train.protocol import WeightSpec
+from hybridrl.workers.train.collectives import Ranks
+from hybridrl.workers.train.protocol import NamedTensors, WeightSpec
 
 
 class Configuration(Protocol):
@@ -35,6 +36,29 @@ def configs_of(model: PreTrainedModel) -> list[Configuration]:
     if not model.can_generate() or model.generation_config is None:
         return [model.config]
     return [model.config, model.generation_config]
+
+
+def write_on_first(
+    ranks: Ranks, weights: NamedTensors, write: Callable[[NamedTensors], None]
+) -> None:
+    """Let the first rank write what all ranks gather; all return, or raise, when it is done.
+
+    Raises:
+        RunFolderError: it could not be written. On the first rank whatever ``write`` raised.
+    """
+    failure: Exception | None = None
+    if ranks.rank == 0:
+        try:
+            write(weights)
+        except Exception as err:  # raised below, once nobody waits for this rank
+            failure = err
+    for _ in weights:  # on the other ranks; and on the first one, where it failed half-way
+        pass
+    message = ranks.share_text("" if failure is None else str(failure) or repr(failure))
+    if failure is not None:
+        raise failure
+    if message:
+        raise RunFolderError(message)
 
 
 def write_hf_folder(

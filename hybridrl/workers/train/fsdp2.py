@@ -1,108 +1,265 @@
-"""The policy's training engine on PyTorch's FSDP2: gloo on CPUs, NCCL on GPUs, or one process.
+"""The training back end on PyTorch's FSDP2: gloo on CPUs, NCCL on GPUs, or one process.
 
-Legend: B rows of a batch, L tokens of a row, S scored (response) tokens.
+Legend: S scored (response) tokens of a micro-batch, R rank, I inputs, O outputs of a layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hybridrl.batch import TrainBatch
 from hybridrl.config.actor import ActorConfig
+from hybridrl.config.critic import CriticConfig
 from hybridrl.config.model import ModelConfig
-from hybridrl.metrics import Metrics
-from hybridrl.workers.train.gradient_steps import GradientSteps, Learner
+from hybridrl.diagnostics import trace
+from hybridrl.errors import ModelError
+from hybridrl.metrics import Metrics, merge
+from hybridrl.models.adapter_names import ADAPTER_NAME, file_name, hf_name, is_adapter_name
+from hybridrl.models.dtypes import DTYPES
+from hybridrl.models.packed_model import PackedModel
+from hybridrl.workers.train.backend import (
+    Compute,
+    LossOf,
+    Rows,
+    StepOutcome,
+    as_columns,
+    choose_kernel,
+)
+from hybridrl.workers.train.collectives import Ranks
+from hybridrl.workers.train.export import Configuration, configs_of
+from hybridrl.workers.train.microbatcher import MicroBatcher, MicroBatches
 from hybridrl.workers.train.optimizer import GuardedAdamW
-from hybridrl.workers.train.packing import Pack
-from hybridrl.workers.train.policy_engine import LearningPolicy
-from hybridrl.workers.train.policy_rows import count_pack, loss_inputs
-from hybridrl.workers.train.protocol import TokenLoss, TrainState, WeightSet
-from hybridrl.workers.train.scorer import FSDP2Scorer
-from hybridrl.workers.train.shards import Adapt
+from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
+from hybridrl.workers.train.shards import (
+    as_fsdp,
+    build_critic,
+    build_policy,
+    full_tensor,
+    local_shard,
+    reshard,
+)
+
+if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait for
+    from hybridrl.models.adapter import Adapter
 
 
-class FSDP2Engine(LearningPolicy, Learner, FSDP2Scorer):
-    """The policy with its optimizer; a ``TrainEngine``.
+class FSDP2Backend:
+    """A Hugging Face model in shards; a ``Backend``.
+
+    The process group, if there is more than one rank, is initialised before; its timeout bounds
+    every collective here.
 
     Args:
-        model_folder: Hugging Face folder.
-        config: types, token budget, chunk size, optimizer.
+        folder: the Hugging Face folder that the model comes from.
+        config: types, token budget, optimizer. An actor's makes a policy, a critic's a value model
+            whose head begins as zeros.
         model_config: storage type and attention kernel.
-        num_total_steps: optimizer steps of the run, where the schedule ends.
         device: where the model computes.
-        adapt: changes the model before it is loaded; what it freezes does not learn.
+        num_total_steps: optimizer steps of the run, where the schedule ends; None does not learn.
+        adapter: learns in place of the policy's weights, in float32.
 
     Raises:
-        ModelError: the folder is not usable.
+        ModelError: the folder is not usable, or the adapter does not fit the model.
         ConfigError: ``model.attention`` does not run on the device in the compute type.
     """
 
-    weight_parts: tuple[WeightSet, ...] = (WeightSet.BASE,)
-    """Passes of a weight sync; see ``TrainEngine.weight_parts``."""
+    is_output_rank = True  # every rank has rows of its own
 
-    _is_trainable = True
-
-    optimizer: GuardedAdamW
-    """Moments, and the number of steps taken."""
+    model: PackedModel
+    """The weights of this rank: all of them, or shards (see ``as_fsdp``)."""
 
     def __init__(
         self,
-        model_folder: Path,
+        folder: Path,
         *,
-        config: ActorConfig,
+        config: ActorConfig | CriticConfig,
         model_config: ModelConfig,
-        num_total_steps: int,
         device: torch.device,
-        adapt: Adapt | None = None,
+        num_total_steps: int | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
-        super().__init__(
-            model_folder, config=config, model_config=model_config, device=device, adapt=adapt
-        )
-        self._steps = GradientSteps(
-            self.model,
-            config=config,
-            num_total_steps=num_total_steps,
-            ranks=self._ranks,
+        self.folder = folder
+        self.device = device
+        self.adapter = adapter
+        self.data_ranks = Ranks(device)
+        sends_adapter = adapter is not None and adapter.config.sync == "adapter"
+        self.weight_parts = (WeightSet.BASE, WeightSet.ADAPTER)[: 1 + sends_adapter]
+        self._config = config
+        self._batcher = MicroBatcher(
+            kernel=choose_kernel(model_config.attention, config.compute_dtype, device),
+            max_tokens=config.max_tokens_per_microbatch,
+            ranks=self.data_ranks,
             device=device,
-            area="policy",
         )
-        self.optimizer = self._steps.optimizer
+        self.model = self._build(DTYPES[model_config.dtype], learns=num_total_steps is not None)
+        self._optimizer: GuardedAdamW | None = None
+        if num_total_steps is not None:
+            self._optimizer = self._prepare_to_learn(num_total_steps)
 
-    def update(
-        self,
-        batch: TrainBatch,
-        *,
-        loss: TokenLoss,
-        aggregation: str,
-        temperature: float,
-        max_response_tokens: int,
-    ) -> Metrics:
-        """Take one optimizer step on the union of all ranks' rows; see ``TrainEngine.update``."""
-        self._require("update()", *TrainState)
+    @property
+    def optimizer(self) -> GuardedAdamW:
+        """Moments, and the number of steps taken.
 
-        def loss_share(pack: Pack, weights_S: Tensor) -> tuple[Tensor, Metrics]:
-            logprobs_S, entropy_S = self.model(
-                pack.tokens, temperature, needs_entropy_gradient=loss.needs_entropy_gradient
-            )
-            inputs = loss_inputs(
-                batch,
-                pack,
-                weights_S=weights_S,
-                current_logprobs_S=logprobs_S,
-                entropy_S=entropy_S,
-            )
-            share, metrics = loss(inputs)
-            return share, metrics | count_pack(pack)
+        Raises:
+            ModelError: the model does not learn.
+        """
+        if self._optimizer is None:
+            raise ModelError(f"the model of {self.folder} was built without an optimizer")
+        return self._optimizer
 
-        return self._steps.take(
-            self._packing.cut(batch.token_ids_BL, batch.response_mask_BL),
-            loss_share,
-            aggregation=aggregation,
-            max_response_tokens=max_response_tokens,
+    def microbatches(self, rows: Rows) -> MicroBatches:
+        """Divide this rank's rows; every rank gets as many micro-batches."""
+        return self._batcher.divide(rows.token_ids_BL, rows.response_mask_BL)
+
+    @torch.no_grad()
+    def forward(self, microbatches: MicroBatches, compute: Compute, *, num_columns: int) -> Tensor:
+        """Compute without gradient; see ``Backend.forward``."""
+        columns = torch.zeros(num_columns, microbatches.num_values)
+        try:
+            for microbatch in microbatches:
+                output = compute(self.model, microbatch.tokens)
+                columns[:, microbatch.token_index_S] = as_columns(output, num_columns).cpu()
+        finally:  # a phase may follow an error: gathered weights would not leave the device
+            reshard(self.model)
+        return columns
+
+    def train_step(
+        self, microbatches: MicroBatches, compute: Compute, loss_of: LossOf
+    ) -> StepOutcome:
+        """Compute forward and backward and take one step; see ``Backend.train_step``."""
+        self.optimizer.drop_gradients()  # of an update that a loss broke off
+        reduces_every = self._config.fsdp2.reduce_gradients == "every_microbatch"
+        total_loss = torch.zeros((), device=self.device)
+        metrics: list[Metrics] = []
+        for number, microbatch in enumerate(trace.each("microbatch", microbatches), 1):
+            self._reduce_gradients(now=reduces_every or number == len(microbatches))
+            share, of_loss = loss_of(microbatch, compute(self.model, microbatch.tokens))
+            torch.autograd.backward(share)
+            total_loss += share.detach()
+            metrics.append(of_loss)
+        return StepOutcome(self.optimizer.step(total_loss), merge(metrics))
+
+    def weight_specs(self, part: WeightSet) -> tuple[WeightSpec, ...]:
+        """Name what ``full_weights`` will yield, in its order."""
+        return tuple(
+            WeightSpec(name, tuple(p.shape), p.numel() * p.element_size())
+            for name, p in self._weights(part)
         )
 
-    def _state(self, part: TrainState) -> list[Tensor]:
-        return super()._state(part) + self._steps.tensors(part)
+    def full_weights(self, part: WeightSet) -> NamedTensors:
+        """Yield each weight of a part, gathered from its shards, one at a time.
+
+        Without shards a tensor is the live weight.
+        """
+        if part is WeightSet.BASE and WeightSet.ADAPTER not in self.weight_parts:
+            yield from self.merged_weights()
+            return
+        for name, parameter in self._weights(part):
+            yield name, full_tensor(parameter)
+
+    def merged_weights(self) -> NamedTensors:
+        """Yield what a model without adapters needs to be this one, one tensor at a time."""
+        parameters = dict(self.model.hf.named_parameters())
+        for name, parameter in parameters.items():
+            if is_adapter_name(name):
+                continue
+            weight = full_tensor(parameter)
+            layer = name.removesuffix("base_layer.weight")
+            if self.adapter is not None and layer != name:
+                matrices = [parameters[f"{layer}lora_{m}.{ADAPTER_NAME}.weight"] for m in "AB"]
+                a_RI, b_OR = (full_tensor(matrix) for matrix in matrices)
+                weight = self.adapter.merge(weight, a_RI, b_OR)
+            yield hf_name(name), weight
+
+    def hf_configs(self) -> Sequence[Configuration]:
+        """Return the configurations that an exported folder holds."""
+        return configs_of(self.model.hf)
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """Compute as the model that was loaded, meanwhile."""
+        return nullcontext() if self.adapter is None else self.adapter.switched_off()
+
+    def tensors(self, state: TrainState) -> list[Tensor]:
+        """Return this rank's plain tensors of a state, those that can leave the device."""
+        if self._config.fsdp2.cpu_offload:  # all of it lies on the host between computations
+            return []
+        if state is TrainState.PARAMETERS:
+            return [local_shard(parameter.detach()) for parameter in self.model.parameters()]
+        if self._optimizer is None:
+            return []
+        is_gradients = state is TrainState.GRADIENTS
+        return self._optimizer.gradients() if is_gradients else self._optimizer.state()
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps taken, skipped ones not counted."""
+        return self.optimizer.num_steps
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Name parameters that learn, and their moments; see ``LearningEngine``."""
+        learning = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        moments = {
+            f"optimizer.{key}.{name}": value
+            for name, parameter in learning.items()
+            for key, value in self.optimizer.moments(parameter).items()
+        }
+        return {f"model.{name}": parameter for name, parameter in learning.items()} | moments
+
+    def begin_restore(self, *, num_updates: int) -> None:
+        """Go to ``num_updates``, with moments that are still to be filled."""
+        self.optimizer.begin_restore(num_steps=num_updates)
+
+    def end_restore(self) -> None:
+        """Do nothing: the live tensors were filled."""
+
+    def _build(self, dtype: torch.dtype, *, learns: bool) -> PackedModel:
+        num_ranks = self.data_ranks.size
+        if isinstance(self._config, CriticConfig):
+            return build_critic(
+                self.folder,
+                config=self._config,
+                dtype=dtype,
+                device=self.device,
+                num_ranks=num_ranks,
+            )
+        return build_policy(
+            self.folder,
+            config=self._config,
+            dtype=dtype,
+            device=self.device,
+            num_ranks=num_ranks,
+            is_trainable=learns,
+            adapt=None if self.adapter is None else self.adapter.inject,
+        )
+
+    def _prepare_to_learn(self, num_total_steps: int) -> GuardedAdamW:
+        self.model.train()
+        if self._config.gradient_checkpointing:
+            self.model.hf.gradient_checkpointing_enable({"use_reentrant": False})
+        return GuardedAdamW(
+            (parameter for parameter in self.model.parameters() if parameter.requires_grad),
+            config=self._config.optimizer,
+            num_total_steps=num_total_steps,
+            ranks=self.data_ranks,
+        )
+
+    def _weights(self, part: WeightSet) -> list[tuple[str, nn.Parameter]]:
+        """Return parameters by the names under which others know them."""
+        is_adapter = part is WeightSet.ADAPTER
+        rename = file_name if is_adapter else hf_name
+        named = self.model.hf.named_parameters()
+        return [(rename(name), p) for name, p in named if is_adapter_name(name) == is_adapter]
+
+    def _reduce_gradients(self, *, now: bool) -> None:
+        """Let ranks exchange gradients in the next backward pass, or let each add up its own.
+
+        Gradients that are not exchanged stay whole, on every rank: those of all weights.
+        """
+        fsdp = as_fsdp(self.model)
+        if fsdp is not None:
+            fsdp.set_requires_gradient_sync(now)

@@ -1,22 +1,84 @@
-"""What policies that learn have in common, whatever engine computes them."""
+"""The policy on any training back end: scores tokens, learns from rollouts and from examples.
+
+Legend: B rows of a batch, L tokens of a row, S scored (response) tokens.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import math
+from contextlib import nullcontext
 from pathlib import Path
 
-from hybridrl.batch import SupervisedBatch, TrainBatch
+import torch
+from torch import Tensor, nn
+
+from hybridrl.batch import (
+    RolloutBatch,
+    ScoreBatch,
+    SupervisedBatch,
+    TrainBatch,
+    jagged_from,
+    row_lengths,
+)
 from hybridrl.errors import ModelError
-from hybridrl.metrics import Metrics
+from hybridrl.metrics import Max, Metrics, Sum
+from hybridrl.models.packed_model import PackedTokens
+from hybridrl.workers.train.adapter_folder import write_adapter_folder
+from hybridrl.workers.train.backend import Backend, Output
+from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.losses import SupervisedLoss
-from hybridrl.workers.train.policy_rows import as_train_batch
-from hybridrl.workers.train.protocol import TokenLoss
+from hybridrl.workers.train.microbatcher import MicroBatch
+from hybridrl.workers.train.model_engine import ModelEngine
+from hybridrl.workers.train.protocol import (
+    TokenLoss,
+    TokenLossInputs,
+    TrainState,
+    WeightSet,
+)
 
 
-class LearningPolicy(ABC):
-    """A policy that takes steps on rollouts, and so on examples; without an adapter."""
+class PolicyEngine(ModelEngine):
+    """A language model that scores tokens and, if its back end has an optimizer, learns.
 
-    @abstractmethod
+    Without an optimizer it is a reference.
+
+    Args:
+        backend: of a language model, built from an ``ActorConfig``.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend, area="policy")
+        self.weight_parts = backend.weight_parts
+        self._constants: Metrics = {}
+        if backend.adapter is not None:
+            specs = backend.weight_specs(WeightSet.ADAPTER)
+            num_trained = sum(math.prod(spec.shape) for spec in specs)
+            self._constants = {"policy/trained_parameters": Max(num_trained)}
+
+    def compute_logprobs(
+        self,
+        rows: RolloutBatch | SupervisedBatch,
+        *,
+        temperature: float,
+        use_adapter: bool = True,
+    ) -> ScoreBatch:
+        """Score this rank's rows with the present weights, no gradient. Values lie on the host.
+
+        Temperature divides the logits. Both columns are 0 where the mask is False. Without its
+        adapter the model is the one that was loaded.
+        """
+        self._require("compute_logprobs()", TrainState.PARAMETERS)
+
+        def compute(model: nn.Module, tokens: PackedTokens) -> Output:
+            output: Output = model(tokens, temperature)
+            return output
+
+        with nullcontext() if use_adapter else self.backend.without_adapter():
+            logprobs_BL, entropy_BL = self._compute_columns(rows, compute, num_columns=2)
+        return ScoreBatch(
+            logprobs_BL=logprobs_BL, entropy_BL=entropy_BL, batch_size=rows.batch_size
+        )
+
     def update(
         self,
         batch: TrainBatch,
@@ -26,7 +88,38 @@ class LearningPolicy(ABC):
         temperature: float,
         max_response_tokens: int,
     ) -> Metrics:
-        """Take one optimizer step on the union of all ranks' rows; see ``TrainEngine.update``."""
+        """Take one optimizer step on the union of all ranks' rows.
+
+        A step whose loss or gradient norm is not finite is skipped and counted. How tokens weigh is
+        said by ``algorithms/aggregate.py``, where ``max_response_tokens`` is the fixed length.
+        """
+        needs_gradient = loss.needs_entropy_gradient
+
+        def compute(model: nn.Module, tokens: PackedTokens) -> Output:
+            output: Output = model(tokens, temperature, needs_entropy_gradient=needs_gradient)
+            return output
+
+        def weighted_loss(
+            microbatch: MicroBatch, output: Output, weights_S: Tensor
+        ) -> tuple[Tensor, Metrics]:
+            logprobs_S, entropy_S = output
+            inputs = loss_inputs(
+                batch,
+                microbatch,
+                weights_S=weights_S,
+                current_logprobs_S=logprobs_S,
+                entropy_S=entropy_S if needs_gradient else entropy_S.detach(),
+            )
+            share, metrics = loss(inputs)
+            return share, metrics | (count_tokens(microbatch) if self.leads else {})
+
+        return self._take_step(
+            batch,
+            compute,
+            weighted_loss,
+            aggregation=aggregation,
+            max_response_tokens=max_response_tokens,
+        )
 
     def fit(self, batch: SupervisedBatch) -> Metrics:
         """Take one optimizer step on the mean negative log-likelihood of the masked tokens."""
@@ -39,12 +132,102 @@ class LearningPolicy(ABC):
         )
 
     def export_adapter(self, folder: Path) -> None:
-        """Refuse: the whole policy learned, so there is no adapter.
+        """Write a peft folder, atomically; see ``write_adapter_folder``.
 
         Raises:
-            ModelError: always.
+            ModelError: the whole policy learned, so there is no adapter.
         """
-        raise ModelError(
-            f"cannot write {folder}: this policy has no adapter; export the whole of it, or train "
-            "with lora.enabled=true"
+        if self.backend.adapter is None:
+            raise ModelError(
+                f"cannot write {folder}: this policy has no adapter; export the whole of it, or "
+                "train with lora.enabled=true"
+            )
+        write_adapter_folder(
+            folder,
+            self.full_weights(WeightSet.ADAPTER),
+            adapter=self.backend.adapter,
+            base_model=self.backend.folder,
+            ranks=Ranks(self.backend.device),
         )
+
+    def _model_metrics(self, metrics: Metrics) -> Metrics:
+        return self._constants | metrics
+
+
+class BaseModelReference:
+    """A policy without its adapter, as its own reference: no second copy, no memory."""
+
+    def __init__(self, policy: PolicyEngine) -> None:
+        self._policy = policy
+        self.dp_rank, self.dp_size = policy.dp_rank, policy.dp_size
+        self.leads = policy.leads
+
+    def compute_logprobs(
+        self, rows: RolloutBatch | SupervisedBatch, *, temperature: float
+    ) -> ScoreBatch:
+        """Score this rank's rows with the model that was loaded, no gradient."""
+        return self._policy.compute_logprobs(rows, temperature=temperature, use_adapter=False)
+
+    def offload(self, part: TrainState) -> None:
+        """Do nothing: the policy's memory leaves with the policy."""
+
+    def restore(self, part: TrainState) -> None:
+        """Do nothing, as ``offload``."""
+
+    def resident_bytes(self, part: TrainState) -> int:
+        """Return 0: it has no memory of its own."""
+        return 0
+
+
+def loss_inputs(
+    batch: TrainBatch,
+    microbatch: MicroBatch,
+    *,
+    weights_S: Tensor,
+    current_logprobs_S: Tensor,
+    entropy_S: Tensor,
+) -> TokenLossInputs:
+    """Lay the batch's columns beside the current log-probs and entropies of a micro-batch."""
+    device = current_logprobs_S.device
+
+    def at_scored(column_BL: Tensor) -> Tensor:
+        return column_BL.values()[microbatch.token_index_S].to(device)
+
+    old_BL, reference_BL = batch.old_logprobs_BL, batch.reference_logprobs_BL
+    return TokenLossInputs(
+        current_logprobs_T=current_logprobs_S,
+        entropy_T=entropy_S,
+        weights_T=weights_S,
+        advantages_T=at_scored(batch.advantages_BL),
+        sampler_logprobs_T=at_scored(batch.sampler_logprobs_BL),
+        old_logprobs_T=current_logprobs_S.detach() if old_BL is None else at_scored(old_BL),
+        reference_logprobs_T=None if reference_BL is None else at_scored(reference_BL),
+    )
+
+
+def count_tokens(microbatch: MicroBatch) -> Metrics:
+    """Count what a micro-batch computes; a dummy one counts for nothing.
+
+    Of ranks that share a micro-batch one alone is to count it.
+    """
+    if not microbatch.num_tokens:
+        return {}
+    return {
+        "data/train_tokens": Sum(microbatch.num_tokens),
+        "data/loss_tokens": Sum(microbatch.num_scored),
+        "data/microbatches": Sum(1),
+    }
+
+
+def as_train_batch(batch: SupervisedBatch) -> TrainBatch:
+    """Give examples the columns of rollouts, which a supervised loss does not look at."""
+    zeros_BL = jagged_from(
+        torch.zeros(batch.token_ids_BL.values().shape), row_lengths(batch.token_ids_BL)
+    )
+    return TrainBatch(
+        token_ids_BL=batch.token_ids_BL,
+        response_mask_BL=batch.response_mask_BL,
+        advantages_BL=zeros_BL,
+        sampler_logprobs_BL=zeros_BL,
+        batch_size=batch.batch_size,
+    )

@@ -1,4 +1,4 @@
-"""What a training engine offers to a worker: the contract that fsdp2 and megatron share.
+"""What others know of a training engine: losses, checkpoints and the weight stream.
 
 Legend: B rows, L tokens of a row, T packed tokens, V vocabulary.
 """
@@ -8,19 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
-from hybridrl.batch import (
-    CriticBatch,
-    RolloutBatch,
-    ScoreBatch,
-    SupervisedBatch,
-    TrainBatch,
-    ValueBatch,
-)
+from hybridrl.batch import RolloutBatch, ScoreBatch, SupervisedBatch
 from hybridrl.metrics import Metrics
 from hybridrl.workers.train.places import CheckpointTensor
 
@@ -89,17 +81,36 @@ class TokenLoss(Protocol):
         ...
 
 
-class ShardedEngine(Protocol):
-    """A model in shards over the ranks of the ``train`` mesh, which can leave the device.
+class LearningEngine(Protocol):
+    """A model with its optimizer, which a run saves and loads. Every method is a collective."""
 
-    Every method is a collective: all ranks call it, in the same order.
-    """
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps taken, skipped ones not counted: all that the schedule remembers."""
+        ...
 
-    dp_rank: int
-    dp_size: int
+    def checkpoint_tensors(self) -> Mapping[str, CheckpointTensor]:
+        """Name this rank's live tensors (shards, if sharded) that a resumed run needs.
 
-    leads: bool
-    """Whether this rank answers for its data-parallel rank, as one of those that share a model."""
+        Names are those of FSDP2's parameters and moments, and every rank gives all names, with
+        ``ShardedPieces`` of nothing for what others hold: so any engine resumes any other's run.
+
+        They are the parameters that learn and, once a step was taken, the optimizer's moments.
+        Copying saved values into them restores the engine. Nothing of them may be offloaded.
+        """
+        ...
+
+    def begin_restore(self, *, num_updates: int) -> None:
+        """Go to ``num_updates``; ``checkpoint_tensors`` then names all that is to be filled."""
+        ...
+
+    def end_restore(self) -> None:
+        """Take up what was filled."""
+        ...
+
+
+class OffloadableModel(Protocol):
+    """A model that leaves its device. Every method is a collective."""
 
     def offload(self, part: TrainState) -> None:
         """Move a part to host memory and free its device memory. Twice is a no-op."""
@@ -114,53 +125,10 @@ class ShardedEngine(Protocol):
         ...
 
 
-class LearningEngine(ShardedEngine, Protocol):
-    """A model with its optimizer, which a run saves and loads."""
+class TrainEngine(OffloadableModel, Protocol):
+    """The policy as its rollout engines see it: weights to be sent, log-probs to compare with."""
 
-    @property
-    def num_updates(self) -> int:
-        """Optimizer steps taken, skipped ones not counted: all that the schedule remembers."""
-        ...
-
-    def checkpoint_tensors(self) -> Mapping[str, CheckpointTensor]:
-        """Name this rank's live tensors (shards, if sharded) that a resumed run needs.
-
-        Names are those of FSDP2's parameters and moments, and every rank gives all names, with
-        ``ShardedPieces`` of nothing for what others hold: so any engine resumes any other's run.
-
-        They are the parameters that learn and, once a step was taken, the optimizer's moments.
-        Whoever fills them with others puts the engine where these were taken.
-        """
-        ...
-
-    def begin_restore(self, *, num_updates: int) -> None:
-        """Go to ``num_updates``; ``checkpoint_tensors`` then names all that is to be filled."""
-        ...
-
-    def end_restore(self) -> None:
-        """Take up what was filled."""
-        ...
-
-    def export_hf(self, folder: Path) -> None:
-        """Write a Hugging Face folder (weights, configuration, tokenizer), atomically.
-
-        An adapter is merged into the weights written; the training weights stay apart.
-        """
-        ...
-
-
-class ScoringEngine(ShardedEngine, Protocol):
-    """A model that scores tokens: the reference."""
-
-    def compute_logprobs(
-        self, rows: RolloutBatch | SupervisedBatch, *, temperature: float
-    ) -> ScoreBatch:
-        """Score this rank's rows with the present weights, no gradient."""
-        ...
-
-
-class TrainEngine(ScoringEngine, LearningEngine, Protocol):
-    """The policy with its optimizer."""
+    dp_rank: int
 
     weight_parts: tuple[WeightSet, ...]
     """What rollout engines need, in the order in which they need it; steps change the last alone.
@@ -168,26 +136,6 @@ class TrainEngine(ScoringEngine, LearningEngine, Protocol):
     ``(BASE,)`` for full fine-tuning and for LoRA that is merged on its way, ``(BASE, ADAPTER)``
     where rollout engines apply the adapter.
     """
-
-    def update(
-        self,
-        batch: TrainBatch,
-        *,
-        loss: TokenLoss,
-        aggregation: str,
-        temperature: float,
-        max_response_tokens: int,
-    ) -> Metrics:
-        """Take one optimizer step on the union of all ranks' rows.
-
-        A step whose loss or gradient norm is not finite is skipped and counted. How tokens weigh is
-        said by ``algorithms/aggregate.py``, where ``max_response_tokens`` is the fixed length.
-        """
-        ...
-
-    def fit(self, batch: SupervisedBatch) -> Metrics:
-        """Take one optimizer step on the mean negative log-likelihood of the masked tokens."""
-        ...
 
     def weight_specs(self, part: WeightSet = WeightSet.BASE) -> tuple[WeightSpec, ...]:
         """Name what ``full_weights`` will yield, in its order."""
@@ -197,22 +145,8 @@ class TrainEngine(ScoringEngine, LearningEngine, Protocol):
         """Yield each weight of a part whole, one at a time. Every rank must exhaust it."""
         ...
 
-    def export_adapter(self, folder: Path) -> None:
-        """Write a peft folder, atomically.
-
-        Raises:
-            ModelError: the policy has no adapter.
-        """
-        ...
-
-
-class CriticEngine(LearningEngine, Protocol):
-    """The critic with its optimizer."""
-
-    def compute_values(self, rows: RolloutBatch) -> ValueBatch:
-        """Value the state before each response token of this rank's rows, no gradient."""
-        ...
-
-    def update(self, batch: CriticBatch) -> Metrics:
-        """Take one optimizer step on the union of all ranks' rows, or skip it as a policy would."""
+    def compute_logprobs(
+        self, rows: RolloutBatch | SupervisedBatch, *, temperature: float
+    ) -> ScoreBatch:
+        """Score this rank's rows with the present weights, no gradient."""
         ...

@@ -11,12 +11,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, SupervisedBatch, TrainBatch
+from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, SupervisedBatch
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError
 from hybridrl.metrics import Metrics
@@ -32,7 +31,7 @@ from hybridrl.workers.sharding.lifecycle import LifeCycle, SleepLevel
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.memory import DeviceMemory
 from hybridrl.workers.sharding.states import State
-from hybridrl.workers.train.protocol import TokenLoss, TrainState, WeightSet, WeightSpec
+from hybridrl.workers.train.protocol import TrainState, WeightSet, WeightSpec
 from tests.workers.sharding.engine_set import LocalSet
 
 CPU = torch.device("cpu")
@@ -408,26 +407,6 @@ class RecordingTrainEngine(RecordingTenant):
     def compute_logprobs(
         self, rows: RolloutBatch | SupervisedBatch, *, temperature: float
     ) -> LogprobBatch:
-        raise NotImplementedError
-
-    def update(
-        self,
-        batch: TrainBatch,
-        *,
-        loss: TokenLoss,
-        aggregation: str,
-        temperature: float,
-        max_response_tokens: int,
-    ) -> Metrics:
-        raise NotImplementedError
-
-    def fit(self, batch: SupervisedBatch) -> Metrics:
-        raise NotImplementedError
-
-    def export_hf(self, folder: Path) -> None:
-        raise NotImplementedError
-
-    def export_adapter(self, folder: Path) -> None:
         raise NotImplementedError
 
 

@@ -28,7 +28,8 @@ from hybridrl.workers.sharding.fused_engines import FusedEngines
 from hybridrl.workers.sharding.ledger import WeightLedger
 from hybridrl.workers.sharding.lifecycle import LifeCycle, SleepLevel
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
-from hybridrl.workers.train.fsdp2 import FSDP2Engine
+from hybridrl.workers.train.fsdp2 import FSDP2Backend
+from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import WeightSet
 from tests.models import make_tiny_model
 from tests.workers.device import PROMPTS, SAMPLING, largest_mismatch_nats
@@ -53,7 +54,7 @@ class RecycledMemoryEngine(HFRolloutEngine):
             self.update_weights([(name, self.strangers[name]) for name in self.strangers])
 
 
-class ForgetfulEngine(FSDP2Engine):
+class ForgetfulEngine(PolicyEngine):
     """A trainer that promises all weights and, once told so, sends only a part."""
 
     is_forgetful = False
@@ -99,9 +100,10 @@ class BareLifeCycle:
             observe=lambda stage: nullcontext(),
         )
         self.life.start()
-        self.trainer = ForgetfulEngine(
+        backend = FSDP2Backend(
             folder, config=ACTOR, model_config=MODEL, num_total_steps=10, device=CPU
         )
+        self.trainer = ForgetfulEngine(backend)
         self.set.attach(self.trainer)
         tenants.register("actor", self.trainer)
 

@@ -20,9 +20,9 @@ from hybridrl.batch import (
 from hybridrl.config.actor import ActorConfig, OptimizerConfig
 from hybridrl.config.checks.fsdp2 import UNUSED as FSDP2
 from hybridrl.config.model import ModelConfig
-from hybridrl.workers.train.fsdp2 import FSDP2Engine
+from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.losses import PolicyGradientLoss
-from hybridrl.workers.train.protocol import TrainEngine
+from hybridrl.workers.train.policy_engine import PolicyEngine
 
 CPU = torch.device("cpu")
 LOSS = PolicyGradientLoss(clip_low=0.2, clip_high=0.2)
@@ -53,8 +53,10 @@ ACTOR = ActorConfig(
 MODEL = ModelConfig(path=None, starter=None, dtype="float32", attention="auto")
 
 
-def build_fsdp2(folder: Path, *, config: ActorConfig = ACTOR) -> TrainEngine:
-    return FSDP2Engine(folder, config=config, model_config=MODEL, num_total_steps=10, device=CPU)
+def build_fsdp2(folder: Path, *, config: ActorConfig = ACTOR) -> PolicyEngine:
+    return PolicyEngine(
+        FSDP2Backend(folder, config=config, model_config=MODEL, num_total_steps=10, device=CPU)
+    )
 
 
 def with_optimizer(**changes: object) -> ActorConfig:
@@ -123,14 +125,14 @@ def with_nan_advantage(batch: TrainBatch, row: int) -> TrainBatch:
     return spoiled
 
 
-def update(engine: TrainEngine, batch: TrainBatch, *, aggregation: str = "token_mean") -> dict:
+def update(engine: PolicyEngine, batch: TrainBatch, *, aggregation: str = "token_mean") -> dict:
     metrics = engine.update(
         batch, loss=LOSS, aggregation=aggregation, temperature=0.9, max_response_tokens=8
     )
     return {name: metric.value for name, metric in metrics.items()}
 
 
-def weights_of(engine: TrainEngine) -> dict[str, Tensor]:
+def weights_of(engine: PolicyEngine) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in engine.full_weights()}
 
 

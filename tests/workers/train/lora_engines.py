@@ -10,7 +10,9 @@ from torch import Tensor
 
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.lora import LoraConfig
-from hybridrl.workers.train.lora import FSDP2LoraEngine
+from hybridrl.models.adapter import Adapter
+from hybridrl.workers.train.fsdp2 import FSDP2Backend
+from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import WeightSet
 from tests.workers.train.engines import ACTOR, CPU, MODEL
 
@@ -38,26 +40,26 @@ def build_lora(
     config: ActorConfig = ACTOR,
     seed: int = 0,
     dtype: str = "float32",
-) -> FSDP2LoraEngine:
-    return FSDP2LoraEngine(
+) -> PolicyEngine:
+    backend = FSDP2Backend(
         folder,
         config=config,
         model_config=replace(MODEL, dtype="bfloat16" if dtype == "bfloat16" else "float32"),
-        lora=lora,
-        seed=seed,
         num_total_steps=10,
         device=CPU,
+        adapter=Adapter(lora, seed=seed),
     )
+    return PolicyEngine(backend)
 
 
-def adapter_of(engine: FSDP2LoraEngine) -> dict[str, Tensor]:
+def adapter_of(engine: PolicyEngine) -> dict[str, Tensor]:
     return {name: t.clone() for name, t in engine.full_weights(WeightSet.ADAPTER)}
 
 
-def randomize(engine: FSDP2LoraEngine, *, seed: int = 1) -> None:
+def randomize(engine: PolicyEngine, *, seed: int = 1) -> None:
     """Give B values, as training does: while it is 0 an adapter does nothing."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in engine.model.named_parameters():
+        for name, parameter in engine.backend.model.named_parameters():
             if ".lora_B." in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)

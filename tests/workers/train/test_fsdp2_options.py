@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from hybridrl.checkpoint.manifest import FileEntry
 from hybridrl.metrics import Metrics
 from hybridrl.workers.train.checkpoint import CheckpointWriter
-from hybridrl.workers.train.fsdp2 import FSDP2Engine
+from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TokenLossInputs
 from tests.models import make_tiny_model
 from tests.ranks import run_ranks
@@ -26,16 +26,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), num_layers=4)
 
 
-def _build(folder: Path, **options: Any) -> FSDP2Engine:
-    engine = build_fsdp2(folder, config=replace(ACTOR, fsdp2=replace(FSDP2, **options)))
-    assert isinstance(engine, FSDP2Engine)
-    return engine
+def _build(folder: Path, **options: Any) -> PolicyEngine:
+    return build_fsdp2(folder, config=replace(ACTOR, fsdp2=replace(FSDP2, **options)))
 
 
 def _neighbours(rank: int, folder: Path, num_ahead: int) -> list[tuple[list[int], list[int]]]:
     """Return the blocks that each block asks for ahead of time, forward and backward."""
     engine = _build(folder, num_prefetched_blocks=num_ahead)
-    states = [block._get_fsdp_state() for block in engine.model.hf.model.layers]
+    states = [block._get_fsdp_state() for block in engine.backend.model.hf.model.layers]
     return [
         (
             [states.index(other) for other in state._states_to_forward_prefetch],
@@ -56,8 +54,8 @@ class _LossThatCountsShards:
 
     needs_entropy_gradient = False
 
-    def __init__(self, engine: FSDP2Engine) -> None:
-        self._parameters = engine.model.hf.model.layers.parameters
+    def __init__(self, engine: PolicyEngine) -> None:
+        self._parameters = engine.backend.model.hf.model.layers.parameters
         self.num_whole: list[int] = []
 
     def __call__(self, inputs: TokenLossInputs) -> tuple[Tensor, Metrics]:
@@ -72,7 +70,7 @@ def _count_whole(rank: int, folder: Path, *, reshards: bool) -> list[int]:
     engine.update(
         make_rows(4), loss=loss, aggregation="token_mean", temperature=1.0, max_response_tokens=8
     )
-    assert all(isinstance(parameter, DTensor) for parameter in engine.model.parameters())
+    assert all(isinstance(parameter, DTensor) for parameter in engine.backend.model.parameters())
     return loss.num_whole
 
 
@@ -93,7 +91,7 @@ def _policies(rank: int, folder: Path) -> list[set[type]]:
     return [
         {
             type(group.offload_policy)
-            for module in _build(folder, cpu_offload=offloads).model.modules()
+            for module in _build(folder, cpu_offload=offloads).backend.model.modules()
             if isinstance(module, FSDPModule)
             for group in module._get_fsdp_state()._fsdp_param_groups
         }

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from hybridrl.metrics import Metrics
-from hybridrl.workers.train.fsdp2 import FSDP2Engine
+from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TokenLossInputs, TrainState
 from tests.models import make_tiny_model
 from tests.ranks import run_ranks
@@ -36,7 +36,7 @@ class _LossThatLooksAround:
 
     needs_entropy_gradient = False
 
-    def __init__(self, engine: FSDP2Engine) -> None:
+    def __init__(self, engine: PolicyEngine) -> None:
         self._engine = engine
         self.shares: list[int] = []
         self.wholes: list[int] = []
@@ -47,10 +47,10 @@ class _LossThatLooksAround:
         return LOSS(inputs)
 
 
-def _bytes_of_whole_gradients(engine: FSDP2Engine) -> int:
+def _bytes_of_whole_gradients(engine: PolicyEngine) -> int:
     """Count what FSDP2 has not reduced yet, of whole parameters."""
     num_bytes = 0
-    for module in engine.model.modules():
+    for module in engine.backend.model.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 for parameter in group.fsdp_params:
@@ -68,7 +68,7 @@ def _learn(
     config = replace(ACTOR, fsdp2=options, max_tokens_per_microbatch=20)
     engine = build_fsdp2(folder, config=config)
     loss = _LossThatLooksAround(engine)
-    # Few rows on one rank: it computes fillers while the other still has micro-batches.
+    # Few rows on one rank: it computes dummies while the other still has micro-batches.
     rows = range(num_rows) if rank == 0 else range(num_rows, 12)
     for seed in range(2):
         engine.update(

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.config.lora import LINEAR_MODULES
 from hybridrl.errors import ModelError
-from hybridrl.workers.train.frozen_policy import BaseModelReference
-from hybridrl.workers.train.fsdp2 import FSDP2Engine
+from hybridrl.workers.train.policy_engine import BaseModelReference
 from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.models import Family, make_tiny_model
 from tests.ranks import run_ranks
@@ -62,9 +61,9 @@ def test_gradients_and_moments_exist_for_the_adapter_alone_and_the_base_never_mo
     num_step_counters = 4 * len(adapter)
     moments = engine.resident_bytes(TrainState.OPTIMIZER)
     assert moments == 2 * adapter_bytes + num_step_counters
-    trainable = [p for p in engine.model.parameters() if p.requires_grad]
+    trainable = [p for p in engine.backend.model.parameters() if p.requires_grad]
     assert sum(p.nbytes for p in trainable) == adapter_bytes
-    assert set(engine.optimizer.adamw.state) == set(trainable)
+    assert set(engine.backend.optimizer.adamw.state) == set(trainable)
 
 
 def test_a_new_adapter_changes_nothing_and_a_trained_one_does(folder: Path) -> None:
@@ -234,5 +233,5 @@ def test_an_adapter_that_holds_no_numbers_is_blamed_on_its_file(
 
 def test_the_engine_without_lora_is_untouched_by_it(folder: Path) -> None:
     engine = build_fsdp2(folder)
-    assert isinstance(engine, FSDP2Engine)
+    assert engine.backend.adapter is None
     assert engine.weight_parts == (WeightSet.BASE,)

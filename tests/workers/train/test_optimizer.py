@@ -9,7 +9,7 @@ from torch import nn
 
 from hybridrl.metrics import merge
 from hybridrl.workers.train.collectives import Ranks
-from hybridrl.workers.train.gradient_steps import step_metrics
+from hybridrl.workers.train.model_engine import step_metrics
 from hybridrl.workers.train.optimizer import GuardedAdamW, StepResult, learning_rate
 from tests.workers.train.engines import CPU, OPTIMIZER
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hybridrl.models.packed_model import PackedTokens
@@ -18,13 +18,15 @@ def _parameters_after_a_failure(rank: int, folder: Path) -> list[bool]:
     engine = build_fsdp2(folder)
     rows = make_rows(4)
 
-    def score(tokens: PackedTokens) -> tuple[torch.Tensor, ...]:
-        engine.model(tokens, 1.0)
+    backend = engine.backend
+
+    def compute(model: nn.Module, tokens: PackedTokens) -> Tensor:
+        model(tokens, 1.0)
         raise OSError("a kernel failed")
 
     with pytest.raises(OSError, match="a kernel failed"):
-        engine._score_rows(rows.token_ids_BL, rows.response_mask_BL, score)
-    return [isinstance(parameter, DTensor) for parameter in engine.model.parameters()]
+        backend.forward(backend.microbatches(rows), compute, num_columns=2)
+    return [isinstance(parameter, DTensor) for parameter in backend.model.parameters()]
 
 
 def test_a_model_is_sharded_again_after_a_score_that_failed(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ class LoadBalance:
         Returns:
             The weights, unchanged; whoever takes their gradient takes the loss's too.
         """
-        if not num_tokens:  # a filler
+        if not num_tokens:  # a dummy micro-batch
             return weights_TE
         own_E = is_used_TE.sum(dim=0)
         routes_E = own_E.clone()

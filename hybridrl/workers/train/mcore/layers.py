@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from hybridrl.workers.train.mcore.architecture import Architecture
-from hybridrl.workers.train.mcore.fused_attention import FusedAttention
+from hybridrl.workers.train.mcore.attention import FusedAttention, PackedAttention
 from hybridrl.workers.train.mcore.megatron_core import (
     AttnBackend,
     ColumnParallelLinear,
-    MegatronModule,
     ModuleSpec,
     MoELayer,
     RowParallelLinear,
@@ -35,32 +34,6 @@ from hybridrl.workers.train.mcore.megatron_core import (
 )
 from hybridrl.workers.train.mcore.packed_rows import PackedRows
 from hybridrl.workers.train.mcore.routing import PackRouter
-
-
-class PackedAttention(MegatronModule):
-    """The core of attention over a pack, with the kernels that FSDP2's models have."""
-
-    def __init__(self, config: TransformerConfig, *_: object, **__: object) -> None:
-        # Megatron-core hands over more: layer, mask, dropout. A row is causal, and has no dropout.
-        super().__init__(config=config)
-
-    def forward(
-        self,
-        query_T1ND: Tensor,
-        key_T1JD: Tensor,
-        value_T1JD: Tensor,
-        _attention_mask: None,
-        *,
-        packed_seq_params: PackedRows,
-        **_: object,
-    ) -> Tensor:
-        """Attend causally within each row; returns [T, 1, N D]."""
-        if packed_seq_params.layout is None:
-            raise TypeError("PackedRows came without a layout")
-        output_TND = packed_seq_params.layout.attend(
-            query_T1ND.squeeze(1), key_T1JD.squeeze(1), value_T1JD.squeeze(1), scale=None
-        )
-        return output_TND.flatten(1)[:, None]
 
 
 class RoutedLayer(TransformerLayer):

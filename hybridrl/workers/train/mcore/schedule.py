@@ -1,4 +1,4 @@
-"""Packs through the stages of a model, by megatron-core's schedules.
+"""MicroBatches through the stages of a model, by megatron-core's schedules.
 
 Without pipeline parallelism that is a loop; with it 1F1B, or the interleaved schedule where a rank
 has several stretches of layers (arXiv:2104.04473).
@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from hybridrl.diagnostics import trace
+from hybridrl.workers.train.backend import Compute, Output
 from hybridrl.workers.train.mcore.megatron_core import get_forward_backward_func
-from hybridrl.workers.train.packing import Pack
-from hybridrl.workers.train.packs import Packs
+from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches
 
-Found = TypeVar("Found")
-Forward = Callable[[nn.Module, Pack], Tensor]
-"""Computes a pack on one stage: hidden states, or on the last what is to be made of them."""
+Taken = TypeVar("Taken")
+"""From each micro-batch, on the last stage."""
 
 
 class Schedule:
@@ -28,7 +27,7 @@ class Schedule:
 
     Args:
         stages: one, or the virtual ones in order.
-        max_tokens: of a pack, usually.
+        max_tokens: of a micro-batch, usually.
     """
 
     def __init__(self, stages: Sequence[nn.Module], *, max_tokens: int) -> None:
@@ -37,67 +36,70 @@ class Schedule:
 
     def train(
         self,
-        packs: Packs,
-        forward: Forward,
-        loss_share: Callable[[Pack, Tensor], tuple[Tensor, Found]],
-    ) -> list[Found]:
-        """Compute all packs forward and backward; gradients are *summed*, over ranks too.
+        microbatches: MicroBatches,
+        compute: Compute,
+        finish: Callable[[MicroBatch, Tensor], tuple[Tensor, Taken]],
+    ) -> list[Taken]:
+        """Compute forward and backward; gradients are *summed*, over ranks too.
 
         Args:
-            packs: the same on all ranks that share a model; laid out as they are needed.
-            forward: computes a stage.
-            loss_share: makes of the last stage's output a scalar, and what else it found.
+            microbatches: the same on all ranks that share a model; laid out as they are needed.
+            compute: computes a stage.
+            finish: makes of the last stage's output a scalar, and what else is wanted of it.
 
         Returns:
-            What ``loss_share`` found, pack by pack, on the last stage; elsewhere nothing.
+            What else ``finish`` made, by micro-batch, on the last stage; elsewhere nothing.
         """
-        return self._run(packs, forward, loss_share, is_training=True)
+        return self._run(microbatches, compute, finish, is_training=True)
 
     @torch.no_grad()
     def score(
-        self, packs: Packs, forward: Forward, take: Callable[[Pack, Tensor], Found]
-    ) -> list[Found]:
-        """Compute all packs forward; returns what ``take`` makes of the last stage's outputs."""
+        self,
+        microbatches: MicroBatches,
+        compute: Compute,
+        take: Callable[[MicroBatch, Tensor], Taken],
+    ) -> list[Taken]:
+        """Compute forward alone; returns what ``take`` makes of the last stage's outputs."""
 
-        def keep(pack: Pack, output: Tensor) -> tuple[Tensor, Found]:
-            return output, take(pack, output)
+        def finish(microbatch: MicroBatch, output: Tensor) -> tuple[Tensor, Taken]:
+            return output, take(microbatch, output)
 
         for stage in self.stages:
             stage.eval()
         try:
-            return self._run(packs, forward, keep, is_training=False)
+            return self._run(microbatches, compute, finish, is_training=False)
         finally:
             for stage in self.stages:
                 stage.train()
 
     def _run(
         self,
-        packs: Packs,
-        forward: Forward,
-        finish: Callable[[Pack, Tensor], tuple[Tensor, Found]],
+        microbatches: MicroBatches,
+        compute: Compute,
+        finish: Callable[[MicroBatch, Tensor], tuple[Tensor, Taken]],
         *,
         is_training: bool,
-    ) -> list[Found]:
-        def finish_pack(pack: Pack, output: Tensor) -> tuple[Tensor, Tensor, Found]:
-            result, found = finish(pack, output)
+    ) -> list[Taken]:
+        def finish_one(microbatch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Taken]:
+            result, taken = finish(microbatch, output)
             # By 0 tokens megatron-core divides nothing: weights are shares of the global loss.
-            return result, torch.zeros((), dtype=torch.int, device=output.device), found
+            return result, torch.zeros((), dtype=torch.int, device=output.device), taken
 
         def step(
-            left: Iterator[Pack], stage: nn.Module
-        ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Found]]]:
-            pack = next(left)
-            return forward(stage, pack), partial(finish_pack, pack)
+            remaining: Iterator[MicroBatch], stage: nn.Module
+        ) -> tuple[Output, Callable[[Tensor], tuple[Tensor, Tensor, Taken]]]:
+            microbatch = next(remaining)
+            return compute(stage, microbatch.tokens), partial(finish_one, microbatch)
 
-        traced = iter(trace.each("microbatch", packs))
-        found: list[Found] = get_forward_backward_func()(
+        traced = iter(trace.each("microbatch", microbatches))
+        all_taken: list[Taken] = get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=[traced, *(iter(packs) for _ in self.stages[1:])],
+            data_iterator=[traced, *(iter(microbatches) for _ in self.stages[1:])],
             model=self.stages,
-            num_microbatches=len(packs),
+            num_microbatches=len(microbatches),
             seq_length=self._max_tokens,
             micro_batch_size=1,
             forward_only=not is_training,
         )
         next(traced, None)  # ends the last one's span
-        return found
+        return all_taken

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybridrl.config.checks.megatron import UNUSED
 from hybridrl.workers.train.mcore.setting import MegatronContext
+from hybridrl.workers.train.policy_engine import PolicyEngine
 from tests.megatron.stand_ins import install
 from tests.models import make_tiny_model
 from tests.ranks import run_ranks
@@ -28,15 +29,16 @@ def _train(
     _rank: int, folder: Path, sizes: dict[str, int | bool]
 ) -> tuple[list[float], dict[str, Tensor]]:
     install()
-    from hybridrl.workers.train.mcore.engine import MegatronEngine
+    from hybridrl.workers.train.mcore.backend import MegatronBackend
 
     megatron = replace(UNUSED, **sizes)  # type: ignore[arg-type]
-    engine = MegatronEngine(
+    backend = MegatronBackend(
         folder,
         config=replace(ACTOR, engine="megatron"),
         setting=MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0),
         num_total_steps=10,
     )
+    engine = PolicyEngine(backend)
     norms = [update(engine, make_rows(8, seed=seed))["policy/grad_norm"] for seed in range(2)]
     return norms, weights_of(engine)
 

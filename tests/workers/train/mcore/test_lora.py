@@ -19,10 +19,11 @@ from hybridrl.config.actor import ActorConfig
 from hybridrl.config.checks.megatron import UNUSED
 from hybridrl.config.lora import LoraConfig
 from hybridrl.errors import ModelError
+from hybridrl.models.adapter import Adapter
 from hybridrl.workers.train import checkpoint
-from hybridrl.workers.train.frozen_policy import AdaptedPolicy, BaseModelReference
-from hybridrl.workers.train.lora import FSDP2LoraEngine
+from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.mcore.setting import MegatronContext
+from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
 from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.megatron.stand_ins import install
 from tests.models import make_tiny_model
@@ -51,18 +52,18 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 def build(
     folder: Path, sizes: Sizes, lora: LoraConfig = LORA, config: ActorConfig = ACTOR
-) -> AdaptedPolicy:
+) -> PolicyEngine:
     install()
-    from hybridrl.workers.train.mcore.lora import MegatronLoraEngine
+    from hybridrl.workers.train.mcore.backend import MegatronBackend
 
-    return MegatronLoraEngine(
+    backend = MegatronBackend(
         folder,
         config=replace(config, engine="megatron"),
         setting=setting_of(sizes),
-        lora=lora,
-        seed=0,
         num_total_steps=10,
+        adapter=Adapter(lora, seed=0),
     )
+    return PolicyEngine(backend)
 
 
 def setting_of(sizes: Sizes) -> MegatronContext:
@@ -70,11 +71,11 @@ def setting_of(sizes: Sizes) -> MegatronContext:
     return MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
 
 
-def adapter_of(engine: AdaptedPolicy) -> dict[str, Tensor]:
+def adapter_of(engine: PolicyEngine) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in engine.full_weights(WeightSet.ADAPTER)}
 
 
-def own_rows(engine: AdaptedPolicy, seed: int) -> TrainBatch:
+def own_rows(engine: PolicyEngine, seed: int) -> TrainBatch:
     size = NUM_ROWS // engine.dp_size
     rows = make_rows(NUM_ROWS, seed=seed)
     return rows_of(rows, range(engine.dp_rank * size, (engine.dp_rank + 1) * size))
@@ -92,7 +93,7 @@ class Trained:
     leads: bool
 
 
-def train(engine: AdaptedPolicy) -> Trained:
+def train(engine: PolicyEngine) -> Trained:
     base, bits = weights_of(engine), _frozen_bits(engine)
     logprobs, norms = [], []
     for seed in range(2):
@@ -113,11 +114,12 @@ def train(engine: AdaptedPolicy) -> Trained:
     )
 
 
-def _frozen_bits(engine: AdaptedPolicy) -> list[Tensor]:
+def _frozen_bits(engine: PolicyEngine) -> list[Tensor]:
     """Copy the frozen weights of this rank, padding of the vocabulary included."""
-    if isinstance(engine, FSDP2LoraEngine):
-        return [p.detach().clone() for p in engine.model.parameters() if not p.requires_grad]
-    named = engine.named_tensors()  # type: ignore[attr-defined]
+    backend = engine.backend
+    if isinstance(backend, FSDP2Backend):
+        return [p.detach().clone() for p in backend.model.parameters() if not p.requires_grad]
+    named = backend.stages.named_tensors()
     return [p.detach().clone() for _, p in named if not p.requires_grad]
 
 
@@ -164,9 +166,9 @@ def alone(folder: Path, lora: LoraConfig) -> Trained:
 def _train(_rank: int, folder: Path, sizes: Sizes, lora: LoraConfig, recomputes: bool) -> Trained:
     engine = build(folder, sizes, lora, replace(ACTOR, gradient_checkpointing=recomputes))
     trained = train(engine)
-    from hybridrl.workers.train.mcore.engine import MegatronScorer
+    from hybridrl.workers.train.mcore.backend import MegatronBackend
 
-    plain = MegatronScorer(folder, config=ACTOR, setting=setting_of(sizes))
+    plain = PolicyEngine(MegatronBackend(folder, config=ACTOR, setting=setting_of(sizes)))
     rollouts = to_rollouts(own_rows(engine, 7))
     loaded = plain.compute_logprobs(rollouts, temperature=0.9).logprobs_BL.values()
     if engine.leads:

@@ -14,7 +14,8 @@ from torch import Tensor
 from hybridrl.errors import CheckpointError
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter
-from hybridrl.workers.train.critic import FSDP2Critic
+from hybridrl.workers.train.critic_engine import CriticEngine
+from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.mcore.architecture import Architecture, read_architecture
 from hybridrl.workers.train.mcore.hf_tensors import adapter_tensors, critic_tensors, hf_tensors
 from hybridrl.workers.train.mcore.parallel_rank import ParallelRank
@@ -46,9 +47,10 @@ WHOLE: Mapping[str, Callable[[Architecture], Shapes]] = {
 
 def _build(role: str, folder: Path) -> LearningEngine:
     if role == "critic":
-        return FSDP2Critic(
+        backend = FSDP2Backend(
             folder, config=CRITIC, model_config=AS_STORED, num_total_steps=10, device=CPU
         )
+        return CriticEngine(backend, value_clip=CRITIC.value_clip)
     return build_fsdp2(folder) if role == "policy" else build_lora(folder)
 
 

@@ -1,4 +1,4 @@
-"""Attention over a pack by TransformerEngine's kernels: rows end to end, its format ``thd``.
+"""Attention over a micro-batch within megatron-core's layers, by our kernels or a library's.
 
 Legend: T packed tokens (of this rank), S keys taken, N query heads and J key-value heads of this
 rank, D size of a head.
@@ -22,21 +22,12 @@ from hybridrl.workers.train.mcore.megatron_core import (
 from hybridrl.workers.train.mcore.packed_rows import PackedRows
 
 
-class FusedAttention(MegatronModule):
-    """The core of attention by TransformerEngine, unproved on a GPU.
+class PackedAttention(MegatronModule):
+    """The core of attention over a micro-batch, with the kernels that FSDP2's models have."""
 
-    It takes packs whose rows lie end to end. Any other layout, such as one in which rows share a
-    prompt, computes with its own kernel, as in ``layers.PackedAttention``. With context parallelism
-    keys and values are gathered as there, and TransformerEngine attends from this rank's stretches
-    of rows to what comes before them: its own exchange of keys in a ring wants each row cut in
-    equal pieces.
-    """
-
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def __init__(self, config: TransformerConfig, *_: object, **__: object) -> None:
+        # Megatron-core hands over more: layer, mask, dropout. A row is causal, and has no dropout.
         super().__init__(config=config)
-        alone = copy(config)
-        alone.context_parallel_size = 1
-        self.kernel = TEDotProductAttention(alone, *args, **kwargs)
 
     def forward(
         self,
@@ -58,6 +49,29 @@ class FusedAttention(MegatronModule):
     def _attend(
         self, layout: PackLayout, query_TND: Tensor, key_TJD: Tensor, value_TJD: Tensor
     ) -> Tensor:
+        """Attend causally within each row; returns [T, N, D], or [T, N D]."""
+        return layout.attend(query_TND, key_TJD, value_TJD, scale=None)
+
+
+class FusedAttention(PackedAttention):
+    """The core of attention by TransformerEngine, in its format ``thd``; unproved on a GPU.
+
+    It takes micro-batches whose rows lie end to end. Any other layout, such as one in which rows
+    share a prompt, computes with its own kernel, as in the base. With context parallelism
+    keys and values are gathered as there, and TransformerEngine attends from this rank's stretches
+    of rows to what comes before them: its own exchange of keys in a ring wants each row cut in
+    equal pieces.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        super().__init__(config)
+        alone = copy(config)
+        alone.context_parallel_size = 1
+        self.kernel = TEDotProductAttention(alone, *args, **kwargs)
+
+    def _attend(
+        self, layout: PackLayout, query_TND: Tensor, key_TJD: Tensor, value_TJD: Tensor
+    ) -> Tensor:
         if isinstance(layout, VarlenLayout) and layout.prompts is None:
             states = (query_TND, key_TJD, value_TJD)
             return self._compute(states, layout.own, mask="padding_causal")
@@ -72,13 +86,14 @@ class FusedAttention(MegatronModule):
                 stretches.call,
                 mask="padding_causal_bottom_right",
             )
-        return layout.attend(query_TND, key_TJD, value_TJD, scale=None)
+        return super()._attend(layout, query_TND, key_TJD, value_TJD)
 
     def _compute(
         self, states: tuple[Tensor, Tensor, Tensor], call: VarlenCall, *, mask: str
     ) -> Tensor:
         # Past megatron-core's own forward pass, whose masks lack the one aligned to the last key.
-        attended: Tensor = super(TEDotProductAttention, self.kernel).forward(
+        parent: Any = super(TEDotProductAttention, self.kernel)
+        attended: Tensor = parent.forward(
             *states,
             None,
             qkv_format="thd",

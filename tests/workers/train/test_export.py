@@ -1,4 +1,4 @@
-"""Parts of a model that leave the device, and what one rank writes for all."""
+"""One rank writes what all ranks gather."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 
 from hybridrl.errors import RunFolderError
 from hybridrl.workers.train.collectives import Ranks
+from hybridrl.workers.train.export import write_on_first
 from hybridrl.workers.train.protocol import NamedTensors
-from hybridrl.workers.train.residence import write_on_first
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")

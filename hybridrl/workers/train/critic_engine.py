@@ -1,0 +1,98 @@
+"""The critic on any training back end: values states, and learns their returns.
+
+Legend: S scored (response) tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hybridrl.algorithms.value_loss import clipped_value_loss
+from hybridrl.batch import CriticBatch, RolloutBatch, ValueBatch
+from hybridrl.metrics import Mean, Metrics
+from hybridrl.models.packed_model import PackedTokens
+from hybridrl.workers.train.backend import Backend, Output
+from hybridrl.workers.train.microbatcher import MicroBatch
+from hybridrl.workers.train.model_engine import ModelEngine
+from hybridrl.workers.train.protocol import TrainState
+
+
+class CriticEngine(ModelEngine):
+    """A value model with its optimizer.
+
+    Args:
+        backend: of a value model, built from a ``CriticConfig``.
+        value_clip: reward units that a value may move before its loss is clipped; 0 is off.
+    """
+
+    def __init__(self, backend: Backend, *, value_clip: float) -> None:
+        super().__init__(backend, area="critic")
+        self._value_clip = value_clip
+
+    def compute_values(self, rows: RolloutBatch) -> ValueBatch:
+        """Value the state before each response token of this rank's rows; lies on the host."""
+        self._require("compute_values()", TrainState.PARAMETERS)
+        [values_BL] = self._compute_columns(rows, _compute, num_columns=1)
+        return ValueBatch(values_BL=values_BL, batch_size=rows.batch_size)
+
+    def update(self, batch: CriticBatch) -> Metrics:
+        """Take one optimizer step on the mean loss over all ranks' response tokens, or skip it."""
+
+        def weighted_loss(
+            microbatch: MicroBatch, output: Output, weights_S: Tensor
+        ) -> tuple[Tensor, Metrics]:
+            return value_loss(
+                batch,
+                microbatch,
+                values_S=output,
+                weights_S=weights_S,
+                value_clip=self._value_clip,
+            )
+
+        return self._take_step(batch, _compute, weighted_loss)
+
+
+def _compute(model: nn.Module, tokens: PackedTokens) -> Tensor:
+    values: Tensor = model(tokens)
+    return values
+
+
+def value_loss(
+    batch: CriticBatch,
+    microbatch: MicroBatch,
+    *,
+    values_S: Output,
+    weights_S: Tensor,
+    value_clip: float,
+) -> tuple[Tensor, Metrics]:
+    """Return a micro-batch's share of the global loss, to be *summed*, and its metrics.
+
+    Args:
+        batch: whose rows are computed.
+        microbatch: a dummy one gives a 0 that carries a gradient, and no metrics.
+        values_S: with gradient, reward units.
+        weights_S: share in the global loss.
+        value_clip: reward units that a value may move before its loss is clipped; 0 is off.
+
+    Raises:
+        TypeError: the model gave several columns: it has no value head.
+    """
+    if isinstance(values_S, tuple):
+        raise TypeError(f"a value head gives one column, this one gave {len(values_S)}")
+    device = values_S.device
+    loss = clipped_value_loss(
+        values_S,
+        old_values_T=batch.old_values_BL.values()[microbatch.token_index_S].to(device),
+        returns_T=batch.returns_BL.values()[microbatch.token_index_S].to(device),
+        value_clip=value_clip,
+    )
+    share = (loss.losses_T * weights_S).sum()
+    num_tokens = len(microbatch.token_index_S)
+    if not num_tokens:
+        return share, {}
+    sums = torch.stack([share, weights_S.sum(), loss.is_clipped_T.sum()]).detach().tolist()
+    return share, {
+        "loss/value": Mean(sums[0], sums[1]),
+        "critic/clip_fraction": Mean(sums[2], num_tokens),
+    }

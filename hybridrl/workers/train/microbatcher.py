@@ -1,0 +1,390 @@
+"""From jagged batches to micro-batches: rows laid end to end, in step with those of other ranks.
+
+Three pure functions: ``group_by_prompt``, ``plan`` and ``lay_out``. Not computed are: the last
+token of a row, which predicts nothing; a row without a response token, which teaches nothing; and
+the prompt of a row that another row of the same micro-batch has computed already. Gradients are
+those of the rows one by one.
+
+Legend: B rows of the batch, L tokens of a row, N tokens of all rows, K spans of a micro-batch,
+T packed tokens, U those of this rank, S scored (response) tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hybridrl.batch import response_lengths, row_lengths
+from hybridrl.errors import DataError
+from hybridrl.models.packed import AttentionKernel, PackLayout, Segment, build_layout
+from hybridrl.models.packed_model import PackedTokens
+from hybridrl.models.packed_share import ContextParallelRank, split_for_context_parallel
+from hybridrl.workers.train.collectives import Ranks
+from hybridrl.workers.train.microbatch import plan_microbatches
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Rows that are computed together, or this rank's share of them."""
+
+    tokens: PackedTokens  # on the device
+    token_index_S: Tensor  # int64, on the host: each scored token among the batch's flat values
+    row_S: Tensor  # int64, on the host: the row b of each scored token
+    num_tokens: int  # of rows, by all ranks that share the micro-batch; 0 in a dummy one
+    num_scored: int  # by all of them
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row that has a response."""
+
+    begin: int  # its first token among the flat values
+    num_tokens: int  # tokens that are computed: all but the last
+    num_prompt_tokens: int  # tokens before the first response token
+    prompt: bytes  # equal for rows whose prompt is computed once
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRows:
+    """The rows of one batch, on the host."""
+
+    token_ids_N: Tensor
+    is_response_N: Tensor
+    experts_NJK: Tensor | None  # the experts to go through; None leaves it to the model
+    response_lengths_B: Tensor  # int64
+    by_number: dict[int, Row]  # of rows that have a response
+
+    @classmethod
+    def of(
+        cls,
+        token_ids_BL: Tensor,
+        response_mask_BL: Tensor,
+        experts_BLJK: Tensor | None = None,
+        *,
+        shares_prompts: bool = True,
+    ) -> BatchRows:
+        """Find out where rows and their responses begin.
+
+        Where experts are given, rows have the same prompt only if it went through the same:
+        batched otherwise, an engine may have sent one of them elsewhere.
+
+        Args:
+            token_ids_BL: int64, jagged.
+            response_mask_BL: bool, jagged.
+            experts_BLJK: int16, jagged.
+            shares_prompts: False computes a prompt for each of its rows.
+
+        Raises:
+            DataError: a row begins with a response token, which no token predicts.
+        """
+        token_ids_N, mask_N = token_ids_BL.values(), response_mask_BL.values()
+        experts_NJK = None if experts_BLJK is None else experts_BLJK.values()
+        lengths_B, num_scored_B = row_lengths(token_ids_BL), response_lengths(response_mask_BL)
+        begins_B = lengths_B.cumsum(0) - lengths_B
+        kept_R = num_scored_B.nonzero()[:, 0]
+        first_R = mask_N.nonzero()[:, 0][(num_scored_B.cumsum(0) - num_scored_B)[kept_R]]
+        columns_R = (kept_R, begins_B[kept_R], lengths_B[kept_R], first_R)
+        rows = {}
+        for row, begin, length, first in zip(*(c.tolist() for c in columns_R), strict=True):
+            if first == begin:
+                raise DataError(
+                    f"row {row} of the batch begins with a response token, which nothing predicts; "
+                    "give every row a prompt of at least one token"
+                )
+            prompt = b"%d" % row
+            if shares_prompts:
+                prompt = token_ids_N[begin:first].numpy().tobytes()
+            if experts_NJK is not None:
+                prompt += _digest(experts_NJK[begin:first])
+            rows[row] = Row(begin, length - 1, first - begin, prompt)
+        return cls(token_ids_N, mask_N, experts_NJK, num_scored_B, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatcher:
+    """How this rank divides batches into micro-batches."""
+
+    kernel: AttentionKernel
+    """The attention that micro-batches are laid out for."""
+
+    max_tokens: int
+    """Packed tokens of a micro-batch; a single longer row is alone in its own."""
+
+    ranks: Ranks
+    """The data-parallel ranks, which compute in step."""
+
+    device: torch.device
+    """Where the model computes."""
+
+    multiple: int = 1
+    """A micro-batch gets as many tokens more, which belong to no row, as make it divisible: the
+    shares of ranks, where they share tokens."""
+
+    share: ContextParallelRank | None = None
+    """This rank's part of each micro-batch; None if it has all of it."""
+
+    group_size: int = 1
+    """The number of micro-batches is a multiple of it, where a schedule asks for that."""
+
+    def read(
+        self, token_ids_BL: Tensor, response_mask_BL: Tensor, experts_BLJK: Tensor | None = None
+    ) -> BatchRows:
+        """Find out where this rank's rows begin; see ``BatchRows.of``."""
+        # Ranks that share tokens and attend with the varlen kernel compute each prompt by itself.
+        shares_prompts = self.kernel == "padded" or self.share is None
+        return BatchRows.of(
+            token_ids_BL, response_mask_BL, experts_BLJK, shares_prompts=shares_prompts
+        )
+
+    def divide(
+        self, token_ids_BL: Tensor, response_mask_BL: Tensor, experts_BLJK: Tensor | None = None
+    ) -> MicroBatches:
+        """Plan this rank's rows; a collective call.
+
+        All ranks get as many micro-batches, at least one: some may be dummies.
+
+        Raises:
+            DataError: see ``BatchRows.of``.
+        """
+        rows = self.read(token_ids_BL, response_mask_BL, experts_BLJK)
+        planned = plan(rows, max_tokens=self.max_tokens)
+        most = int(self.ranks.gather([len(planned)]).max())
+        num_microbatches = -(-max(most, 1) // self.group_size) * self.group_size
+        dummies: list[list[int]] = [[]] * (num_microbatches - len(planned))
+        return MicroBatches(self, rows, planned + dummies)
+
+
+class MicroBatches:
+    """The micro-batches of one batch; iterating lays them out one by one."""
+
+    def __init__(self, batcher: MicroBatcher, rows: BatchRows, planned: list[list[int]]) -> None:
+        self._batcher = batcher
+        self._rows = rows
+        self._planned = planned
+
+    @property
+    def response_lengths_B(self) -> Tensor:
+        """Response tokens of each row, int64 [B]."""
+        return self._rows.response_lengths_B
+
+    @property
+    def num_values(self) -> int:
+        """Tokens of all rows of the batch, computed or not."""
+        return len(self._rows.token_ids_N)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of rows that all micro-batches together compute; a shared prompt counts once."""
+        return sum(
+            _count_tokens(self._rows, group)
+            for numbers in self._planned
+            for group in group_by_prompt(self._rows, numbers)
+        )
+
+    def __len__(self) -> int:
+        return len(self._planned)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return (lay_out(self._rows, numbers, self._batcher) for numbers in self._planned)
+
+
+def group_by_prompt(rows: BatchRows, numbers: Iterable[int]) -> list[list[int]]:
+    """Return the rows whose prompt is computed once, group by group."""
+    groups: dict[bytes, list[int]] = {}
+    for number in numbers:
+        groups.setdefault(rows.by_number[number].prompt, []).append(number)
+    return list(groups.values())
+
+
+def plan(rows: BatchRows, *, max_tokens: int) -> list[list[int]]:
+    """Return the rows of each micro-batch of at most ``max_tokens`` tokens.
+
+    A group that is too long for one micro-batch is divided. A single longer row is alone.
+    """
+    groups: list[list[int]] = []
+    for group in group_by_prompt(rows, rows.by_number):
+        fitting: list[int] = []
+        for number in group:
+            if fitting and _count_tokens(rows, [*fitting, number]) > max_tokens:
+                groups.append(fitting)
+                fitting = []
+            fitting = [*fitting, number]
+        groups.append(fitting)
+    num_tokens = [_count_tokens(rows, group) for group in groups]
+    planned = plan_microbatches(num_tokens, max_tokens=max_tokens)
+    return [[number for place in places for number in groups[place]] for places in planned]
+
+
+def lay_out(rows: BatchRows, numbers: Sequence[int], batcher: MicroBatcher) -> MicroBatch:
+    """Lay rows end to end, as this rank computes them.
+
+    No rows give a dummy, one token that is not scored: it keeps a rank in step with the collectives
+    of ranks that have more micro-batches.
+    """
+    packed = _pack(rows, numbers, batcher) if numbers else _DUMMY
+    num_tokens, num_scored = len(packed.index_T) if numbers else 0, len(packed.token_index_S)
+    packed, num_missing, layout = _take_share(packed, batcher)
+    experts_TJK = None
+    if rows.experts_NJK is not None:
+        experts_TJK = rows.experts_NJK[packed.index_T if numbers else packed.index_T[:0]]
+        num_without = len(packed.index_T) + num_missing - len(experts_TJK)
+        experts_TJK = pad(experts_TJK, (0, 0, 0, 0, 0, num_without), value=-1)
+    device = batcher.device
+    tokens = PackedTokens(
+        token_ids_T=pad(rows.token_ids_N[packed.index_T], (0, num_missing)).to(device),
+        positions_T=pad(packed.positions_T, (0, num_missing)).to(device),
+        layout=layout,
+        scored_S=packed.scored_S.to(device),
+        targets_S=rows.token_ids_N[packed.token_index_S].to(device),
+        num_padding=num_missing if numbers else len(packed.index_T) + num_missing,
+        num_pack_tokens=num_tokens,
+        experts_TJK=experts_TJK,
+    )
+    return MicroBatch(tokens, packed.token_index_S, packed.row_S, num_tokens, num_scored)
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """A micro-batch on the host, without padding."""
+
+    index_T: Tensor  # packed tokens among the flat values
+    positions_T: Tensor
+    segments: list[Segment]
+    scored_S: Tensor  # packed tokens whose successor is scored
+    token_index_S: Tensor
+    row_S: Tensor
+
+
+_ZERO_T = torch.zeros(1, dtype=torch.int64)
+_NOTHING_S = torch.zeros(0, dtype=torch.int64)
+_DUMMY = _Packed(
+    index_T=_ZERO_T,
+    positions_T=_ZERO_T,
+    segments=[Segment(1)],
+    scored_S=_NOTHING_S,
+    token_index_S=_NOTHING_S,
+    row_S=_NOTHING_S,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Consecutive tokens of a row that are computed together."""
+
+    row: int
+    skip: int  # tokens of the row before it: of a prompt that another span computes
+    num_tokens: int
+    prompt_row: int | None = None  # whose span computes the prompt
+
+
+def _pack(rows: BatchRows, numbers: Sequence[int], batcher: MicroBatcher) -> _Packed:
+    groups = group_by_prompt(rows, numbers)
+    spans = _arrange(rows, groups, by_length=batcher.kernel == "padded")
+    lengths_K = torch.tensor([span.num_tokens for span in spans])
+    ends_K = lengths_K.cumsum(0)
+    begins_K = torch.tensor([rows.by_number[span.row].begin for span in spans])
+    skips_K = torch.tensor([span.skip for span in spans])
+    rows_K = torch.tensor([span.row for span in spans])
+    positions_T = (skips_K - (ends_K - lengths_K)).repeat_interleave(lengths_K)
+    positions_T += torch.arange(len(positions_T))
+    index_T = positions_T + begins_K.repeat_interleave(lengths_K)
+    scored_S = rows.is_response_N[index_T + 1].nonzero()[:, 0]
+    row_S = rows_K.repeat_interleave(lengths_K)[scored_S]
+    whole_spans = {span.row: k for k, span in enumerate(spans) if not span.skip}
+    # The end of a shared prompt predicts the first response token of each row: of the first row it
+    # was found above.
+    ends = ends_K.tolist()
+    shared = [
+        (ends[whole_spans[group[0]]] - 1, number, row.begin + row.num_prompt_tokens)
+        for group in groups
+        for number in group[1:]
+        for row in [rows.by_number[number]]
+    ]
+    by_prompt_S, shared_row_S, shared_index_S = (
+        torch.tensor(shared, dtype=torch.int64).reshape(-1, 3).T
+    )
+    return _Packed(
+        index_T=index_T,
+        positions_T=positions_T,
+        segments=[
+            Segment(s.num_tokens, None if s.prompt_row is None else whole_spans[s.prompt_row])
+            for s in spans
+        ],
+        scored_S=torch.cat([scored_S, by_prompt_S]),
+        token_index_S=torch.cat([index_T[scored_S] + 1, shared_index_S]),
+        row_S=torch.cat([row_S, shared_row_S]),
+    )
+
+
+def _arrange(rows: BatchRows, groups: list[list[int]], *, by_length: bool) -> list[_Span]:
+    """Return the spans of a micro-batch in their order.
+
+    Shared prompts come first and the responses to them last, group by group, as the varlen kernel
+    takes them; for the padded kernel, which pads least so, by length.
+    """
+    by_group = [_spans_of(rows, group) for group in groups]
+    by_group.sort(key=lambda spans: len(spans) == 1)
+    first = [spans[0] for spans in by_group]
+    last = [span for spans in by_group for span in spans[1:]]
+    if by_length:
+        first.sort(key=lambda span: -span.num_tokens)
+        last.sort(key=lambda span: (-span.num_tokens, -span.skip))
+    return [*first, *last]
+
+
+def _spans_of(rows: BatchRows, group: Sequence[int]) -> list[_Span]:
+    """Return a row; or the prompt that a group shares, and what follows it in each row."""
+    leader, *others = group
+    row = rows.by_number[leader]
+    if not others:
+        return [_Span(leader, 0, row.num_tokens)]
+    skip = row.num_prompt_tokens
+    following = [_Span(n, skip, rows.by_number[n].num_tokens - skip, leader) for n in group]
+    return [_Span(leader, 0, skip), *(span for span in following if span.num_tokens)]
+
+
+def _take_share(packed: _Packed, batcher: MicroBatcher) -> tuple[_Packed, int, PackLayout]:
+    """Return the tokens that this rank computes, the padding that follows, and the layout."""
+    if batcher.share is None:
+        num_missing = -len(packed.index_T) % batcher.multiple
+        # The varlen kernel takes segments with a prefix last: there padding becomes one of them.
+        prefix = packed.segments[-1].prefix if batcher.kernel == "varlen" else None
+        segments = [*packed.segments, *[Segment(num_missing, prefix)] * bool(num_missing)]
+        layout = build_layout(segments, kernel=batcher.kernel, device=batcher.device)
+        return packed, num_missing, layout
+    shared = split_for_context_parallel(
+        packed.segments,
+        batcher.share,
+        multiple=batcher.multiple,
+        kernel=batcher.kernel,
+        device=batcher.device,
+    )
+    own_of_token_T = torch.full_like(packed.index_T, -1)
+    own_of_token_T[shared.own_U] = torch.arange(len(shared.own_U))
+    scored_S = own_of_token_T[packed.scored_S]
+    is_own_S = scored_S >= 0
+    own = replace(
+        packed,
+        index_T=packed.index_T[shared.own_U],
+        positions_T=packed.positions_T[shared.own_U],
+        scored_S=scored_S[is_own_S],
+        token_index_S=packed.token_index_S[is_own_S],
+        row_S=packed.row_S[is_own_S],
+    )
+    return own, shared.num_padding, shared.layout
+
+
+def _count_tokens(rows: BatchRows, group: Sequence[int]) -> int:
+    """Count the tokens of rows that compute their prompt once."""
+    num_shared_tokens = rows.by_number[group[0]].num_prompt_tokens * (len(group) - 1)
+    return sum(rows.by_number[number].num_tokens for number in group) - num_shared_tokens
+
+
+def _digest(experts_LJK: Tensor) -> bytes:
+    """Tell routes apart in 16 bytes: those of a prompt may take a megabyte."""
+    return blake2b(experts_LJK.numpy().tobytes(), digest_size=16).digest()

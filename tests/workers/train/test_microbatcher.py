@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridrl.batch import jagged, jagged_from, row_lengths
+from hybridrl.models.packed_share import ContextParallelRank
+from hybridrl.workers.train.microbatcher import BatchRows, MicroBatch, lay_out, plan
+from tests.workers.train.microbatchers import make_batcher
+
+BATCHER = make_batcher()
+
+
+def columns_of(rows: list[list[int]], masks: list[list[int]]) -> tuple[Tensor, Tensor]:
+    return (
+        jagged([torch.tensor(row) for row in rows]),
+        jagged([torch.tensor(mask, dtype=torch.bool) for mask in masks]),
+    )
+
+
+SIBLINGS = columns_of(
+    [[7, 8, 1, 2], [9, 4, 5, 6], [7, 8, 3], [7, 8, 9, 5, 6]],
+    [[0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 1], [0, 0, 1, 0, 1]],
+)
+"""Rows 0, 2 and 3 have the same prompt."""
+
+
+def batch_rows() -> BatchRows:
+    return BATCHER.read(
+        *columns_of(
+            [[10, 11, 12], [20, 21, 22, 23], [30, 31], [40]],
+            [[0, 0, 1], [0, 1, 0, 1], [0, 0], [0]],
+        )
+    )
+
+
+def test_rows_lie_end_to_end_without_their_last_token() -> None:
+    microbatch = lay_out(batch_rows(), [1, 0], BATCHER)
+    assert microbatch.tokens.token_ids_T.tolist() == [20, 21, 22, 10, 11]
+    assert microbatch.tokens.positions_T.tolist() == [0, 1, 2, 0, 1]
+    assert microbatch.tokens.scored_S.tolist() == [0, 2, 4]
+    assert microbatch.tokens.targets_S.tolist() == [21, 23, 12]
+    assert microbatch.token_index_S.tolist() == [4, 6, 2]
+    assert microbatch.row_S.tolist() == [1, 1, 0]
+
+
+def test_rows_without_a_response_are_not_planned() -> None:
+    assert plan(batch_rows(), max_tokens=100) == [[1, 0]]
+    assert plan(batch_rows(), max_tokens=3) == [[1], [0]]
+    assert batch_rows().response_lengths_B.tolist() == [1, 2, 0, 0]
+
+
+def test_responses_follow_one_copy_of_their_prompt() -> None:
+    rows = BATCHER.read(*SIBLINGS)
+    microbatch = lay_out(rows, [0, 1, 2, 3], BATCHER)
+    assert microbatch.tokens.token_ids_T.tolist() == [9, 4, 5, 7, 8, 9, 5, 1]
+    assert microbatch.tokens.positions_T.tolist() == [0, 1, 2, 0, 1, 2, 3, 2]
+    predictions = zip(
+        microbatch.row_S.tolist(),
+        microbatch.tokens.scored_S.tolist(),
+        microbatch.tokens.targets_S.tolist(),
+        strict=True,
+    )
+    # Token 8 at place 4 predicts the first response token of each of its rows.
+    assert sorted(predictions) == [
+        *((0, 4, 1), (0, 7, 2)),
+        *((1, 0, 4), (1, 1, 5), (1, 2, 6)),
+        (2, 4, 3),
+        *((3, 4, 9), (3, 6, 6)),
+    ]
+    assert plan(rows, max_tokens=6) == [[0, 2, 3], [1]]
+    assert plan(rows, max_tokens=4) == [[3], [0, 2], [1]]
+
+
+def test_a_dummy_scores_nothing() -> None:
+    dummy = lay_out(batch_rows(), [], BATCHER)
+    assert len(dummy.tokens.token_ids_T) == 1
+    assert len(dummy.token_index_S) == len(dummy.row_S) == len(dummy.tokens.targets_S) == 0
+
+
+def test_micro_batches_count_what_they_compute() -> None:
+    microbatches = make_batcher(max_tokens=6, group_size=3).divide(*SIBLINGS)
+    assert len(microbatches) == len(list(microbatches)) == 3
+    assert [microbatch.num_tokens for microbatch in microbatches] == [5, 3, 0]
+    assert (microbatches.num_tokens, microbatches.num_values) == (8, 16)
+
+
+def test_padding_behind_a_shared_prompt_fits_the_varlen_kernel() -> None:
+    batcher = make_batcher("varlen", multiple=3)
+    microbatch = lay_out(batcher.read(*SIBLINGS), [0, 1, 2, 3], batcher)
+    assert (len(microbatch.tokens.token_ids_T), microbatch.tokens.num_padding) == (9, 1)
+
+
+def test_experts_lie_beside_their_tokens_and_padding_has_none() -> None:
+    tokens_BL, mask_BL = columns_of([[10, 11, 12], [20, 21, 22, 23]], [[0, 0, 1], [0, 1, 0, 1]])
+    experts = torch.arange(7 * 2 * 3, dtype=torch.int16).view(7, 2, 3)
+    batcher = make_batcher(multiple=4)
+    rows = batcher.read(tokens_BL, mask_BL, jagged_from(experts, row_lengths(tokens_BL)))
+    microbatch = lay_out(rows, [1, 0], batcher)
+    assert microbatch.tokens.experts_TJK is not None
+    assert torch.equal(microbatch.tokens.experts_TJK[:5], experts[[3, 4, 5, 0, 1]])
+    assert microbatch.tokens.experts_TJK[5:].unique().tolist() == [-1]
+    assert (microbatch.tokens.num_padding, microbatch.num_tokens) == (3, 5)
+    dummy = lay_out(rows, [], batcher)
+    assert dummy.tokens.experts_TJK is not None
+    assert dummy.tokens.experts_TJK.unique().tolist() == [-1]
+    assert (len(dummy.tokens.experts_TJK), dummy.num_tokens) == (4, 0)
+    assert dummy.tokens.num_padding == 4
+
+
+def test_a_prompt_is_shared_only_if_it_went_through_the_same_experts() -> None:
+    tokens_BL, mask_BL = columns_of(
+        [[7, 8, 1, 2], [7, 8, 3], [7, 8, 9, 5, 6]], [[0, 0, 1, 1], [0, 0, 1], [0, 0, 1, 0, 1]]
+    )
+    experts = torch.zeros(12, 2, 2, dtype=torch.int16)
+    experts[2:4] = experts[9:] = 5  # after the prompts they may differ
+    experts[5, 1, 1] = 3  # in the prompt of the second
+    rows = BATCHER.read(tokens_BL, mask_BL, jagged_from(experts, row_lengths(tokens_BL)))
+    microbatch = lay_out(rows, [0, 1, 2], BATCHER)
+    assert microbatch.tokens.token_ids_T.tolist() == [7, 8, 7, 8, 9, 5, 1]
+    assert microbatch.tokens.experts_TJK is not None
+    assert microbatch.tokens.experts_TJK[:, 1, 1].tolist() == [0, 0, 0, 3, 5, 5, 5]
+
+
+def test_shares_of_a_micro_batch_score_each_token_once() -> None:
+    whole, *shared = (
+        lay_out(batcher.read(*SIBLINGS), [0, 1, 2, 3], batcher)
+        for share in (
+            None,
+            ContextParallelRank(0, 2, torch.clone),
+            ContextParallelRank(1, 2, torch.clone),
+        )
+        for batcher in [make_batcher(multiple=2, share=share)]
+    )
+    assert {len(part.tokens.token_ids_T) for part in shared} == {4}
+    assert {(part.num_tokens, part.num_scored) for part in [whole, *shared]} == {(8, 8)}
+    predictions = [entry for part in shared for entry in scored(part)]
+    assert sorted(predictions) == sorted(scored(whole))
+
+
+def test_each_share_of_a_dummy_has_a_token_and_scores_nothing() -> None:
+    for rank in range(2):
+        batcher = make_batcher(share=ContextParallelRank(rank, 2, torch.clone))
+        dummy = lay_out(batcher.read(*columns_of([[1, 2]], [[0, 1]])), [], batcher)
+        assert len(dummy.tokens.token_ids_T) == 1
+        assert (len(dummy.token_index_S), dummy.num_tokens) == (0, 0)
+
+
+def scored(microbatch: MicroBatch) -> list[tuple[int, ...]]:
+    """Return the token, its position, its target, and where that is in the batch."""
+    tokens = microbatch.tokens
+    at_S = tokens.scored_S
+    columns = (
+        *(tokens.token_ids_T[at_S], tokens.positions_T[at_S], tokens.targets_S),
+        *(microbatch.token_index_S, microbatch.row_S),
+    )
+    return list(zip(*(column.tolist() for column in columns), strict=True))
