@@ -14,6 +14,7 @@ from hybridrl.checkpoint.manifest import RunState
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import notes_of
 from hybridrl.metrics import Metrics
+from hybridrl.report.facts import try_machine
 from hybridrl.report.page import try_report
 from hybridrl.single_controller import RankReport
 from hybridrl.single_controller.spans import SpanHarvest
@@ -124,6 +125,7 @@ def open_record(
     )
     with run_log:
         log.configure(file=run_log.log_file)
+        try_machine(run_log.folder)
         try:
             with (
                 _open_tracing(run_log.folder, is_on=config.tracking.trace) as tracing,
