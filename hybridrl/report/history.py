@@ -54,8 +54,9 @@ class Series:
         sums = list(accumulate((value or 0.0 for value in self.values), initial=0.0))
         counts = list(accumulate((value is not None for value in self.values), initial=0))
         means: list[float | None] = []
+        reach, size = self.reach, len(self.values)
         for place, value in enumerate(self.values):
-            start, stop = max(0, place - self.reach), min(len(sums), place + self.reach + 2) - 1
+            start, stop = max(0, place - reach), min(size, place + reach + 1)
             mean = (sums[stop] - sums[start]) / max(1, counts[stop] - counts[start])
             means.append(None if value is None else mean)
         return Series(self.steps, means)
@@ -87,14 +88,12 @@ class History:
         for step in self.steps:
             for name, value in by_step[step].items():
                 if "/" in name:
-                    series = self._series.setdefault(name, Series([], []))
-                    series.steps.append(step)
-                    series.values.append(plottable(value))
-
-    @property
-    def names(self) -> list[str]:
+                    if name not in self._series:
+                        self._series[name] = Series([], [])
+                    self._series[name].steps.append(step)
+                    self._series[name].values.append(plottable(value))
+        self.names = [name for name, series in self._series.items() if series.finite]
         """Metrics with at least one number, in the order in which they were first logged."""
-        return [name for name, series in self._series.items() if series.finite]
 
     def get(self, name: str) -> Series:
         """Return a metric; one without values if it was never logged."""

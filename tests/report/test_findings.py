@@ -142,6 +142,7 @@ def test_every_rule_has_an_example() -> None:
     ("name", "lr", "expected", "first_override"),
     [
         ("good", 1e-4, [], None),
+        ("too_high", 3e-4, ["Training made the model worse"], "actor.optimizer.lr=3e-05"),
         ("collapsed", 1e-3, ["Training made the model worse"], "actor.optimizer.lr=0.0001"),
         (
             "reward_hacked",
