@@ -9,7 +9,7 @@ from rich.table import Table
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ModelError
-from hybridrl.planning.advice import find_knob, largest_saving
+from hybridrl.planning.advice import largest_saving, suggest_override
 from hybridrl.planning.capacity import capacity_bytes
 from hybridrl.planning.memory import plan_critic_pool, plan_memory
 from hybridrl.planning.plan import MemoryPlan, Part, Place
@@ -79,9 +79,9 @@ def verdict(config: ExperimentConfig, plan: MemoryPlan) -> str:
     if peak <= capacity:
         return f"{says}. Fits: {spell(capacity - peak)} of {spell(capacity)} are left"
     says += f". Does not fit: {spell(peak - capacity)} more than {spell(capacity)}"
-    knob = find_knob(config, capacity_bytes=capacity)
-    if knob is not None:
-        return f"{says}. Set {knob.override}: {spell(knob.peak_bytes)}"
+    suggestion = suggest_override(config, capacity_bytes=capacity)
+    if suggestion is not None:
+        return f"{says}. Set {suggestion.override}: {spell(suggestion.peak_bytes)}"
     best = largest_saving(config)
     says += ". No single key makes it fit"
     return says if best is None else f"{says}; most saves {best.override}: {spell(best.peak_bytes)}"
