@@ -163,11 +163,7 @@ class _PolicyRank(Rank):
 
     def _policy_update(self) -> list[Part]:
         pack = self._trained(self.workload, self._actor)
-        is_alone = pack.is_only_one and self.config.algorithm.num_updates_per_step == 1
-        fragments = self._fragments(
-            self.config.actor, is_alone=is_alone, has_adapter=self.config.lora.enabled
-        )
-        return max(self._update(self._actor, pack, fragments), key=total_bytes)
+        return max(self._update(self._actor, pack), key=total_bytes)
 
     def _export(self) -> list[Part]:
         whole = self.shape.num_parameters * self._numerics.storage_bytes
