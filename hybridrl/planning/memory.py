@@ -11,9 +11,8 @@ from functools import cached_property
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.planning.capacity import capacity_bytes
-from hybridrl.planning.model_memory import ModelMemory
 from hybridrl.planning.plan import MemoryPlan, Part, Phase, Place
-from hybridrl.planning.rank import CriticRank, Rank, total_bytes
+from hybridrl.planning.rank import CriticRank, ModelMemory, Rank, total_bytes
 from hybridrl.planning.roles import AdapterShape, policy_roles
 from hybridrl.planning.sampling import RolloutMemory
 from hybridrl.planning.workload import Workload

@@ -17,6 +17,10 @@ from hybridrl.planning.shapes import shape_of
 
 _GIB = 2**30
 _MIB = 2**20
+_ON_A_CPU = (
+    "On a CPU malloc keeps memory that was freed: training took up to two thirds more than "
+    "planned, see docs/memory.md\n"
+)
 
 
 def plan_page(config: ExperimentConfig, *, width: int = 120) -> str:
@@ -35,7 +39,8 @@ def plan_page(config: ExperimentConfig, *, width: int = 120) -> str:
     text = io.StringIO()
     console = Console(file=text, width=width)
     console.print(_table(plan), crop=False)
-    return f"{heading}\n{text.getvalue()}{verdict(config, plan)}\n{_pool_line(config)}"
+    lines = f"{heading}\n{text.getvalue()}{verdict(config, plan)}\n{_pool_line(config)}"
+    return lines + _ON_A_CPU * (plan.device == "cpu")
 
 
 def _place(config: ExperimentConfig, plan: MemoryPlan) -> str:

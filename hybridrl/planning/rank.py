@@ -11,12 +11,15 @@ from typing import Self
 from hybridrl.config.actor import EngineConfig
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.planning.megatron import MegatronMemory
-from hybridrl.planning.model_memory import ModelMemory
 from hybridrl.planning.plan import MemoryPlan, Part, Phase, Place
 from hybridrl.planning.roles import Numerics, Role, critic_role
 from hybridrl.planning.shapes import ModelShape, shape_of
 from hybridrl.planning.training import TrainingMemory
 from hybridrl.planning.workload import Microbatch, Workload
+
+ModelMemory = TrainingMemory | MegatronMemory
+"""Bytes of one role on one rank, by the engine that trains it; a third engine has the same names.
+Sizes that depend on rows are of one micro-batch."""
 
 _MIB = 2**20
 

@@ -93,6 +93,7 @@ def test_a_run_that_fits_says_how_much_is_left() -> None:
     config = config_of("cluster.device_memory_gib=100")
     assert "Fits: " in plan_page(config)
     assert "of 100.00 GiB are left" in plan_page(config)
+    assert "malloc keeps memory" in plan_page(config)
 
 
 def test_a_gpu_of_unknown_size_is_not_judged() -> None:
@@ -100,6 +101,7 @@ def test_a_gpu_of_unknown_size_is_not_judged() -> None:
     assert capacity_bytes(config.cluster) is None
     assert "Set cluster.device_memory_gib" in plan_page(config)
     assert "(host)" in plan_page(config)
+    assert "malloc" not in plan_page(config)
 
 
 def test_ranks_of_a_cpu_share_its_memory() -> None:

@@ -40,7 +40,7 @@ def test_a_running_run_has_a_page_of_its_complete_lines(tmp_path: Path) -> None:
 
 
 def test_a_value_that_is_not_finite_is_a_gap(tmp_path: Path) -> None:
-    metrics = [
+    metrics: list[dict[str, float | None]] = [
         {"step": 1, "reward/mean": 1.0, "policy/grad_norm": None},
         {"step": 2, "reward/mean": None, "policy/grad_norm": None},
         {"step": 3, "reward/mean": float("nan"), "policy/grad_norm": None},
