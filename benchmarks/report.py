@@ -18,23 +18,11 @@ from pathlib import Path
 
 import yaml
 
-from hybridrl.diagnostics.trace import SpanBatch, SpanRecord
 from hybridrl.main import compose
 from hybridrl.metrics import DECLARATIONS
-from hybridrl.run.trace_file import TraceFile
 
 _LIMIT_S = 5.0
 _NUM_RUNS = 5
-_STAGES = (
-    "offload_optimizer",
-    "resume_weights",
-    "sync",
-    "offload_parameters",
-    "resume_cache",
-    "continue",
-    "sample",
-)
-_NUM_RANKS = 2
 
 
 def main() -> None:
@@ -83,11 +71,6 @@ def write_run(folder: Path, *, num_steps: int) -> None:
                 file.write(json.dumps(_sample(step, prompt, "train")) + "\n")
                 if step % 20 == 0:
                     file.write(json.dumps(_sample(step, prompt, "eval")) + "\n")
-    with TraceFile(folder) as trace:
-        for step in range(1, num_steps + 1):
-            trace.add("driver on host-a", _spans(step, ("generate", "reward", "update")))
-            for rank in range(_NUM_RANKS):
-                trace.add(f"rank {rank} Worker on host-a", _spans(step, _STAGES))
 
 
 def _sample(step: int, prompt: int, split: str) -> dict[str, object]:
@@ -103,16 +86,6 @@ def _sample(step: int, prompt: int, split: str) -> dict[str, object]:
         "tokens": tokens,
         "logprobs": [-round((step + n) % 7 / 7, 3) for n in range(100)],
     }
-
-
-def _spans(step: int, names: tuple[str, ...]) -> SpanBatch:
-    begin_ns = step * 500_000_000
-    inner = [
-        SpanRecord(name, begin_ns + 40_000_000 * n, 40_000_000, 1, {"bytes": 7}, is_open=False)
-        for n, name in enumerate(names)
-    ]
-    outer = SpanRecord("step", begin_ns, 490_000_000, 1, {"item": step}, is_open=False)
-    return SpanBatch([*inner, outer], 0, begin_ns + 490_000_000, 2**30)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,8 @@ from functools import cached_property
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.planning.capacity import capacity_bytes
-from hybridrl.planning.model_memory import ModelMemory
 from hybridrl.planning.plan import MemoryPlan, Part, Phase, Place
-from hybridrl.planning.rank import CriticRank, Rank, total_bytes
+from hybridrl.planning.rank import CriticRank, ModelMemory, Rank, total_bytes
 from hybridrl.planning.roles import AdapterShape, policy_roles
 from hybridrl.planning.sampling import RolloutMemory
 from hybridrl.planning.workload import Workload
@@ -163,11 +162,7 @@ class _PolicyRank(Rank):
 
     def _policy_update(self) -> list[Part]:
         pack = self._trained(self.workload, self._actor)
-        is_alone = pack.is_only_one and self.config.algorithm.num_updates_per_step == 1
-        fragments = self._fragments(
-            self.config.actor, is_alone=is_alone, has_adapter=self.config.lora.enabled
-        )
-        return max(self._update(self._actor, pack, fragments), key=total_bytes)
+        return max(self._update(self._actor, pack), key=total_bytes)
 
     def _export(self) -> list[Part]:
         whole = self.shape.num_parameters * self._numerics.storage_bytes

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ModelError
-from hybridrl.planning.advice import find_knob, largest_saving
+from hybridrl.planning.advice import largest_saving, suggest_override
 from hybridrl.planning.capacity import capacity_bytes
 from hybridrl.planning.memory import plan_critic_pool, plan_memory
 from hybridrl.planning.plan import MemoryPlan, Part, Place
@@ -17,6 +17,10 @@ from hybridrl.planning.shapes import shape_of
 
 _GIB = 2**30
 _MIB = 2**20
+_ON_A_CPU = (
+    "On a CPU malloc keeps memory that was freed: training took up to two thirds more than "
+    "planned, see docs/memory.md\n"
+)
 
 
 def plan_page(config: ExperimentConfig, *, width: int = 120) -> str:
@@ -35,7 +39,8 @@ def plan_page(config: ExperimentConfig, *, width: int = 120) -> str:
     text = io.StringIO()
     console = Console(file=text, width=width)
     console.print(_table(plan), crop=False)
-    return f"{heading}\n{text.getvalue()}{verdict(config, plan)}\n{_pool_line(config)}"
+    lines = f"{heading}\n{text.getvalue()}{verdict(config, plan)}\n{_pool_line(config)}"
+    return lines + _ON_A_CPU * (plan.device == "cpu")
 
 
 def _place(config: ExperimentConfig, plan: MemoryPlan) -> str:
@@ -79,9 +84,9 @@ def verdict(config: ExperimentConfig, plan: MemoryPlan) -> str:
     if peak <= capacity:
         return f"{says}. Fits: {format_bytes(capacity - peak)} of {format_bytes(capacity)} are left"
     says += f". Does not fit: {format_bytes(peak - capacity)} more than {format_bytes(capacity)}"
-    knob = find_knob(config, capacity_bytes=capacity)
-    if knob is not None:
-        return f"{says}. Set {knob.override}: {format_bytes(knob.peak_bytes)}"
+    suggestion = suggest_override(config, capacity_bytes=capacity)
+    if suggestion is not None:
+        return f"{says}. Set {suggestion.override}: {format_bytes(suggestion.peak_bytes)}"
     best = largest_saving(config)
     says += ". No single key makes it fit"
     return (

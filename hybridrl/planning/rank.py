@@ -11,40 +11,23 @@ from typing import Self
 from hybridrl.config.actor import EngineConfig
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.planning.megatron import MegatronMemory
-from hybridrl.planning.model_memory import ModelMemory
 from hybridrl.planning.plan import MemoryPlan, Part, Phase, Place
 from hybridrl.planning.roles import ModelPrecision, Role, critic_role
 from hybridrl.planning.shapes import ModelShape, shape_of
 from hybridrl.planning.training import TrainingMemory
 from hybridrl.planning.workload import Microbatch, Workload
 
+ModelMemory = TrainingMemory | MegatronMemory
+"""Bytes of one role on one rank, by the engine that trains it; a third engine has the same names.
+Sizes that depend on rows are of one micro-batch."""
+
 _MIB = 2**20
 
 _PROCESS = 640 * _MIB
 """Python, torch, transformers and Ray in a worker before it builds engines; measured on Linux."""
 
-_LIBRARIES = {
-    "build": 10,
-    "offload_optimizer": 10,
-    "sync": 30,
-    "generate": 35,
-    "logprobs": 40,
-    "values": 40,
-    "critic_update": 60,
-    "update": 60,
-}
-"""MiB of code and workspace of torch that a CPU process touches for the first time, by phase; what
-oneDNN generates in one phase (18 MiB measured) stays for the others."""
-
-_FRAGMENTS_ALONE, _FRAGMENTS_AFTER_ANOTHER, _FRAGMENTS_RECOMPUTED = 0.10, 0.55, 1.10
-"""Memory that malloc cannot use again, by activations, measured on a CPU with glibc 2.36: for the
-only micro-batch of an update; for one after others, whose gradients lie scattered over the memory
-that they freed; and for blocks that are recomputed while gradients appear. Without malloc's heap
-(MALLOC_MMAP_THRESHOLD_=131072) there is none of it, and the update is slower."""
-
-_FRAGMENTS_OF_ADAPTER_ALONE, _FRAGMENTS_OF_ADAPTER = 0.55, 1.20
-"""The same beside an adapter; fitted to one run each. Why it is more was not found out: perhaps
-because each adapted layer frees large tensors around the small one between A and B."""
+_LIBRARIES = 40 * _MIB
+"""Code and workspaces of torch that a CPU process touches first in a phase: 10 to 60 MiB."""
 
 _CUDA_RESERVE = 2048 * _MIB
 """CUDA context, NCCL's buffers and what the allocator cannot use. An allowance, not measured."""
@@ -146,22 +129,17 @@ class Rank:
         return [*self._standing(), Part("gathered weights", critic.gathered), computing]
 
     def _critic_update(self) -> list[Part]:
-        critic, config = self._critic, self.config.critic
+        critic = self._critic
         pack = self._trained(self._critic_workload, critic)
-        is_alone = pack.is_only_one and config.num_updates_per_step == 1
-        fragments = self._fragments(config, is_alone=is_alone)
-        return max(self._update(critic, pack, fragments), key=total_bytes)
+        return max(self._update(critic, pack), key=total_bytes)
 
-    def _update(
-        self, model: ModelMemory, pack: Microbatch, share_of_fragments: float
-    ) -> Iterator[list[Part]]:
+    def _update(self, model: ModelMemory, pack: Microbatch) -> Iterator[list[Part]]:
         """Instants of the last backward pass: its loss, its last block and its first block."""
         saved = model.activations(pack)
         standing = [
             *self._standing(),
             Part("gradient buffers", model.buffers),
             Part("gathered weights", model.gathered),
-            Part("malloc fragments", int(share_of_fragments * saved)),
             Part("gradients on the host", model.gradients_on_host, Place.HOST),
         ]
         before, held = model.gradients_before_last(pack), model.embedding_gradient()
@@ -175,17 +153,6 @@ class Rank:
         yield [*standing, Part("gradients", before + held), Part("activations", saved + passing)]
         last = Part("activations", model.saved_by_block(pack) + passing)
         yield [*standing, Part("gradients", model.gradients_at_end(pack) + held), last]
-
-    def _fragments(
-        self, engine: EngineConfig, *, is_alone: bool, has_adapter: bool = False
-    ) -> float:
-        if self.config.cluster.device == "cuda":
-            return 0.0
-        if engine.gradient_checkpointing:
-            return _FRAGMENTS_RECOMPUTED
-        if has_adapter:
-            return _FRAGMENTS_OF_ADAPTER_ALONE if is_alone else _FRAGMENTS_OF_ADAPTER
-        return _FRAGMENTS_ALONE if is_alone else _FRAGMENTS_AFTER_ANOTHER
 
     def _export(self) -> list[Part]:
         """The end of a run: the last checkpoint's copy, then on rank 0 a file of whole weights."""
@@ -201,7 +168,7 @@ class Rank:
         if self.config.cluster.device == "cuda":
             rest = [Part("CUDA, NCCL, fragments", _CUDA_RESERVE, is_measured=False)]
         else:
-            rest = [Part("libraries", _LIBRARIES.get(name, 20) * _MIB)]
+            rest = [Part("libraries", _LIBRARIES)]
         if name not in ("build", "export"):
             # It is written while the step after the save goes on; how long depends on the disk.
             rest.append(Part("checkpoint", self._snapshot, Place.HOST, is_measured=False))

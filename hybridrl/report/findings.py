@@ -1,40 +1,151 @@
-"""What a person with experience would say about the curves: rules, each with what to type.
+"""Findings: what a person with experience would say about a run, each with what to type.
 
-A rule looks at the last steps and speaks only if it is sure; a run without findings is not thereby
-good.
+A rule looks at the last steps and is silent unless it is sure.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal
 
-from hybridrl.report import learning_rules as learning
-from hybridrl.report import running_rules as running
-from hybridrl.report.evidence import Evidence, Finding
+from hybridrl.report.run import Run
 
-Rule = Callable[[Evidence], Finding | None]
+RECENT_STEPS = 10
+"""A present value is the mean over so many steps."""
 
-RULES: tuple[Rule, ...] = (
-    running.ended_with_error,
-    learning.reward_is_flat,
-    learning.all_groups_flat,
-    learning.evaluation_falls,
-    learning.entropy_collapsed,
-    learning.policy_moves_too_fast,
-    learning.far_from_reference,
-    running.sampler_differs,
-    learning.updates_skipped,
-    running.rewards_failed,
-    running.responses_are_cut,
-    running.requests_aborted,
-    learning.gradient_always_clipped,
-    running.generate_dominates,
-    running.memory_did_not_move,
-)
+ENOUGH_STEPS = 30
+"""A rule about a trend needs so many steps."""
+
+LR = "actor.optimizer.lr"
+GENERATE_SHARE = 0.75
+FULL_SLOTS = 0.9
+LOG_LINES = 12
+
+_ERROR_MARK = "the run ended with an error"
+_LINES_AFTER_THE_END = ("run folder:", "hybridrl.report", "trace")
+_LOG_LINE = re.compile(r"\d\d:\d\d:\d\d [A-Z] ")
 
 
-def find(evidence: Evidence) -> list[Finding]:
-    """Apply every rule; errors first, then warnings, then notes."""
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing worth knowing."""
+
+    title: str
+    text: str
+    """What was seen, with values."""
+
+    remedies: tuple[str, ...] = ()
+    """Overrides, best first; ``key*2`` stands for twice the present value of a key."""
+
+    severity: Literal["error", "warning", "note"] = "warning"
+    quote: str = ""
+    """Lines of a log."""
+
+    def overrides(self, run: Run) -> list[str]:
+        """Return the remedies as they are typed, without those whose key has no number here."""
+        spelled = []
+        for remedy in self.remedies:
+            key, times, factor = remedy.partition("*")
+            value = run.settings.number(key)
+            if not times:
+                spelled.append(remedy)
+            elif value:
+                number = value * float(factor)
+                is_whole = isinstance(run.settings.flat[key], int)
+                spelled.append(f"{key}={round(number) if is_whole else float(f'{number:.2g}'):g}")
+        return spelled
+
+
+Rule = Callable[[Run], Finding | None]
+
+
+def diagnose(run: Run, rules: tuple[Rule, ...]) -> list[Finding]:
+    """Apply rules; errors first, then warnings, then notes."""
     order = ("error", "warning", "note")
-    found = [finding for rule in RULES if (finding := rule(evidence)) is not None]
-    return sorted(found, key=lambda finding: order.index(finding.severity))
+    findings = [finding for rule in rules if (finding := rule(run)) is not None]
+    return sorted(findings, key=lambda finding: order.index(finding.severity))
+
+
+def recent(run: Run, name: str) -> float:
+    """Return the mean of a metric over the last steps; 0 if there are too few."""
+    return run.history.get(name).mean_of_last(RECENT_STEPS) or 0.0
+
+
+def first_and_now(run: Run, name: str) -> tuple[float, float] | None:
+    """Return the means of a metric over the first and the last steps, if there are enough."""
+    values = run.history.get(name).finite
+    if len(values) < ENOUGH_STEPS:
+        return None
+    return fmean(values[:RECENT_STEPS]), fmean(values[-RECENT_STEPS:])
+
+
+def ended_with_error(run: Run) -> Finding | None:
+    """The log says so, and no later start follows it."""
+    marks = [number for number, line in enumerate(run.log_lines) if _ERROR_MARK in line]
+    if not marks:
+        return None
+    after = run.log_lines[marks[-1] + 1 :]
+    logged = [line for line in after if _LOG_LINE.match(line)]
+    if any(not any(mark in line for mark in _LINES_AFTER_THE_END) for line in logged):
+        return None  # the run was resumed
+    message = [line for line in after if line.strip() and line not in logged] or ["no message"]
+    quote = "\n".join(message[-LOG_LINES:])
+    return Finding("The run ended with an error", message[-1].strip(), (), "error", quote)
+
+
+def generate_dominates(run: Run) -> Finding | None:
+    """Sampling takes nearly all the time, so a speed-up must begin there."""
+    generate, step = recent(run, "time/generate_s"), recent(run, "time/step_s")
+    if not generate or generate < GENERATE_SHARE * step:
+        return None
+    text = f"generate takes {generate:.3g} of {step:.3g} s of a step. Its decoding slots are "
+    occupancy, remedy = recent(run, "rollout/slot_occupancy"), "rollout.num_slots*2"
+    if occupancy > FULL_SLOTS:
+        text += "all full: more of them use the device better."
+    else:
+        text += f"busy {occupancy:.0%} of the time: the longest responses are waited for."
+        remedy = "rollout.max_response_tokens*0.75"
+    return Finding("Sampling takes most of the time", text, (remedy,), "note")
+
+
+def sampler_differs(run: Run) -> Finding | None:
+    """Trainer and sampler should be the same policy."""
+    mismatch = recent(run, "policy/sampler_mismatch_nats/mean")
+    text = f"Their log-probs of the same tokens differ by {mismatch:.3g} nats on average: the "
+    text += "rollouts come from another policy than the one that is trained."
+    remedies = ("algorithm.sampler_ratio_cap=2", "rollout.dtype=float32")
+    return Finding("Trainer and sampler disagree", text, remedies) if mismatch > 0.02 else None
+
+
+def rewards_failed(run: Run) -> Finding | None:
+    """The reward function could not score responses."""
+    share = recent(run, "reward/failed_fraction")
+    text = f"{share:.0%} of the recent responses made the reward function fail, and counted as 0; "
+    text += "with the override below the first failure is shown."
+    remedies = ("reward.on_error=stop",)
+    return Finding("Responses could not be scored", text, remedies) if share > 0.01 else None
+
+
+def requests_aborted(run: Run) -> Finding | None:
+    """The engine was drained by force."""
+    total = sum(run.history.get("rollout/aborted_requests").finite)
+    text = f"{total:g} generation requests did not finish before the engine was drained."
+    return Finding("Requests were cut off", text, ("rollout.drain_timeout_s*2",)) if total else None
+
+
+def memory_did_not_move(run: Run) -> Finding | None:
+    """The life cycle ran, and its figures about memory say nothing."""
+    if not sum(run.history.get("memory/noop_releases").finite):
+        return None
+    text = "SGLang on a CPU answers release and resume without freeing anything: the order of the "
+    text += "stages was the real one, but their memory and time prove nothing for a GPU."
+    return Finding("Memory did not move", text, ("rollout.sleep=false",), "note")
+
+
+RUNNING_RULES: tuple[Rule, ...] = (
+    *(ended_with_error, sampler_differs, rewards_failed, requests_aborted),
+    *(generate_dominates, memory_did_not_move),
+)

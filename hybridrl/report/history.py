@@ -5,14 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+MAX_POINTS = 1000
+"""Of one line in a chart: a browser stays smooth with so many."""
+
+SMOOTHED_SHARE = 0.04
+"""Of a run, that a running mean is over."""
+
+_LARGEST = 1e150
+
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One metric: where it was logged, and what it was."""
+    """One metric: the steps that logged it, and its values."""
 
     steps: list[int]
     """Rising."""
@@ -25,76 +34,86 @@ class Series:
         """The values that are numbers, in order."""
         return [value for value in self.values if value is not None]
 
-    @property
-    def last(self) -> float | None:
-        """The last number."""
-        return next((value for value in reversed(self.values) if value is not None), None)
-
     def mean_of_last(self, num_values: int) -> float | None:
         """Return the mean of the last numbers; None if there are fewer."""
         finite = self.finite
         return fmean(finite[-num_values:]) if len(finite) >= num_values else None
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether it was the same in each of several steps."""
+        return len(self.steps) > 2 and len(set(self.values)) == 1
 
-_EMPTY = Series([], [])
-_LARGEST = 1e150
+    @property
+    def reach(self) -> int:
+        """Steps to either side that a running mean takes."""
+        return max(2, round(len(self.steps) * SMOOTHED_SHARE / 2))
+
+    def running_mean(self) -> Series:
+        """Average each number with its neighbours."""
+        sums = list(accumulate((value or 0.0 for value in self.values), initial=0.0))
+        counts = list(accumulate((value is not None for value in self.values), initial=0))
+        means: list[float | None] = []
+        reach, size = self.reach, len(self.values)
+        for place, value in enumerate(self.values):
+            start, stop = max(0, place - reach), min(size, place + reach + 1)
+            mean = (sums[stop] - sums[start]) / max(1, counts[stop] - counts[start])
+            means.append(None if value is None else mean)
+        return Series(self.steps, means)
+
+    def downsample(self, max_points: int = MAX_POINTS) -> Series:
+        """Keep the lowest and the highest of neighbouring values, so that no spike is lost."""
+        if len(self.steps) <= max_points:
+            return self
+        kept: list[int] = []
+        num_buckets = max_points // 2
+        for number in range(num_buckets):
+            ends = (len(self.steps) * n // num_buckets for n in (number, number + 1))
+            bucket = range(*ends)
+            finite = [place for place in bucket if self.values[place] is not None]
+            ranked = sorted(finite, key=lambda place: self.values[place] or 0.0) or [bucket[0]]
+            kept += sorted({ranked[0], ranked[-1]})
+        return Series([self.steps[n] for n in kept], [self.values[n] for n in kept])
 
 
 class History:
     """Every metric of a run by name."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Take lines of ``metrics.jsonl``. Of two lines of one step, as a restart leaves them, the
-        later counts.
-        """
+        """Take lines of ``metrics.jsonl``; of two lines of one step the later counts."""
         by_step = {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
         self.steps = sorted(by_step)
         self.elapsed_s = [plottable(by_step[step].get("elapsed_s")) for step in self.steps]
         self._series: dict[str, Series] = {}
         for step in self.steps:
-            self._add(step, by_step[step])
-
-    @classmethod
-    def read(cls, path: Path) -> History:
-        """Read ``metrics.jsonl``; a line that is torn, because it is being written, is left out."""
-        return cls(read_rows(path))
-
-    @property
-    def names(self) -> list[str]:
-        """Metrics in the order in which they were first logged."""
-        return list(self._series)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._series
+            for name, value in by_step[step].items():
+                if "/" in name:
+                    if name not in self._series:
+                        self._series[name] = Series([], [])
+                    self._series[name].steps.append(step)
+                    self._series[name].values.append(plottable(value))
+        self.names = [name for name, series in self._series.items() if series.finite]
+        """Metrics with at least one number, in the order in which they were first logged."""
 
     def get(self, name: str) -> Series:
         """Return a metric; one without values if it was never logged."""
-        return self._series.get(name, _EMPTY)
-
-    def _add(self, step: int, row: Mapping[str, Any]) -> None:
-        for name, value in row.items():
-            if "/" not in name:
-                continue
-            series = self._series.get(name)
-            if series is None:
-                series = self._series[name] = Series([], [])
-            series.steps.append(step)
-            series.values.append(plottable(value))
+        return self._series.get(name, Series([], []))
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a file of one a line; what is none is left out."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            row = parse_row(line)
-            if row is not None:
-                yield row
+    """Yield the JSON objects of a file with one a line; an incomplete line is left out."""
+    return (row for line in read_lines(path) if (row := parse_row(line)) is not None)
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, if there is one."""
+    if path.is_file():
+        with path.open("rb") as file:
+            yield from file
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object that a line holds; None if it is torn or none."""
+    """Return the JSON object of a line; None if the line is incomplete or no object."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -106,4 +125,4 @@ def plottable(value: object) -> float | None:
     """Return a number that means and squares can be taken of; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if abs(value) <= _LARGEST else None  # not so if it is not a number
+    return float(value) if abs(value) <= _LARGEST else None  # false for NaN

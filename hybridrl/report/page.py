@@ -1,39 +1,51 @@
-"""Puts the page together: data, style, script and the chart library in one file."""
+"""The page of one run."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
-from importlib.resources import files
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from string import Template
-from typing import Any
+from statistics import fmean
 
-from hybridrl import __version__
 from hybridrl.atomic_io import atomic_write_text
 from hybridrl.errors import RunFolderError
-from hybridrl.json_text import to_json_text
-from hybridrl.report.evidence import Evidence, Finding
-from hybridrl.report.findings import find
-from hybridrl.report.history import History
-from hybridrl.report.panels import build_panels
-from hybridrl.report.samples import read_samples
-from hybridrl.report.settings import Settings, read_defaults
-from hybridrl.report.timeline import read_timeline
+from hybridrl.metrics import find_declaration
+from hybridrl.report.charts import SECTIONS, Chart, build_charts
+from hybridrl.report.facts import facts_of
+from hybridrl.report.findings import RUNNING_RULES, Finding, diagnose
+from hybridrl.report.learning_rules import LEARNING_RULES
+from hybridrl.report.markup import (
+    Html,
+    card,
+    details,
+    duration,
+    figure_html,
+    number,
+    page,
+    sample_cells,
+    section,
+    table,
+    tag,
+)
+from hybridrl.report.run import Run, read_run
+from hybridrl.report.samples import Samples, read_samples
+from hybridrl.report.settings import Settings, read_defaults, to_text
 
 NAME = "report.html"
 
 log = logging.getLogger(__name__)
 
-_ASSETS = files("hybridrl.report") / "assets"
-_LOG_TAIL_BYTES = 64 << 10
 _NUM_LOG_LINES = 60
+_FEW_STEPS = 5
+_KEY_METRICS = (
+    *("reward/mean", "eval/reward/mean", "loss/supervised_nats", "eval/loss_nats"),
+    *("length/response_tokens/mean", "time/step_s", "throughput/tokens_per_s"),
+)
 
 
 def write_report(folder: Path, *, output: Path | None = None) -> Path:
-    """Make the report of a run folder; the file appears whole or not at all.
+    """Make the report of a run folder; the file appears complete or not at all.
 
     Args:
         folder: of a run, which may be going on.
@@ -45,25 +57,24 @@ def write_report(folder: Path, *, output: Path | None = None) -> Path:
     Raises:
         RunFolderError: it is no run folder, or the file cannot be written.
     """
-    missing = [name for name in ("config.yaml", "metrics.jsonl") if not (folder / name).is_file()]
-    if missing:
-        raise RunFolderError(
-            f"{folder} is no run folder: it has no {' and no '.join(missing)}; "
-            "name the folder that trainer.run_dir gave"
-        )
-    path = output or folder / NAME
-    page = build_page(describe(folder))
+    return write_page(output or folder / NAME, build_page(read_run(folder)))
+
+
+def write_page(path: Path, text: str) -> Path:
+    """Write a page.
+
+    Raises:
+        RunFolderError: the file cannot be written.
+    """
     try:
-        atomic_write_text(path, page, errors="replace")
-    except OSError as error:
-        raise RunFolderError(
-            f"cannot write {path}: {error}; write elsewhere with --output"
-        ) from error
+        atomic_write_text(path, text, errors="replace")
+    except OSError as err:
+        raise RunFolderError(f"cannot write {path}: {err}; write elsewhere with --output") from err
     return path
 
 
 def try_report(folder: Path) -> None:
-    """Make the report at the end of a run. Failing to costs a warning, never what the run made."""
+    """Make the report at the end of a run. A failure costs a warning, never the run's results."""
     try:
         log.info("report: %s", write_report(folder))
     except (ArithmeticError, LookupError, OSError, TypeError, ValueError) as error:
@@ -73,98 +84,106 @@ def try_report(folder: Path) -> None:
         )
 
 
-def describe(folder: Path) -> dict[str, Any]:
-    """Return all that the page shows, as plain data."""
-    history = History.read(folder / "metrics.jsonl")
-    settings = Settings.read(folder / "config.yaml")
-    log_lines = _read_log(folder / "log.txt")
-    findings = find(Evidence(history, settings, log_lines))
-    changes = settings.changes(read_defaults())
-    return {
-        "name": folder.resolve().name,
-        "made": time.strftime("%Y-%m-%d %H:%M"),
-        "version": __version__,
-        "status": _status(history, settings, findings),
-        "tiles": _tiles(history),
-        "findings": [asdict(finding) for finding in findings],
-        "panels": build_panels(history, settings),
-        "timeline": read_timeline(folder / "trace.json"),
-        "samples": read_samples(folder / "samples.jsonl"),
-        "settings": {
-            "changes": [[key, _spell(old), _spell(new)] for key, (old, new) in changes.items()],
-            "all": [[key, _spell(value)] for key, value in settings.flat.items()],
-        },
-        "log": log_lines[-_NUM_LOG_LINES:],
+def build_page(run: Run) -> str:
+    """Return the page as HTML."""
+    findings = diagnose(run, (*RUNNING_RULES, *LEARNING_RULES))
+    charts = build_charts(run.history, run.settings)
+    grids = {name: _grid([c for c in charts if c.section == name]) for name in SECTIONS}
+    silent = "No rule found anything to say. That alone does not make a run good."
+    charted = {name for chart in charts for name in chart.names}
+    others = [name for name in run.history.names if name not in charted]
+    parts: dict[str, Sequence[object]] = {
+        "What stands out": [_finding(run, finding) for finding in findings] or [silent],
+        "Learning": [*grids.pop("Learning"), *_explanation(run)],
+        "What the model writes": list(_samples(read_samples(run.folder / "samples.jsonl"))),
+        **grids,
+        "Everything else": [details("metrics without a chart", _summary(run, others))],
+        "Configuration": [_configuration(run.settings)],
+        "Log": [details("the last lines", tag("pre", "\n".join(run.log_lines[-_NUM_LOG_LINES:])))],
     }
+    shown = (section(title, *children) for title, children in parts.items() if children)
+    return page(run.folder.name, *_head(run, findings), *shown)
 
 
-def build_page(data: Mapping[str, Any]) -> str:
-    """Fill the page. Texts of models reach it as data alone, in which no ``<`` stands."""
-    as_json = to_json_text(data, keeps_unicode=True, separators=(",", ":"))
-    texts = {name: (_ASSETS / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
-    return Template(texts["html"]).substitute(
-        style=texts["css"],
-        script=texts["js"],
-        library=(files("plotly") / "package_data" / "plotly.min.js").read_text("utf-8"),
-        data=as_json.replace("<", "\\u003c"),
-    )
-
-
-def _status(
-    history: History, settings: Settings, findings: list[Finding]
-) -> dict[str, str | int | float | None]:
-    key = "sft.num_steps" if settings.flat.get("mode") == "sft" else "trainer.num_steps"
-    num_steps = int(settings.number(key) or 0)
-    num_done = history.steps[-1] if history.steps else 0
+def state_of(run: Run, findings: Sequence[Finding]) -> str:
+    """Return failed, finished, or unfinished: running, or stopped early."""
     if any(finding.severity == "error" for finding in findings):
-        word = "failed"
-    elif num_steps and num_done >= num_steps:
-        word = "finished"
-    else:
-        word = "unfinished"
-    return {
-        "word": word,
-        "num_done": num_done,
-        "num_steps": num_steps,
-        "elapsed_s": history.elapsed_s[-1] if history.steps else None,
-    }
+        return "failed"
+    return "finished" if 0 < run.num_steps <= run.num_done else "unfinished"
 
 
-_TILES = (
-    ("Reward", "reward/mean"),
-    ("Held-out reward", "eval/reward/mean"),
-    ("Loss", "loss/supervised_nats"),
-    ("Held-out loss", "eval/loss_nats"),
-    ("Response length", "length/response_tokens/mean"),
-    ("Step", "time/step_s"),
-    ("Throughput", "throughput/tokens_per_s"),
-)
+def _head(run: Run, findings: Sequence[Finding]) -> Iterator[Html]:
+    state = state_of(run, findings)
+    elapsed = duration(run.history.elapsed_s[-1] if run.history.elapsed_s else None)
+    made = time.strftime("%Y-%m-%d %H:%M")
+    done = f": step {run.num_done} of {run.num_steps}, {elapsed}. Page made {made}."
+    yield tag("h1", run.folder.name)
+    yield tag("p", tag("b", state, cls=state), done)
+    yield card(table((), facts_of(run)))
+    if key_metrics := [name for name in _KEY_METRICS if run.history.get(name).finite]:
+        yield card(_summary(run, key_metrics))
 
 
-def _tiles(history: History) -> list[dict[str, Any]]:
-    """First and last values: means over five steps, since one step alone is noise."""
-    units = {"time/step_s": "s", "throughput/tokens_per_s": "tokens/s"}
-    tiles = []
-    for label, name in _TILES:
-        values = history.get(name).finite
-        if values:
-            few = 1 if name.startswith("eval/") else max(1, min(5, len(values) // 2))
-            unit = units.get(name, "tokens" if "tokens" in name else "")
-            ends = [sum(values[:few]) / few, sum(values[-few:]) / few]
-            tiles.append({"label": label, "unit": unit, "first": ends[0], "last": ends[1]})
-    return tiles
+def _summary(run: Run, names: Sequence[str]) -> Html:
+    """Return a table of metrics: both ends of the run, the extremes, and the meaning."""
+    rows = []
+    for name in names:
+        values = run.history.get(name).finite
+        count = 1 if name.startswith("eval/") else max(1, min(_FEW_STEPS, len(values) // 2))
+        ends = [fmean(values[:count]), fmean(values[-count:]), min(values), max(values)]
+        declared = find_declaration(name)
+        meaning = f"{declared.meaning} ({declared.unit})" if declared else ""
+        rows.append([name, *map(number, ends), meaning])
+    return table(("metric", "first", "last", "lowest", "highest", "meaning"), rows)
 
 
-def _spell(value: object) -> str:
-    """Write a value as it is typed on the command line."""
-    words = {None: "null", True: "true", False: "false"}
-    return words[value] if value is None or isinstance(value, bool) else str(value)
+def _finding(run: Run, finding: Finding) -> Html:
+    remedies = [tag("p", "Try ", tag("code", remedy)) for remedy in finding.overrides(run)]
+    quote = tag("pre", finding.quote) if finding.quote else ""
+    lines = [tag("h3", finding.title), tag("p", finding.text), quote, *remedies]
+    return card(*lines, cls=f"card finding {finding.severity}")
 
 
-def _read_log(path: Path) -> list[str]:
-    if not path.is_file():
-        return []
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - _LOG_TAIL_BYTES))
-        return file.read().decode("utf-8", errors="replace").splitlines()
+def _grid(charts: Sequence[Chart]) -> list[Html]:
+    cards = []
+    for chart in charts:
+        declared = ((name, find_declaration(name)) for name in chart.names)
+        meanings = table((), ((name, d.meaning) for name, d in declared if d))
+        title = tag("h3", chart.title, tag("span", f" {chart.unit}", cls="soft"))
+        cards.append(card(title, figure_html(chart.figure), details("meaning", meanings)))
+    return [tag("div", *cards, cls="grid")] if cards else []
+
+
+def _explanation(run: Run) -> Iterator[Html]:
+    series = run.history.get("reward/mean")
+    if series.finite:
+        yield tag(
+            "p",
+            "A mean is over the responses of one step. First and last, in the tables, are means "
+            f"over {_FEW_STEPS} steps. Where a chart has many steps, the faint line is each step "
+            f"and the strong one its mean over the {2 * series.reach + 1} steps around it. "
+            "Held-out values are as measured.",
+            cls="soft",
+        )
+
+
+def _samples(samples: Samples) -> Iterator[Html]:
+    if samples.held_out or samples.train:
+        about = "Shaded: a token of low probability. Point at it for its log-prob."
+        yield tag("p", about, cls="soft")
+    for prompt, answers in samples.held_out.items():
+        rows = [sample_cells(sample) for sample in answers]
+        answer = tag("p", f"answer: {answers[0]['answer']}")
+        cells = table(("step", "response", "reward"), rows)
+        yield card(tag("div", prompt, cls="mono text"), answer, cells)
+    for step, responses in sorted(samples.train.items(), reverse=True):
+        rows = [[sample["prompt"], *sample_cells(sample)[1:]] for sample in responses]
+        yield details(f"training, step {step}", card(table(("prompt", "response", "reward"), rows)))
+
+
+def _configuration(settings: Settings) -> Html:
+    changes = settings.changes(read_defaults())
+    rows = [(key, to_text(now), to_text(default)) for key, (default, now) in changes.items()]
+    differing = table(("changed key", "this run", "default"), rows) if rows else "All defaults."
+    every = table((), ((key, to_text(value)) for key, value in settings.flat.items()))
+    return card(differing, details(f"all {len(settings.flat)} keys", every))

@@ -1,95 +1,77 @@
-"""Which of a run's responses to show: the last ones, and how held-out prompts changed."""
+"""Which of a run's responses to show: those of some steps, and how held-out answers changed."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from hybridrl.report.history import parse_row, plottable
+from hybridrl.report.history import parse_row, plottable, read_lines
 
-_HEAD = re.compile(rb'\{"step": (\d+)')
+_STEP = re.compile(rb'\{"step": (\d+)')
 _EVAL = b'"split": "eval"'
-_MAX_SHOWN_STEPS = 12
-_MAX_STORIES = 8
+_MAX_STEPS = 12
+_MAX_PROMPTS = 8
 _MAX_CHARS = 4000
 
 
-def read_samples(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """Choose from ``samples.jsonl``; lines that are not chosen are neither parsed nor kept.
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Lines of ``samples.jsonl``, cleaned."""
 
-    Returns:
-        ``steps``: training samples of some steps, spread evenly, with the first and the last.
-        ``stories``: prompts that were answered at several steps, with all their answers.
-    """
-    if not path.is_file():
-        return {"steps": [], "stories": []}
-    with path.open("rb") as file:
-        train, held_out = _index(file)
-        groups = [
-            {"step": step, "samples": _read(file, train[step])} for step in spread(sorted(train))
-        ]
-        told = {step: _read(file, held_out[step]) for step in spread(sorted(held_out))}
-    return {"steps": [group for group in groups if group["samples"]], "stories": _tell(told)}
+    train: Mapping[int, Sequence[dict[str, Any]]]
+    """Responses by step: some steps, spread evenly, with the first and the last."""
+
+    held_out: Mapping[str, Sequence[dict[str, Any]]]
+    """Responses by prompt: the answers of several steps to the same prompt."""
 
 
-def spread(steps: Sequence[int], *, max_steps: int = _MAX_SHOWN_STEPS) -> list[int]:
-    """Return at most ``max_steps`` of ``steps``, evenly spaced, with the first and the last."""
-    if len(steps) <= max_steps:
-        return list(steps)
-    gap = (len(steps) - 1) / (max_steps - 1)
-    return [steps[round(number * gap)] for number in range(max_steps)]
-
-
-def _index(file: BinaryIO) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """Say where the lines of each step begin: of training, and of evaluation."""
-    train: dict[int, list[int]] = defaultdict(list)
-    held_out: dict[int, list[int]] = defaultdict(list)
-    place = 0
-    for line in file:
-        head = _HEAD.match(line)
-        if head and line.endswith(b"\n"):
+def read_samples(path: Path) -> Samples:
+    """Choose from ``samples.jsonl``; a line that is not chosen is not parsed."""
+    lines: dict[bool, dict[int, list[bytes]]] = {True: defaultdict(list), False: defaultdict(list)}
+    for line in read_lines(path):
+        match = _STEP.match(line)
+        if match and line.endswith(b"\n"):
             # A response may hold the mark as text, but with its quotes escaped.
-            (held_out if _EVAL in line else train)[int(head[1])].append(place)
-        place += len(line)
-    return train, held_out
+            lines[_EVAL in line][int(match[1])].append(line)
+    train = {step: _parse(lines[False][step]) for step in spread(sorted(lines[False]))}
+    by_prompt: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for step in spread(sorted(lines[True])):
+        for sample in _parse(lines[True][step]):
+            by_prompt[sample["prompt"]].append(sample)
+    return Samples(train, dict(list(by_prompt.items())[:_MAX_PROMPTS]))
 
 
-def _read(file: BinaryIO, places: Sequence[int]) -> list[dict[str, Any]]:
-    rows = []
-    for place in places:
-        file.seek(place)
-        rows.append(parse_row(file.readline()))
-    return [_shorten(row) for row in rows if row is not None]
+def spread(steps: Sequence[int]) -> list[int]:
+    """Return some of many steps, evenly spaced, with the first and the last."""
+    if len(steps) <= _MAX_STEPS:
+        return list(steps)
+    gap = (len(steps) - 1) / (_MAX_STEPS - 1)
+    return [steps[round(number * gap)] for number in range(_MAX_STEPS)]
 
 
-def _shorten(sample: dict[str, Any]) -> dict[str, Any]:
-    """A page stays small whatever a model writes, and can be drawn whatever it was scored."""
-    texts = {name: str(sample.get(name, "")) for name in ("prompt", "response", "answer")}
-    cut = {
-        name: text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]} … {len(text)} characters"
-        for name, text in texts.items()
-    }
-    tokens, logprobs = (_list_of(sample, name) for name in ("tokens", "logprobs"))
-    scored = {
-        "reward": plottable(sample.get("reward")),
-        "tokens": [str(token) for token in tokens],
-        "logprobs": [plottable(logprob) for logprob in logprobs],
-    }
-    return sample | cut | scored
-
-
-def _list_of(sample: dict[str, Any], name: str) -> list[Any]:
-    values = sample.get(name)
-    return values if isinstance(values, list) else []
-
-
-def _tell(held_out: dict[int, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    stories: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for samples in held_out.values():
-        for sample in samples:
-            stories[sample["prompt"]].append(sample)
-    told = [{"prompt": prompt, "samples": samples} for prompt, samples in stories.items()]
-    return told[:_MAX_STORIES]
+def _parse(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Return samples of bounded size, whatever a model wrote and a reward function returned."""
+    samples = []
+    for row in filter(None, map(parse_row, lines)):
+        texts = {name: str(row.get(name, "")) for name in ("prompt", "response", "answer")}
+        for name, text in texts.items():
+            if len(text) > _MAX_CHARS:
+                texts[name] = f"{text[:_MAX_CHARS]} … {len(text)} characters"
+        tokens, logprobs = (
+            row[name] if isinstance(row.get(name), list) else [] for name in ("tokens", "logprobs")
+        )
+        numbers = {
+            "reward": plottable(row.get("reward")),
+            "logprobs": list(map(plottable, logprobs)),
+        }
+        cut = bool(row.get("is_truncated"))
+        samples.append(
+            {"step": row["step"], "is_truncated": cut, "tokens": list(map(str, tokens))}
+            | texts
+            | numbers
+        )
+    return samples

@@ -32,13 +32,17 @@ class Settings:
 
     @classmethod
     def read(cls, path: Path) -> Settings:
-        """Read a file; what is no YAML mapping gives no keys."""
+        """Read a file; a file that is no YAML mapping gives no keys."""
         return cls(_load(path))
 
     def number(self, key: str) -> float | None:
         """Return the value of a key if it is a number."""
-        value = _plain(self.flat.get(key))
+        value = _comparable(self.flat.get(key))
         return value if isinstance(value, float) else None
+
+    def text(self, key: str) -> str:
+        """Return the value of a key as it is typed; empty if there is no such key."""
+        return to_text(self.flat[key]) if key in self.flat else ""
 
     def changes(self, defaults: Settings) -> dict[str, tuple[object, object]]:
         """Return keys whose value differs, with the default and the value; both as plain text.
@@ -51,7 +55,7 @@ class Settings:
             for key, value in self.flat.items()
             if key in defaults.flat
             and "${" not in str(defaults.flat[key])
-            and _plain(value) != _plain(defaults.flat[key])
+            and _comparable(value) != _comparable(defaults.flat[key])
         }
 
 
@@ -77,8 +81,14 @@ def _load(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _plain(value: object) -> object:
-    """Return what compares equal however it is spelled: YAML 1.1 reads 1e-4 as text."""
+def to_text(value: object) -> str:
+    """Write a value as it is typed on the command line."""
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def _comparable(value: object) -> object:
+    """Return the same for every spelling of a number: YAML 1.1 reads 1e-4 as text."""
     if isinstance(value, bool):
         return value
     if isinstance(value, int | float | str):

@@ -10,16 +10,10 @@ from hybridrl.errors import ModelError
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.planning.memory import plan_memory
 from hybridrl.planning.page import format_bytes
-from hybridrl.planning.plan import MemoryPlan, Phase
+from hybridrl.planning.plan import MemoryPlan
 from hybridrl.planning.workload import Workload
 
 log = logging.getLogger(__name__)
-
-_SETTLED_STEP = 2
-"""Moments exist from the first update on. On a CPU ranks then give freed memory back once, and only
-in this step does each phase show what it needs itself; later all look as large as the largest.
-Counted from the first step in which the policy learns; a critic that learned before it has left its
-own traces by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +52,20 @@ class PlanCheck:
         """
         try:
             plan = self._plan_for(metrics)
-        except (ModelError, KeyError):  # a model or a step that nothing is foretold of
+        except (ModelError, KeyError):  # no plan for this model, or a step without its sizes
             return {}
         self._num_steps += 1
-        found = [
+        # On a CPU malloc keeps freed memory: every phase looks as large as the largest.
+        phases = plan.phases if plan.device == "cuda" else (plan.fullest,)
+        comparisons = [
             Comparison(phase.name, plan.measured_bytes(phase), metrics[name].value)
-            for phase in self._comparable(plan)
+            for phase in phases
             if (name := f"memory/{phase.name}_peak_bytes/max") in metrics
         ]
-        self._note(found)
-        return {f"memory/{c.phase}_plan_error_fraction": Mean(c.error_fraction) for c in found}
+        self._note(comparisons)
+        return {
+            f"memory/{c.phase}_plan_error_fraction": Mean(c.error_fraction) for c in comparisons
+        }
 
     def report(self) -> None:
         """Say at the end of a run how far the prediction was off."""
@@ -83,15 +81,8 @@ class PlanCheck:
         )
         return plan_memory(self._config, workload=workload)
 
-    def _comparable(self, plan: MemoryPlan) -> tuple[Phase, ...]:
-        has_warmed_up = self._config.has_critic and self._config.critic.num_warmup_steps > 0
-        is_early = self._num_steps < _SETTLED_STEP and not has_warmed_up
-        if plan.device == "cuda" or is_early or self._num_steps == _SETTLED_STEP:
-            return plan.phases
-        return (plan.fullest,)
-
-    def _note(self, found: list[Comparison]) -> None:
-        peak = max(found, key=lambda comparison: comparison.measured, default=None)
+    def _note(self, comparisons: list[Comparison]) -> None:
+        peak = max(comparisons, key=lambda comparison: comparison.measured, default=None)
         if peak is None:
             return
         if self._largest is None or peak.measured > self._largest.measured:

@@ -14,6 +14,7 @@ from hybridrl.checkpoint.manifest import RunState
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import error_notes
 from hybridrl.metrics import Metrics
+from hybridrl.report.facts import try_machine
 from hybridrl.report.page import try_report
 from hybridrl.run.display import LiveView, open_live
 from hybridrl.run.final_summary import describe_end, read_metrics
@@ -142,6 +143,7 @@ def open_record(
     num_steps = 3 if config.mode == "certify" else config.num_steps
     with run_log:
         log.configure(file=run_log.log_file)
+        try_machine(run_log.folder)
         with (
             _summarized(config, command),
             _open_tracing(run_log.folder, is_on=config.tracking.trace) as tracing,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config.checks.violations import find_violations
-from hybridrl.planning.advice import find_knob, knobs, largest_saving
+from hybridrl.planning.advice import largest_saving, suggest_override, suggestions
 from hybridrl.planning.capacity import capacity_bytes
 from hybridrl.planning.memory import plan_memory
 from hybridrl.planning.page import peak_line, plan_page, verdict
@@ -39,22 +39,22 @@ def big(tmp_path: Path) -> tuple[str, ...]:
     )
 
 
-def test_the_knob_makes_the_run_fit_and_breaks_no_rule(big: tuple[str, ...]) -> None:
+def test_a_suggestion_makes_the_run_fit_and_breaks_no_rule(big: tuple[str, ...]) -> None:
     config = config_of(*big)
     capacity = capacity_bytes(config.cluster)
     assert capacity == 78 * GIB
     plan = plan_memory(config)
     assert plan.peak_bytes(plan.fullest) > capacity
-    knob = find_knob(config, capacity_bytes=capacity)
-    assert knob is not None
-    assert find_violations(knob.config) == []
-    turned = plan_memory(config_of(*big, knob.override))
-    assert turned == plan_memory(knob.config)
-    assert turned.peak_bytes(turned.fullest) == knob.peak_bytes <= capacity
+    suggestion = suggest_override(config, capacity_bytes=capacity)
+    assert suggestion is not None
+    assert find_violations(suggestion.config) == []
+    turned = plan_memory(config_of(*big, suggestion.override))
+    assert turned == plan_memory(suggestion.config)
+    assert turned.peak_bytes(turned.fullest) == suggestion.peak_bytes <= capacity
     assert "Does not fit: " in verdict(config, plan)
-    assert f"Set {knob.override}" in verdict(config, plan)
-    for other in knobs(config):  # nothing cheaper would have done
-        if other.price < knob.price:
+    assert f"Set {suggestion.override}" in verdict(config, plan)
+    for other in suggestions(config):  # nothing cheaper would have done
+        if other.price < suggestion.price:
             assert other.peak_bytes > capacity or find_violations(other.config)
 
 
@@ -62,7 +62,7 @@ def test_a_model_that_megatron_trains_is_cut_further(big: tuple[str, ...]) -> No
     given = (*big, "actor=megatron", "actor.compute_dtype=bfloat16", "rollout=sglang")
     given += ("rollout.dtype=bfloat16", "rollout.sleep=true", "rollout.memory_fraction=0.5")
     config = config_of(*given)
-    found = {knob.override: knob for knob in knobs(config)}
+    found = {suggestion.override: suggestion for suggestion in suggestions(config)}
     assert "megatron.tensor_parallel_size=8" in found
     assert "megatron.tensor_parallel_size=16" not in found  # would leave the node
     assert "megatron.pipeline_parallel_size=2" in found
@@ -75,17 +75,17 @@ def test_a_model_that_megatron_trains_is_cut_further(big: tuple[str, ...]) -> No
     whole = plan.peak_bytes(plan.fullest)
     assert peaks[1] < peaks[0] < whole
     assert peaks[3] < peaks[2] < whole
-    knob = find_knob(config, capacity_bytes=peaks[1])
-    assert knob is not None
-    assert find_violations(knob.config) == []
+    suggestion = suggest_override(config, capacity_bytes=peaks[1])
+    assert suggestion is not None
+    assert find_violations(suggestion.config) == []
 
 
-def test_without_a_knob_that_suffices_the_page_names_the_largest_saving() -> None:
+def test_without_one_that_suffices_the_page_names_the_largest() -> None:
     config = config_of("cluster.device_memory_gib=0.1")
-    assert find_knob(config, capacity_bytes=int(0.1 * GIB)) is None
+    assert suggest_override(config, capacity_bytes=int(0.1 * GIB)) is None
     best = largest_saving(config)
     assert best is not None
-    assert all(best.peak_bytes <= knob.peak_bytes for knob in knobs(config))
+    assert all(best.peak_bytes <= suggestion.peak_bytes for suggestion in suggestions(config))
     assert f"No single key makes it fit; most saves {best.override}" in plan_page(config)
 
 
@@ -93,6 +93,7 @@ def test_a_run_that_fits_says_how_much_is_left() -> None:
     config = config_of("cluster.device_memory_gib=100")
     assert "Fits: " in plan_page(config)
     assert "of 100.00 GiB are left" in plan_page(config)
+    assert "malloc keeps memory" in plan_page(config)
 
 
 def test_a_gpu_of_unknown_size_is_not_judged() -> None:
@@ -100,6 +101,7 @@ def test_a_gpu_of_unknown_size_is_not_judged() -> None:
     assert capacity_bytes(config.cluster) is None
     assert "Set cluster.device_memory_gib" in plan_page(config)
     assert "(host)" in plan_page(config)
+    assert "malloc" not in plan_page(config)
 
 
 def test_ranks_of_a_cpu_share_its_memory() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.planning.advice import knobs
+from hybridrl.planning.advice import suggestions
 from hybridrl.planning.memory import plan_memory
 from hybridrl.planning.plan import MemoryPlan, Place
 from hybridrl.planning.roles import ModelPrecision, Role
@@ -67,7 +67,7 @@ def test_what_keeps_more_than_need_be_is_the_first_thing_to_change(
 ) -> None:
     overrides = ("reduce_gradients=last_microbatch", "reshard_after_forward=false")
     config = config_of(*EIGHT, *large, *(f"actor.fsdp2.{override}" for override in overrides))
-    offered = {knob.override: knob for knob in knobs(config)}
+    offered = {s.override: s for s in suggestions(config)}
     plan = plan_memory(config)
     for name in ("reduce_gradients=every_microbatch", "reshard_after_forward=true"):
         saved = plan.peak_bytes(plan.fullest) - offered[f"actor.fsdp2.{name}"].peak_bytes

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from hybridrl.report.page import describe, write_report
+from hybridrl.report.charts import Chart, build_charts
+from hybridrl.report.page import write_report
+from hybridrl.report.run import read_run
 
 CONFIG = """
 mode: train
@@ -41,15 +44,46 @@ def sample(step: int, **changes: object) -> dict[str, object]:
     return base | {"is_truncated": False, "split": "train", "tokens": [], "logprobs": []} | changes
 
 
-def panel(folder: Path, title: str) -> dict[str, Any]:
-    """Return one plot of the page."""
-    (found,) = [panel for panel in describe(folder)["panels"] if panel["title"] == title]
-    return found
+def chart(folder: Path, title: str) -> Chart:
+    """Return one chart of the page."""
+    run = read_run(folder)
+    charts = [c for c in build_charts(run.history, run.settings) if c.title == title]
+    assert len(charts) == 1
+    return charts[0]
 
 
-def data_of_page(folder: Path) -> Any:
-    """Make the page and read its data as a browser would."""
-    page = write_report(folder).read_text(encoding="utf-8")
-    mark = '<script id="data" type="application/json">'
-    begin = page.index(mark) + len(mark)
-    return json.loads(page[begin : page.index("</script>", begin)])
+class PageText(HTMLParser):
+    """The page as a reader sees it: text, and what it would load or run."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.scripts: list[str] = []
+        self.sources: list[str] = []
+        self._is_hidden = False
+        self.feed(page)
+
+    @property
+    def text(self) -> str:
+        """All that is not script or style."""
+        return "\n".join(self.texts)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._is_hidden = tag in ("script", "style")
+        if tag == "script":
+            self.scripts.append("")
+        self.sources += [str(v) for name, v in attrs if name in ("src", "href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._is_hidden = False
+
+    def handle_data(self, data: str) -> None:
+        if self._is_hidden and self.scripts:
+            self.scripts[-1] += data
+        elif not self._is_hidden:
+            self.texts.append(data)
+
+
+def page_of(folder: Path) -> PageText:
+    """Make the page and read it as a browser would."""
+    return PageText(write_report(folder).read_text(encoding="utf-8"))

@@ -3,19 +3,23 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from hybridrl.config.load import load_config
 from hybridrl.main import compose
-from hybridrl.report.evidence import Evidence, Finding
-from hybridrl.report.findings import RULES, find
-from hybridrl.report.history import History
-from hybridrl.report.settings import read_defaults
+from hybridrl.report.findings import RUNNING_RULES, diagnose
+from hybridrl.report.history import History, read_rows
+from hybridrl.report.learning_rules import LEARNING_RULES
+from hybridrl.report.run import Run
+from hybridrl.report.settings import Settings, read_defaults
 
 Curve = Callable[[int], float]
 
 NUM_STEPS = 60
+RULES = (*RUNNING_RULES, *LEARNING_RULES)
+RECORDED = Path(__file__).parent / "recorded"
 DEFAULTS = read_defaults()
 WOBBLE = (-0.02, 0.01, 0.02, -0.01, 0.0)
 
@@ -32,12 +36,16 @@ def history(**curves: Curve | list[float]) -> History:
     return History(rows)
 
 
-def titles(evidence: Evidence) -> list[str]:
-    return [finding.title for finding in find(evidence)]
+def run_of(history: History, *log_lines: str, settings: Settings = DEFAULTS) -> Run:
+    return Run(folder=Path("run"), history=history, settings=settings, log_lines=log_lines)
 
 
-def seen(**curves: Curve | list[float]) -> list[str]:
-    return titles(Evidence(history(**curves), DEFAULTS))
+def run_with(**curves: Curve | list[float]) -> Run:
+    return run_of(history(**curves))
+
+
+def titles(run: Run) -> list[str]:
+    return [finding.title for finding in diagnose(run, RULES)]
 
 
 def rising(at: int) -> float:
@@ -51,7 +59,17 @@ def flat(at: int) -> float:
 BAD: dict[str, dict[str, Curve | list[float]]] = {
     "The reward does not rise": {"reward__mean": flat},
     "The reward has fallen": {"reward__mean": lambda at: rising(60 - at)},
-    "Nearly all groups are flat": {
+    "Training made the model worse": {"eval__reward__mean": [0.5, 0.45, 0.3, 0.25]},
+    "The reward may be gamed": {
+        "reward__mean": rising,
+        "rollout__truncated_fraction": lambda at: at / 60,
+    },
+    "The task is solved": {
+        "reward__flat_group_fraction": lambda at: 0.95,
+        "reward__mean": lambda at: 0.99,
+        "reward__max": lambda at: 1.0,
+    },
+    "Nearly all rewards are equal": {
         "reward__flat_group_fraction": lambda at: min(1.0, 0.5 + at / 40),
         "reward__mean": lambda at: 0.0,
         "reward__max": lambda at: 0.0,
@@ -69,10 +87,10 @@ BAD: dict[str, dict[str, Curve | list[float]]] = {
         "reward__mean": lambda at: math.inf if at == 30 else rising(at),
     },
     "Responses could not be scored": {"reward__failed_fraction": lambda at: 0.05},
-    "Many responses are cut off": {"rollout__truncated_fraction": lambda at: at / 100},
+    "Many responses are cut off": {"rollout__truncated_fraction": lambda at: 0.3},
     "Requests were cut off": {"rollout__aborted_requests": lambda at: float(at == 3)},
     "Memory did not move": {"memory__unmoved_releases": lambda at: 3.0},
-    "The gradient is clipped nearly always": {"policy__grad_norm": lambda at: 3.0},
+    "The gradient is far above its limit": {"policy__grad_norm": lambda at: 30.0},
     "Sampling takes most of the time": {
         "time__generate_s": lambda at: 9.0,
         "time__step_s": lambda at: 10.0,
@@ -92,7 +110,7 @@ GOOD: dict[str, Curve | list[float]] = {
     "policy__kl_to_reference_nats__mean": lambda at: at / 1000,
     "policy__sampler_mismatch_nats__mean": lambda at: 1e-5,
     "policy__skipped_updates": lambda at: 0.0,
-    "policy__grad_norm": lambda at: 0.5 + at % 2,
+    "policy__grad_norm": lambda at: 2.5 + at % 2,
     "rollout__truncated_fraction": lambda at: 0.05,
     "rollout__aborted_requests": lambda at: 0.0,
     "time__generate_s": lambda at: 4.0,
@@ -102,57 +120,81 @@ GOOD: dict[str, Curve | list[float]] = {
 
 @pytest.mark.parametrize("title", BAD)
 def test_each_rule_speaks_of_its_fault_and_of_no_other(title: str) -> None:
-    assert seen(**BAD[title]) == [title]
+    assert titles(run_with(**BAD[title])) == [title]
 
 
 def test_no_rule_speaks_of_a_run_that_learns() -> None:
-    assert seen(**GOOD) == []
+    assert titles(run_with(**GOOD)) == []
 
 
 def test_no_rule_speaks_of_a_run_that_has_just_begun() -> None:
     for rows in ([], [{"step": 1, "reward/mean": 0.0, "policy/grad_norm": 9.0}]):
-        assert titles(Evidence(History(rows), DEFAULTS)) == []
+        assert titles(run_of(History(rows))) == []
 
 
 def test_every_rule_has_an_example() -> None:
-    both_of_the_reward, both_of_skipped_updates, error = 1, 1, 1
-    assert len(BAD) - both_of_the_reward - both_of_skipped_updates + error == len(RULES)
+    two_titles = 3  # of the reward, of equal rewards, and of skipped updates
+    error = 1
+    assert len(BAD) - two_titles + error == len(RULES)
+
+
+@pytest.mark.parametrize(
+    ("name", "lr", "expected", "first_override"),
+    [
+        ("good", 1e-4, [], None),
+        ("too_high", 3e-4, ["Training made the model worse"], "actor.optimizer.lr=3e-05"),
+        ("collapsed", 1e-3, ["Training made the model worse"], "actor.optimizer.lr=0.0001"),
+        (
+            "reward_hacked",
+            1e-4,
+            ["The reward may be gamed"],
+            "algorithm.kl.placement=loss algorithm.kl.coefficient=0.01",
+        ),
+        ("all_zero", 1e-4, ["Nearly all rewards are equal"], "mode=sft"),
+    ],
+)
+def test_findings_of_a_recorded_run(
+    name: str, lr: float, expected: list[str], first_override: str | None
+) -> None:
+    settings = Settings(DEFAULTS.flat | {"actor.optimizer.lr": lr})
+    run = run_of(History(read_rows(RECORDED / f"{name}.jsonl")), settings=settings)
+    findings = diagnose(run, RULES)
+    assert [finding.title for finding in findings] == expected
+    assert [override for f in findings for override in f.overrides(run)[:1]] == [
+        override for override in (first_override,) if override
+    ]
+
+
+def test_a_wreck_without_evaluations_is_seen_by_its_reward() -> None:
+    rows = [
+        {name: value for name, value in row.items() if not name.startswith("eval/")}
+        for row in read_rows(RECORDED / "collapsed.jsonl")
+    ]
+    assert titles(run_of(History(rows))) == ["Training made the model worse"]
 
 
 def test_a_reward_that_is_not_finite_is_not_blamed_on_the_learning_rate() -> None:
-    (finding,) = find(Evidence(history(**BAD["Rewards were not finite"]), DEFAULTS))
+    (finding,) = diagnose(run_with(**BAD["Rewards were not finite"]), RULES)
     assert finding.remedies == ("reward.on_error=stop",)
     assert "step 31" in finding.text
 
 
-def test_a_task_that_is_solved_is_no_warning() -> None:
-    curves = {
-        "reward__flat_group_fraction": lambda at: 0.95,
-        "reward__mean": lambda at: 0.99,
-        "reward__max": lambda at: 1.0,
-    }
-    (finding,) = find(Evidence(history(**curves), DEFAULTS))
-    assert finding.severity == "note"
-    assert "too easy" in finding.text
-
-
-def test_a_full_engine_is_told_to_take_more_slots_and_an_idle_one_shorter_responses() -> None:
+def test_a_full_engine_needs_slots_and_an_idle_one_shorter_responses() -> None:
     busy = BAD["Sampling takes most of the time"]
     idle = busy | {"rollout__slot_occupancy": lambda at: 0.3}
-    keys = []
-    for curves in (busy, idle):
-        (finding,) = find(Evidence(history(**curves), DEFAULTS))
-        keys.append(finding.remedies[0].partition("=")[0])
-    assert keys == ["rollout.num_slots", "rollout.max_response_tokens"]
-
-
-def _all_findings() -> list[Finding]:
-    return [f for curves in BAD.values() for f in find(Evidence(history(**curves), DEFAULTS))]
+    overrides = []
+    for run in (run_with(**busy), run_with(**idle)):
+        (finding,) = diagnose(run, RULES)
+        overrides += finding.overrides(run)
+    assert overrides == ["rollout.num_slots=256", "rollout.max_response_tokens=18"]
 
 
 def test_every_remedy_can_be_typed_and_changes_something() -> None:
     now = load_config(compose([]))
-    remedies = {remedy for finding in _all_findings() for remedy in finding.remedies}
+    runs = [run_with(**curves) for curves in BAD.values()]
+    remedies = {
+        o for run in runs for finding in diagnose(run, RULES) for o in finding.overrides(run)
+    }
     assert len(remedies) > 10
     unchanged = {"actor.compute_dtype=float32", "algorithm.num_epochs=1", "reward.on_error=stop"}
     # the default experiment is there already
@@ -164,7 +206,7 @@ def test_every_remedy_can_be_typed_and_changes_something() -> None:
 
 def test_errors_come_before_warnings_and_warnings_before_notes() -> None:
     lines = ["the run ended with an error", "Traceback", "RewardError: no"]
-    curves = BAD["The gradient is clipped nearly always"] | BAD["Many responses are cut off"]
-    found = find(Evidence(history(**curves), DEFAULTS, lines))
-    assert [finding.severity for finding in found] == ["error", "warning", "note"]
-    assert found[0].quote == "Traceback\nRewardError: no"
+    curves = BAD["The gradient is far above its limit"] | BAD["Many responses are cut off"]
+    findings = diagnose(run_of(history(**curves), *lines), RULES)
+    assert [finding.severity for finding in findings] == ["error", "warning", "note"]
+    assert findings[0].quote == "Traceback\nRewardError: no"

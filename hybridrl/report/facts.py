@@ -1,0 +1,94 @@
+"""The first lines of a report: algorithm, model, learning rate, seed, machine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+from hybridrl.atomic_io import atomic_write_text
+from hybridrl.checkpoint.fingerprint import processor_name
+from hybridrl.config.model import ModelConfig, StarterConfig
+from hybridrl.errors import ModelError
+from hybridrl.planning.shapes import shape_of
+from hybridrl.report.history import parse_row
+from hybridrl.report.run import Run
+from hybridrl.report.settings import Settings
+
+log = logging.getLogger(__name__)
+
+MACHINE = "machine.json"
+"""File of a run folder: the machine of the driver."""
+
+
+def try_machine(folder: Path) -> None:
+    """Note the driver's machine in the run folder. A full disk costs a warning, never the run."""
+    memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    facts = {
+        "host": platform.node(),
+        "gpus": ", ".join(_gpus()) or "no GPU",
+        "processor": f"{len(os.sched_getaffinity(0))} cores of {processor_name()}",
+        "memory": f"{memory_gib:.0f} GiB",
+    }
+    try:
+        atomic_write_text(folder / MACHINE, json.dumps(facts) + "\n")
+    except OSError as error:
+        log.warning("%s was not written: %s", folder / MACHINE, error)
+
+
+def _gpus() -> list[str]:
+    """Name the GPUs that NVIDIA's driver lists, as ``8 x NVIDIA H100``; needs no torch."""
+    folder = Path("/proc/driver/nvidia/gpus")
+    texts = [path.read_text("utf-8", errors="replace") for path in folder.glob("*/information")]
+    models = Counter(name for text in texts for name in re.findall(r"^Model:\s*(.+)$", text, re.M))
+    return [f"{count} x {name}" for name, count in models.items()]
+
+
+def facts_of(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield what a reader asks first about a run: a label, and the answer."""
+    text, is_sft = run.settings.text, run.settings.text("mode") == "sft"
+    yield "algorithm", "supervised fine-tuning" if is_sft else text("algorithm.name")
+    yield "model", _model(run.settings)
+    yield "learning rate", text("actor.optimizer.lr")
+    yield "seed", text("seed")
+    yield "engines", f"trains with {text('actor.engine')}, samples with {text('rollout.engine')}"
+    nodes, ranks = text("cluster.num_nodes"), text("cluster.num_ranks_per_node")
+    yield "ranks", f"{nodes} x {ranks} on {text('cluster.device')}"
+    if best := run.best_evaluation:
+        yield "best evaluation", f"{best[0]:.3g}, at step {best[1]}"
+    path = run.folder / MACHINE
+    if machine := parse_row(path.read_bytes()) if path.is_file() else None:
+        yield "machine of the driver", ", ".join(str(fact) for fact in machine.values())
+
+
+def _model(settings: Settings) -> str:
+    folder = settings.text("model.path")
+    is_demo = folder == "null"
+    sizes = {f.name: settings.number(f"model.starter.{f.name}") or 0 for f in fields(StarterConfig)}
+    config = ModelConfig(
+        path=None if is_demo else folder,
+        starter=StarterConfig(**{key: int(size) for key, size in sizes.items()}),
+        dtype="float32",
+        attention="auto",
+    )
+    name = "the demo model" if is_demo else Path(folder).name
+    try:
+        name += f", {in_words(shape_of(config).num_parameters)} parameters"
+    except (ArithmeticError, ModelError):
+        name += ", of unknown size"  # the folder has gone, or the configuration has no sizes
+    is_lora = settings.text("lora.enabled") == "true"
+    return name + f", LoRA of rank {settings.text('lora.rank')}" * is_lora
+
+
+def in_words(count: int) -> str:
+    """Write a number of parameters as people say it."""
+    for size, letter in ((10**9, "B"), (10**6, "M")):
+        if count >= size:
+            return f"{count / size:.3g} {letter}"
+    return f"{count:,}"

@@ -1,0 +1,119 @@
+"""HTML from text. Text of models and users is escaped here, and nowhere left as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from math import exp
+from typing import Any
+
+from plotly.io import to_html
+from plotly.offline import get_plotlyjs
+
+from hybridrl import __version__
+
+
+class Html(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+def html_of(value: object) -> Html:
+    """Escape a text, unless it is HTML already."""
+    return value if isinstance(value, Html) else Html(escape(str(value)))
+
+
+def tag(name: str, *children: object, **attributes: str) -> Html:
+    """Return an element; ``cls`` stands for the attribute ``class``."""
+    stated = "".join(
+        f' {key.replace("cls", "class")}="{escape(v)}"' for key, v in attributes.items()
+    )
+    return Html(f"<{name}{stated}>{''.join(map(html_of, children))}</{name}>")
+
+
+def table(headers: Sequence[object], rows: Iterable[Sequence[object]]) -> Html:
+    """Return a table that scrolls where the screen is narrow."""
+    head = tag("tr", *(tag("th", header) for header in headers)) if headers else ""
+    body = (tag("tr", *(tag("td", cell) for cell in row)) for row in rows)
+    return tag("div", tag("table", head, *body), cls="scroll")
+
+
+def card(*children: object, **attributes: str) -> Html:
+    """Return a box."""
+    return tag("div", *children, **({"cls": "card"} | attributes))
+
+
+def details(summary: str, *children: object) -> Html:
+    """Return a part that is folded until it is clicked."""
+    return tag("details", tag("summary", summary), *children)
+
+
+def section(title: str, *children: object) -> Html:
+    """Return a part of the page."""
+    return tag("section", tag("h2", title), *children)
+
+
+def figure_html(figure: Mapping[str, Any], *, height: str = "260px") -> Html:
+    """Return a figure, as wide as its place, for a page that holds plotly's library."""
+    text = to_html(
+        figure,
+        config={"responsive": True, "displayModeBar": False},
+        include_plotlyjs=False,
+        full_html=False,
+        default_height=height,
+        validate=False,
+    )
+    return Html(text)
+
+
+def sample_cells(sample: dict[str, Any]) -> list[object]:
+    """Return step, response and reward of a sample; unsure tokens are shaded."""
+    pairs = zip(sample["tokens"], sample["logprobs"], strict=False)
+    tokens = [_token(token, logprob) for token, logprob in pairs] or [sample["response"]]
+    cut = tag("span", " cut at the limit", cls="cut") if sample["is_truncated"] else ""
+    return [sample["step"], tag("div", *tokens, cut, cls="mono text"), number(sample["reward"])]
+
+
+def _token(token: str, logprob: float | None) -> Html:
+    if logprob is None:
+        return html_of(token)
+    unsure = round(100 * (1 - exp(min(logprob, 0.0))))
+    title = f"log-prob {logprob:g}, probability {100 - unsure} %"
+    return (
+        tag("i", token, cls="t", style=f"--u:{unsure}", title=title) if unsure else html_of(token)
+    )
+
+
+def number(value: float | None) -> str:
+    """Write a number as short as a reader needs it."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def duration(seconds: float | None) -> str:
+    """Write seconds in hours and minutes."""
+    whole = int(seconds or 0)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"
+
+
+def page(title: str, *children: object) -> str:
+    """Return one file that needs no network."""
+    style = (files("hybridrl.report") / "assets" / "page.css").read_text("utf-8")
+    head = [
+        Html('<meta charset="utf-8">'),
+        Html('<meta name="viewport" content="width=device-width, initial-scale=1">'),
+        tag("title", title),
+        tag("style", Html(style)),
+        tag("script", Html(get_plotlyjs())),
+    ]
+    made = tag(
+        "p", f"Made by hybridrl {__version__}. One file, no network. Plots: Plotly.", cls="soft"
+    )
+    body = tag("body", tag("main", *children, made))
+    return "<!doctype html>\n" + tag("html", tag("head", *head), body, lang="en")

@@ -1,0 +1,73 @@
+"""The files of a run folder, read once: what rules, charts and tables look at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridrl.errors import RunFolderError
+from hybridrl.report.history import History, read_rows
+from hybridrl.report.settings import Settings
+
+_LOG_TAIL_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A run folder, which may still grow."""
+
+    folder: Path
+    history: History
+    settings: Settings
+    log_lines: Sequence[str] = ()
+    """The end of log.txt."""
+
+    @property
+    def num_done(self) -> int:
+        """Steps that were recorded."""
+        return self.history.steps[-1] if self.history.steps else 0
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that the run is to take."""
+        section = "sft" if self.settings.text("mode") == "sft" else "trainer"
+        return int(self.settings.number(f"{section}.num_steps") or 0)
+
+    @property
+    def best_evaluation(self) -> tuple[float, int] | None:
+        """The best held-out reward, or the lowest held-out loss, and its step."""
+        for name, choose in (("eval/reward/mean", max), ("eval/loss_nats", min)):
+            series = self.history.get(name)
+            if series.finite:
+                best = choose(series.finite)
+                return best, series.steps[series.values.index(best)]
+        return None
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run folder, also while the run goes on.
+
+    Raises:
+        RunFolderError: it is no run folder.
+    """
+    missing = [name for name in ("config.yaml", "metrics.jsonl") if not (folder / name).is_file()]
+    if missing:
+        raise RunFolderError(
+            f"{folder} is no run folder: it has no {' and no '.join(missing)}; "
+            "name the folder that trainer.run_dir gave"
+        )
+    return Run(
+        folder=folder.resolve(),
+        history=History(read_rows(folder / "metrics.jsonl")),
+        settings=Settings.read(folder / "config.yaml"),
+        log_lines=_read_log(folder / "log.txt"),
+    )
+
+
+def _read_log(path: Path) -> list[str]:
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, 2) - _LOG_TAIL_BYTES))
+        return file.read().decode("utf-8", errors="replace").splitlines()
