@@ -10,13 +10,13 @@ import pytest
 from hybridrl.workers.sharding.control import StageError
 from tests.ranks import run_ranks
 from tests.workers.sharding.recording import TENANT
-from tests.workers.sharding.test_manager import Device, _device
+from tests.workers.sharding.test_manager import RecordingDevice, _device
 from tests.workers.sharding.test_random_fire import ENGINE_CALLS, TENANT_CALLS
 
 NUM_RANKS = 2
 
 
-def _fire(device: Device, chance: random.Random, *, rank: int) -> None:
+def _fire(device: RecordingDevice, chance: random.Random, *, rank: int) -> None:
     """Draw up to two faults, alike on all ranks, and place those that are this rank's."""
     for _ in range(chance.randint(0, 2)):
         call = chance.choice(ENGINE_CALLS + TENANT_CALLS)
@@ -28,7 +28,7 @@ def _fire(device: Device, chance: random.Random, *, rank: int) -> None:
             device.journal.fail(target, *call, when=when, times=times, skip=skip)
 
 
-def _phase_under_fire(device: Device, chance: random.Random, *, rank: int) -> str:
+def _phase_under_fire(device: RecordingDevice, chance: random.Random, *, rank: int) -> str:
     _fire(device, chance, rank=rank)
     sleeping = random.Random(chance.random())  # drawn from also by a phase that ends before it
     try:
