@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import socket
 import sys
-import time
 from collections.abc import Iterator
 
 import psutil
@@ -23,6 +22,7 @@ from hybridrl.single_controller.worker import WorkerHost
 from hybridrl.workers.process_group import end_process_group, start_process_group
 from hybridrl.workers.sharding.control import ControlGroup
 from tests.single_controller.gloo_workers import GlooWorker
+from tests.waiting import wait_until_gone
 
 
 @pytest.fixture
@@ -117,9 +117,6 @@ def test_no_rank_stays_in_a_collective_that_another_left(
         joined.fail_while_others_reduce(1, exits=exits)
     assert caught.value.rank == 1
     assert exits or "no sum today" in str(caught.value)
-    deadline = time.monotonic() + 60.0
-    while any(psutil.pid_exists(pid) for pid in pids):
-        assert time.monotonic() < deadline, "a rank is left"
-        time.sleep(0.05)
+    wait_until_gone(pids)
     with pytest.raises(WorkerGroupError, match="failed on rank 1"):
         joined.sum_of_ranks()
