@@ -50,7 +50,7 @@ class Group:
             RayClassWithInitArgs(worker, *args, **kwargs),
             timeout_s=timeout_s,
             grace_s=2.0,
-            start_timeout_s=12.0 if kwargs.get("hangs") else 60.0,
+            start_timeout_s=30.0 if args[:1] == ("construction",) and kwargs["hangs"] else 120.0,
             on_failure=self._keep,
         )
 
