@@ -48,7 +48,7 @@ def test_a_reserved_port_is_free_for_the_store_and_for_nobody_else() -> None:
     host.host_close()
 
 
-class Meeting(Worker):
+class MeetingWorker(Worker):
     """Joins its group as the workers of a run do, with a control group beside it."""
 
     @register(Dispatch.ONE_TO_ALL)
@@ -72,7 +72,7 @@ def _listening() -> set[tuple[str, int]]:
 
 
 def test_ranks_of_one_node_listen_on_loopback_alone(ray_cluster: None) -> None:
-    with RayWorkerGroup(RayResourcePool([2]), RayClassWithInitArgs(Meeting)) as group:
+    with RayWorkerGroup(RayResourcePool([2]), RayClassWithInitArgs(MeetingWorker)) as group:
         for _ in range(2):  # the group can be built again on the same port
             of_first, of_second = group.join()
             assert set(of_first) == set(of_second) == {"127.0.0.1"}

@@ -53,7 +53,7 @@ class RecycledMemoryEngine(HFRolloutEngine):
             self.update_weights([(name, self.strangers[name]) for name in self.strangers])
 
 
-class ForgetfulEngine(FSDP2Engine):
+class ForgetfulTrainer(FSDP2Engine):
     """A trainer that promises all weights and, once told so, sends only a part."""
 
     is_forgetful = False
@@ -96,7 +96,7 @@ class BareLifeCycle:
             self.set, host=tenants, depth=Depth.EVERYTHING, observe=lambda stage: nullcontext()
         )
         self.life.start()
-        self.trainer = ForgetfulEngine(
+        self.trainer = ForgetfulTrainer(
             folder, config=ACTOR, model_config=MODEL, num_total_steps=10, device=CPU
         )
         self.set.attach(self.trainer)
