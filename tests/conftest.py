@@ -29,7 +29,7 @@ import pytest
 import ray
 import torch
 
-from hybridrl.trainer.ray_token import keep_token_private
+from hybridrl.run.ray_token import keep_token_private
 from tests.durations import DurationsByFolder, folder_of
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # cores are shared

@@ -15,10 +15,10 @@ from filelock import FileLock
 from safetensors.torch import load_file
 
 from hybridrl.checkpoint.compare import compare_runs
-from hybridrl.checkpoint.shelf import Shelf
+from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.errors import CheckpointError, DataError, RemoteCallError, RunFolderError
-from hybridrl.trainer.child import to_yaml
-from hybridrl.trainer.launch import run
+from hybridrl.run.child import to_yaml
+from hybridrl.run.launch import run
 from tests.runs.small import VARIED, change_one_bit, read_metrics, small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -266,7 +266,7 @@ def _samples(folder: Path) -> bytes:
 
 
 def _drawn(folder: Path) -> object:
-    found = Shelf(folder / "checkpoints").newest()
+    found = CheckpointStore(folder / "checkpoints").newest()
     assert found is not None
     return found.manifest.run.sampler
 

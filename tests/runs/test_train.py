@@ -20,8 +20,8 @@ from hybridrl.errors import (
     RemoteCallError,
     TrainingError,
 )
-from hybridrl.trainer.launch import run
-from hybridrl.trainer.starter import write_random_model
+from hybridrl.run.launch import run
+from hybridrl.run.starter import write_random_model
 from tests.runs.small import VARIED, read_metrics, small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -248,7 +248,7 @@ def test_updates_without_a_finite_gradient_are_skipped_then_end_the_run(tmp_path
 
 def test_equal_rewards_leave_the_weights_as_they_are(rewarded_alike: Path) -> None:
     last = read_metrics(rewarded_alike)[-1]
-    assert last["reward/flat_group_fraction"] == 1
+    assert last["reward/zero_variance_group_fraction"] == 1
     assert last["policy/grad_norm"] == 0
 
 

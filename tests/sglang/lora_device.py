@@ -8,8 +8,8 @@ from pathlib import Path
 
 from hybridrl.config.lora import LoraConfig
 from hybridrl.errors import PhaseError
-from hybridrl.workers.rollout.protocol import MemoryPart
-from hybridrl.workers.rollout.sglang import SGLangEngine
+from hybridrl.workers.rollout.protocol import MemoryTag
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from tests.sglang.engines import sglang_config
 from tests.workers.device import Journalling, LoraDevice
 from tests.workers.rollout.engines import make_prompts, sampling_params
@@ -23,9 +23,9 @@ GREEDY = sampling_params(group=1, tokens=8, temperature=0.0)
 class ForgetfulEngine(Journalling, SGLangEngine):
     """Writes down what reaches it, and loses on a CPU what a release loses on a GPU."""
 
-    def release(self, part: MemoryPart, *, backup: frozenset[str] = frozenset()) -> None:
+    def release(self, part: MemoryTag, *, backup: frozenset[str] = frozenset()) -> None:
         super().release(part, backup=backup)
-        if part is MemoryPart.WEIGHTS and not backup:
+        if part is MemoryTag.WEIGHTS and not backup:
             self.scramble()
 
     def scramble(self) -> None:
@@ -35,7 +35,7 @@ class ForgetfulEngine(Journalling, SGLangEngine):
 
 def wake_up(engine: SGLangEngine) -> None:
     """Bring an engine that serves many tests to a known state: all resident, no adapter."""
-    for part in MemoryPart:
+    for part in MemoryTag:
         with suppress(PhaseError):  # it is resident
             engine.resume(part)
     engine.unload_adapter()

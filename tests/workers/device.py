@@ -15,10 +15,10 @@ from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.metrics import check_declared
 from hybridrl.workers.rollout.assemble import assemble_rollouts
-from hybridrl.workers.rollout.protocol import MemoryPart, Response, SamplingParams
+from hybridrl.workers.rollout.protocol import MemoryTag, Response, SamplingParams
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.manager import ShardingManager
-from hybridrl.workers.train.protocol import WeightPart
+from hybridrl.workers.train.protocol import WeightSet
 from tests.workers.rollout.engines import make_prompts, sampling_params
 from tests.workers.train.engines import CPU, make_rows, update
 from tests.workers.train.lora_engines import LORA, build_lora
@@ -99,7 +99,7 @@ class Device:
         check_declared(metrics)
         return metrics[f"memory/{name}"].value if f"memory/{name}" in metrics else 0
 
-    def bytes_of(self, part: WeightPart) -> int:
+    def bytes_of(self, part: WeightSet) -> int:
         return sum(spec.num_bytes for spec in self.trainer.weight_specs(part))
 
 
@@ -153,10 +153,10 @@ class Journalling:
         self.journal.append("unload adapter")
         super().unload_adapter()  # type: ignore[misc]
 
-    def release(self, part: MemoryPart, *, backup: frozenset[str] = frozenset()) -> None:
+    def release(self, part: MemoryTag, *, backup: frozenset[str] = frozenset()) -> None:
         self.journal.append(f"release {part.value}")
         super().release(part, backup=backup)  # type: ignore[misc]
 
-    def resume(self, part: MemoryPart) -> None:
+    def resume(self, part: MemoryTag) -> None:
         self.journal.append(f"resume {part.value}")
         super().resume(part)  # type: ignore[misc]

@@ -14,7 +14,7 @@ from hybridrl.batch import PromptBatch
 from hybridrl.errors import DriftError
 from hybridrl.metrics import Metrics, check_declared
 from hybridrl.workers.canary import Canary
-from hybridrl.workers.rollout.hf import HFRolloutEngine
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import Response, SamplingParams
 from tests.models import make_tiny_model
 from tests.ranks import run_ranks

@@ -12,13 +12,13 @@ from torch import Tensor
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError, PhaseError
-from hybridrl.workers.rollout.hf import HFRolloutEngine
-from hybridrl.workers.rollout.protocol import MemoryPart
-from hybridrl.workers.rollout.tensor_memory import checksum
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
+from hybridrl.workers.rollout.embedded.tensor_memory import checksum
+from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.states import State
-from hybridrl.workers.train.protocol import TrainState, WeightPart
+from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.models import make_tiny_model
 from tests.ranks import run_ranks
 from tests.workers.device import WAYS, Journalling, LoraDevice
@@ -79,7 +79,7 @@ def test_the_base_goes_before_the_first_adapter_and_only_adapters_afterwards(
     folder: Path, way: str
 ) -> None:
     device = on_device(folder, way)
-    base, adapter = (device.bytes_of(part) for part in (WeightPart.BASE, WeightPart.ADAPTER))
+    base, adapter = (device.bytes_of(part) for part in (WeightSet.BASE, WeightSet.ADAPTER))
     device.sample()
     sends = [call for call in device.engine.journal if "re" not in call]
     assert sends == ["base", "unload adapter", "load adapter"]
@@ -109,8 +109,8 @@ def test_an_unchanged_policy_is_sent_again_only_where_it_was_lost(folder: Path, 
     device.sample()
     device.take_bytes("synced_bytes")
     device.sample()
-    adapter = device.bytes_of(WeightPart.ADAPTER)
-    expected = {"backup": adapter, "resend": adapter + device.bytes_of(WeightPart.BASE)}
+    adapter = device.bytes_of(WeightSet.ADAPTER)
+    expected = {"backup": adapter, "resend": adapter + device.bytes_of(WeightSet.BASE)}
     assert device.take_bytes("synced_bytes") == expected.get(way, 0)
 
 
@@ -172,8 +172,8 @@ def test_a_resident_base_is_never_released_after_it_has_come(folder: Path) -> No
     device.engine.journal.clear()
     for _ in range(2):
         assert device.manager.states == (State.KV_ASLEEP,)
-        assert device.engine.resident_bytes(MemoryPart.WEIGHTS)
-        assert not device.engine.resident_bytes(MemoryPart.KV_CACHE)
+        assert device.engine.resident_bytes(MemoryTag.WEIGHTS)
+        assert not device.engine.resident_bytes(MemoryTag.KV_CACHE)
         device.train()
         device.sample()
     touched = [call for call in device.engine.journal if call.startswith("re")]
@@ -210,7 +210,7 @@ def test_a_restarted_engine_gets_base_and_adapter_before_it_serves(folder: Path,
     device.train()
     device.engine.shutdown()  # as if its memory had been taken away
     if way in ("backup", "resend"):
-        device.engine.resume(MemoryPart.WEIGHTS)  # so that the life cycle cannot
+        device.engine.resume(MemoryTag.WEIGHTS)  # so that the life cycle cannot
     with pytest.raises((StageError, PhaseError)):
         device.sample()
     device.engine.received.clear()
@@ -223,9 +223,9 @@ def _without(trainer: object, keep: tuple[str, ...]) -> None:
     """Make the adapter part of a trainer's stream yield only names with a word of ``keep``."""
     whole = trainer.full_weights  # type: ignore[attr-defined]
 
-    def part(part: WeightPart = WeightPart.BASE) -> Iterator[tuple[str, Tensor]]:
+    def part(part: WeightSet = WeightSet.BASE) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in whole(part):
-            if part is WeightPart.BASE or any(word in name for word in keep):
+            if part is WeightSet.BASE or any(word in name for word in keep):
                 yield name, tensor
 
     trainer.full_weights = part  # type: ignore[attr-defined]
