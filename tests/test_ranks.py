@@ -32,7 +32,7 @@ def _rank_one_is_killed(rank: int) -> None:
 
 def _rank_zero_hangs(rank: int) -> None:
     if rank == 0:
-        time.sleep(60)
+        time.sleep(600)
 
 
 def test_each_rank_answers_and_the_group_communicates() -> None:
@@ -55,7 +55,7 @@ def test_a_late_rank_is_named_and_no_process_is_left() -> None:
     started = time.monotonic()
     with pytest.raises(RankFailed, match=r"ranks \[0\] did not answer within 2.0 s"):
         run_ranks(2, _rank_zero_hangs, deadline_s=2.0)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 120
     left = [
         child
         for server in psutil.Process().children()

@@ -12,7 +12,7 @@ _LAYOUTS = sorted(
 )
 
 
-_ON_SHARED_SERVERS = (
+ON_SHARED_SERVERS = (
     *("equality", "faults_drain", "lora", "proofs", "released", "server_key"),
     "weight_transports",
 )
@@ -32,9 +32,14 @@ class ByFile(LoadScopeScheduling):
         super().__init__(config, log)
 
     def _split_scope(self, nodeid: str) -> str:
-        file, _, test = nodeid.partition("::")
-        if file.startswith("tests/contract/"):
-            return next((name for name in reversed(_LAYOUTS) if name in test), file)
-        if file.removeprefix("tests/sglang/test_").startswith(_ON_SHARED_SERVERS):
-            return "shared servers"
-        return file
+        return group_of(nodeid)
+
+
+def group_of(nodeid: str) -> str:
+    """Return a name that a test has in common with those that its worker has, too."""
+    file, _, test = nodeid.partition("::")
+    if file.startswith("tests/contract/"):
+        return next((name for name in reversed(_LAYOUTS) if name in test), file)
+    if file.removeprefix("tests/sglang/test_").startswith(ON_SHARED_SERVERS):
+        return "shared servers"
+    return file

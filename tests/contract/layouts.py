@@ -120,7 +120,7 @@ def _fsdp2(
 ENGINES: dict[str, EngineUnderTest] = {
     "fsdp2": EngineUnderTest(
         layouts=(
-            _fsdp2("1", num_ranks=1, max_share=1.1),
+            _fsdp2("1", num_ranks=1, max_share=1.1, by_day="numbers"),
             _fsdp2("2"),
             _fsdp2("2x2", num_ranks=4, num_replicas=2, by_day="numbers"),
             _fsdp2("2x1", num_replicas=2, max_share=1.1, by_day="nothing"),
@@ -141,17 +141,23 @@ ENGINES: dict[str, EngineUnderTest] = {
     ),
     "megatron": EngineUnderTest(
         layouts=(
-            _megatron("1", num_ranks=1, by_day="numbers"),
-            _megatron("tp2", tensor_parallel_size=2, max_share=0.7, by_day="numbers"),
+            _megatron("1", num_ranks=1, by_day="nothing"),
+            _megatron("tp2", tensor_parallel_size=2, max_share=0.7, by_day="nothing"),
             _megatron(
                 "sp2",
                 tensor_parallel_size=2,
                 sequence_parallel=True,
                 max_share=0.7,
             ),
-            _megatron("pp2", pipeline_parallel_size=2, by_day="numbers"),
-            _megatron("pp2-vp2", pipeline_parallel_size=2, num_virtual_stages=2, num_layers=4),
-            _megatron("dp2", dp_size=2),
+            _megatron("pp2", pipeline_parallel_size=2, by_day="nothing"),
+            _megatron(
+                "pp2-vp2",
+                pipeline_parallel_size=2,
+                num_virtual_stages=2,
+                num_layers=4,
+                by_day="numbers",
+            ),
+            _megatron("dp2", dp_size=2, by_day="numbers"),
             _megatron("cp2", context_parallel_size=2, by_day="numbers"),
             _megatron("dp2-overlap", dp_size=2, overlap_communication=True, by_day="nothing"),
             _megatron(
@@ -241,10 +247,12 @@ def on_layouts(
 
     With ``families``, on those layouts alone whose model is of one of them.
     """
-    by_day = {"all", "numbers"} if compares_numbers or first_only else {"all"}
+    by_day = {"all", "numbers"} if compares_numbers else {"all"}
     params = [
         pytest.param(
-            layout, id=layout.name, marks=[pytest.mark.nightly] * (layout.by_day not in by_day)
+            layout,
+            id=layout.name,
+            marks=[pytest.mark.nightly] * (layout.by_day not in by_day and not first_only),
         )
         for engine in ENGINES.values()
         if wanted(engine)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from hybridrl.rewards.runner import (
     ChildRunner,
     RewardInputs,
 )
+from tests.waiting import wait_until
 
 Open = Callable[..., ChildRunner]
 
@@ -217,7 +217,7 @@ def test_a_daemon_that_left_session_and_parents_ends_too(
             os.kill(int(pid), signal.SIGKILL)
         else:
             runner.close()
-    _wait(lambda: not psutil.pid_exists(_read_pid(tmp_path)))
+    wait_until(lambda: not psutil.pid_exists(_read_pid(tmp_path)))
 
 
 def test_a_function_that_holds_the_interpreter_ends_with_a_killed_driver(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_a_function_that_holds_the_interpreter_ends_with_a_killed_driver(tmp_pat
     _run_in_a_driver_that_is_killed(
         tmp_path, hang + "import re\nre.match('(a+)+$', 'a' * 60 + 'b')"
     )
-    _wait(lambda: not psutil.pid_exists(_read_pid(tmp_path)))
+    wait_until(lambda: not psutil.pid_exists(_read_pid(tmp_path)))
 
 
 def _run_in_a_driver_that_is_killed(folder: Path, body: str = "") -> None:
@@ -245,17 +245,10 @@ def _run_in_a_driver_that_is_killed(folder: Path, body: str = "") -> None:
     with subprocess.Popen([sys.executable, "-c", program]) as driver:
         try:
             pid_file = folder / "pid"
-            _wait(lambda: pid_file.exists() and pid_file.read_text().endswith("\n"))
+            wait_until(lambda: pid_file.exists() and pid_file.read_text().endswith("\n"))
         finally:
             driver.kill()
 
 
 def _read_pid(folder: Path) -> int:
     return int((folder / "pid").read_text())
-
-
-def _wait(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < deadline, "not within 60 s"
-        time.sleep(0.02)

@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 
 from hybridrl.checkpoint.store import CheckpointStore
 from tests.runs.small import read_metrics, small_overrides
+from tests.waiting import wait_until
 
 _DEADLINE_S = 200.0
 
@@ -29,7 +29,7 @@ def test_a_signal_ends_the_run_after_its_step_saved_and_with_its_status(
 ) -> None:
     folder = tmp_path / "run"
     with _started(folder, "trainer.num_steps=100000", "trainer.export_hf=true") as process:
-        _wait(lambda: _num_steps(folder) >= 3, process)
+        wait_until(lambda: _num_steps(folder) >= 3, deadline_s=_DEADLINE_S, process=process)
         if number == signal.SIGHUP:  # of a terminal: it goes to the processes of Ray, too
             os.killpg(process.pid, number)
         else:
@@ -48,7 +48,7 @@ def test_a_killed_worker_ends_the_run_by_name_and_leaves_no_process(tmp_path: Pa
     folder = tmp_path / "run"
     endless = ("trainer.num_steps=100000", "cluster.num_ranks_per_node=2")
     with _started(folder, *endless, "checkpoint.max_restarts=0") as process:
-        _wait(lambda: _num_steps(folder) >= 2, process)
+        wait_until(lambda: _num_steps(folder) >= 2, deadline_s=_DEADLINE_S, process=process)
         family = psutil.Process(process.pid).children(recursive=True)
         ranks = [child for child in family if "ActorRolloutWorker" in " ".join(child.cmdline())]
         assert len(ranks) == 2
@@ -66,7 +66,7 @@ def test_a_killed_worker_ends_the_run_by_name_and_leaves_no_process(tmp_path: Pa
 def test_a_killed_raylet_is_named_and_the_run_goes_on_to_its_end(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with _started(folder, "trainer.num_steps=8", "checkpoint.every_num_steps=2") as process:
-        _wait(lambda: _num_steps(folder) >= 4, process)
+        wait_until(lambda: _num_steps(folder) >= 4, deadline_s=_DEADLINE_S, process=process)
         family = psutil.Process(process.pid).children(recursive=True)
         [raylet] = [one for one in family if one.name() == "raylet"]
         raylet.kill()
@@ -112,14 +112,6 @@ def _started(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
             for one in [*family, psutil.Process(process.pid)]:
                 one.kill()
             process.wait(timeout=60)
-
-
-def _wait(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + _DEADLINE_S
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "the run is too slow"
-        time.sleep(0.1)
 
 
 def _num_steps(folder: Path) -> int:

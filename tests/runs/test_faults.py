@@ -7,8 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from hybridrl.errors import DeadlineError, RemoteCallError, WorkerDiedError, is_
 from hybridrl.run import build
 from hybridrl.run.record import RunFolder, open_record
 from tests.runs.small import read_metrics, small_config, small_overrides
+from tests.waiting import wait_until
 
 PHASES = ("evaluate", "generate", "logprobs", "update", "export")
 
@@ -103,22 +102,18 @@ def test_ranks_end_soon_after_their_driver_was_killed(tmp_path: Path) -> None:
     driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     family: list[psutil.Process] = []
     try:
-        _wait(lambda: (folder / "metrics.jsonl").is_file() and len(read_metrics(folder)) >= 2, 180)
+        wait_until(
+            lambda: (folder / "metrics.jsonl").is_file() and len(read_metrics(folder)) >= 2,
+            deadline_s=180,
+        )
         ranks = find_ranks(driver.pid)
         assert ranks
         family = psutil.Process(driver.pid).children(recursive=True)
         driver.kill()
-        _wait(lambda: not any(rank.is_running() for rank in ranks), 60)
+        wait_until(lambda: not any(rank.is_running() for rank in ranks), deadline_s=60)
     finally:
         driver.kill()
         driver.wait()
         for one in family:  # two of Ray's own processes stay for a minute, and do nothing
             if one.is_running():
                 one.kill()
-
-
-def _wait(condition: Callable[[], bool], limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {limit_s} s"
-        time.sleep(0.1)

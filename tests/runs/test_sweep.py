@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from hybridrl.run.sweep import SweepJob, build_jobs, describe, run_sweep
 from tests.runs.small import SMALL, read_metrics
+from tests.waiting import wait_until
 
 _NOBODY = "127.0.0.1:9"
 
@@ -104,11 +104,7 @@ jobs = build_jobs([["seed=0"], ["seed=1"]], folder=folder)
 sys.exit(run_sweep(jobs, folder=folder, command=lambda _: [sys.executable, "-c", job]))
 """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "ready").exists():
-            assert time.monotonic() < deadline
-            assert process.poll() is None
-            time.sleep(0.05)
+        wait_until((tmp_path / "ready").exists, deadline_s=120, process=process)
         process.send_signal(number)
         assert process.wait(timeout=60) == 128 + number
     entries = json.loads((tmp_path / "sweep.json").read_text())["runs"]

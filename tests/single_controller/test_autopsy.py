@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from hybridrl.diagnostics.activity import RecordFiles, start_ticks
 from hybridrl.diagnostics.process_report import MonitoredRank, RankReport, read_ranks
 from hybridrl.diagnostics.rank_monitor import describe_ranks, find_culprits
+from tests.waiting import wait_until
 
 _BEGIN = """
 import ctypes, faulthandler, json, sys, time
@@ -72,16 +72,9 @@ def _look(*ranks: MonitoredRank, wait_s: float = 5.0) -> list[RankReport]:
     return read_ranks(ranks, wait_s=wait_s)
 
 
-def _wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.05)
-
-
 def test_a_loop_is_found_with_its_function_line_and_block(start: Start) -> None:
     rank = start("with doing('update()'):\n    spin()")
-    _wait_for(lambda: "in say_ready" not in _look(rank)[0].stacks)
+    wait_until(lambda: "in say_ready" not in _look(rank)[0].stacks)
     for _ in range(2):  # the second look does not show the stacks of the first
         [report] = _look(rank)
         assert report.state == "running"
@@ -105,7 +98,7 @@ def test_open_blocks_are_told_from_closed_ones(start: Start) -> None:
 
 def test_what_is_watched_is_written_while_the_process_is_stuck(start: Start) -> None:
     rank = start("with watching('engine', lambda: '3 running'):\n    spin()")
-    _wait_for(lambda: _look(rank)[0].notes == {"engine": "3 running"})
+    wait_until(lambda: _look(rank)[0].notes == {"engine": "3 running"})
     assert _look(rank)[0].describe().endswith("; engine: 3 running")
 
 
@@ -124,9 +117,9 @@ def test_a_short_record_leaves_nothing_of_a_longer_one(start: Start) -> None:
 
 def test_the_record_outlives_a_killed_process(start: Start) -> None:
     rank = start("with doing('update()'), doing('all_reduce', waits=True):\n    nap()")
-    _wait_for(lambda: len(_look(rank)[0].memory) >= 2)
+    wait_until(lambda: len(_look(rank)[0].memory) >= 2)
     psutil.Process(rank.files.pid).kill()
-    _wait_for(lambda: _look(rank)[0].is_gone)
+    wait_until(lambda: _look(rank)[0].is_gone)
     [report] = _look(rank)
     assert report.exit.startswith(("without a word", "the kernel killed"))
     assert [what for what, _ in report.doing] == ["update()", "all_reduce"]
@@ -136,7 +129,7 @@ def test_the_record_outlives_a_killed_process(start: Start) -> None:
 
 def test_a_crash_in_c_code_is_read_from_what_it_wrote(start: Start, tmp_path: Path) -> None:
     rank = start("say_ready()\nctypes.string_at(0)")
-    _wait_for(lambda: _look(rank)[0].is_gone)
+    wait_until(lambda: _look(rank)[0].is_gone)
     [report] = _look(rank)
     assert report.exit == "Segmentation fault"
     assert "string_at" in report.log_tail

@@ -6,12 +6,10 @@ import pickle
 import re
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
@@ -25,6 +23,7 @@ from hybridrl.errors import (
 from hybridrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from hybridrl.single_controller.failures import Settled, call_error
 from tests.single_controller.workers import Scaler
+from tests.waiting import wait_until_gone
 
 
 @pytest.fixture
@@ -32,13 +31,6 @@ def two_ranks(ray_cluster: None) -> Iterator[RayWorkerGroup]:
     pool = RayResourcePool([2], num_cpus_per_rank=1)
     with RayWorkerGroup(pool, RayClassWithInitArgs(Scaler), grace_s=0.5) as group:
         yield group
-
-
-def _wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 60.0
-    while any(psutil.pid_exists(pid) for pid in pids):
-        assert time.monotonic() < deadline, "a rank is left"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -78,7 +70,7 @@ def test_ranks_that_do_not_return_after_a_failure_are_stopped(two_ranks: RayWork
         r"at raise_while_others_wait \(workers.py:\d+\)",
         note,
     )
-    _wait_until_gone(pids)
+    wait_until_gone(pids)
     with pytest.raises(WorkerGroupError, match=r"raise_while_others_wait\(\) failed on rank 1"):
         two_ranks.describe()
 
@@ -88,16 +80,16 @@ def test_a_process_that_exits_is_named_and_takes_the_group_down(two_ranks: RayWo
     with pytest.raises(WorkerDiedError, match=r"rank 1 .*gone: pid \d+, .*exit_on\(\)") as caught:
         two_ranks.exit_on(1)
     assert caught.value.rank == 1
-    _wait_until_gone(pids)
+    wait_until_gone(pids)
 
 
 def test_a_rank_killed_between_calls_is_named_by_the_next(two_ranks: RayWorkerGroup) -> None:
     pids = [place["pid"] for place in two_ranks.describe()]
     os.kill(pids[0], signal.SIGKILL)
-    _wait_until_gone(pids[:1])
+    wait_until_gone(pids[:1])
     with pytest.raises(WorkerDiedError, match="rank 0"):
         two_ranks.describe()
-    _wait_until_gone(pids)
+    wait_until_gone(pids)
 
 
 def test_a_late_rank_is_named_with_the_key_to_raise(two_ranks: RayWorkerGroup) -> None:
@@ -106,7 +98,7 @@ def test_a_late_rank_is_named_with_the_key_to_raise(two_ranks: RayWorkerGroup) -
         DeadlineError, match=r"ranks \[1\] of 2 have not answered hang_on\(\) within 3 s.*timeout"
     ):
         two_ranks.hang_on(1)
-    _wait_until_gone(pids)
+    wait_until_gone(pids)
 
 
 def test_a_death_is_the_root_and_the_others_are_noted() -> None:

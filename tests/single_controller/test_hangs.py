@@ -8,10 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 
-import psutil
 import pytest
 
 from hybridrl.errors import (
@@ -28,6 +26,7 @@ from hybridrl.single_controller import (
     Worker,
 )
 from tests.single_controller.fault_workers import Joined, Mortal
+from tests.waiting import wait_until_gone
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -51,25 +50,15 @@ class Group:
             RayClassWithInitArgs(worker, *args, **kwargs),
             timeout_s=timeout_s,
             grace_s=2.0,
-            start_timeout_s=12.0 if kwargs.get("hangs") else 60.0,
+            start_timeout_s=30.0 if args[:1] == ("construction",) and kwargs["hangs"] else 120.0,
             on_failure=self._keep,
         )
 
     def _keep(self, reports: Sequence[RankReport]) -> None:
         self.reports = list(reports)
 
-    def are_gone(self) -> bool:
-        return are_gone([report.pid for report in self.reports])
-
-
-def are_gone(pids: Sequence[int]) -> bool:
-    """Whether no process is left, but for Ray's taking note of it."""
-    deadline = time.monotonic() + 60.0
-    while any(psutil.pid_exists(pid) for pid in pids):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
+    def wait_until_gone(self) -> None:
+        wait_until_gone(report.pid for report in self.reports)
 
 
 def test_a_rank_that_loops_is_named_before_those_that_wait_for_it() -> None:
@@ -86,7 +75,7 @@ def test_a_rank_that_loops_is_named_before_those_that_wait_for_it() -> None:
         assert "all_reduce" in line.rpartition(" at ")[2]
     assert all("hang_on" in report.stacks for report in group.reports)
     assert is_restartable(caught.value)
-    assert group.are_gone()
+    group.wait_until_gone()
 
 
 def test_ranks_that_give_up_waiting_are_not_blamed() -> None:
@@ -98,7 +87,7 @@ def test_ranks_that_give_up_waiting_are_not_blamed() -> None:
     assert "at hang_here (fault_workers.py:" in str(caught.value)
     assert any(note.startswith("rank 0 on") for note in caught.value.__notes__)
     assert is_restartable(caught.value)
-    assert group.are_gone()
+    group.wait_until_gone()
 
 
 def test_the_rank_that_raised_is_named_and_not_those_it_takes_along() -> None:
@@ -108,7 +97,7 @@ def test_the_rank_that_raised_is_named_and_not_those_it_takes_along() -> None:
     assert caught.value.rank == 2
     assert caught.value.remote_cause == "ArithmeticError: no sum today"
     assert not is_restartable(caught.value)
-    assert group.are_gone()
+    group.wait_until_gone()
 
 
 def test_a_killed_rank_is_told_with_process_signal_and_what_it_did() -> None:
@@ -122,7 +111,7 @@ def test_a_killed_rank_is_told_with_process_signal_and_what_it_did() -> None:
     assert "signal 9 (SIGKILL)" in str(caught.value) or "kill -9" in str(caught.value)
     assert is_restartable(caught.value)
     assert [report.is_gone for report in group.reports] == [False, True]
-    assert group.are_gone()
+    group.wait_until_gone()
 
 
 def test_a_stopped_rank_is_named_and_ends_with_its_group() -> None:
@@ -133,7 +122,7 @@ def test_a_stopped_rank_is_named_and_ends_with_its_group() -> None:
     ):
         os.kill(ranks.pid()[0], signal.SIGSTOP)
         ranks.pid()
-    assert group.are_gone()
+    group.wait_until_gone()
 
 
 @pytest.mark.parametrize("hangs", [False, pytest.param(True, marks=pytest.mark.nightly)])
@@ -144,7 +133,7 @@ def test_a_fault_in_a_constructor_ends_the_start_by_name(*, hangs: bool) -> None
     assert "rank 1" in str(caught.value)
     assert "Mortal.__init__() for" in str(caught.value)
     assert is_restartable(caught.value)
-    assert group.are_gone()
+    group.wait_until_gone()
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -157,7 +146,7 @@ def test_a_fault_while_closing_ends_the_group_all_the_same(
     logged = caplog.text
     assert ("did not close within 2 s" in logged) == hangs
     assert ("at hang_here (fault_workers.py:" in logged) == hangs
-    assert are_gone(pids)
+    wait_until_gone(pids)
 
 
 def test_a_group_can_be_built_anew_at_once_after_each_death() -> None:
@@ -172,7 +161,7 @@ def test_a_group_can_be_built_anew_at_once_after_each_death() -> None:
                 os.kill(pids[0], signal.SIGSTOP)
             os.kill(pids[1], signal.SIGKILL)
             ranks.pid()
-        assert are_gone(pids)
+        wait_until_gone(pids)
 
 
 def test_an_error_of_the_driver_reports_ranks_that_are_well() -> None:

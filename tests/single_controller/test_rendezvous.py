@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import socket
 import sys
-import time
 from collections.abc import Iterator
 
 import psutil
@@ -23,6 +22,7 @@ from hybridrl.single_controller.worker import WorkerHost
 from hybridrl.workers.process_group import end_process_group, start_process_group
 from hybridrl.workers.sharding.control import ControlGroup
 from tests.single_controller.gloo_workers import GlooWorker
+from tests.waiting import wait_until_gone
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_a_reserved_port_is_free_for_the_store_and_for_nobody_else() -> None:
     host.host_close()
 
 
-class Meeting(Worker):
+class MeetingWorker(Worker):
     """Joins its group as the workers of a run do, with a control group beside it."""
 
     @register(Dispatch.ONE_TO_ALL)
@@ -72,7 +72,7 @@ def _listening() -> set[tuple[str, int]]:
 
 
 def test_ranks_of_one_node_listen_on_loopback_alone(ray_cluster: None) -> None:
-    with RayWorkerGroup(RayResourcePool([2]), RayClassWithInitArgs(Meeting)) as group:
+    with RayWorkerGroup(RayResourcePool([2]), RayClassWithInitArgs(MeetingWorker)) as group:
         for _ in range(2):  # the group can be built again on the same port
             of_first, of_second = group.join()
             assert set(of_first) == set(of_second) == {"127.0.0.1"}
@@ -117,9 +117,6 @@ def test_no_rank_stays_in_a_collective_that_another_left(
         joined.fail_while_others_reduce(1, exits=exits)
     assert caught.value.rank == 1
     assert exits or "no sum today" in str(caught.value)
-    deadline = time.monotonic() + 60.0
-    while any(psutil.pid_exists(pid) for pid in pids):
-        assert time.monotonic() < deadline, "a rank is left"
-        time.sleep(0.05)
+    wait_until_gone(pids)
     with pytest.raises(WorkerGroupError, match="failed on rank 1"):
         joined.sum_of_ranks()

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import ray
 
@@ -20,6 +18,7 @@ from hybridrl.single_controller import (
 from hybridrl.single_controller.actors import rank_environments, rank_order
 from hybridrl.single_controller.worker import Location
 from tests.single_controller.workers import Closing, Napper, Scaler
+from tests.waiting import wait_until_gone
 
 
 def test_every_rank_knows_its_place(four_ranks: RayWorkerGroup) -> None:
@@ -148,10 +147,7 @@ def test_the_environment_is_set_and_shutdown_leaves_nothing(
     assert {place["env"]["FLAVOUR"] for place in places} == {"plum"}
     for _ in range(2):
         group.shutdown()
-    deadline = time.monotonic() + 60.0
-    while any(psutil.pid_exists(place["pid"]) for place in places):
-        assert time.monotonic() < deadline, "a rank outlived shutdown"
-        time.sleep(0.05)
+    wait_until_gone(place["pid"] for place in places)
     states = [entry["state"] for entry in ray.util.placement_group_table().values()]
     assert states.count("REMOVED") >= 1
     with pytest.raises(WorkerGroupError, match="was shut down; build a new RayWorkerGroup"):

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import threading
-import time
 
 import pytest
 from rich.console import Console
@@ -19,6 +18,7 @@ from hybridrl.run.display import (
     sparkline,
     squeeze,
 )
+from tests.waiting import wait_until
 
 
 class Terminal(io.StringIO):
@@ -82,12 +82,9 @@ def test_a_long_silence_says_which_phase_takes_so_long_and_stops_with_the_run() 
     lines.start()
     lines.begin_step(1)
     lines.phase("logprobs")
-    deadline = time.monotonic() + 60
-    while stream.getvalue().count("step 1/9: logprobs, ") < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: stream.getvalue().count("step 1/9: logprobs, ") >= 2)
     lines.stop()
     length = len(stream.getvalue())
-    assert stream.getvalue().count("step 1/9: logprobs, ") >= 2
     assert all(thread.name != "live-lines" for thread in threading.enumerate())
     assert len(stream.getvalue()) == length
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hybridrl.diagnostics.trace import Recorder, SpanBatch, SpanRecord
 from hybridrl.run.trace_file import FIRST_NAME, NAME, PREVIOUS_NAME, TraceFile
 from tests.trace_events import check, names_of, read_events, spans_of
+from tests.waiting import wait_until
 
 
 def _harvest(*names: str, num_dropped: int = 0) -> SpanBatch:
@@ -63,8 +64,7 @@ while True:
 def test_after_a_kill_in_the_middle_of_writing_the_trace_opens_and_goes_on(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", _WRITE_FOR_EVER, str(tmp_path)]) as process:
         path = tmp_path / NAME
-        while not (path.exists() and path.stat().st_size > 200_000):
-            assert process.poll() is None
+        wait_until(lambda: path.exists() and path.stat().st_size > 200_000, process=process)
         os.kill(process.pid, signal.SIGKILL)
     before = read_events(path)
     check(before)

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from hybridrl.diagnostics.processes import members_of
 from hybridrl.errors import DeadlineError, EngineError, ServerDiedError
 from hybridrl.workers.rollout.sglang.process import ServerProcess, free_port
+from tests.waiting import wait_until
 
 SERVER = """
 import subprocess, sys, time
@@ -41,11 +41,8 @@ def says(server: ServerProcess, word: str) -> bool:
     return word in server.log_file.read_text(encoding="utf-8")
 
 
-def wait_until_gone(session: int, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while members_of(session):
-        assert time.monotonic() < deadline, members_of(session)
-        time.sleep(0.05)
+def wait_until_session_ends(session: int) -> None:
+    wait_until(lambda: not members_of(session))
 
 
 def test_a_server_is_ready_when_it_says_so_and_ends_with_its_children_and_its_log() -> None:
@@ -72,7 +69,7 @@ def test_a_server_that_was_killed_is_told_with_the_signal_and_counts_as_a_lost_p
     with running("import time; time.sleep(600)") as server:
         server.require_alive("generate")
         os.kill(server.pid, signal.SIGKILL)
-        wait_until_gone(server.pid)
+        wait_until_session_ends(server.pid)
         with pytest.raises(ServerDiedError, match=r"generate: the server .* was killed by SIGKILL"):
             server.require_alive("generate")
 
@@ -102,7 +99,7 @@ def test_a_child_that_left_the_session_ends_with_the_server(how: str) -> None:
         if how == "kill the server":
             [child] = [one for one in psutil.Process(server.pid).children() if one != daemon]
             child.kill()
-            wait_until_gone(server.pid)
+            wait_until_session_ends(server.pid)
             assert server.exit_status() == -signal.SIGKILL
     assert not daemon.is_running()
 
@@ -126,7 +123,7 @@ def test_no_server_outlives_a_parent_that_was_killed(tmp_path: Path) -> None:
         parent.kill()
         parent.wait()
         parent.stdout.close()
-    wait_until_gone(int(session))
+    wait_until_session_ends(int(session))
     Path(log_file.decode()).unlink()
 
 

@@ -289,6 +289,24 @@ class RecordingEngine:
         self.is_alive = False
 
 
+def managed_engine(
+    engine: RecordingEngine,
+    *,
+    sleeps: bool = True,
+    backs_up_everything: bool = False,
+    release_timeout_s: float = 1.0,
+) -> ManagedEngine:
+    """The engine as its sharding manager holds it."""
+    return ManagedEngine(
+        engine,
+        device=CPU,
+        sleeps=sleeps,
+        backs_up_everything=backs_up_everything,
+        drain_timeout_s=1.0,
+        release_timeout_s=release_timeout_s,
+    )
+
+
 class CountedMemory(DeviceMemory):
     """A device of ``total`` bytes, on which the storages of engines and tenants are counted."""
 
@@ -465,13 +483,8 @@ class Rig:
         shards = Shards(self.trainer)
         self.set = LocalSet(
             [
-                ManagedEngine(
-                    engine,
-                    device=CPU,
-                    sleeps=depth is not SleepLevel.KEEP_ALL,
-                    backs_up_everything=False,
-                    drain_timeout_s=1.0,
-                    release_timeout_s=0.05,
+                managed_engine(
+                    engine, sleeps=depth is not SleepLevel.KEEP_ALL, release_timeout_s=0.05
                 )
                 for engine in self.engines
             ],

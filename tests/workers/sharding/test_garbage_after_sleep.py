@@ -54,7 +54,7 @@ class RecycledMemoryEngine(HFRolloutEngine):
             self.update_weights([(name, self.strangers[name]) for name in self.strangers])
 
 
-class ForgetfulEngine(PolicyEngine):
+class ForgetfulTrainer(PolicyEngine):
     """A trainer that promises all weights and, once told so, sends only a part."""
 
     is_forgetful = False
@@ -103,7 +103,7 @@ class BareLifeCycle:
         backend = FSDP2Backend(
             folder, config=ACTOR, model_config=MODEL, num_total_steps=10, device=CPU
         )
-        self.trainer = ForgetfulEngine(backend)
+        self.trainer = ForgetfulTrainer(backend)
         self.set.attach(self.trainer)
         tenants.register("actor", self.trainer)
 

@@ -9,15 +9,14 @@ from hybridrl.errors import LedgerError
 from hybridrl.workers.rollout.protocol import MemoryTag, WeightMemory
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.ledger import WeightLedger
-from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from tests.workers.sharding.recording import (
     BUFFER,
-    CPU,
     WEIGHTS,
     InjectedFault,
     Journal,
     RecordingEngine,
     Rig,
+    managed_engine,
 )
 
 ALL = [*WEIGHTS, BUFFER]
@@ -31,17 +30,6 @@ def _ledger() -> WeightLedger:
 def _sync(ledger: WeightLedger, names: list[str]) -> None:
     ledger.begin_sync(names)
     ledger.receive(names)
-
-
-def _managed(*, backs_up_everything: bool = False) -> ManagedEngine:
-    return ManagedEngine(
-        RecordingEngine(0, Journal()),
-        device=CPU,
-        sleeps=True,
-        backs_up_everything=backs_up_everything,
-        drain_timeout_s=1.0,
-        release_timeout_s=1.0,
-    )
 
 
 def test_a_new_engine_holds_its_own_buffers_and_none_of_the_trainers_weights() -> None:
@@ -166,7 +154,7 @@ def test_an_engine_without_a_copy_of_its_buffer_serves_nothing() -> None:
 def test_full_fine_tuning_copies_only_buffers_to_the_host_unless_told_otherwise(
     backs_up_everything: bool,
 ) -> None:
-    managed = _managed(backs_up_everything=backs_up_everything)
+    managed = managed_engine(RecordingEngine(0, Journal()), backs_up_everything=backs_up_everything)
     managed.sent_names = frozenset(WEIGHTS)
     sent = [(name, torch.full((size,), 7.0)) for name, size in WEIGHTS.items()]
     managed.start()
@@ -191,7 +179,7 @@ def test_full_fine_tuning_copies_only_buffers_to_the_host_unless_told_otherwise(
 
 def test_weights_that_no_sync_sends_keep_their_values_over_three_sleeps() -> None:
     """As with LoRA: the base was sent once, afterwards only the last tensor is."""
-    managed = _managed()
+    managed = managed_engine(RecordingEngine(0, Journal()))
     managed.start()
     managed.resume_weights()
     managed.ledger.begin_sync(WEIGHTS)
@@ -213,14 +201,7 @@ def test_weights_that_no_sync_sends_keep_their_values_over_three_sleeps() -> Non
 
 def test_a_bucket_that_the_engine_refused_is_not_entered() -> None:
     journal = Journal()
-    managed = ManagedEngine(
-        RecordingEngine(0, journal),
-        device=CPU,
-        sleeps=True,
-        backs_up_everything=False,
-        drain_timeout_s=1.0,
-        release_timeout_s=1.0,
-    )
+    managed = managed_engine(RecordingEngine(0, journal))
     journal.fail(0, "update_weights", when="after")
     managed.ledger.begin_sync(WEIGHTS)
     with pytest.raises(InjectedFault):
@@ -236,14 +217,7 @@ def test_a_release_or_restart_that_fails_leaves_no_lost_weight_in_good_books(
     call: str, part: str, when: str
 ) -> None:
     journal = Journal()
-    managed = ManagedEngine(
-        RecordingEngine(0, journal),
-        device=CPU,
-        sleeps=True,
-        backs_up_everything=False,
-        drain_timeout_s=1.0,
-        release_timeout_s=1.0,
-    )
+    managed = managed_engine(RecordingEngine(0, journal))
     managed.sent_names = frozenset(WEIGHTS)
     managed.receive([(name, torch.ones(size)) for name, size in WEIGHTS.items()])
     assert managed.ledger.is_covered

@@ -9,10 +9,16 @@ import pytest
 from hybridrl.metrics import Sum
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.lifecycle import SleepLevel
-from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.memory import DeviceMemory
 from hybridrl.workers.sharding.states import State
-from tests.workers.sharding.recording import CPU, Event, Journal, RecordingEngine, Rig
+from tests.workers.sharding.recording import (
+    CPU,
+    Event,
+    Journal,
+    RecordingEngine,
+    Rig,
+    managed_engine,
+)
 from tests.workers.sharding.test_manager import _device
 
 
@@ -99,14 +105,7 @@ class BusyEngine(RecordingEngine):
 
 
 def test_aborted_requests_are_counted() -> None:
-    managed = ManagedEngine(
-        BusyEngine(0, Journal()),
-        device=CPU,
-        sleeps=True,
-        backs_up_everything=False,
-        drain_timeout_s=1.0,
-        release_timeout_s=1.0,
-    )
+    managed = managed_engine(BusyEngine(0, Journal()))
     for _ in range(2):
         managed.drain()
         managed.drain()

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.two_workers import ON_SHARED_SERVERS, group_of
+
+SGLANG = Path(__file__).parent / "sglang"
+
+
+@pytest.mark.parametrize(
+    ("nodeid", "group"),
+    [
+        ("tests/runs/test_train.py::test_a[x]", "tests/runs/test_train.py"),
+        ("tests/contract/test_scores.py::test_a[fsdp2-2-True]", "fsdp2-2"),
+        ("tests/contract/test_scores.py::test_a[fsdp2-2x2-True]", "fsdp2-2x2"),
+        ("tests/contract/test_weights.py::test_a[fsdp2-2x2]", "fsdp2-2x2"),
+        ("tests/contract/test_weights.py::test_a", "tests/contract/test_weights.py"),
+        ("tests/sglang/test_lora_sync.py::test_a", "shared servers"),
+        ("tests/sglang/test_run.py::test_a", "tests/sglang/test_run.py"),
+    ],
+)
+def test_one_worker_has_what_shares_ranks_or_servers(nodeid: str, group: str) -> None:
+    assert group_of(nodeid) == group
+
+
+def test_files_that_ask_the_shared_servers_are_those_that_are_listed() -> None:
+    asks = re.compile(r"\b(engine|lora_engine|shared_engine): \w|\"shared_engine\"")
+    asking = {
+        path.stem.removeprefix("test_")
+        for path in SGLANG.glob("test_*.py")
+        if asks.search(re.sub(r"\bdef (?!test_)\w+\([^)]*\)", "", path.read_text()))
+    }
+    listed = {name for name in asking if name.startswith(ON_SHARED_SERVERS)}
+    assert asking == listed
