@@ -18,14 +18,14 @@ from hybridrl.config.megatron import MegatronConfig
 from hybridrl.config.model import ModelConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.planning.frozen_base import BasePlan
-from hybridrl.workers.rollout.hf import HFRolloutEngine
-from hybridrl.workers.rollout.protocol import RolloutEngine, WeightPort
-from hybridrl.workers.rollout.server_arguments import ServerSpec, device_name, show_devices
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
+from hybridrl.workers.rollout.protocol import RolloutEngine, WeightSender
+from hybridrl.workers.rollout.sglang.arguments import ServerSpec, device_name, show_devices
 from hybridrl.workers.train.backend import Backend
 from hybridrl.workers.train.critic_engine import CriticEngine
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.losses import PolicyGradientLoss
-from hybridrl.workers.train.mcore.setting import Setting
+from hybridrl.workers.train.mcore.setting import MegatronContext
 from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
 from hybridrl.workers.train.protocol import TokenLoss
 
@@ -38,7 +38,7 @@ _ADAPTER = "hybridrl.models.adapter"
 _MEGATRON = "hybridrl.workers.train.mcore.backend"
 """Likewise; it need not be installed."""
 
-_SGLANG = "hybridrl.workers.rollout.sglang"
+_SGLANG = "hybridrl.workers.rollout.sglang.engine"
 """Likewise; it need not be installed."""
 
 
@@ -154,7 +154,7 @@ def build_rollout_engine(
 
 def build_weight_port(
     spec: ActorRolloutSpec, device: torch.device, *, engine: RolloutEngine | None
-) -> WeightPort | None:
+) -> WeightSender | None:
     """Make this rank's end of the weight stream; None where engines lie in their ranks' processes.
 
     Args:
@@ -164,7 +164,7 @@ def build_weight_port(
     """
     if spec.rollout.engine == "hf":
         return None
-    port: WeightPort = import_module(_SGLANG).weight_port(
+    port: WeightSender = import_module(_SGLANG).weight_sender(
         engine, rollout=spec.rollout, device=device
     )
     return port
@@ -202,7 +202,7 @@ def _build_backend(
             num_total_steps=num_total_steps,
             adapter=adapter,
         )
-    setting = Setting(
+    setting = MegatronContext(
         megatron=spec.megatron,
         model=spec.model,
         device=device,

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from hybridrl.models.adapter_names import WEIGHTS_FILE
 from hybridrl.workers.train.collectives import Ranks
-from hybridrl.workers.train.export import whole_folder, write_on_first
+from hybridrl.workers.train.export import atomic_folder, write_on_first
 from hybridrl.workers.train.protocol import NamedTensors
 
 if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait for
@@ -34,7 +34,7 @@ def write_adapter_folder(
     """
 
     def write(weights: NamedTensors) -> None:
-        with whole_folder(folder) as unfinished:
+        with atomic_folder(folder) as unfinished:
             tensors = {name: tensor.contiguous().cpu() for name, tensor in weights}
             save_file(tensors, unfinished / WEIGHTS_FILE, metadata={"format": "pt"})
             adapter.save_settings(unfinished, base_model=base_model)

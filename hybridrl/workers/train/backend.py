@@ -24,7 +24,7 @@ from hybridrl.workers.train.export import Configuration
 from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches
 from hybridrl.workers.train.optimizer import StepResult
 from hybridrl.workers.train.places import CheckpointTensor
-from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightPart, WeightSpec
+from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
 
 if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait for
     from hybridrl.models.adapter import Adapter
@@ -82,7 +82,7 @@ class Backend(Protocol):
     is_output_rank: bool
     """Whether this rank answers for those that have the same rows: exactly one of them does."""
 
-    weight_parts: tuple[WeightPart, ...]
+    weight_parts: tuple[WeightSet, ...]
     """What rollout engines need; see ``TrainEngine.weight_parts``."""
 
     adapter: Adapter | None
@@ -113,11 +113,11 @@ class Backend(Protocol):
         """
         ...
 
-    def weight_specs(self, part: WeightPart) -> tuple[WeightSpec, ...]:
+    def weight_specs(self, part: WeightSet) -> tuple[WeightSpec, ...]:
         """Name what ``full_weights`` will yield, in its order."""
         ...
 
-    def full_weights(self, part: WeightPart) -> NamedTensors:
+    def full_weights(self, part: WeightSet) -> NamedTensors:
         """Yield each weight of a part, gathered from its shards, one at a time."""
         ...
 

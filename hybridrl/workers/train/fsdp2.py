@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from hybridrl import trace
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.critic import CriticConfig
 from hybridrl.config.model import ModelConfig
+from hybridrl.diagnostics import trace
 from hybridrl.errors import ModelError
 from hybridrl.metrics import Metrics, merge
 from hybridrl.models.adapter_names import ADAPTER_NAME, file_name, hf_name, is_adapter_name
@@ -34,7 +34,7 @@ from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import Configuration, configs_of
 from hybridrl.workers.train.microbatcher import MicroBatcher, MicroBatches
 from hybridrl.workers.train.optimizer import GuardedAdamW
-from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightPart, WeightSpec
+from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
 from hybridrl.workers.train.shards import (
     as_fsdp,
     build_critic,
@@ -88,7 +88,7 @@ class FSDP2Backend:
         self.adapter = adapter
         self.data_ranks = Ranks(device)
         sends_adapter = adapter is not None and adapter.config.sync == "adapter"
-        self.weight_parts = (WeightPart.BASE, WeightPart.ADAPTER)[: 1 + sends_adapter]
+        self.weight_parts = (WeightSet.BASE, WeightSet.ADAPTER)[: 1 + sends_adapter]
         self._config = config
         self._batcher = MicroBatcher(
             kernel=choose_kernel(model_config.attention, config.compute_dtype, device),
@@ -144,19 +144,19 @@ class FSDP2Backend:
             metrics.append(of_loss)
         return StepOutcome(self.optimizer.step(total_loss), merge(metrics))
 
-    def weight_specs(self, part: WeightPart) -> tuple[WeightSpec, ...]:
+    def weight_specs(self, part: WeightSet) -> tuple[WeightSpec, ...]:
         """Name what ``full_weights`` will yield, in its order."""
         return tuple(
             WeightSpec(name, tuple(p.shape), p.numel() * p.element_size())
             for name, p in self._weights(part)
         )
 
-    def full_weights(self, part: WeightPart) -> NamedTensors:
+    def full_weights(self, part: WeightSet) -> NamedTensors:
         """Yield each weight of a part, gathered from its shards, one at a time.
 
         Without shards a tensor is the live weight.
         """
-        if part is WeightPart.BASE and WeightPart.ADAPTER not in self.weight_parts:
+        if part is WeightSet.BASE and WeightSet.ADAPTER not in self.weight_parts:
             yield from self.merged_weights()
             return
         for name, parameter in self._weights(part):
@@ -249,9 +249,9 @@ class FSDP2Backend:
             ranks=self.data_ranks,
         )
 
-    def _weights(self, part: WeightPart) -> list[tuple[str, nn.Parameter]]:
+    def _weights(self, part: WeightSet) -> list[tuple[str, nn.Parameter]]:
         """Return parameters by the names under which others know them."""
-        is_adapter = part is WeightPart.ADAPTER
+        is_adapter = part is WeightSet.ADAPTER
         rename = file_name if is_adapter else hf_name
         named = self.model.hf.named_parameters()
         return [(rename(name), p) for name, p in named if is_adapter_name(name) == is_adapter]

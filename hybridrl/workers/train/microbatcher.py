@@ -23,7 +23,7 @@ from hybridrl.batch import response_lengths, row_lengths
 from hybridrl.errors import DataError
 from hybridrl.models.packed import AttentionKernel, PackLayout, Segment, build_layout
 from hybridrl.models.packed_model import PackedTokens
-from hybridrl.models.packed_share import TokenShare, share_tokens
+from hybridrl.models.packed_share import ContextParallelRank, split_for_context_parallel
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.microbatch import plan_microbatches
 
@@ -125,7 +125,7 @@ class MicroBatcher:
     """A micro-batch gets as many tokens more, which belong to no row, as make it divisible: the
     shares of ranks, where they share tokens."""
 
-    share: TokenShare | None = None
+    share: ContextParallelRank | None = None
     """This rank's part of each micro-batch; None if it has all of it."""
 
     group_size: int = 1
@@ -357,7 +357,7 @@ def _take_share(packed: _Packed, batcher: MicroBatcher) -> tuple[_Packed, int, P
         segments = [*packed.segments, *[Segment(num_missing, prefix)] * bool(num_missing)]
         layout = build_layout(segments, kernel=batcher.kernel, device=batcher.device)
         return packed, num_missing, layout
-    shared = share_tokens(
+    shared = split_for_context_parallel(
         packed.segments,
         batcher.share,
         multiple=batcher.multiple,

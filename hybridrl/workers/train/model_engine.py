@@ -19,10 +19,10 @@ from hybridrl.workers.train.backend import Backend, Compute, Output, Rows
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import write_hf_folder, write_on_first
 from hybridrl.workers.train.microbatcher import MicroBatch
-from hybridrl.workers.train.offload import ParkedTensors, resident_bytes
+from hybridrl.workers.train.offload import OffloadedTensors, resident_bytes
 from hybridrl.workers.train.optimizer import StepResult
 from hybridrl.workers.train.places import CheckpointTensor
-from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightPart, WeightSpec
+from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
 
 WeightedLoss: TypeAlias = Callable[[MicroBatch, Output, Tensor], tuple[Tensor, Metrics]]
 """From a micro-batch, its output and the weight of each scored token [S] in the global loss, to the
@@ -51,12 +51,12 @@ class ModelEngine:
         self.dp_rank, self.dp_size = backend.data_ranks.rank, backend.data_ranks.size
         self.leads = backend.is_output_rank
         self._area = area
-        self._offloaded: dict[TrainState, ParkedTensors] = {}
+        self._offloaded: dict[TrainState, OffloadedTensors] = {}
 
     def offload(self, part: TrainState) -> None:
         """Move a part to host memory and free its device memory. Twice is a no-op."""
         if part not in self._offloaded:
-            self._offloaded[part] = ParkedTensors(self.backend.tensors(part))
+            self._offloaded[part] = OffloadedTensors(self.backend.tensors(part))
 
     def restore(self, part: TrainState) -> None:
         """Bring a part back, bitwise identical. Twice is a no-op."""
@@ -68,11 +68,11 @@ class ModelEngine:
         """Return the bytes that this part holds on the device of this rank, measured."""
         return resident_bytes(self.backend.tensors(part))
 
-    def weight_specs(self, part: WeightPart = WeightPart.BASE) -> tuple[WeightSpec, ...]:
+    def weight_specs(self, part: WeightSet = WeightSet.BASE) -> tuple[WeightSpec, ...]:
         """Name what ``full_weights`` will yield, in its order."""
         return self.backend.weight_specs(part)
 
-    def full_weights(self, part: WeightPart = WeightPart.BASE) -> NamedTensors:
+    def full_weights(self, part: WeightSet = WeightSet.BASE) -> NamedTensors:
         """Yield each weight of a part, gathered from its shards. Every rank must exhaust it.
 
         Weights have their Hugging Face names, tied ones come once. With ``lora.sync=merged`` the

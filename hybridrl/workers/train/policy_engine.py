@@ -33,7 +33,7 @@ from hybridrl.workers.train.protocol import (
     TokenLoss,
     TokenLossInputs,
     TrainState,
-    WeightPart,
+    WeightSet,
 )
 
 
@@ -51,7 +51,7 @@ class PolicyEngine(ModelEngine):
         self.weight_parts = backend.weight_parts
         self._constants: Metrics = {}
         if backend.adapter is not None:
-            specs = backend.weight_specs(WeightPart.ADAPTER)
+            specs = backend.weight_specs(WeightSet.ADAPTER)
             num_trained = sum(math.prod(spec.shape) for spec in specs)
             self._constants = {"policy/trained_parameters": Max(num_trained)}
 
@@ -144,7 +144,7 @@ class PolicyEngine(ModelEngine):
             )
         write_adapter_folder(
             folder,
-            self.full_weights(WeightPart.ADAPTER),
+            self.full_weights(WeightSet.ADAPTER),
             adapter=self.backend.adapter,
             base_model=self.backend.folder,
             ranks=Ranks(self.backend.device),

@@ -28,7 +28,7 @@ class TrainState(Enum):
     OPTIMIZER = "optimizer"
 
 
-class WeightPart(Enum):
+class WeightSet(Enum):
     """One pass of a weight sync. A part that no step changes is sent until it has arrived, once."""
 
     BASE = "base"
@@ -130,18 +130,18 @@ class TrainEngine(OffloadableModel, Protocol):
 
     dp_rank: int
 
-    weight_parts: tuple[WeightPart, ...]
+    weight_parts: tuple[WeightSet, ...]
     """What rollout engines need, in the order in which they need it; steps change the last alone.
 
     ``(BASE,)`` for full fine-tuning and for LoRA that is merged on its way, ``(BASE, ADAPTER)``
     where rollout engines apply the adapter.
     """
 
-    def weight_specs(self, part: WeightPart = WeightPart.BASE) -> tuple[WeightSpec, ...]:
+    def weight_specs(self, part: WeightSet = WeightSet.BASE) -> tuple[WeightSpec, ...]:
         """Name what ``full_weights`` will yield, in its order."""
         ...
 
-    def full_weights(self, part: WeightPart = WeightPart.BASE) -> NamedTensors:
+    def full_weights(self, part: WeightSet = WeightSet.BASE) -> NamedTensors:
         """Yield each weight of a part whole, one at a time. Every rank must exhaust it."""
         ...
 

@@ -13,7 +13,7 @@ from hybridrl.config.lora import LoraConfig
 from hybridrl.models.adapter import Adapter
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.policy_engine import PolicyEngine
-from hybridrl.workers.train.protocol import WeightPart
+from hybridrl.workers.train.protocol import WeightSet
 from tests.workers.train.engines import ACTOR, CPU, MODEL
 
 LORA = LoraConfig(
@@ -53,7 +53,7 @@ def build_lora(
 
 
 def adapter_of(engine: PolicyEngine) -> dict[str, Tensor]:
-    return {name: t.clone() for name, t in engine.full_weights(WeightPart.ADAPTER)}
+    return {name: t.clone() for name, t in engine.full_weights(WeightSet.ADAPTER)}
 
 
 def randomize(engine: PolicyEngine, *, seed: int = 1) -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.batch import jagged, jagged_from, row_lengths
-from hybridrl.models.packed_share import TokenShare
+from hybridrl.models.packed_share import ContextParallelRank
 from hybridrl.workers.train.microbatcher import BatchRows, MicroBatch, lay_out, plan
 from tests.workers.train.microbatchers import make_batcher
 
@@ -125,7 +125,11 @@ def test_a_prompt_is_shared_only_if_it_went_through_the_same_experts() -> None:
 def test_shares_of_a_micro_batch_score_each_token_once() -> None:
     whole, *shared = (
         lay_out(batcher.read(*SIBLINGS), [0, 1, 2, 3], batcher)
-        for share in (None, TokenShare(0, 2, torch.clone), TokenShare(1, 2, torch.clone))
+        for share in (
+            None,
+            ContextParallelRank(0, 2, torch.clone),
+            ContextParallelRank(1, 2, torch.clone),
+        )
         for batcher in [make_batcher(multiple=2, share=share)]
     )
     assert {len(part.tokens.token_ids_T) for part in shared} == {4}
@@ -136,7 +140,7 @@ def test_shares_of_a_micro_batch_score_each_token_once() -> None:
 
 def test_each_share_of_a_dummy_has_a_token_and_scores_nothing() -> None:
     for rank in range(2):
-        batcher = make_batcher(share=TokenShare(rank, 2, torch.clone))
+        batcher = make_batcher(share=ContextParallelRank(rank, 2, torch.clone))
         dummy = lay_out(batcher.read(*columns_of([[1, 2]], [[0, 1]])), [], batcher)
         assert len(dummy.tokens.token_ids_T) == 1
         assert (len(dummy.token_index_S), dummy.num_tokens) == (0, 0)

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoConfig, GenerationConfig
 
-from hybridrl import activity
 from hybridrl.batch import RolloutBatch, TrainBatch
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.critic import CriticConfig
+from hybridrl.diagnostics import activity
 from hybridrl.errors import ModelError
 from hybridrl.metrics import Metrics, merge
 from hybridrl.models.adapter_names import file_name
@@ -32,12 +32,12 @@ from hybridrl.workers.train.mcore.learner import StageLearner
 from hybridrl.workers.train.mcore.lora import StageAdapter
 from hybridrl.workers.train.mcore.routing import require_routes
 from hybridrl.workers.train.mcore.schedule import Schedule
-from hybridrl.workers.train.mcore.setting import Setting
+from hybridrl.workers.train.mcore.setting import MegatronContext
 from hybridrl.workers.train.mcore.stages import Stages
 from hybridrl.workers.train.mcore.transformer import Duty
 from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches
 from hybridrl.workers.train.places import CheckpointTensor
-from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightPart, WeightSpec
+from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
 
 if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait for
     from hybridrl.models.adapter import Adapter
@@ -64,7 +64,7 @@ class MegatronBackend:
         folder: Path,
         *,
         config: ActorConfig | CriticConfig,
-        setting: Setting,
+        setting: MegatronContext,
         num_total_steps: int | None = None,
         adapter: Adapter | None = None,
     ) -> None:
@@ -100,7 +100,7 @@ class MegatronBackend:
             self._adapter_export = self._plan_export(self.stages.adapter_tensors())
             self._stage_adapter.require_all_adapted(self._adapter_export.specs)
         sends_adapter = adapter is not None and adapter.config.sync == "adapter"
-        self.weight_parts = (WeightPart.BASE, WeightPart.ADAPTER)[: 1 + sends_adapter]
+        self.weight_parts = (WeightSet.BASE, WeightSet.ADAPTER)[: 1 + sends_adapter]
         self._schedule = Schedule(modules, max_tokens=config.max_tokens_per_microbatch)
 
     @property
@@ -140,7 +140,7 @@ class MegatronBackend:
             self.parallel.ranks_with_other_tokens().sum(columns)
         pipeline = self.parallel.pipeline
         if pipeline.size > 1:
-            with activity.doing("broadcast", waits=True):
+            with activity.scope("broadcast", waits=True):
                 dist.broadcast(columns, group=pipeline.group, group_src=pipeline.size - 1)
         return columns.cpu()
 
@@ -173,22 +173,22 @@ class MegatronBackend:
             {} if balance is None else balance.metrics(),
         )
 
-    def weight_specs(self, part: WeightPart) -> tuple[WeightSpec, ...]:
+    def weight_specs(self, part: WeightSet) -> tuple[WeightSpec, ...]:
         """Name what ``full_weights`` will yield, in its order."""
-        if part is WeightPart.BASE:
+        if part is WeightSet.BASE:
             return self._export.specs
         return tuple(
             WeightSpec(file_name(spec.name), spec.shape, spec.num_bytes)
             for spec in self._adapter_export.specs
         )
 
-    def full_weights(self, part: WeightPart) -> NamedTensors:
+    def full_weights(self, part: WeightSet) -> NamedTensors:
         """Yield each weight of a part, gathered from its shards, in the type that computes."""
-        if part is WeightPart.BASE and WeightPart.ADAPTER not in self.weight_parts:
+        if part is WeightSet.BASE and WeightSet.ADAPTER not in self.weight_parts:
             yield from self.merged_weights()
             return
         self._gather_weights()
-        if part is WeightPart.BASE:
+        if part is WeightSet.BASE:
             yield from self._export.full_weights(self.stages.model_tensors())
             return
         for name, tensor in self._adapter_export.full_weights(self.stages.adapter_tensors()):

@@ -19,7 +19,7 @@ from hybridrl.workers.train.mcore.lora import StageAdapter
 from hybridrl.workers.train.mcore.model import CriticStage, PackedStage, PolicyStage
 from hybridrl.workers.train.mcore.names import global_name, is_of_adapter
 from hybridrl.workers.train.mcore.parallel import start_parallel
-from hybridrl.workers.train.mcore.setting import Setting
+from hybridrl.workers.train.mcore.setting import MegatronContext
 from hybridrl.workers.train.mcore.transformer import (
     Duty,
     choose_kernels,
@@ -55,7 +55,7 @@ class Stages:
         architecture: Architecture,
         *,
         config: ActorConfig | CriticConfig,
-        setting: Setting,
+        setting: MegatronContext,
         duty: Duty,
         adapter: StageAdapter | None,
     ) -> None:
