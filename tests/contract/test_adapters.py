@@ -47,7 +47,7 @@ def _train_alone(folder: Path, sync: str) -> tuple[dict, dict, list[float], Tens
     """Three steps in this process: FSDP2 on one rank, which peft's own layers compute."""
     engine = build_lora(folder, lora=with_lora(sync=sync), config=LIVELY)
     norms = [update(engine, make_rows(11, seed=s))["policy/grad_norm"] for s in range(3)]
-    frozen = engine.compute_frozen_logprobs(to_rollouts(make_rows(4)), temperature=1.0)
+    frozen = engine.compute_logprobs(to_rollouts(make_rows(4)), temperature=1.0, use_adapter=False)
     return weights_of(engine), _adapter_of(engine), norms, frozen.logprobs_BL.values()
 
 

@@ -202,11 +202,12 @@ class FSDP2Backend:
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Name parameters that learn, and their moments; see ``LearningEngine``."""
+        optimizer = self.optimizer
         learning = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         moments = {
             f"optimizer.{key}.{name}": value
             for name, parameter in learning.items()
-            for key, value in self.optimizer.moments(parameter).items()
+            for key, value in optimizer.moments(parameter).items()
         }
         return {f"model.{name}": parameter for name, parameter in learning.items()} | moments
 

@@ -134,7 +134,11 @@ def _train(rank: Rank, folder: Path, changes: dict[str, Any]) -> Learned:
     engine = rank.policy(folder, replace(ACTOR, **changes))
     steps = [learn(engine, batch) for batch in _lessons()]
     scored = engine.compute_logprobs(to_rollouts(make_rows(4, seed=9)), temperature=0.9)
-    names = [name.split(".")[2] for name, _ in engine.named_tensors() if ".layers." in name]  # type: ignore[attr-defined]
+    names = [
+        name.split(".")[2]
+        for name, _ in engine.backend.stages.named_tensors()
+        if ".layers." in name
+    ]
     logprobs = scored.logprobs_BL.values() if engine.leads else None
     return steps, weights_of(engine), logprobs, len(set(names))
 
