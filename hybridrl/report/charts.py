@@ -19,7 +19,7 @@ from hybridrl.report.settings import Settings
 _PANELS = """
 Learning | Reward | reward/mean=training, eval/reward/mean=held-out prompts |
 Learning | Reward by data source | eval/reward/*=* |
-Learning | Prompts that teach nothing | reward/flat_group_fraction=all rewards equal, reward/failed_fraction=not scored |
+Learning | Prompts that teach nothing | reward/zero_variance_group_fraction=all rewards equal, reward/failed_fraction=not scored |
 Learning | Loss | loss/policy=policy, loss/kl=KL penalty, loss/entropy=entropy bonus, loss/supervised_nats=training, eval/loss_nats=held-out rows, loss/*=* |
 Policy | Entropy | policy/entropy_nats/mean=entropy |
 Policy | KL divergence | policy/kl_to_reference_nats/mean=from the reference, policy/kl_to_old_nats/mean=from the policy that sampled |
@@ -37,7 +37,7 @@ Policy | Updates left out | policy/skipped_updates=not finite |
 Responses | Response length | length/response_tokens/mean=training, eval/length/response_tokens/mean=held-out prompts, length/response_tokens/min=shortest, length/response_tokens/max=longest | limit=rollout.max_response_tokens
 Responses | How responses end | rollout/truncated_fraction=cut at the limit, rollout/empty_fraction=empty, eval/truncated_fraction=cut; held-out prompts |
 Time | Where a step's time goes | time/generate_s=generate, time/reward_s=reward, time/logprobs_s=log-probs, time/advantage_s=advantages, time/update_s=update, time/eval_s=evaluation | stack
-Time | Inside generate: stages of the life cycle | time/make_room_s=make room, time/resume_weights_s=resume weights, time/sync_s=sync, time/leave_s=leave, time/resume_cache_s=resume cache, time/continue_s=continue, time/sample_s=sample, time/skew_s=skew, time/pause_s=pause, time/drain_s=drain, time/release_s=release, time/release_cache_s=release cache, time/come_back_s=come back, time/roll_back_s=roll back, time/unwind_s=unwind, time/restart_s=restart, time/start_s=start | stack
+Time | Inside generate: stages of the life cycle | time/offload_optimizer_s=offload optimizer, time/resume_weights_s=resume weights, time/sync_s=sync, time/offload_parameters_s=offload parameters, time/resume_cache_s=resume cache, time/continue_s=continue, time/sample_s=sample, time/skew_s=skew, time/pause_s=pause, time/drain_s=drain, time/release_s=release, time/release_cache_s=release cache, time/onload_training_s=onload training, time/roll_back_s=roll back, time/unwind_s=unwind, time/restart_s=restart, time/start_s=start | stack
 Time | Work of the critic | time/critic_values_s=values, time/critic_update_s=update |
 Time | Throughput | throughput/response_tokens_per_s=sampling, throughput/train_tokens_per_s=training, throughput/tokens_per_s=whole step |
 Time | Busy decoding slots | rollout/slot_occupancy=busy |

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from hybridrl.checkpoint.origin import processor_name
+from hybridrl.atomic_io import atomic_write_text
+from hybridrl.checkpoint.fingerprint import processor_name
 from hybridrl.config.model import ModelConfig, StarterConfig
-from hybridrl.disk import write_whole
 from hybridrl.errors import ModelError
 from hybridrl.planning.shapes import shape_of
 from hybridrl.report.history import parse_row
@@ -37,7 +37,7 @@ def try_machine(folder: Path) -> None:
         "memory": f"{memory_gib:.0f} GiB",
     }
     try:
-        write_whole(folder / MACHINE, json.dumps(facts) + "\n")
+        atomic_write_text(folder / MACHINE, json.dumps(facts) + "\n")
     except OSError as error:
         log.warning("%s was not written: %s", folder / MACHINE, error)
 

@@ -138,7 +138,7 @@ def requests_aborted(run: Run) -> Finding | None:
 
 def memory_did_not_move(run: Run) -> Finding | None:
     """The life cycle ran, and its figures about memory say nothing."""
-    if not sum(run.history.get("memory/unmoved_releases").finite):
+    if not sum(run.history.get("memory/noop_releases").finite):
         return None
     text = "SGLang on a CPU answers release and resume without freeing anything: the order of the "
     text += "stages was the real one, but their memory and time prove nothing for a GPU."

@@ -56,7 +56,7 @@ def training_did_harm(run: Run) -> Finding | None:
 
 def rewards_do_not_differ(run: Run) -> Finding | None:
     """Without a difference between responses to a prompt there is no advantage to learn from."""
-    share, reward = recent(run, "reward/flat_group_fraction"), recent(run, "reward/mean")
+    share, reward = recent(run, "reward/zero_variance_group_fraction"), recent(run, "reward/mean")
     if share < FLAT_GROUPS or training_did_harm(run) or reward_may_be_gamed(run):
         return None
     highest = max(run.history.get("reward/max").finite, default=0.0)
@@ -75,7 +75,7 @@ def rewards_do_not_differ(run: Run) -> Finding | None:
 def reward_does_not_rise(run: Run) -> Finding | None:
     """The last third of the run is no better than the first, beyond chance."""
     values = run.history.get("reward/mean").finite
-    is_flat = recent(run, "reward/flat_group_fraction") >= FLAT_GROUPS
+    is_flat = recent(run, "reward/zero_variance_group_fraction") >= FLAT_GROUPS
     if len(values) < ENOUGH_STEPS or is_flat or training_did_harm(run):
         return None
     third = len(values) // 3

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from hybridrl.disk import write_whole
+from hybridrl.atomic_io import atomic_write_text
 from hybridrl.errors import RunFolderError
 from hybridrl.metrics import find_declaration
 from hybridrl.report.charts import SECTIONS, Chart, build_charts
@@ -67,7 +67,7 @@ def write_page(path: Path, text: str) -> Path:
         RunFolderError: the file cannot be written.
     """
     try:
-        write_whole(path, text, errors="replace")
+        atomic_write_text(path, text, errors="replace")
     except OSError as err:
         raise RunFolderError(f"cannot write {path}: {err}; write elsewhere with --output") from err
     return path

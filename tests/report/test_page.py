@@ -132,7 +132,7 @@ def test_the_head_answers_what_a_reader_asks_first(tmp_path: Path) -> None:
 def test_a_failed_run_says_so_with_the_last_lines_of_its_log(tmp_path: Path) -> None:
     log = (
         "10:00:00 I hybridrl.trainer: hello\nthe run ended with an error\nTraceback (most recent\n"
-        "hybridrl.errors.RewardError: reward.py raised\n10:00:01 I hybridrl.trainer.record: "
+        "hybridrl.errors.RewardError: reward.py raised\n10:00:01 I hybridrl.run.record: "
         "run folder: runs/mine\n"
     )
     text = page_of(write_folder(tmp_path, log=log)).text
@@ -141,7 +141,7 @@ def test_a_failed_run_says_so_with_the_last_lines_of_its_log(tmp_path: Path) -> 
 
 
 def test_a_run_resumed_after_an_error_has_not_failed(tmp_path: Path) -> None:
-    log = "the run ended with an error\nE: x\n10:00:01 I hybridrl.trainer.resume: from step 3\n"
+    log = "the run ended with an error\nE: x\n10:00:01 I hybridrl.run.resume: from step 3\n"
     assert "unfinished\n: step 0" in page_of(write_folder(tmp_path, log=log)).text
 
 

@@ -9,7 +9,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.metrics import Max, Mean, Metrics, Sum
 from hybridrl.planning.memory import plan_memory
 from hybridrl.planning.workload import Workload
-from hybridrl.trainer.plan_watch import PlanWatch
+from hybridrl.run.plan_check import PlanCheck
 from tests.config.values import config_of
 
 
@@ -36,14 +36,14 @@ def step(
 def test_on_a_gpu_each_phase_that_was_measured_gets_its_error() -> None:
     config = config_of("cluster=one_gpu")
     metrics, peaks = step(off_by=0.1, config=config)
-    errors = PlanWatch(config).compare(metrics)
+    errors = PlanCheck(config).compare(metrics)
     assert {name: m.value for name, m in errors.items()} == pytest.approx(
         {f"memory/{name}_plan_error_fraction": 0.1 for name in peaks}, abs=1e-6
     )
 
 
 def test_on_a_cpu_the_fullest_phase_alone_is_compared() -> None:
-    errors = PlanWatch(config_of()).compare(step(off_by=0.1)[0])
+    errors = PlanCheck(config_of()).compare(step(off_by=0.1)[0])
     assert {name: m.value for name, m in errors.items()} == pytest.approx(
         {"memory/update_plan_error_fraction": 0.1}, abs=1e-6
     )
@@ -52,7 +52,7 @@ def test_on_a_cpu_the_fullest_phase_alone_is_compared() -> None:
 def test_the_log_has_a_line_after_the_first_step_and_one_at_the_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    watch = PlanWatch(config_of())
+    watch = PlanCheck(config_of())
     with caplog.at_level(logging.INFO):
         for off_by in (0.1, 0.3, 0.2):
             watch.compare(step(off_by=off_by)[0])
@@ -67,6 +67,6 @@ def test_the_log_has_a_line_after_the_first_step_and_one_at_the_end(
 
 
 def test_a_step_without_the_numbers_that_a_plan_needs_is_let_pass() -> None:
-    watch = PlanWatch(config_of())
+    watch = PlanCheck(config_of())
     assert watch.compare({"reward/mean": Mean(1.0)}) == {}
     watch.report()
