@@ -57,7 +57,8 @@ def facts_of(run: Run) -> Iterator[tuple[str, str]]:
     yield "model", _model(run.settings)
     yield "learning rate", text("actor.optimizer.lr")
     yield "seed", text("seed")
-    yield "engines", f"trains with {text('actor.engine')}, samples with {text('rollout.engine')}"
+    sampling = "" if is_sft else f", samples with {text('rollout.engine')}"
+    yield "engines", f"trains with {text('actor.engine')}{sampling}"
     nodes, ranks = text("cluster.num_nodes"), text("cluster.num_ranks_per_node")
     yield "ranks", f"{nodes} x {ranks} on {text('cluster.device')}"
     if best := run.best_evaluation:

@@ -65,12 +65,12 @@ BAD: dict[str, dict[str, Curve | list[float]]] = {
         "rollout__truncated_fraction": lambda at: at / 60,
     },
     "The task is solved": {
-        "reward__flat_group_fraction": lambda at: 0.95,
+        "reward__zero_variance_group_fraction": lambda at: 0.95,
         "reward__mean": lambda at: 0.99,
         "reward__max": lambda at: 1.0,
     },
     "Nearly all rewards are equal": {
-        "reward__flat_group_fraction": lambda at: min(1.0, 0.5 + at / 40),
+        "reward__zero_variance_group_fraction": lambda at: min(1.0, 0.5 + at / 40),
         "reward__mean": lambda at: 0.0,
         "reward__max": lambda at: 0.0,
     },
@@ -89,7 +89,7 @@ BAD: dict[str, dict[str, Curve | list[float]]] = {
     "Responses could not be scored": {"reward__failed_fraction": lambda at: 0.05},
     "Many responses are cut off": {"rollout__truncated_fraction": lambda at: 0.3},
     "Requests were cut off": {"rollout__aborted_requests": lambda at: float(at == 3)},
-    "Memory did not move": {"memory__unmoved_releases": lambda at: 3.0},
+    "Memory did not move": {"memory__noop_releases": lambda at: 3.0},
     "The gradient is far above its limit": {"policy__grad_norm": lambda at: 30.0},
     "Sampling takes most of the time": {
         "time__generate_s": lambda at: 9.0,
@@ -101,7 +101,7 @@ BAD: dict[str, dict[str, Curve | list[float]]] = {
 GOOD: dict[str, Curve | list[float]] = {
     "reward__mean": rising,
     "reward__max": lambda at: 1.0,
-    "reward__flat_group_fraction": lambda at: 0.3,
+    "reward__zero_variance_group_fraction": lambda at: 0.3,
     "reward__failed_fraction": lambda at: 0.0,
     "eval__reward__mean": [0.3, 0.5, 0.48, 0.6],
     "policy__entropy_nats__mean": lambda at: 0.4 - at / 300,
@@ -143,6 +143,7 @@ def test_every_rule_has_an_example() -> None:
     [
         ("good", 1e-4, [], None),
         ("too_high", 3e-4, ["Training made the model worse"], "actor.optimizer.lr=3e-05"),
+        ("too_low", 1e-7, ["The reward does not rise"], "actor.optimizer.lr=3e-07"),
         ("collapsed", 1e-3, ["Training made the model worse"], "actor.optimizer.lr=0.0001"),
         (
             "reward_hacked",
