@@ -61,7 +61,7 @@ setup(
         "mlflow": ["mlflow"],
         "math": ["math-verify[antlr4-9-3]"],  # the parser runtime that omegaconf 2.3 pins
         "cluster": ["ray[default]"],  # the dashboard, which takes `ray job submit`
-        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1"],
+        "docs": ["mkdocs>=1.6.1,<2", "mkdocs-material>=9.8,<10", "mkdocstrings[python]>=1.0.8,<2"],
         "dev": [
             "codespell",
             "hypothesis",
