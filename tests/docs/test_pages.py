@@ -25,7 +25,7 @@ FILE_ENDINGS = (".md", ".py", ".json", ".jsonl", ".txt", ".safetensors", ".yaml"
 PLACEHOLDER = re.compile(r"/[A-Z]+\.")
 
 
-@pytest.mark.parametrize("page", REFLOW.pages(), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_lines_of_a_page_have_at_most_120_characters(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert REFLOW.too_long(text, keep_tables=page.name in REFLOW.TABLES_NAME_TESTS) == []
