@@ -1,8 +1,8 @@
 """Which published table comes from which command, and from which sources it was made.
 
 A table stands on its page between two comments. The first one holds a digest of the sources that
-the figures depend on: where they have changed since, the table is stale. Comments, docstrings and
-layout do not count.
+the figures depend on: where they have changed since, the table is stale. Comments, docstrings,
+layout, imports and the names of files do not count.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "performance.md"
 
 _STEP = (
-    *("hybridrl/workers/rollout/[!s]*.py", "hybridrl/workers/rollout/sampling.py"),
+    *("hybridrl/workers/rollout/*.py", "hybridrl/workers/rollout/embedded/*.py"),
     *("hybridrl/models/*.py", "hybridrl/workers/train/*.py", "hybridrl/trainer/step.py"),
 )
 _CONTROLLER = (
     *(f"hybridrl/single_controller/{name}.py" for name in ("actors", "dispatch", "payload")),
     *(f"hybridrl/single_controller/{name}.py" for name in ("remote_call", "worker")),
-    *("hybridrl/payload.py", "hybridrl/activity.py", "hybridrl/trace.py"),
+    *("hybridrl/payload.py", "hybridrl/diagnostics/activity.py", "hybridrl/diagnostics/trace.py"),
 )
 
 
@@ -51,45 +51,49 @@ class Figures:
         return " ".join(["OMP_NUM_THREADS=1"] * self.one_thread + words)
 
     def digest(self, root: Path = ROOT) -> str:
-        """Digest the sources, without comments, docstrings and layout."""
+        """Digest what the sources do."""
         digest = hashlib.sha256(self.command.encode())
         patterns = (f"benchmarks/{self.name}.py", *self.measured)
-        for path in sorted({path for pattern in patterns for path in root.glob(pattern)}):
-            digest.update(path.relative_to(root).as_posix().encode())
-            digest.update(_meaning(path.read_text(encoding="utf-8")).encode())
+        paths = {path for pattern in patterns for path in root.glob(pattern)}
+        for meaning in sorted(_meaning(path.read_text(encoding="utf-8")) for path in paths):
+            digest.update(meaning.encode())
         return digest.hexdigest()[:16]
 
 
 FIGURES = (
     Figures(name="against_trl", measured=("benchmarks/sides/*_side.py", *_STEP)),
-    Figures(name="startup", measured=("hybridrl/trainer/launch.py", "hybridrl/trainer/cluster.py")),
+    Figures(name="startup", measured=("hybridrl/run/launch.py", "hybridrl/run/cluster.py")),
     Figures(name="dispatch", measured=_CONTROLLER),
     Figures(
         name="rollout",
-        measured=("hybridrl/workers/rollout/[!s]*.py", "hybridrl/workers/rollout/sampling.py"),
+        measured=("hybridrl/workers/rollout/*.py", "hybridrl/workers/rollout/embedded/*.py"),
         one_thread=True,
     ),
     Figures(name="advantages", measured=("hybridrl/algorithms/advantages.py", "hybridrl/batch.py")),
     Figures(name="gae", measured=("hybridrl/algorithms/gae.py",)),
     Figures(
-        name="checkpoint", measured=("hybridrl/checkpoint/*.py", "hybridrl/trainer/checkpoints.py")
+        name="checkpoint", measured=("hybridrl/checkpoint/*.py", "hybridrl/run/checkpoints.py")
     ),
     Figures(
         name="overhead",
-        measured=("hybridrl/trace.py", "hybridrl/trainer/trac*.py", "hybridrl/trainer/samples.py"),
+        measured=(
+            "hybridrl/diagnostics/trace.py",
+            "hybridrl/run/trac*.py",
+            "hybridrl/run/samples.py",
+        ),
     ),
     Figures(name="report", measured=("hybridrl/report/*.py",)),
     Figures(
         name="lora",
         arguments=("--rank", "8"),
-        measured=("hybridrl/models/adapter*.py", "hybridrl/workers/rollout/adapt*.py"),
+        measured=("hybridrl/models/adapter*.py", "hybridrl/workers/rollout/**/adapt*.py"),
         one_thread=True,
     ),
     Figures(
         name="weight_sync",
         measured=(
-            "hybridrl/workers/rollout/server_transports.py",
-            "hybridrl/workers/rollout/flat*",
+            "hybridrl/workers/rollout/sglang/transports.py",
+            "hybridrl/workers/rollout/sglang/flat*",
         ),
         one_thread=True,
     ),
@@ -167,6 +171,9 @@ def _meaning(source: str) -> str:
             line, column = token.start
             lines[line - 1] = lines[line - 1][:column]
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            end = node.end_lineno or node.lineno
+            lines[node.lineno - 1 : end] = [""] * (end - node.lineno + 1)
         body = node.body if isinstance(node, ast.Module | ast.ClassDef | _FUNCTIONS) else []
         if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
             end = body[0].end_lineno or body[0].lineno

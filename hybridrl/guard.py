@@ -91,6 +91,15 @@ def descendants() -> list[int]:
     return below
 
 
+def process_name(pid: int) -> str:
+    """Return the name of a living process, at most 15 characters; empty of a dead one."""
+    try:
+        name, _, fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
+    except OSError:
+        return ""
+    return "" if fields.split()[0] in "ZX" else name.partition("(")[2]
+
+
 def _reap() -> None:
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:

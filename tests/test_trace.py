@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from hybridrl.trace import Recorder
+from hybridrl.diagnostics.trace import Recorder
 
 
 def test_spans_nest_and_end_inside_one_another() -> None:

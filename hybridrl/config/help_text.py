@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hybridrl.config.reference import KeyReference, SectionReference, read_sections
-from hybridrl.errors import ConfigError, nearest
+from hybridrl.errors import ConfigError, suggest_name
 
 _WIDTH = 100
 _HEADER = """\
@@ -72,7 +72,7 @@ def _describe(name: str, sections: Sequence[SectionReference]) -> Iterator[str]:
     else:
         names = [*(section.name for section in sections), *keys]
         rule = "there is no such section or key"
-        raise ConfigError("--help", name, rule, nearest(name, names))
+        raise ConfigError("--help", name, rule, suggest_name(name, names))
 
 
 def _key_lines(key: KeyReference) -> Iterator[str]:

@@ -19,7 +19,7 @@ from typing import Annotated, Literal, Union, cast, get_args, get_origin, get_ty
 
 import yaml
 
-from hybridrl.config.checks import Rule, rules_of
+from hybridrl.config.checks.violations import Rule, rules_of
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import Within
 from hybridrl.config.load import known_keys

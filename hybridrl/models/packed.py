@@ -240,19 +240,19 @@ def padded_layout(
     slots_of_tokens = []
     num_slots = 0
     for first, last in _bucket_bounds(lengths.tolist(), stretches.num_seen_K.tolist()):
-        here = slice(first, last)
+        row = slice(first, last)
         bucket = _build_bucket(
             Stretches(
-                lengths[here, None],
-                stretches.begin_K[here, None],
-                stretches.skip_K[here, None],
-                stretches.prefix_begin_K[here, None],
-                stretches.prefix_length_K[here, None],
+                lengths[row, None],
+                stretches.begin_K[row, None],
+                stretches.skip_K[row, None],
+                stretches.prefix_begin_K[row, None],
+                stretches.prefix_length_K[row, None],
             ),
             device,
             key_of_token,
         )
-        is_token_RL = torch.arange(bucket.num_columns) < lengths[here, None]
+        is_token_RL = torch.arange(bucket.num_columns) < lengths[row, None]
         slots_of_tokens.append(num_slots + is_token_RL.flatten().nonzero()[:, 0])
         num_slots += is_token_RL.numel()
         buckets.append(bucket)
@@ -293,12 +293,12 @@ def _bucket_bounds(lengths: list[int], prefix_lengths: list[int]) -> list[tuple[
     rows = [sum(pair) for pair in zip(lengths, prefix_lengths, strict=True)]
     bounds = []
     first = 0
-    for here in range(1, len(lengths)):
-        stretch = slice(first, here + 1)
-        is_same_kind = bool(prefix_lengths[first]) == bool(prefix_lengths[here])
+    for bound in range(1, len(lengths)):
+        stretch = slice(first, bound + 1)
+        is_same_kind = bool(prefix_lengths[first]) == bool(prefix_lengths[bound])
         if not (is_same_kind and _are_similar(lengths[stretch]) and _are_similar(rows[stretch])):
-            bounds.append((first, here))
-            first = here
+            bounds.append((first, bound))
+            first = bound
     return [*bounds, (first, len(lengths))]
 
 

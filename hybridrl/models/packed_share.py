@@ -28,7 +28,7 @@ from hybridrl.models.varlen import VarlenCall, attend_in_stretches
 
 
 @dataclass(frozen=True, slots=True)
-class TokenShare:
+class ContextParallelRank:
     """This rank among those that share the tokens of each pack."""
 
     rank: int
@@ -52,9 +52,9 @@ class SharedTokens:
     layout: PackLayout
 
 
-def share_tokens(
+def split_for_context_parallel(
     segments: Sequence[Segment],
-    share: TokenShare,
+    share: ContextParallelRank,
     *,
     multiple: int,
     kernel: AttentionKernel,

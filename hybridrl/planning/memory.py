@@ -56,7 +56,7 @@ class _PolicyRank(Rank):
     def phases(self) -> Iterator[Phase]:
         yield self._phase("build", max([*self._engine()], self._build(), key=total_bytes))
         if self._sleeps:
-            yield self._phase("make_room", self._make_room())
+            yield self._phase("offload_optimizer", self._make_room())
         yield self._phase("sync", max(self._sync(), key=total_bytes))
         yield self._phase("generate", self._generate())
         if self._has_critic:

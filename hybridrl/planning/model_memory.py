@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from hybridrl.planning.roles import Numerics, Role
+from hybridrl.planning.roles import ModelPrecision, Role
 from hybridrl.planning.workload import Microbatch
 
 
@@ -17,7 +17,7 @@ class ModelMemory(Protocol):
         ...
 
     @property
-    def numerics(self) -> Numerics:
+    def numerics(self) -> ModelPrecision:
         """In what numbers it is kept and computed."""
         ...
 

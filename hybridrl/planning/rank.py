@@ -13,7 +13,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.planning.megatron import MegatronMemory
 from hybridrl.planning.model_memory import ModelMemory
 from hybridrl.planning.plan import MemoryPlan, Part, Phase, Place
-from hybridrl.planning.roles import Numerics, Role, critic_role
+from hybridrl.planning.roles import ModelPrecision, Role, critic_role
 from hybridrl.planning.shapes import ModelShape, shape_of
 from hybridrl.planning.training import TrainingMemory
 from hybridrl.planning.workload import Microbatch, Workload
@@ -25,7 +25,7 @@ _PROCESS = 640 * _MIB
 
 _LIBRARIES = {
     "build": 10,
-    "make_room": 10,
+    "offload_optimizer": 10,
     "sync": 30,
     "generate": 35,
     "logprobs": 40,
@@ -213,15 +213,15 @@ class Rank:
     # -- sizes -----------------------------------------------------------------------------------
 
     @cached_property
-    def _numerics(self) -> Numerics:
-        return Numerics.of(self.config)
+    def _numerics(self) -> ModelPrecision:
+        return ModelPrecision.of(self.config)
 
     @cached_property
     def _critic(self) -> ModelMemory:
-        numerics = Numerics.of_critic(self.config)
+        numerics = ModelPrecision.of_critic(self.config)
         return self._memory(critic_role(self.shape), numerics, self.config.critic)
 
-    def _memory(self, role: Role, numerics: Numerics, engine: EngineConfig) -> ModelMemory:
+    def _memory(self, role: Role, numerics: ModelPrecision, engine: EngineConfig) -> ModelMemory:
         if engine.engine == "megatron":
             return MegatronMemory.of(self.config, role, numerics, stage=self.stage)
         return TrainingMemory(role, numerics)

@@ -16,7 +16,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Numerics:
+class ModelPrecision:
     """How a model is stored, computed and divided."""
 
     storage_bytes: int
@@ -58,20 +58,20 @@ class Numerics:
     """FSDP2: blocks whose weights are asked for ahead of time."""
 
     @classmethod
-    def of(cls, config: ExperimentConfig) -> Numerics:
+    def of(cls, config: ExperimentConfig) -> ModelPrecision:
         """Read the policy's; the reference has them too."""
         needs_cast = config.lora.enabled and config.actor.compute_dtype != "float32"
         return cls._of_engine(config, config.actor, config.cluster.num_ranks, needs_cast=needs_cast)
 
     @classmethod
-    def of_critic(cls, config: ExperimentConfig) -> Numerics:
+    def of_critic(cls, config: ExperimentConfig) -> ModelPrecision:
         """Read the critic's, which may have ranks of its own."""
         return cls._of_engine(config, config.critic, config.num_critic_ranks, needs_cast=False)
 
     @classmethod
     def _of_engine(
         cls, config: ExperimentConfig, engine: EngineConfig, num_ranks: int, *, needs_cast: bool
-    ) -> Numerics:
+    ) -> ModelPrecision:
         model, compute_dtype = config.model, engine.compute_dtype
         is_cuda = config.cluster.device == "cuda"
         has_varlen = is_cuda and compute_dtype == "bfloat16" and model.attention != "padded"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hybridrl.config.model import ModelConfig, StarterConfig
 from hybridrl.config.model_folder import read_settings
-from hybridrl.errors import ModelError, nearest, shown
+from hybridrl.errors import ModelError, shown, suggest_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,7 +198,7 @@ def read_shape(folder: Path) -> ModelShape:
     if model_type not in _FAMILIES:
         raise ModelError(
             f"{file}: there is no plan for model_type={model_type!r}: "
-            f"{nearest(model_type, list(_FAMILIES))} Set model.path to such a model"
+            f"{suggest_name(model_type, list(_FAMILIES))} Set model.path to such a model"
         )
     try:
         return _from_values(values, _FAMILIES[model_type])

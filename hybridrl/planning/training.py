@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridrl.planning.roles import Numerics, Role
+from hybridrl.planning.roles import ModelPrecision, Role
 from hybridrl.planning.workload import Microbatch
 
 _FLOAT32 = 4
@@ -24,7 +24,7 @@ class TrainingMemory:
     """Bytes of one role on one rank."""
 
     role: Role
-    numerics: Numerics
+    numerics: ModelPrecision
 
     @property
     def weights(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from hybridrl import trace
+from hybridrl.diagnostics import trace
 from hybridrl.errors import TrainingError
 from hybridrl.metrics import Metrics
 from hybridrl.trainer.interrupt import Interrupt
@@ -38,7 +38,7 @@ class Save(Protocol):
         ...
 
 
-def never_save(step: int, metrics: Metrics, *, is_last: bool) -> Metrics:
+def no_save(step: int, metrics: Metrics, *, is_last: bool) -> Metrics:
     """Keep nothing: for work that is repeated rather than resumed."""
     return {}
 
@@ -59,7 +59,7 @@ class Loop:
     """Steps between evaluations; 0 is never."""
 
     guard: UpdateGuard
-    save: Save = never_save
+    save: Save = no_save
     first_step: int = 1
     """Above 1 where a run goes on from a checkpoint."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import hybridrl
-from hybridrl.config.checks import find_violations
+from hybridrl.config.checks.violations import find_violations
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config, read_config
 from hybridrl.config.summary import summarize

@@ -11,7 +11,7 @@ import pytest
 from hybridrl.planning.advice import knobs
 from hybridrl.planning.memory import plan_memory
 from hybridrl.planning.plan import MemoryPlan, Place
-from hybridrl.planning.roles import Numerics, Role
+from hybridrl.planning.roles import ModelPrecision, Role
 from hybridrl.planning.shapes import shape_of
 from hybridrl.planning.training import TrainingMemory
 from hybridrl.planning.workload import Microbatch, Workload
@@ -85,7 +85,7 @@ def test_attention_is_planned_as_the_kernel_of_the_device_takes_it() -> None:
     def saved(*overrides: str) -> tuple[TrainingMemory, Microbatch, int]:
         config = config_of("cluster=one_gpu", *overrides)
         role = Role(name="actor", shape=shape_of(config.model), learns=True)
-        memory = TrainingMemory(role, Numerics.of(config))
+        memory = TrainingMemory(role, ModelPrecision.of(config))
         pack = Workload.longest(config).microbatch(shares_prompts=memory.numerics.shares_prompts)
         return memory, pack, memory.saved_by_attention(pack)
 

@@ -13,7 +13,7 @@ from hybridrl.planning.memory import plan_critic_pool, plan_memory
 from hybridrl.planning.page import plan_page
 from hybridrl.planning.plan import Place
 from hybridrl.planning.rank import Rank
-from hybridrl.planning.roles import AdapterShape, Numerics, Role, critic_role
+from hybridrl.planning.roles import AdapterShape, ModelPrecision, Role, critic_role
 from hybridrl.planning.shapes import shape_of
 from hybridrl.planning.workload import Microbatch, Workload
 from tests.config.values import config_of
@@ -60,7 +60,7 @@ def memory_of(*overrides: str, stage: int = 0, role: str = "actor") -> MegatronM
         "reference": Role(name="reference", shape=shape, learns=False),
         "critic": critic_role(shape),
     }
-    numerics = Numerics.of(config) if role == "actor" else Numerics.of_critic(config)
+    numerics = ModelPrecision.of(config) if role == "actor" else ModelPrecision.of_critic(config)
     return MegatronMemory.of(config, roles[role], numerics, stage=stage)
 
 

@@ -13,7 +13,7 @@ from hybridrl.models.packed_model import PackedModel, PackedTokens
 from hybridrl.planning.memory import plan_critic_pool, plan_memory
 from hybridrl.planning.page import plan_page
 from hybridrl.planning.plan import MemoryPlan, Phase, Place
-from hybridrl.planning.roles import AdapterShape, Numerics, Role, critic_role
+from hybridrl.planning.roles import AdapterShape, ModelPrecision, Role, critic_role
 from hybridrl.planning.shapes import read_shape
 from hybridrl.planning.training import TrainingMemory
 from hybridrl.planning.workload import Workload
@@ -108,7 +108,7 @@ def _compare_activations(
     num_bytes = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in weights)
     del scored
     config = config_of(*([] if not checkpointing else ["actor.gradient_checkpointing=true"]))
-    memory = TrainingMemory(role, Numerics.of(config))
+    memory = TrainingMemory(role, ModelPrecision.of(config))
     microbatch = workload_of(siblings).microbatch(shares_prompts=True)
     assert microbatch.num_tokens == len(tokens.token_ids_T)
     assert microbatch.num_scored == len(tokens.scored_S)
@@ -146,7 +146,15 @@ def make_pack(*, num_prompts: int, siblings: int) -> PackedTokens:
 def test_a_plan_lists_the_phases_of_a_run_and_parts_add_up_to_each_peak() -> None:
     plan = plan_of("rollout.sleep=true", "algorithm.old_logprobs=recompute")
     names = [p.name for p in plan.phases]
-    assert names == ["build", "make_room", "sync", "generate", "logprobs", "update", "export"]
+    assert names == [
+        "build",
+        "offload_optimizer",
+        "sync",
+        "generate",
+        "logprobs",
+        "update",
+        "export",
+    ]
     for one in plan.phases:
         assert plan.peak_bytes(one) == sum(p.num_bytes for p in one.parts)
         assert all(p.num_bytes > 0 for p in one.parts)

@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+import time
+from threading import Thread
+
 import numpy as np
 import pytest
 import ray
+from ray import PlacementGroupID
+from ray.util import remove_placement_group
+from ray.util.placement_group import PlacementGroup
 
 from hybridrl.errors import ResourceError
 from hybridrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -82,3 +88,24 @@ def test_a_pool_refuses_more_groups_than_it_was_made_for(ray_cluster: None) -> N
 def test_a_pool_without_processes_is_refused(process_on_nodes: list[int]) -> None:
     with pytest.raises(ResourceError, match="at least one process per node"):
         RayResourcePool(process_on_nodes)
+
+
+def test_a_request_that_the_cluster_drops_is_named(ray_cluster: None) -> None:
+    known = set(ray.util.placement_group_table())
+
+    def drop() -> None:
+        while not (requested := set(ray.util.placement_group_table()) - known):
+            time.sleep(0.05)
+        for group in requested:
+            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group))))
+
+    thread = Thread(target=drop)
+    thread.start()
+    try:
+        with pytest.raises(ResourceError, match=r"dropped a request for room .* does not exist"):
+            RayWorkerGroup(
+                RayResourcePool([1], num_cpus_per_rank=100, wait_s=30),
+                RayClassWithInitArgs(Scaler),
+            )
+    finally:
+        thread.join()

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from hybridrl.errors import ResourceError
-from hybridrl.single_controller import Dispatch, Worker, register
-from hybridrl.trainer.cluster import (
+from hybridrl.run.cluster import (
     rank_variables,
     require_device,
     start_fused_group,
     start_group,
 )
+from hybridrl.single_controller import Dispatch, Worker, register
 from tests.config.values import config_of
 from tests.runs.small import small_config
 

@@ -56,11 +56,11 @@ def _routed_experts(responses: Sequence[Response], lengths_B: Tensor) -> Tensor 
     rows = []
     for row, (response, length) in enumerate(zip(responses, lengths_B.tolist(), strict=True)):
         experts_LJK = response.routed_experts_LJK
-        found = 0 if experts_LJK is None else len(experts_LJK)
-        if experts_LJK is None or found != length - 1:
+        num_tokens = 0 if experts_LJK is None else len(experts_LJK)
+        if experts_LJK is None or num_tokens != length - 1:
             raise EngineError(
-                f"the rollout engine told the experts of {found} tokens of response {row}, which "
-                f"has {length} with its prompt: all but the last go through some; "
+                f"the rollout engine returned the experts of {num_tokens} tokens of response {row},"
+                f" which has {length} with its prompt: all but the last need them; "
                 "set rollout.routed_experts=false and megatron.replay_routing=false"
             )
         rows.append(pad(experts_LJK.to(torch.int16), (0, 0, 0, 0, 0, 1), value=-1))

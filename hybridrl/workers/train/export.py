@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hybridrl.checkpoint.origin import TOKENIZER_FILES
-from hybridrl.disk import publish
+from hybridrl.atomic_io import rename_into_place
+from hybridrl.checkpoint.fingerprint import TOKENIZER_FILES
 from hybridrl.errors import RunFolderError
 from hybridrl.json_text import to_json_text
 from hybridrl.workers.train.protocol import WeightSpec
@@ -61,7 +61,7 @@ def write_hf_folder(
     Raises:
         RunFolderError: the folder exists, or cannot be written.
     """
-    with whole_folder(folder) as unfinished:
+    with atomic_folder(folder) as unfinished:
         _write_weights(unfinished, weights, _stretches(specs, max_file_bytes))
         for config in configs:
             config.save_pretrained(unfinished)
@@ -71,7 +71,7 @@ def write_hf_folder(
 
 
 @contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """Lend a folder to write in; it appears under its name, on disk, when all is written.
 
     Raises:
@@ -83,7 +83,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     try:
         unfinished.mkdir(parents=True)
         yield unfinished
-        publish(unfinished, folder)
+        rename_into_place(unfinished, folder)
     except (OSError, SafetensorError) as err:
         raise RunFolderError(f"{folder} cannot be written: {err}; free or choose a disk") from err
     finally:

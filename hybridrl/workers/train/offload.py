@@ -23,7 +23,7 @@ Span = tuple[int, int]
 """First byte, and the one after the last."""
 
 
-class ParkedTensors:
+class OffloadedTensors:
     """The bytes of some tensors, in host memory (pinned, if they come from a GPU).
 
     The constructor frees the tensors' own memory; reading them until ``restore`` is an error.

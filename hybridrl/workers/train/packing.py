@@ -18,7 +18,7 @@ from hybridrl.batch import response_lengths, row_lengths
 from hybridrl.errors import DataError
 from hybridrl.models.packed import AttentionKernel, PackLayout, Segment, build_layout
 from hybridrl.models.packed_model import PackedTokens
-from hybridrl.models.packed_share import TokenShare, share_tokens
+from hybridrl.models.packed_share import ContextParallelRank, split_for_context_parallel
 from hybridrl.workers.train.microbatch import plan_microbatches
 
 
@@ -98,7 +98,7 @@ class RowPacker:
         kernel: AttentionKernel,
         device: torch.device,
         multiple: int = 1,
-        share: TokenShare | None = None,
+        share: ContextParallelRank | None = None,
         routed_experts_BLJK: Tensor | None = None,
     ) -> None:
         self._multiple = multiple
@@ -156,7 +156,7 @@ class RowPacker:
             segments = [*whole.segments, *[Segment(num_missing)] * bool(num_missing)]
             layout = build_layout(segments, kernel=self._kernel, device=self._device)
             return whole, num_missing, layout
-        shared = share_tokens(
+        shared = split_for_context_parallel(
             whole.segments,
             self._share,
             multiple=self._multiple,

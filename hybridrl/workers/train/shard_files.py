@@ -52,7 +52,7 @@ _PIECE = "#"
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _StoredShard:
     """A box of a tensor in a file."""
 
     file: Any
@@ -142,7 +142,7 @@ class ShardReader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._opened = ExitStack()
-        self._held: dict[str, list[_Held]] = {}
+        self._held: dict[str, list[_StoredShard]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         """Whole shape of every tensor, by name."""
         self.notes: list[dict[str, Any]] = []
@@ -223,7 +223,7 @@ class ShardReader:
             name = key.partition(_PIECE)[0]
             place = Place(tuple(shape), tuple(offset))
             box = place.box(file.get_slice(key).get_shape())
-            self._held.setdefault(name, []).append(_Held(file, key, box))
+            self._held.setdefault(name, []).append(_StoredShard(file, key, box))
             self.shapes[name] = place.global_shape
         self.notes.append(notes)
 
@@ -262,7 +262,7 @@ def _whole_shape(tensor: CheckpointTensor) -> tuple[int, ...]:
     return tensor.shape if isinstance(tensor, ShardedPieces) else tuple(tensor.shape)
 
 
-def _cut(held: _Held, common: Box) -> Tensor:
+def _cut(held: _StoredShard, common: Box) -> Tensor:
     if not common:  # a number has no dimension to cut
         number: Tensor = held.file.get_tensor(held.key)
         return number

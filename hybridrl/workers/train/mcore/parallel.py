@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from hybridrl.config.megatron import MegatronConfig
 from hybridrl.errors import ResourceError
-from hybridrl.models.packed_share import TokenShare
+from hybridrl.models.packed_share import ContextParallelRank
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.mcore.megatron_core import (
     gather_from_sequence_parallel_region,
@@ -82,12 +82,12 @@ class Parallel:
         return self.counts and self.context.rank == 0
 
     @property
-    def token_share(self) -> TokenShare | None:
+    def token_share(self) -> ContextParallelRank | None:
         """This rank's part of each pack; None if it has all of it."""
         if self.context.size == 1:
             return None
         gather = partial(gather_from_sequence_parallel_region, group=self.context.group)
-        return TokenShare(self.context.rank, self.context.size, gather)
+        return ContextParallelRank(self.context.rank, self.context.size, gather)
 
     @property
     def rank(self) -> ParallelRank:
