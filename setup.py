@@ -63,7 +63,7 @@ setup(
         "mlflow": ["mlflow-skinny>=3.12,<4", "sqlalchemy>=2,<3", "alembic>=1.10.1,<2"],
         "math": ["math-verify[antlr4-9-3]"],  # the parser runtime that omegaconf 2.3 pins
         "cluster": ["ray[default]"],  # the dashboard, which takes `ray job submit`
-        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1"],
+        "docs": ["mkdocs>=1.6.1,<2", "mkdocs-material>=9.8,<10", "mkdocstrings[python]>=1.0.8,<2"],
         "dev": [
             "alembic>=1.10.1,<2",  # with sqlalchemy: MLflow's store in a file
             "codespell",

@@ -184,7 +184,7 @@ def raises(modules: list[Module]) -> Iterator[Row]:
     remedied = sum(bool(_REMEDY.search(ast.unparse(call))) for call in calls)
     shares = [ours, valued, remedied]
     yield (
-        "raises: own error class / shows the value / names a remedy / `from` in except",
+        "raises: own class / shows the value / remedy / `from` in except",
         f"{' / '.join(share(n, len(calls)) for n in shares)} / {share(sum(chained), len(chained))}",
         "95 / 85 / 70 / 100%",
     )

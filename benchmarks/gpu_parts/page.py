@@ -14,7 +14,7 @@ _HEAD = """# What a GPU has to show
 
 Written by `python benchmarks/gpu.py --write-docs` from the files in `docs/gpu-results/`, one a
 part, each by the run that its row names. What no run has shown is **unproved**; nothing here is a
-guess. How to run it: [running on a GPU](gpu.md).
+guess. How to run it: [running on a GPU](gpu.md); one part: `python benchmarks/gpu.py PART`.
 
 """
 
@@ -22,7 +22,7 @@ guess. How to run it: [running on a GPU](gpu.md).
 def goals_table(results: Mapping[str, Result]) -> str:
     """Return a row a goal: figure, limit, state, and which run says so."""
     lines = [
-        "| what | goal | measured | state | command |",
+        "| what | goal | measured | state | part |",
         "|---|---:|---:|---|---|",
     ]
     for goal in GOALS:
@@ -30,10 +30,8 @@ def goals_table(results: Mapping[str, Result]) -> str:
         measured = ""
         if result is not None and not result.is_dry and goal.figure in result.figures:
             measured = spell(*result.figures[goal.figure])
-        command = f"`python benchmarks/gpu.py {goal.part}`"
-        lines.append(
-            f"| {goal.text} | {goal.rule} | {measured} | {goal.state(results)} | {command} |"
-        )
+        state = goal.state(results)
+        lines.append(f"| {goal.text} | {goal.rule} | {measured} | {state} | `{goal.part}` |")
     return "\n".join(lines) + "\n"
 
 

@@ -90,14 +90,16 @@ def read_sections(folder: Path) -> list[SectionReference]:
         chosen |= entry if isinstance(entry, dict) else {}
     for name, hint in get_type_hints(ExperimentConfig, include_extras=True).items():
         if not (isinstance(hint, type) and dataclasses.is_dataclass(hint)):
-            top_keys.append(_describe(name, hint, meanings[name], defaults))
+            top_keys.append(_describe(name, hint, meanings.get(name, ""), defaults))
             continue
         paths = sorted(folder.glob(f"{name}/*.yaml"), key=lambda file: file.stem != chosen[name])
         files = {file.stem: _read_choice(file) for file in paths}
         values = {choice: _flatten(content, f"{name}.") for choice, content in files.items()}
         keys = tuple(_describe_fields(hint, f"{name}.", values))
         sections.append(
-            SectionReference(name=name, meaning=meanings[name], choices=tuple(files), keys=keys)
+            SectionReference(
+                name=name, meaning=meanings.get(name, ""), choices=tuple(files), keys=keys
+            )
         )
     meaning = "The keys that belong to no section."
     return [*sections, SectionReference(name="", meaning=meaning, choices=(), keys=top_keys)]
@@ -126,7 +128,7 @@ def _describe_fields(
 ) -> Iterator[KeyReference]:
     meanings = field_meanings(section)
     for name, hint in get_type_hints(section, include_extras=True).items():
-        yield _describe(prefix + name, hint, meanings[name], defaults)
+        yield _describe(prefix + name, hint, meanings.get(name, ""), defaults)
         for inner in (hint, *get_args(hint)):
             if isinstance(inner, type) and dataclasses.is_dataclass(inner):
                 yield from _describe_fields(inner, f"{prefix}{name}.", defaults)

@@ -10,12 +10,11 @@ from hybridrl.config.keys import flatten
 from hybridrl.config.load import known_keys
 from hybridrl.config.reference import KeyReference, read_sections
 from hybridrl.errors import ConfigError
-from tests.config.values import values_of
+from hybridrl.main import compose
 
 FOLDER = Path(hybridrl.__file__).parents[1] / "hydra_configs"
 SECTIONS = read_sections(FOLDER)
 KEYS = {key.name: key for section in SECTIONS for key in section.keys}
-CHOICES = [(section.name, choice) for section in SECTIONS for choice in section.choices]
 
 
 def test_reference_has_every_key_with_a_meaning() -> None:
@@ -25,17 +24,18 @@ def test_reference_has_every_key_with_a_meaning() -> None:
     assert all(section.meaning for section in SECTIONS)
 
 
-@pytest.mark.parametrize(("section", "choice"), CHOICES)
-def test_reference_states_the_defaults_that_hydra_composes(section: str, choice: str) -> None:
-    composed = dict(flatten(values_of(f"{section}={choice}")[section], f"{section}."))
-    numbers = {key: value for key, value in composed.items() if type(value) in (int, float)}
-    assert {key: float(KEYS[key].defaults[choice]) for key in numbers} == numbers
-    flags = {key: value for key, value in composed.items() if value in (True, False, None)}
+@pytest.mark.parametrize("place", range(max(len(section.choices) for section in SECTIONS)))
+def test_reference_states_the_defaults_that_hydra_composes(place: int) -> None:
+    chosen = {s.name: s.choices[min(place, len(s.choices) - 1)] for s in SECTIONS[:-1]}
+    values = compose([f"{section}={choice}" for section, choice in chosen.items()])
+    composed = {key: value for key, value in flatten(values) if "." in key}
+    defaults = {key: KEYS[key].defaults[chosen[key.partition(".")[0]]] for key in composed}
     spelled = {True: "true", False: "false", None: "null"}
-    assert {key: KEYS[key].defaults[choice] for key in flags if key not in numbers} == {
-        key: spelled[value] for key, value in flags.items() if key not in numbers
-    }
-    assert all(choice in KEYS[key].defaults for key in composed)
+    for key, value in composed.items():
+        if type(value) in (int, float):
+            assert float(defaults[key]) == value
+        elif value is None or isinstance(value, bool):
+            assert defaults[key] == spelled[value]
 
 
 def test_reference_states_type_interval_and_rules() -> None:

@@ -16,6 +16,7 @@ _FENCE = re.compile(
     r"^```(\w*)(?: title=\"([^\"]+)\")?[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
 _INLINE = re.compile(r"`(python -m hybridrl\.\w+[^`]*|make [^`]+)`")
+_COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python |make |pip install|pytest |recipes/)")
 _SHELLS = ("bash", "")
 
 
@@ -47,7 +48,7 @@ def commands_of(page: Path) -> Iterator[list[str]]:
     for block in blocks_of(page):
         if block.language in _SHELLS:
             for line in block.text.replace("\\\n", " ").splitlines():
-                if line.startswith(("python -m", "make ", "pip install")):
+                if _COMMAND.match(line):
                     yield shlex.split(line, comments=True)
     for command in _INLINE.findall(_FENCE.sub("", page.read_text(encoding="utf-8"))):
         yield shlex.split(command, comments=True)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.config.load import free_keys, known_keys
+from hybridrl.metrics import AREAS, find_declaration
 from tests.docs.blocks import PAGES, ROOT
 
 SPEC = importlib.util.spec_from_file_location("reflow", ROOT / "docs" / "reflow.py")
@@ -17,10 +19,13 @@ REFLOW = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(REFLOW)
 PATH = re.compile(r"`((?:hybridrl|tests|benchmarks|hydra_configs|recipes|docs)/[\w/.-]+\.\w+)`")
 
+KEY = re.compile(r"`\+?([a-z]+(?:\.[a-z_0-9]+)+)(?:=[^`]*)?`")
+METRIC = re.compile(rf"`((?:{'|'.join(AREAS)})/[a-z_/{{}}]+[a-z}}])`")
+FILE_ENDINGS = (".md", ".py", ".json", ".jsonl", ".txt", ".safetensors", ".yaml", ".sh")
 PLACEHOLDER = re.compile(r"/[A-Z]+\.")
 
 
-@pytest.mark.parametrize("page", REFLOW.pages(), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_lines_of_a_page_have_at_most_120_characters(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert REFLOW.too_long(text, keep_tables=page.name in REFLOW.TABLES_NAME_TESTS) == []
@@ -62,3 +67,26 @@ WORDS = "word " * 30
 def test_long_lines_are_filled_anew_and_marks_stay_marks(text: str, filled: str) -> None:
     assert REFLOW.reflow(text) == filled
     assert REFLOW.reflow(filled) == filled
+
+
+def test_keys_that_pages_name_exist() -> None:
+    known, free = set(known_keys()), tuple(f"{key}." for key in free_keys())
+    sections = {key for key in known if "." not in key}
+    named = {
+        (page.name, key)
+        for page in PAGES
+        for key in KEY.findall(page.read_text(encoding="utf-8"))
+        if key.partition(".")[0] in sections and not key.endswith(FILE_ENDINGS)
+    }
+    assert len(named) > 100
+    assert {(p, key) for p, key in named if key not in known and not key.startswith(free)} == set()
+
+
+def test_metrics_that_pages_name_are_declared() -> None:
+    named = {
+        (page.name, name)
+        for page in PAGES
+        for name in METRIC.findall(page.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 30
+    assert {(page, name) for page, name in named if find_declaration(name) is None} == set()

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
+from itertools import dropwhile
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,8 @@ QUOTED = [b for b in PYTHON if b.title.startswith("hybridrl/")]
 CONSOLE = [b for b in BLOCKS if b.language == "console"]
 WITH_COMMANDS = [page for page in PAGES if any(commands_of(page))]
 RUN_KEYS = ("cluster.ray_address", "trainer.run_dir=/")  # of machines that are not here
+SETS_A_VARIABLE = re.compile(r"[A-Z_]+=")
+FILE = re.compile(r"(?:benchmarks|recipes|tests)/[\w/.]+$")
 QWEN = {
     "model_type": "qwen2",
     "architectures": ["Qwen2ForCausalLM"],
@@ -81,6 +84,12 @@ def test_commands_of_a_page_pass_every_check(page: Path, user_folder: Path) -> N
 
 def problem_of(words: Sequence[str]) -> str:
     """Say why a command would not start; empty if it would."""
+    words = list(dropwhile(SETS_A_VARIABLE.match, words))
+    missing_files = [w for w in words if FILE.match(w) and not (ROOT / w).exists()]
+    if missing_files:
+        return f"no file {missing_files}"
+    if words[0].startswith("recipes/"):
+        return _problem_of_run(words[1:])
     if words[0] == "make":
         return _problem_of_make(words[1:])
     if words[:2] == ["pip", "install"]:
@@ -88,6 +97,8 @@ def problem_of(words: Sequence[str]) -> str:
         known = (ROOT / "setup.py").read_text()
         missing = {e for names in extras for e in names.split(",") if f'"{e}": [' not in known}
         return f"no extra {missing}" if missing else ""
+    if words[:2] != ["python", "-m"]:
+        return ""
     module, *arguments = words[2:]
     if find_spec(module) is None and module.partition(".")[0] in ("hybridrl", "benchmarks"):
         return f"no module {module}"
@@ -97,7 +108,10 @@ def problem_of(words: Sequence[str]) -> str:
 def _problem_of_make(words: Sequence[str]) -> str:
     makefile = (ROOT / "Makefile").read_text()
     targets = [word for word in words if "=" not in word]
-    return "".join(f"no target {t}" for t in targets if f"\n{t}: " not in makefile)
+    if unknown := [target for target in targets if f"\n{target}: " not in makefile]:
+        return f"no target {unknown}"
+    (arguments,) = [w.removeprefix("ARGS=") for w in words if w.startswith("ARGS=")] or [""]
+    return _problem_of_run(arguments.split()) if targets == ["train"] else ""
 
 
 def _problem_of_run(arguments: Sequence[str]) -> str:
