@@ -57,7 +57,7 @@ NO_RECORD = RecordFiles(pid=0, start_ticks=0, stem="", logs=())
 """Of a process that keeps none."""
 
 
-class Block:
+class OpenBlock:
     """What `doing` returns: a context manager, written by hand since each call enters one."""
 
     __slots__ = ("as_json", "what")
@@ -82,7 +82,7 @@ class _Activity:
     def __init__(self) -> None:
         self.files: RecordFiles | None = None
         self._lock = threading.Lock()
-        self._blocks: list[Block] = []
+        self._blocks: list[OpenBlock] = []
         self._head = ""
         self._last = "null"
         self._watched: dict[str, Callable[[], str]] = {}
@@ -109,12 +109,12 @@ class _Activity:
             sampler.start()
         return self.files
 
-    def enter(self, block: Block) -> None:
+    def enter(self, block: OpenBlock) -> None:
         with self._lock:
             self._blocks.append(block)
             self.write()
 
-    def leave(self, block: Block) -> None:
+    def leave(self, block: OpenBlock) -> None:
         with self._lock:
             self._blocks.remove(block)  # not pop: coroutines leave in any order
             self._last = f"[{_quoted(block.what)}, {time.monotonic()!r}]"
@@ -169,7 +169,7 @@ def start_recording(folder: Path) -> RecordFiles:
     return _activity.start(folder)
 
 
-def scope(what: str, *, waits: bool = False) -> Block:
+def scope(what: str, *, waits: bool = False) -> OpenBlock:
     """Say what this process does while the block lasts; blocks nest. Costs about 8 us.
 
     Args:
@@ -177,7 +177,7 @@ def scope(what: str, *, waits: bool = False) -> Block:
         waits: True if the block does nothing but wait for other ranks, as a barrier does. Told
             apart so that a rank that waits is not taken for the one that is waited for.
     """
-    return Block(what[:_MAX_TEXT], waits=waits)
+    return OpenBlock(what[:_MAX_TEXT], waits=waits)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Self
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.planning.megatron_cut import Cut, Parameters
-from hybridrl.planning.roles import ModelPrecision, Role
+from hybridrl.planning.roles import ModelPrecision, PlannedModel
 from hybridrl.planning.training import TrainingMemory
 from hybridrl.planning.workload import Microbatch
 
@@ -55,14 +55,14 @@ class OptimizerHome:
 class MegatronMemory:
     """Bytes of one role on one rank of a pipeline stage."""
 
-    role: Role
+    role: PlannedModel
     numerics: ModelPrecision
     cut: Cut
     home: OptimizerHome = OptimizerHome()
 
     @classmethod
     def of(
-        cls, config: ExperimentConfig, role: Role, numerics: ModelPrecision, *, stage: int
+        cls, config: ExperimentConfig, role: PlannedModel, numerics: ModelPrecision, *, stage: int
     ) -> MegatronMemory:
         """Read how the model is cut; a critic may have ranks of its own."""
         num_ranks = config.num_critic_ranks if role.has_value_head else config.cluster.num_ranks

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridrl.planning.roles import ModelPrecision, Role
+from hybridrl.planning.roles import ModelPrecision, PlannedModel
 from hybridrl.planning.workload import Microbatch
 
 _FLOAT32 = 4
@@ -23,7 +23,7 @@ _GATE_UP = ("gate_proj", "up_proj")
 class TrainingMemory:
     """Bytes of one role on one rank."""
 
-    role: Role
+    role: PlannedModel
     numerics: ModelPrecision
 
     @property

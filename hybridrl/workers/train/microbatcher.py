@@ -40,7 +40,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BatchRow:
     """A row that has a response."""
 
     begin: int  # its first token among the flat values
@@ -57,7 +57,7 @@ class BatchRows:
     is_response_N: Tensor
     experts_NJK: Tensor | None  # the experts to go through; None leaves it to the model
     response_lengths_B: Tensor  # int64
-    by_number: dict[int, Row]  # of rows that have a response
+    by_number: dict[int, BatchRow]  # of rows that have a response
 
     @classmethod
     def of(
@@ -101,7 +101,7 @@ class BatchRows:
                 prompt = token_ids_N[begin:first].numpy().tobytes()
             if experts_NJK is not None:
                 prompt += _digest(experts_NJK[begin:first])
-            rows[row] = Row(begin, length - 1, first - begin, prompt)
+            rows[row] = BatchRow(begin, length - 1, first - begin, prompt)
         return cls(token_ids_N, mask_N, experts_NJK, num_scored_B, rows)
 
 

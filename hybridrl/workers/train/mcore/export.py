@@ -21,7 +21,7 @@ from hybridrl.workers.train.mcore.architecture import Architecture
 from hybridrl.workers.train.mcore.blocks import Block, blocks_of
 from hybridrl.workers.train.mcore.hf_tensors import HEAD, hf_tensors
 from hybridrl.workers.train.mcore.parallel_rank import ParallelRank
-from hybridrl.workers.train.places import Box, Place, index_in, size_of
+from hybridrl.workers.train.places import ShardSpec, TensorRange, index_in, size_of
 from hybridrl.workers.train.protocol import WeightSpec
 
 _ALIGNMENT = 16
@@ -35,12 +35,12 @@ class _OwnedShard:
     """A box that a rank has. Ranks tell each other no more than this."""
 
     name: str
-    place: Place
+    place: ShardSpec
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
-    def box(self) -> Box:
+    def box(self) -> TensorRange:
         return self.place.box(self.shape)
 
     @property

@@ -10,9 +10,9 @@ from hybridrl.models.adapter_names import ADAPTER_NAME
 from hybridrl.workers.train.mcore.architecture import Architecture
 from hybridrl.workers.train.mcore.hf_tensors import hf_tensors
 from hybridrl.workers.train.mcore.parallel_rank import ParallelRank
-from hybridrl.workers.train.places import Box
+from hybridrl.workers.train.places import TensorRange
 
-Boxes = list[tuple[str, tuple[int, ...], Box]]
+Boxes = list[tuple[str, tuple[int, ...], TensorRange]]
 """Name and whole shape of a Hugging Face tensor, and a box of it."""
 
 _Rows = list[tuple[str, int, int]]

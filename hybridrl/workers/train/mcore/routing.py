@@ -27,7 +27,7 @@ from hybridrl.workers.train.mcore.megatron_core import (
     TopKRouter,
     TransformerConfig,
 )
-from hybridrl.workers.train.mcore.parallel import Place
+from hybridrl.workers.train.mcore.parallel import GroupRank
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def route(
     tokens: PackedTokens,
     *,
     layers: range,
-    shares: Place | None,
+    shares: GroupRank | None,
     balance: LoadBalance | None,
     device: torch.device,
 ) -> PackRouting:
