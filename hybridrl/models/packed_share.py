@@ -69,12 +69,12 @@ def split_for_context_parallel(
         kernel: as for ``build_layout``.
         device: where the model computes.
     """
-    whole = Stretches.of(segments)
-    segment_T = torch.arange(len(segments)).repeat_interleave(whole.num_tokens_K)
-    within_T = torch.arange(len(segment_T)) - whole.begin_K[segment_T]
+    all_stretches = Stretches.of(segments)
+    segment_T = torch.arange(len(segments)).repeat_interleave(all_stretches.num_tokens_K)
+    within_T = torch.arange(len(segment_T)) - all_stretches.begin_K[segment_T]
     # Piece j begins at token floor(j * length / pieces).
     num_pieces = 2 * share.size
-    piece_T = ((within_T + 1) * num_pieces - 1) // whole.num_tokens_K[segment_T]
+    piece_T = ((within_T + 1) * num_pieces - 1) // all_stretches.num_tokens_K[segment_T]
     owner_T = torch.minimum(piece_T, num_pieces - 1 - piece_T)
     # Early pieces first, then late ones: neighbours are alike, which pads least.
     order_T = (owner_T * num_pieces + piece_T).argsort(stable=True)
@@ -88,7 +88,7 @@ def split_for_context_parallel(
     begin, count = int(begins_W[share.rank]), int(counts_W[share.rank])
     own_U = order_T[begin : begin + count]
     num_padding = num_each - count
-    stretches = _stretches(whole, segment_T[own_U], piece_T[own_U], within_T[own_U])
+    stretches = _stretches(all_stretches, segment_T[own_U], piece_T[own_U], within_T[own_U])
     if num_padding:
         stretches = _followed_by_padding(stretches, begin=len(order_T), length=num_padding)
         first = share.rank * num_each + count
@@ -151,7 +151,9 @@ class VarlenStretches:
         )
 
 
-def _stretches(whole: Stretches, segment_U: Tensor, piece_U: Tensor, within_U: Tensor) -> Stretches:
+def _stretches(
+    all_stretches: Stretches, segment_U: Tensor, piece_U: Tensor, within_U: Tensor
+) -> Stretches:
     """Join a rank's tokens that are neighbours in a segment."""
     is_first_U = torch.ones_like(segment_U, dtype=torch.bool)
     is_first_U[1:] = (segment_U.diff() != 0) | (piece_U.diff() != 0)
@@ -159,10 +161,10 @@ def _stretches(whole: Stretches, segment_U: Tensor, piece_U: Tensor, within_U: T
     segment_K = segment_U[first_K]
     return Stretches(
         num_tokens_K=torch.cat([first_K, torch.tensor([len(segment_U)])]).diff(),
-        begin_K=whole.begin_K[segment_K],
+        begin_K=all_stretches.begin_K[segment_K],
         skip_K=within_U[first_K],
-        prefix_begin_K=whole.prefix_begin_K[segment_K],
-        prefix_length_K=whole.prefix_length_K[segment_K],
+        prefix_begin_K=all_stretches.prefix_begin_K[segment_K],
+        prefix_length_K=all_stretches.prefix_length_K[segment_K],
     )
 
 

@@ -146,8 +146,8 @@ class Cut:
         router = expert = 0
         if shape.experts is not None:
             router = hidden * shape.experts.num_experts
-            whole = 3 * hidden * shape.experts.intermediate_size // self.expert_tensor
-            expert = shape.experts.num_experts // self.expert * whole
+            num_of_expert = 3 * hidden * shape.experts.intermediate_size // self.expert_tensor
+            expert = shape.experts.num_experts // self.expert * num_of_expert
         dense = num_layers * block + (num_layers - num_sparse) * mlp + num_sparse * router
         return self._counted(dense + self._root(role), num_sparse * expert)
 
@@ -167,15 +167,15 @@ class Cut:
         """Count the largest matrix of the stage: its gradient is made in one piece."""
         shape = role.shape
         hidden, num_sparse = shape.hidden_size, self.num_sparse(shape)
-        found = [2 * hidden * shape.intermediate_size // self.tensor]
+        sizes = [2 * hidden * shape.intermediate_size // self.tensor]
         if num_sparse == len(self.layers_of(shape)):
-            found = []
+            sizes = []
         if num_sparse and shape.experts is not None:
             width = 2 * shape.experts.intermediate_size // self.expert_tensor
-            found.append(shape.experts.num_experts // self.expert * width * hidden)
+            sizes.append(shape.experts.num_experts // self.expert * width * hidden)
         if self.is_first or (self.is_last and not role.has_value_head):
-            found.append(self._embedding(shape))
-        return max(found)
+            sizes.append(self._embedding(shape))
+        return max(sizes)
 
     def adapter_parameters(self, role: PlannedModel) -> Parameters:
         """Count a rank's part of A and B: one of the two is whole on each tensor-parallel rank."""

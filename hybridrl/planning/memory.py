@@ -117,15 +117,15 @@ class _PolicyRank(Rank):
         """
         moments = self._moments(MemoryKind.HOST if self._sleeps else MemoryKind.DEVICE)
         engine = [self._rollout_weights()] if self._sleeps else self._engine()
-        there = [*self._weights(), *engine]
+        resident = [*self._weights(), *engine]
         stream = MemoryItem("weight stream", self._bucket())
         if not self.config.lora.sends_adapters:
-            yield [*there, *moments, stream]
+            yield [*resident, *moments, stream]
             return
-        yield [*there, stream]
+        yield [*resident, stream]
         arrived = MemoryItem("weight stream", self._actor.role.num_adapter_parameters * _FLOAT32)
         again = self._sleeps and self.config.lora.base == "resend"
-        yield [*there, *moments, stream if again else arrived]
+        yield [*resident, *moments, stream if again else arrived]
 
     def _bucket(self) -> int:
         """A bucket, the tensor that no longer fitted into it, and the buffer of its gather.
@@ -135,13 +135,13 @@ class _PolicyRank(Rank):
         lora = self.config.lora
         if not self._numerics.is_sharded and not (lora.enabled and lora.sync == "merged"):
             return 0
-        whole = self.shape.num_parameters * self._numerics.storage_bytes
+        model_bytes = self.shape.num_parameters * self._numerics.storage_bytes
         largest = self.shape.num_embedding_parameters * self._numerics.storage_bytes
         configured = self.config.rollout.bucket_mib * _MIB
         if not configured and self.config.cluster.device == "cuda":
             configured = int(_CUDA_BUCKET_SHARE * 40 * 2**30)
         gathered = largest if self._numerics.is_sharded else 0
-        return min(whole, (configured or _CPU_BUCKET) + largest) + gathered
+        return min(model_bytes, (configured or _CPU_BUCKET) + largest) + gathered
 
     def _generate(self) -> list[MemoryItem]:
         sampling = MemoryItem("sampling", self._rollout.sampling, is_measured=self._sees_engine)
@@ -171,10 +171,12 @@ class _PolicyRank(Rank):
         return max(self._update(self._actor, pack), key=total_bytes)
 
     def _export(self) -> list[MemoryItem]:
-        whole = self.shape.num_parameters * self._numerics.storage_bytes
+        model_bytes = self.shape.num_parameters * self._numerics.storage_bytes
         is_copied = self._numerics.is_sharded or self.config.cluster.device == "cuda"
         is_copied |= self.config.lora.enabled  # merged
-        file = MemoryItem("file of weights", is_copied * min(whole, _EXPORT_FILE), MemoryKind.HOST)
+        file = MemoryItem(
+            "file of weights", is_copied * min(model_bytes, _EXPORT_FILE), MemoryKind.HOST
+        )
         return [*super()._export(), file]
 
     # -- sizes -----------------------------------------------------------------------------------

@@ -113,9 +113,9 @@ def _table(plan: MemoryPlan) -> Table:
     places = (MemoryKind.DEVICE, MemoryKind.HOST) if plan.device == "cuda" else (None,)
     for place in places:
         for name in plan.part_names:
-            found = [[p for p in phase.parts if p.name == name] for phase in plan.phases]
-            if place in (None, *(p.place for parts in found for p in parts)):
-                table.add_row(_row_name(name, place), *(_mib(parts) for parts in found))
+            items_of_phases = [[p for p in phase.parts if p.name == name] for phase in plan.phases]
+            if place in (None, *(p.place for parts in items_of_phases for p in parts)):
+                table.add_row(_row_name(name, place), *(_mib(parts) for parts in items_of_phases))
         totals = [
             plan.peak_bytes(phase) if place is not MemoryKind.HOST else phase.bytes_on(place)
             for phase in plan.phases

@@ -170,18 +170,20 @@ class Rank:
 
     def _phase(self, name: str, parts: list[MemoryItem]) -> Phase:
         if self.config.cluster.device == "cuda":
-            rest = [MemoryItem("CUDA, NCCL, fragments", _CUDA_RESERVE, is_measured=False)]
+            allowance = [MemoryItem("CUDA, NCCL, fragments", _CUDA_RESERVE, is_measured=False)]
         else:
-            rest = [MemoryItem("libraries", _LIBRARIES)]
+            allowance = [MemoryItem("libraries", _LIBRARIES)]
         if name not in ("build", "export"):
             # It is written while the step after the save goes on; how long depends on the disk.
-            rest.append(
+            allowance.append(
                 MemoryItem("checkpoint", self._snapshot, MemoryKind.HOST, is_measured=False)
             )
         on_host = sum(model.host_optimizer for model in self._models)
-        rest.append(MemoryItem("optimizer kept on the host", on_host, MemoryKind.HOST))
-        rest.append(MemoryItem("Python, torch, Ray", _PROCESS, MemoryKind.HOST, is_measured=False))
-        return Phase(name, tuple(part for part in (*parts, *rest) if part.num_bytes))
+        allowance.append(MemoryItem("optimizer kept on the host", on_host, MemoryKind.HOST))
+        allowance.append(
+            MemoryItem("Python, torch, Ray", _PROCESS, MemoryKind.HOST, is_measured=False)
+        )
+        return Phase(name, tuple(part for part in (*parts, *allowance) if part.num_bytes))
 
     # -- sizes -----------------------------------------------------------------------------------
 

@@ -184,8 +184,8 @@ class PlannedModel:
     @property
     def num_trained(self) -> int:
         """Parameters that have gradients and moments."""
-        whole = self.num_adapter_parameters if self.adapter else self.num_parameters
-        return whole if self.learns else 0
+        num_parameters = self.num_adapter_parameters if self.adapter else self.num_parameters
+        return num_parameters if self.learns else 0
 
 
 def policy_roles(config: ExperimentConfig, shape: ModelShape) -> tuple[PlannedModel, ...]:

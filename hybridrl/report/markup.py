@@ -95,11 +95,11 @@ def number(value: float | None) -> str:
 
 def duration(seconds: float | None) -> str:
     """Write seconds in hours and minutes."""
-    whole = int(seconds or 0)
-    hours, minutes = whole // 3600, whole // 60 % 60
+    num_seconds = int(seconds or 0)
+    hours, minutes = num_seconds // 3600, num_seconds // 60 % 60
     if hours:
         return f"{hours} h {minutes} min"
-    return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"
+    return f"{minutes} min {num_seconds % 60} s" if minutes else f"{num_seconds} s"
 
 
 def page(title: str, *children: object) -> str:

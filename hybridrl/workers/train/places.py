@@ -82,11 +82,13 @@ def common_box(first: TensorRange, second: TensorRange) -> TensorRange | None:
 
 def rest_of(box: TensorRange, common: TensorRange) -> list[TensorRange]:
     """Cut ``box`` without its part ``common`` into boxes that do not overlap."""
-    rest: list[TensorRange] = []
+    remaining: list[TensorRange] = []
     for dim, ((begin, end), (low, high)) in enumerate(zip(box, common, strict=True)):
         before, after = common[:dim], box[dim + 1 :]
-        rest += [(*before, cut, *after) for cut in ((begin, low), (high, end)) if cut[0] < cut[1]]
-    return rest
+        remaining += [
+            (*before, cut, *after) for cut in ((begin, low), (high, end)) if cut[0] < cut[1]
+        ]
+    return remaining
 
 
 def index_in(outer: TensorRange, inner: TensorRange) -> tuple[slice, ...]:

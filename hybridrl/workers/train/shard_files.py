@@ -175,15 +175,15 @@ class ShardReader:
     def _fill(self, name: str, wanted: TensorShard) -> None:
         missing = [wanted.box] if wanted.values.numel() else []
         for held in self._held[name]:
-            rest: list[TensorRange] = []
+            remaining: list[TensorRange] = []
             for box in missing:
                 common = common_box(held.box, box)
                 if common is None:
-                    rest.append(box)
+                    remaining.append(box)
                 else:
                     wanted.values[index_in(wanted.box, common)].copy_(_cut(held, common))
-                    rest += rest_of(box, common)
-            missing = rest
+                    remaining += rest_of(box, common)
+            missing = remaining
         if missing:
             num_values = wanted.values.numel()
             num_filled = num_values - sum(map(size_of, missing))
@@ -255,9 +255,9 @@ def header_of(parts: Mapping[str, TensorShard], notes: Mapping[str, object]) -> 
 def _pieces(header: bytes, values: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
     yield header
     for flat in values:
-        whole = flat.numpy().data
-        for begin in range(0, len(whole), _CHUNK_BYTES):
-            yield whole[begin : begin + _CHUNK_BYTES]
+        all_bytes = flat.numpy().data
+        for begin in range(0, len(all_bytes), _CHUNK_BYTES):
+            yield all_bytes[begin : begin + _CHUNK_BYTES]
 
 
 def _whole_shape(tensor: CheckpointTensor) -> tuple[int, ...]:

@@ -123,9 +123,9 @@ def blocks_of(
     boxes = _boxes(name, local_shape, architecture, parallel=parallel)
     blocks: list[Block] = []
     row = 0
-    for hf_name, whole, box in boxes:
+    for hf_name, full_shape, box in boxes:
         shape = tuple(end - begin for begin, end in box)
-        place = ShardSpec(whole, tuple(begin for begin, _ in box))
+        place = ShardSpec(full_shape, tuple(begin for begin, _ in box))
         if shape[0]:  # the last rank of a small vocabulary may have padding alone
             blocks.append(Block(hf_name, row, shape, place))
         row += shape[0]
@@ -165,11 +165,13 @@ def _boxes(
         return [_whole(LAST_NORM, whole_shapes[LAST_NORM])]
     in_layer = _LAYER.fullmatch(name)
     if in_layer is not None:
-        prefix, rest = layer_prefix(int(in_layer[1])), in_layer[2]
-        if prefix + _WHOLE.get(rest, "") in whole_shapes:
-            hf_name = prefix + _WHOLE[rest]
+        prefix, local_name = layer_prefix(int(in_layer[1])), in_layer[2]
+        if prefix + _WHOLE.get(local_name, "") in whole_shapes:
+            hf_name = prefix + _WHOLE[local_name]
             return [_whole(hf_name, whole_shapes[hf_name])]
-        linear = linear_boxes(rest, local_shape, prefix, architecture=architecture, rank=parallel)
+        linear = linear_boxes(
+            local_name, local_shape, prefix, architecture=architecture, rank=parallel
+        )
         if linear is not None:
             return linear
     raise ModelError(

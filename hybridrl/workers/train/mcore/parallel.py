@@ -198,7 +198,7 @@ def _replica_group(num_stages: int, size: int, timeout_s: float) -> ProcessGroup
     """
     world_size = dist.get_world_size()
     stage_size = world_size // num_stages
-    mine: ProcessGroup | None = None
+    own_group: ProcessGroup | None = None
     for begin in range(0, stage_size, size):
         ranks = [
             stage + begin + place
@@ -207,7 +207,7 @@ def _replica_group(num_stages: int, size: int, timeout_s: float) -> ProcessGroup
         ]
         group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
         if dist.get_rank() in ranks:
-            mine = group
-    if mine is None:
+            own_group = group
+    if own_group is None:
         raise ResourceError(f"rank {dist.get_rank()} is in no replica of the model")
-    return mine
+    return own_group
