@@ -223,7 +223,7 @@ def check_transformer_args(config: ExperimentConfig) -> Iterator[ConfigError]:
     if not config.megatron_worlds:
         return
     given, section = config.megatron.transformer_args, "megatron.transformer_args"
-    yield from _refused(given, section, typed=_TRANSFORMER_TYPED, ours=_TRANSFORMER_OURS)
+    yield from _refused(given, section, typed=_TRANSFORMER_TYPED, taken=_TRANSFORMER_OURS)
     for name, value in given.items():
         key = f"{section}.{name}"
         if name in _OF_THE_MODEL:
@@ -245,7 +245,7 @@ def check_optimizer_args(config: ExperimentConfig) -> Iterator[ConfigError]:
     if not config.megatron_worlds:
         return
     given, section = config.megatron.optimizer_args, "megatron.optimizer_args"
-    yield from _refused(given, section, typed=_OPTIMIZER_TYPED, ours=_OPTIMIZER_OURS)
+    yield from _refused(given, section, typed=_OPTIMIZER_TYPED, taken=_OPTIMIZER_OURS)
     offload = f"{section}.optimizer_cpu_offload"
     if given.get("optimizer_cpu_offload") and config.cluster.device == "cpu":
         rule = "the optimizer is on the host already, for cluster.device=cpu"
@@ -266,19 +266,19 @@ def check_ddp_args(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Likewise of its DistributedDataParallelConfig."""
     if config.megatron_worlds:
         yield from _refused(
-            config.megatron.ddp_args, "megatron.ddp_args", typed=_DDP_TYPED, ours=_DDP_OURS
+            config.megatron.ddp_args, "megatron.ddp_args", typed=_DDP_TYPED, taken=_DDP_OURS
         )
 
 
 def _refused(
-    given: Mapping[str, ArgumentValue], section: str, *, typed: Reasons, ours: Reasons
+    given: Mapping[str, ArgumentValue], section: str, *, typed: Reasons, taken: Reasons
 ) -> Iterator[ConfigError]:
     for name, value in given.items():
         key = f"{section}.{name}"
         if name in typed:
             rule, fix = f"{typed[name]} says that", f"set {typed[name]}, and ~{key}"
-        elif name in ours:
-            rule, fix = f"is not to be chosen: {ours[name]}", f"leave it out, or add ~{key}"
+        elif name in taken:
+            rule, fix = f"is not to be chosen: {taken[name]}", f"leave it out, or add ~{key}"
         else:
             continue
         yield ConfigError(key, value, rule, fix, remedies=[(f"~{key}",)])

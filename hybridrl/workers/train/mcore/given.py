@@ -20,7 +20,7 @@ Configuration = TypeVar("Configuration")
 
 def build_configuration(
     kind: type[Configuration],
-    ours: Mapping[str, object],
+    own_values: Mapping[str, object],
     given: Mapping[str, ArgumentValue],
     *,
     key: str,
@@ -29,7 +29,7 @@ def build_configuration(
 
     Args:
         kind: a dataclass.
-        ours: what follows from our own keys.
+        own_values: what follows from our own keys.
         given: what the user adds, by the names of its fields; a type of numbers is spelled
             ``bfloat16``.
         key: under which the user gave it.
@@ -52,7 +52,7 @@ def build_configuration(
             )
     values = {name: _as_field(f"{key}.{name}", types[name], v) for name, v in given.items()}
     try:
-        return kind(**{**ours, **values})
+        return kind(**{**own_values, **values})
     except (TypeError, ValueError, AssertionError, RuntimeError, ImportError) as err:
         raise ConfigError(
             key if given else "megatron",

@@ -25,7 +25,7 @@ Pieces = dict[str, ShardedPieces]
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class FlatSpan:
     """What this rank owns of one local tensor."""
 
     name: str
@@ -47,7 +47,7 @@ def moment_prefix(key: str) -> str:
 
 
 def named_pieces(
-    stretches: Iterable[Stretch],
+    spans: Iterable[FlatSpan],
     prefix: str,
     whole_shapes: Mapping[str, tuple[int, ...]],
     *,
@@ -68,7 +68,7 @@ def named_pieces(
         ModelError: a stretch is of no tensor of the model.
     """
     pieces: dict[str, list[TensorShard]] = {name: [] for name in whole_shapes}
-    for stretch in stretches:
+    for stretch in spans:
         blocks = blocks_of(
             stretch.name, stretch.local_shape, architecture=architecture, parallel=parallel
         )
