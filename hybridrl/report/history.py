@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain, repeat
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -53,12 +53,13 @@ class Series:
         """Average each number with its neighbours."""
         sums = list(accumulate((value or 0.0 for value in self.values), initial=0.0))
         counts = list(accumulate((value is not None for value in self.values), initial=0))
-        means: list[float | None] = []
-        reach, size = self.reach, len(self.values)
-        for place, value in enumerate(self.values):
-            start, stop = max(0, place - reach), min(size, place + reach + 1)
-            mean = (sums[stop] - sums[start]) / max(1, counts[stop] - counts[start])
-            means.append(None if value is None else mean)
+        size = len(self.values)
+        starts = chain(repeat(0, self.reach), range(size))
+        stops = chain(range(self.reach + 1, size + 1), repeat(size))
+        means = [
+            None if value is None else (sums[stop] - sums[start]) / (counts[stop] - counts[start])
+            for value, start, stop in zip(self.values, starts, stops, strict=False)
+        ]
         return Series(self.steps, means)
 
     def downsample(self, max_points: int = MAX_POINTS) -> Series:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,19 +30,29 @@ class Samples:
 
 
 def read_samples(path: Path) -> Samples:
-    """Choose from ``samples.jsonl``; a line that is not chosen is not parsed."""
-    lines: dict[bool, dict[int, list[bytes]]] = {True: defaultdict(list), False: defaultdict(list)}
+    """Choose from ``samples.jsonl``; a line that is not chosen is neither kept nor parsed."""
+    steps: dict[bool, set[int]] = {True: set(), False: set()}
+    for is_eval, step, _ in _read(path):
+        steps[is_eval].add(step)
+    chosen = {is_eval: set(spread(sorted(of_split))) for is_eval, of_split in steps.items()}
+    train: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    held_out: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for is_eval, step, line in _read(path):
+        row = parse_row(line) if step in chosen[is_eval] else None
+        if row is not None and is_eval:
+            held_out[str(row.get("prompt", ""))].append(_clean(row))
+        elif row is not None:
+            train[step].append(_clean(row))
+    return Samples(train, dict(list(held_out.items())[:_MAX_PROMPTS]))
+
+
+def _read(path: Path) -> Iterator[tuple[bool, int, bytes]]:
+    """Yield each complete line with its split and step."""
     for line in read_lines(path):
         match = _STEP.match(line)
         if match and line.endswith(b"\n"):
             # A response may hold the mark as text, but with its quotes escaped.
-            lines[_EVAL in line][int(match[1])].append(line)
-    train = {step: _parse(lines[False][step]) for step in spread(sorted(lines[False]))}
-    by_prompt: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for step in spread(sorted(lines[True])):
-        for sample in _parse(lines[True][step]):
-            by_prompt[sample["prompt"]].append(sample)
-    return Samples(train, dict(list(by_prompt.items())[:_MAX_PROMPTS]))
+            yield _EVAL in line, int(match[1]), line
 
 
 def spread(steps: Sequence[int]) -> list[int]:
@@ -53,25 +63,20 @@ def spread(steps: Sequence[int]) -> list[int]:
     return [steps[round(number * gap)] for number in range(_MAX_STEPS)]
 
 
-def _parse(lines: Sequence[bytes]) -> list[dict[str, Any]]:
-    """Return samples of bounded size, whatever a model wrote and a reward function returned."""
-    samples = []
-    for row in filter(None, map(parse_row, lines)):
-        texts = {name: str(row.get(name, "")) for name in ("prompt", "response", "answer")}
-        for name, text in texts.items():
-            if len(text) > _MAX_CHARS:
-                texts[name] = f"{text[:_MAX_CHARS]} … {len(text)} characters"
-        tokens, logprobs = (
-            row[name] if isinstance(row.get(name), list) else [] for name in ("tokens", "logprobs")
-        )
-        numbers = {
-            "reward": plottable(row.get("reward")),
-            "logprobs": list(map(plottable, logprobs)),
-        }
-        cut = bool(row.get("is_truncated"))
-        samples.append(
-            {"step": row["step"], "is_truncated": cut, "tokens": list(map(str, tokens))}
-            | texts
-            | numbers
-        )
-    return samples
+def _clean(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a sample of bounded size, whatever a model wrote and a reward function returned."""
+    texts = {name: str(row.get(name, "")) for name in ("prompt", "response", "answer")}
+    for name, text in texts.items():
+        if len(text) > _MAX_CHARS:
+            texts[name] = f"{text[:_MAX_CHARS]} … {len(text)} characters"
+    tokens, logprobs = (
+        row[name] if isinstance(row.get(name), list) else [] for name in ("tokens", "logprobs")
+    )
+    return {
+        **texts,
+        "step": row["step"],
+        "is_truncated": bool(row.get("is_truncated")),
+        "reward": plottable(row.get("reward")),
+        "tokens": list(map(str, tokens)),
+        "logprobs": list(map(plottable, logprobs)),
+    }
