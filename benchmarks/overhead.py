@@ -21,7 +21,7 @@ import yaml
 
 from hybridrl import env
 from hybridrl.config.load import load_config
-from hybridrl.diagnostics.trace import Recorder
+from hybridrl.diagnostics.trace import SpanRecorder
 from hybridrl.main import compose
 from hybridrl.metrics import Metrics
 from hybridrl.run import build
@@ -110,7 +110,7 @@ def run(num_steps: int, overrides: list[str], folder: Path) -> Times:
 
 def cost_per_span() -> tuple[float, float]:
     """Return the seconds that a span costs, and that fetching it from a rank's buffer costs."""
-    recorder = Recorder()
+    recorder = SpanRecorder()
     costs: list[tuple[float, float]] = []
     for _ in range(_NUM_REPEATS):
         begin = time.thread_time()  # of the core: neighbours do not lengthen it

@@ -57,11 +57,11 @@ class SpanBatch(NamedTuple):
 
 
 class Span:
-    """A stretch of work; a context manager. Made by ``Recorder.span``."""
+    """A stretch of work; a context manager. Made by ``SpanRecorder.span``."""
 
     __slots__ = ("_recorder", "args", "begin_ns", "end_ns", "name", "thread")
 
-    def __init__(self, recorder: Recorder, name: str, args: dict[str, Arg]) -> None:
+    def __init__(self, recorder: SpanRecorder, name: str, args: dict[str, Arg]) -> None:
         self._recorder = recorder
         self.name = name
         self.args = args
@@ -95,7 +95,7 @@ class Span:
         )
 
 
-class Recorder:
+class SpanRecorder:
     """Keeps the spans of one process. Threads may share it; the spans of each nest."""
 
     def __init__(self, *, capacity: int = 20_000, num_recent: int = 200) -> None:
@@ -183,7 +183,7 @@ class Recorder:
             del self._open[span.thread]
 
 
-_process = Recorder()
+_process = SpanRecorder()
 span = _process.span
 each = _process.each
 note = _process.note

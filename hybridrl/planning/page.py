@@ -12,7 +12,7 @@ from hybridrl.errors import ModelError
 from hybridrl.planning.advice import find_knob, largest_saving
 from hybridrl.planning.capacity import capacity_bytes
 from hybridrl.planning.memory import plan_critic_pool, plan_memory
-from hybridrl.planning.plan import MemoryPlan, Part, Place
+from hybridrl.planning.plan import MemoryItem, MemoryKind, MemoryPlan
 from hybridrl.planning.shapes import shape_of
 
 _GIB = 2**30
@@ -105,25 +105,25 @@ def _table(plan: MemoryPlan) -> Table:
     for phase in plan.phases:
         mark = " *" if phase is plan.fullest else ""
         table.add_column(phase.name + mark, justify="right", no_wrap=True)
-    places = (Place.DEVICE, Place.HOST) if plan.device == "cuda" else (None,)
+    places = (MemoryKind.DEVICE, MemoryKind.HOST) if plan.device == "cuda" else (None,)
     for place in places:
         for name in plan.part_names:
-            found = [[p for p in phase.parts if p.name == name] for phase in plan.phases]
-            if place in (None, *(p.place for parts in found for p in parts)):
-                table.add_row(_row_name(name, place), *(_mib(parts) for parts in found))
+            items_of_phases = [[p for p in phase.parts if p.name == name] for phase in plan.phases]
+            if place in (None, *(p.place for parts in items_of_phases for p in parts)):
+                table.add_row(_row_name(name, place), *(_mib(parts) for parts in items_of_phases))
         totals = [
-            plan.peak_bytes(phase) if place is not Place.HOST else phase.bytes_on(place)
+            plan.peak_bytes(phase) if place is not MemoryKind.HOST else phase.bytes_on(place)
             for phase in plan.phases
         ]
-        style = "bold" if place is not Place.HOST else ""
+        style = "bold" if place is not MemoryKind.HOST else ""
         title = "peak" if place is None else f"peak, {place.value}"
         table.add_row(title, *(f"{total / _MIB:,.0f}" for total in totals), style=style)
     return table
 
 
-def _row_name(name: str, place: Place | None) -> str:
-    return f"{name} (host)" if place is Place.HOST else name
+def _row_name(name: str, place: MemoryKind | None) -> str:
+    return f"{name} (host)" if place is MemoryKind.HOST else name
 
 
-def _mib(parts: list[Part]) -> str:
+def _mib(parts: list[MemoryItem]) -> str:
     return f"{sum(part.num_bytes for part in parts) / _MIB:,.0f}" if parts else "."

@@ -141,7 +141,7 @@ def _extra_sides(modules: frozenset[str], shape: ModelShape) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Role:
+class PlannedModel:
     """A model among the training engines: the actor, its reference, a critic."""
 
     name: str
@@ -188,15 +188,15 @@ class Role:
         return whole if self.learns else 0
 
 
-def policy_roles(config: ExperimentConfig, shape: ModelShape) -> tuple[Role, ...]:
+def policy_roles(config: ExperimentConfig, shape: ModelShape) -> tuple[PlannedModel, ...]:
     """List the models beside the critic. With LoRA the reference is the actor without adapter."""
     adapter = AdapterShape.of(config.lora, shape) if config.lora.enabled else None
-    actor = Role(name="actor", shape=shape, learns=True, adapter=adapter)
+    actor = PlannedModel(name="actor", shape=shape, learns=True, adapter=adapter)
     if config.algorithm.kl.placement == "none" or adapter is not None:
         return (actor,)
-    return actor, Role(name="reference", shape=shape, learns=False)
+    return actor, PlannedModel(name="reference", shape=shape, learns=False)
 
 
-def critic_role(shape: ModelShape) -> Role:
+def critic_role(shape: ModelShape) -> PlannedModel:
     """Describe the critic: the policy's model with a value head."""
-    return Role(name="critic", shape=shape, learns=True, has_value_head=True)
+    return PlannedModel(name="critic", shape=shape, learns=True, has_value_head=True)

@@ -131,9 +131,9 @@ class Checkpointer:
             self._shelf.quarantine(checkpoint.folder)
         return None
 
-    def _find_torn(self, found: Checkpoint, role: str) -> list[str]:
-        files = [entry for entry in found.manifest.files if entry.name.startswith(f"{role}/")]
-        torn = self._savers[role].find_torn(found.folder, files)
+    def _find_torn(self, checkpoint: Checkpoint, role: str) -> list[str]:
+        files = [entry for entry in checkpoint.manifest.files if entry.name.startswith(f"{role}/")]
+        torn = self._savers[role].find_torn(checkpoint.folder, files)
         return [name for names in torn for name in names]
 
     def _begin(self, step: int, metrics: Metrics) -> None:

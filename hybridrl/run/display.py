@@ -216,8 +216,8 @@ def squeeze(values: Sequence[float], *, width: int) -> list[float]:
     if len(values) <= width:
         return list(values)
     edges = [len(values) * index // width for index in range(width + 1)]
-    stretches = (values[begin:end] for begin, end in pairwise(edges))
-    return [sum(stretch) / len(stretch) for stretch in stretches]
+    spans = (values[begin:end] for begin, end in pairwise(edges))
+    return [sum(stretch) / len(stretch) for stretch in spans]
 
 
 def sparkline(values: Sequence[float]) -> str:

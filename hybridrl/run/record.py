@@ -16,12 +16,12 @@ from hybridrl.errors import error_notes
 from hybridrl.metrics import Metrics
 from hybridrl.report.page import try_report
 from hybridrl.run.display import LiveView, open_live
+from hybridrl.run.final_summary import describe_end, read_metrics
 from hybridrl.run.postmortem import WHERE, PostMortem, Progress, is_crash
 from hybridrl.run.run_folder import RunLogger, Sample
 from hybridrl.run.tracing import Tracing
 from hybridrl.single_controller import RankReport
 from hybridrl.single_controller.spans import SpanCollector
-from hybridrl.trainer.final_summary import describe_end, read_metrics
 from hybridrl.trainer.interrupt import RunStopped
 
 _logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 _SKIPPED = ("policy/skipped_updates", "critic/skipped_updates")
 
 
-class Recorder(Protocol):
+class StepRecorder(Protocol):
     """Where the numbers of a run go."""
 
     def phase(self, name: str) -> None:
@@ -57,7 +57,7 @@ class Loop:
     evaluate: Callable[[int], Metrics]
     """Evaluates after step n; 0 is before the first."""
 
-    recorder: Recorder
+    recorder: StepRecorder
     num_steps: int
     eval_every: int
     """Steps between evaluations; 0 is never."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridrl.planning.megatron import MegatronMemory
 from hybridrl.planning.megatron_cut import Cut
-from hybridrl.planning.roles import ModelPrecision, Role
+from hybridrl.planning.roles import ModelPrecision, PlannedModel
 from hybridrl.planning.shapes import read_shape
 from hybridrl.workers.train.mcore.engine import MegatronScorer
 from hybridrl.workers.train.mcore.setting import MegatronContext
@@ -57,7 +57,7 @@ def test_activations_are_those_that_were_planned(
     num_ranks = 2 if overrides else 1
     config = config_of("actor=megatron", f"cluster.num_ranks_per_node={num_ranks}", *overrides)
     memory = MegatronMemory(
-        Role(name="actor", shape=read_shape(folder), learns=True),
+        PlannedModel(name="actor", shape=read_shape(folder), learns=True),
         ModelPrecision.of(config),
         Cut.of(config.megatron, num_ranks=num_ranks, stage=0),
     )

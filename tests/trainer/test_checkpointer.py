@@ -18,7 +18,7 @@ from hybridrl.errors import CheckpointError, RemoteCallError, WorkerDiedError
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.run.checkpoints import Checkpointer
 from hybridrl.run.resume import run_fingerprint
-from hybridrl.workers.train.places import Part, Place
+from hybridrl.workers.train.places import ShardSpec, TensorShard
 from hybridrl.workers.train.shard_files import ShardReader, is_unchanged, write_parts
 from tests.config.values import config_of
 
@@ -56,7 +56,7 @@ class Ranks:
     def _write(self, rank: int) -> FileEntry:
         folder, value = self.began[-1]
         folder.mkdir(exist_ok=True)
-        part = Part(torch.full((1,), value), Place((1,), (0,)))
+        part = TensorShard(torch.full((1,), value), ShardSpec((1,), (0,)))
         return write_parts(folder / f"rank-{rank}.safetensors", {"value": part}, notes={})
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.diagnostics.trace import Recorder, SpanBatch, SpanRecord
+from hybridrl.diagnostics.trace import SpanBatch, SpanRecord, SpanRecorder
 from hybridrl.run.trace_file import FIRST_NAME, NAME, PREVIOUS_NAME, TraceFile
 from tests.trace_events import check, names_of, read_events, spans_of
 
@@ -101,7 +101,7 @@ def test_wherever_the_file_is_torn_the_whole_events_are_kept(
 
 
 def test_a_long_trace_keeps_its_first_and_its_last_two_files(tmp_path: Path) -> None:
-    recorder = Recorder()
+    recorder = SpanRecorder()
     with TraceFile(tmp_path, max_bytes=4000) as file:
         for number in range(200):
             with recorder.span(f"span {number}"):

@@ -28,13 +28,13 @@ class Ranks:
 
     def gather(self, numbers: Sequence[int]) -> Tensor:
         """Return every rank's ``n`` numbers, int64 [size, n], on the host."""
-        mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        everyone = [torch.empty_like(own) for _ in range(self.size)]
         if self.size == 1:
-            everyone = [mine]
+            everyone = [own]
         else:
             with activity.scope("all_gather", waits=True):
-                dist.all_gather(everyone, mine, group=self._group)
+                dist.all_gather(everyone, own, group=self._group)
         return torch.stack(everyone).cpu()
 
     def sum(self, values: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ def write_hf_folder(
         RunFolderError: the folder exists, or cannot be written.
     """
     with atomic_folder(folder) as unfinished:
-        _write_weights(unfinished, weights, _stretches(specs, max_file_bytes))
+        _write_weights(unfinished, weights, _spans(specs, max_file_bytes))
         for config in configs:
             config.save_pretrained(unfinished)
         for pattern in TOKENIZER_FILES:
@@ -91,31 +91,31 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def _write_weights(
-    folder: Path, weights: Iterable[tuple[str, Tensor]], stretches: list[list[WeightSpec]]
+    folder: Path, weights: Iterable[tuple[str, Tensor]], spans: list[list[WeightSpec]]
 ) -> None:
     stream = iter(weights)
     weight_map = {}
-    for number, stretch in enumerate(stretches, 1):
-        name = f"model-{number:05}-of-{len(stretches):05}.safetensors"
-        if len(stretches) == 1:
+    for number, stretch in enumerate(spans, 1):
+        name = f"model-{number:05}-of-{len(spans):05}.safetensors"
+        if len(spans) == 1:
             name = "model.safetensors"
         tensors = {key: tensor.contiguous().cpu() for key, tensor in islice(stream, len(stretch))}
         save_file(tensors, folder / name, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, name))
-    if len(stretches) > 1:
-        total_bytes = sum(spec.num_bytes for stretch in stretches for spec in stretch)
+    if len(spans) > 1:
+        total_bytes = sum(spec.num_bytes for stretch in spans for spec in stretch)
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(to_json_text(index), encoding="utf-8")
 
 
-def _stretches(specs: Sequence[WeightSpec], max_file_bytes: int) -> list[list[WeightSpec]]:
+def _spans(specs: Sequence[WeightSpec], max_file_bytes: int) -> list[list[WeightSpec]]:
     """Cut the weights, in their order, into stretches that fit a file."""
-    stretches: list[list[WeightSpec]] = []
+    spans: list[list[WeightSpec]] = []
     num_bytes = 0
     for spec in specs:
-        if not stretches or num_bytes + spec.num_bytes > max_file_bytes:
-            stretches.append([])
+        if not spans or num_bytes + spec.num_bytes > max_file_bytes:
+            spans.append([])
             num_bytes = 0
-        stretches[-1].append(spec)
+        spans[-1].append(spec)
         num_bytes += spec.num_bytes
-    return stretches
+    return spans

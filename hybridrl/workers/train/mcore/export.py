@@ -21,7 +21,7 @@ from hybridrl.workers.train.mcore.architecture import Architecture
 from hybridrl.workers.train.mcore.blocks import Block, blocks_of
 from hybridrl.workers.train.mcore.hf_tensors import HEAD, hf_tensors
 from hybridrl.workers.train.mcore.parallel_rank import ParallelRank
-from hybridrl.workers.train.places import Box, Place, index_in, size_of
+from hybridrl.workers.train.places import ShardSpec, TensorRange, index_in, size_of
 from hybridrl.workers.train.protocol import WeightSpec
 
 _ALIGNMENT = 16
@@ -35,12 +35,12 @@ class _OwnedShard:
     """A box that a rank has. Ranks tell each other no more than this."""
 
     name: str
-    place: Place
+    place: ShardSpec
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
-    def box(self) -> Box:
+    def box(self) -> TensorRange:
         return self.place.box(self.shape)
 
     @property
@@ -110,14 +110,14 @@ class WeightExport:
         self._group = group if group is not None and group.size() > 1 else None
         self._rank = 0 if self._group is None else self._group.rank()
         self._blocks: list[tuple[str, Block]] = []
-        mine: list[_OwnedShard] = []
+        own_shards: list[_OwnedShard] = []
         for name, tensor in local.items():
             for block in blocks_of(
                 name, tensor.shape, architecture=architecture, parallel=parallel
             ):
                 self._blocks.append((name, block))
-                mine.append(_OwnedShard(block.name, block.place, block.shape, tensor.dtype))
-        held = self._tell(mine)
+                own_shards.append(_OwnedShard(block.name, block.place, block.shape, tensor.dtype))
+        held = self._tell(own_shards)
         holders = _holders(held, architecture)
         self.specs = tuple(_spec(name, boxes) for name, boxes in holders.items())
         self._batches = [
@@ -144,13 +144,13 @@ class WeightExport:
             for name, boxes in batch.tensors.items():
                 yield name, self._whole(boxes, local, buffer)
 
-    def _tell(self, mine: list[_OwnedShard]) -> list[list[_OwnedShard]]:
+    def _tell(self, own_shards: list[_OwnedShard]) -> list[list[_OwnedShard]]:
         """Return what each rank of the group has."""
         if self._group is None:
-            return [mine]
+            return [own_shards]
         everyone: list[list[_OwnedShard]] = [[] for _ in range(self._group.size())]
         with activity.scope("all_gather", waits=True):
-            dist.all_gather_object(everyone, mine, group=self._group)
+            dist.all_gather_object(everyone, own_shards, group=self._group)
         return everyone
 
     def _plan(self, tensors: Mapping[str, _Holders], *, num_ranks: int) -> _Batch:
@@ -196,15 +196,15 @@ class WeightExport:
         if len(boxes) == 1 and boxes[0].begin is None:
             return self._own(boxes[0].own, local)
         shape = first.place.global_shape
-        whole = torch.empty(shape, dtype=first.dtype, device=buffer.device)
+        full = torch.empty(shape, dtype=first.dtype, device=buffer.device)
         whole_box = tuple((0, size) for size in shape)
         for sent in boxes:
             if sent.begin is None:
                 values = self._own(sent.own, local)
             else:
                 values = _in_buffer(sent.held, sent.begin, buffer)
-            whole[index_in(whole_box, sent.held.box)] = values
-        return whole
+            full[index_in(whole_box, sent.held.box)] = values
+        return full
 
     def _own(self, number: int, local: Mapping[str, Tensor]) -> Tensor:
         name, block = self._blocks[number]
