@@ -16,7 +16,7 @@ from importlib import import_module
 from hybridrl import env, trace
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.trainer.certify import certify
-from hybridrl.trainer.cluster import ray_cluster
+from hybridrl.trainer.cluster import ray_cluster, show_workers_no_more
 from hybridrl.trainer.interrupt import ended_by_signals
 from hybridrl.trainer.last_words import last_words
 from hybridrl.trainer.record import open_record
@@ -82,7 +82,10 @@ def run(
         thread = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="import"))
         imported = thread.submit(import_module, _COMPOSITION_ROOT)
         num_more_ranks = config.num_critic_ranks if config.has_critic_pool else 0
-        with ray_cluster(config.cluster, num_more_ranks=num_more_ranks), ended_by_signals():
+        with (
+            ray_cluster(config.cluster, num_more_ranks=num_more_ranks),
+            ended_by_signals(show_workers_no_more),
+        ):
             with trace.span("import"):
                 root = imported.result()
             root.run(config, record=record)
