@@ -222,7 +222,9 @@ def _command_typed(settings: HydraConf) -> list[str]:
     """Return the command that composes what was composed, as a user types it."""
     usual = "--config-name=config"
     flags = [flag for flag in _flags_to_hand_on(settings) if flag != usual]
-    return ["python", "-m", "hybridrl.main", *flags, *settings.overrides.task]
+    # As text: an override may refer to a key that does not exist.
+    overrides = cast("list[str]", OmegaConf.to_container(settings.overrides, resolve=False)["task"])
+    return ["python", "-m", "hybridrl.main", *flags, *overrides]
 
 
 def _run_or_stop(composed: DictConfig, *, command: Sequence[str]) -> None:
