@@ -26,7 +26,7 @@ _STEP = (
 _CONTROLLER = (
     *(f"hybridrl/single_controller/{name}.py" for name in ("actors", "dispatch", "payload")),
     *(f"hybridrl/single_controller/{name}.py" for name in ("remote_call", "worker")),
-    *("hybridrl/payload.py", "hybridrl/activity.py", "hybridrl/trace.py"),
+    *("hybridrl/payload.py", "hybridrl/diagnostics/activity.py", "hybridrl/diagnostics/trace.py"),
 )
 
 
@@ -62,7 +62,7 @@ class Figures:
 
 FIGURES = (
     Figures(name="against_trl", measured=("benchmarks/sides/*_side.py", *_STEP)),
-    Figures(name="startup", measured=("hybridrl/trainer/launch.py", "hybridrl/trainer/cluster.py")),
+    Figures(name="startup", measured=("hybridrl/run/launch.py", "hybridrl/run/cluster.py")),
     Figures(name="dispatch", measured=_CONTROLLER),
     Figures(
         name="rollout",
@@ -72,11 +72,15 @@ FIGURES = (
     Figures(name="advantages", measured=("hybridrl/algorithms/advantages.py", "hybridrl/batch.py")),
     Figures(name="gae", measured=("hybridrl/algorithms/gae.py",)),
     Figures(
-        name="checkpoint", measured=("hybridrl/checkpoint/*.py", "hybridrl/trainer/checkpoints.py")
+        name="checkpoint", measured=("hybridrl/checkpoint/*.py", "hybridrl/run/checkpoints.py")
     ),
     Figures(
         name="overhead",
-        measured=("hybridrl/trace.py", "hybridrl/trainer/trac*.py", "hybridrl/trainer/samples.py"),
+        measured=(
+            "hybridrl/diagnostics/trace.py",
+            "hybridrl/trainer/trac*.py",
+            "hybridrl/run/samples.py",
+        ),
     ),
     Figures(name="report", measured=("hybridrl/report/*.py",)),
     Figures(
@@ -88,7 +92,7 @@ FIGURES = (
     Figures(
         name="weight_sync",
         measured=(
-            "hybridrl/workers/rollout/server_transports.py",
+            "hybridrl/workers/rollout/sglang/transports.py",
             "hybridrl/workers/rollout/flat*",
         ),
         one_thread=True,

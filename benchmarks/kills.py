@@ -23,9 +23,9 @@ from pathlib import Path
 
 from hybridrl.checkpoint.compare import compare_runs
 from hybridrl.config.load import load_config
+from hybridrl.diagnostics.processes import members_of
 from hybridrl.main import compose
-from hybridrl.processes import members_of
-from hybridrl.trainer.child import Child
+from hybridrl.run.child import Child
 
 SMALL = (
     *("model.starter.hidden_size=32", "model.starter.num_layers=1"),

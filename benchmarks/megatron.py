@@ -110,10 +110,10 @@ def _measure(_rank: int, folder: Path, sizes: dict[str, int], rounds: int) -> Ti
 def _build_megatron(folder: Path, sizes: dict[str, int]) -> TrainEngine:
     install()
     from hybridrl.workers.train.mcore.engine import MegatronEngine
-    from hybridrl.workers.train.mcore.setting import Setting
+    from hybridrl.workers.train.mcore.setting import MegatronContext
 
     megatron = replace(config_of().megatron, **sizes)  # type: ignore[arg-type]
-    setting = Setting(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
+    setting = MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
     config = replace(_CONFIG, engine="megatron")
     return MegatronEngine(folder, config=config, setting=setting, num_total_steps=100)
 

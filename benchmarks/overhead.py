@@ -21,13 +21,13 @@ import yaml
 
 from hybridrl import env
 from hybridrl.config.load import load_config
+from hybridrl.diagnostics.trace import SpanRecorder
 from hybridrl.main import compose
 from hybridrl.metrics import Metrics
-from hybridrl.trace import Recorder
-from hybridrl.trainer import build
-from hybridrl.trainer.cluster import ray_cluster
-from hybridrl.trainer.record import RunRecord, open_record
-from hybridrl.trainer.tracking import Sample
+from hybridrl.run import build
+from hybridrl.run.cluster import ray_cluster
+from hybridrl.run.record import RunFolder, open_record
+from hybridrl.run.run_folder import Sample
 
 _LIMIT = 0.01
 _WARM_UP = 5
@@ -45,13 +45,13 @@ class Times:
 
 
 @dataclass(frozen=True)
-class TimedRecord(RunRecord):
+class TimedRecord(RunFolder):
     """Records as usual, and notes how long each part of it takes; traces every other step."""
 
     times: Times = field(kw_only=True, default_factory=Times)
 
     @classmethod
-    def around(cls, record: RunRecord) -> TimedRecord:
+    def around(cls, record: RunFolder) -> TimedRecord:
         """Take over a run's record."""
         return cls(**{one.name: getattr(record, one.name) for one in fields(record)})
 
@@ -110,7 +110,7 @@ def run(num_steps: int, overrides: list[str], folder: Path) -> Times:
 
 def cost_per_span() -> tuple[float, float]:
     """Return the seconds that a span costs, and that fetching it from a rank's buffer costs."""
-    recorder = Recorder()
+    recorder = SpanRecorder()
     costs: list[tuple[float, float]] = []
     for _ in range(_NUM_REPEATS):
         begin = time.thread_time()  # of the core: neighbours do not lengthen it

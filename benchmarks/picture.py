@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hybridrl.trainer.live import LiveTable
+from hybridrl.run.display import LiveTable
 
 
 def main() -> None:

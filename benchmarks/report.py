@@ -18,14 +18,22 @@ from pathlib import Path
 
 import yaml
 
+from hybridrl.diagnostics.trace import SpanBatch, SpanRecord
 from hybridrl.main import compose
 from hybridrl.metrics import DECLARATIONS
-from hybridrl.trace import Harvest, SpanRecord
-from hybridrl.trainer.trace_file import TraceFile
+from hybridrl.run.trace_file import TraceFile
 
 _LIMIT_S = 5.0
 _NUM_RUNS = 5
-_STAGES = ("make_room", "resume_weights", "sync", "leave", "resume_cache", "continue", "sample")
+_STAGES = (
+    "offload_optimizer",
+    "resume_weights",
+    "sync",
+    "offload_parameters",
+    "resume_cache",
+    "continue",
+    "sample",
+)
 _NUM_RANKS = 2
 
 
@@ -97,14 +105,14 @@ def _sample(step: int, prompt: int, split: str) -> dict[str, object]:
     }
 
 
-def _spans(step: int, names: tuple[str, ...]) -> Harvest:
+def _spans(step: int, names: tuple[str, ...]) -> SpanBatch:
     begin_ns = step * 500_000_000
     inner = [
         SpanRecord(name, begin_ns + 40_000_000 * n, 40_000_000, 1, {"bytes": 7}, is_open=False)
         for n, name in enumerate(names)
     ]
     outer = SpanRecord("step", begin_ns, 490_000_000, 1, {"item": step}, is_open=False)
-    return Harvest([*inner, outer], 0, begin_ns + 490_000_000, 2**30)
+    return SpanBatch([*inner, outer], 0, begin_ns + 490_000_000, 2**30)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from hybridrl.batch import PromptBatch, jagged
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.workers.rollout.hf import HFRolloutEngine
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import SamplingParams
 
 _ROLLOUT_CONFIG = Path(__file__).parents[1] / "hydra_configs/rollout/hf.yaml"

@@ -27,9 +27,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from hybridrl.config.load import load_config
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.main import compose
-from hybridrl.workers.rollout.server_arguments import ServerSpec
-from hybridrl.workers.rollout.sglang import DIALECT, SGLangEngine
-from hybridrl.workers.rollout.weight_ports import build_transport
+from hybridrl.workers.rollout.sglang.arguments import ServerSpec
+from hybridrl.workers.rollout.sglang.engine import HOOKS, SGLangEngine
+from hybridrl.workers.rollout.sglang.weight_senders import build_transport
 from hybridrl.workers.sharding.control import ControlGroup, Neighbours
 from hybridrl.workers.sharding.weight_pipeline import stream_offers
 
@@ -124,7 +124,7 @@ def use(engine: SGLangEngine, transport: str) -> None:
     """Let weights take another way from here on."""
     engine.transport.forget()
     rollout = replace(rollout_config(), transport=transport)
-    engine.transport = build_transport(rollout, DIALECT, device=CPU, leads=True)
+    engine.transport = build_transport(rollout, HOOKS, device=CPU, leads=True)
 
 
 def send(engine: SGLangEngine, weights: dict[str, Tensor], *, bucket_bytes: int) -> None:
@@ -155,7 +155,7 @@ def tiny_bucket(engine: SGLangEngine, transport: str, weights: dict[str, Tensor]
         engine.deliver(offer, [handle])
 
     took = [timed(deliver) for _ in range(NUM_SMALL_BUCKETS)]
-    engine.end_stream()
+    engine.release_buffers()
     engine.finish_update(version=0)
     return statistics.median(took)
 

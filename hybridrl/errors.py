@@ -224,7 +224,7 @@ class RunFolderError(HybridRLError, OSError):
     """The run folder cannot be written, or would be overwritten."""
 
 
-def tells_of_a_lost_peer(cause: str) -> bool:
+def is_peer_failure(cause: str) -> bool:
     """Whether an error is the consequence of another process's death or hang.
 
     Args:
@@ -241,11 +241,11 @@ def is_restartable(error: BaseException) -> bool:
     user's, on a rank or on the driver.
     """
     if isinstance(error, RemoteCallError) and not isinstance(error, WorkerDiedError):
-        return tells_of_a_lost_peer(error.remote_cause)
+        return is_peer_failure(error.remote_cause)
     return isinstance(error, WorkerDiedError | DeadlineError | DriverDiedError)
 
 
-def notes_of(error: BaseException) -> list[str]:
+def error_notes(error: BaseException) -> list[str]:
     """Return what ``add_note`` put on an error."""
     notes: list[str] = vars(error).get("__notes__", [])
     return notes
@@ -260,7 +260,7 @@ def first_of(names: Sequence[str], *, at_most: int = 4) -> str:
 _MOST_NAMED = 40
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
+def suggest_name(name: str, known: Sequence[str]) -> str:
     """Say which known names are meant: ``did you mean 'lr'?`` or, if none is near, which exist.
 
     Of more than 40 that exist, the first are named and the others counted.

@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 import yaml
 
-from hybridrl.checkpoint.shelf import Checkpoint, Shelf
+from hybridrl.checkpoint.store import Checkpoint, CheckpointStore
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import read_config
 from hybridrl.errors import CheckpointError, HybridRLError, RunFolderError
-from hybridrl.trainer.workers import build_actor_spec
+from hybridrl.run.workers import build_actor_spec
 from hybridrl.workers.build import build_train_engine
 from hybridrl.workers.train import checkpoint
 
@@ -42,8 +42,8 @@ def export_checkpoint(
         ModelError: the model that the run started from is no longer there.
     """
     config = _read_config(run_folder)
-    found = _find(run_folder, step)
-    number = found.manifest.run.step
+    chosen = _find(run_folder, step)
+    number = chosen.manifest.run.step
     written = [output or run_folder / f"hf-step-{number}"]
     if config.lora.enabled:
         written.append(
@@ -54,9 +54,9 @@ def export_checkpoint(
     for folder in written:  # before all the work
         if folder.exists():
             raise RunFolderError(f"{folder} exists; export to a new folder with --output FOLDER")
-    spec = build_actor_spec(config, Path(found.manifest.origin.model_folder))
+    spec = build_actor_spec(config, Path(chosen.manifest.origin.model_folder))
     engine = build_train_engine(spec, torch.device("cpu"))
-    checkpoint.load(engine, found.folder / "actor", rank=0, world_size=1)
+    checkpoint.load(engine, chosen.folder / "actor", rank=0, world_size=1)
     engine.export_hf(written[0].absolute())
     if config.lora.enabled:
         engine.export_adapter(written[1].absolute())
@@ -93,16 +93,16 @@ def _read_config(run_folder: Path) -> ExperimentConfig:
 
 
 def _find(run_folder: Path, step: int | None) -> Checkpoint:
-    shelf = Shelf(run_folder.absolute() / "checkpoints")
-    found = shelf.newest() if step is None else shelf.at(step)
-    if found is None:
+    shelf = CheckpointStore(run_folder.absolute() / "checkpoints")
+    checkpoint = shelf.newest() if step is None else shelf.at(step)
+    if checkpoint is None:
         steps = ", ".join(map(str, shelf.steps())) or "none"
         wanted = "a whole checkpoint" if step is None else f"a checkpoint of step {step}"
         raise CheckpointError(
             f"{run_folder} has not {wanted}; it has: {steps} (checkpoint.keep_last and "
             "checkpoint.keep_best say how many are kept)"
         )
-    return found
+    return checkpoint
 
 
 if __name__ == "__main__":

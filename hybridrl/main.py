@@ -43,22 +43,22 @@ from hybridrl.errors import (
     ConfigError,
     ConfigErrors,
     HybridRLError,
-    nearest,
-    notes_of,
+    error_notes,
     shorten,
+    suggest_name,
 )
 from hybridrl.planning.page import peak_line, plan_page
 from hybridrl.rewards.rehearsal import check_reward_loads
+from hybridrl.run.sweep import SweepJob, build_jobs, run_sweep
 from hybridrl.trainer.interrupt import RunInterrupted, exit_status
-from hybridrl.trainer.sweep import SweepJob, build_jobs, run_sweep
-from hybridrl.workers.rollout.server_rehearsal import rehearse_server
+from hybridrl.workers.rollout.sglang.rehearsal import rehearse_server
 
 _PACKAGE = Path(__file__).resolve().parent
 # In a wheel both folders lie inside the package, in a checkout beside it.
 _ROOT = _PACKAGE if (_PACKAGE / "hydra_configs").is_dir() else _PACKAGE.parent
 _CONFIG_DIR = str(_ROOT / "hydra_configs")
-_BY_NAME_TO_KEEP_RAY_OUT = "hybridrl.trainer.launch"
-_MEGATRON_REHEARSAL = "hybridrl.trainer.megatron_rehearsal"
+_BY_NAME_TO_KEEP_RAY_OUT = "hybridrl.run.launch"
+_MEGATRON_REHEARSAL = "hybridrl.run.megatron_rehearsal"
 _SEARCH_PATH = "hydra.searchpath="
 _EXIT_CONFIG = 2
 _REFUSALS = (HydraException, OmegaConfBaseException, YAMLError)
@@ -133,7 +133,7 @@ def main() -> None:
     except ConfigErrors as errors:
         _stop(errors, _EXIT_CONFIG)
     except KeyboardInterrupt as interrupt:
-        sys.stderr.write("\n".join(["interrupted", *notes_of(interrupt)]) + "\n")
+        sys.stderr.write("\n".join(["interrupted", *error_notes(interrupt)]) + "\n")
         number = interrupt.number if isinstance(interrupt, RunInterrupted) else signal.SIGINT
         sys.exit(exit_status(number))
     except Exception as refusal:  # Hydra raises anything, from its own errors to AssertionError
@@ -327,7 +327,7 @@ def _explain(refusal: Exception, overrides: Sequence[str]) -> ConfigError:
     given = {key.lstrip("+~"): value for key, _, value in (o.partition("=") for o in overrides)}
     if isinstance(refusal, MissingConfigException) and refusal.missing_cfg_file:
         group, _, name = refusal.missing_cfg_file.rpartition("/")
-        hint = nearest(name, refusal.options) if refusal.options else "correct the name"
+        hint = suggest_name(name, refusal.options) if refusal.options else "correct the name"
         hint = answer_choice(group, name) or hint
         return ConfigError(group or "config", name, "there is no such file in this group", hint)
     if isinstance(refusal, OverrideParseException):
@@ -341,7 +341,7 @@ def _explain(refusal: Exception, overrides: Sequence[str]) -> ConfigError:
     names = sorted(file.stem for file in _folder_of(key).glob("*.yaml")) if key else []
     if names and not isinstance(refusal, _REFUSALS):  # a number or a list in the place of a name
         rule = "a section is chosen by the name of one of its files"
-        return ConfigError(key, value, rule, nearest(value, names))
+        return ConfigError(key, value, rule, suggest_name(value, names))
     return ConfigError(key, value, f"it cannot be read: {text}", "correct it, or see --help")
 
 
@@ -358,7 +358,7 @@ def _one_line(error: Exception) -> str:
 def _stop(error: HybridRLError, status: int) -> NoReturn:
     if isinstance(error, ConfigErrors) and len(error.violations) == 1:
         error = error.violations[0]
-    sys.stderr.write("\n".join([f"{type(error).__name__}: {error}", *notes_of(error)]) + "\n")
+    sys.stderr.write("\n".join([f"{type(error).__name__}: {error}", *error_notes(error)]) + "\n")
     raise SystemExit(status)
 
 

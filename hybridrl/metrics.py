@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass
 from math import isfinite, isnan
 from typing import Any
 
-from hybridrl.errors import MetricError, nearest
+from hybridrl.errors import MetricError, suggest_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ reward/mean | reward | mean over the responses of the step, as scored (before an
 reward/std | reward | standard deviation over the responses of the step
 reward/max | reward | best response of the step
 reward/min | reward | worst response of the step
-reward/flat_group_fraction | 1 | prompts whose responses all got the same reward: they teach nothing
+reward/zero_variance_group_fraction | 1 | prompts whose responses all got the same reward: they teach nothing
 reward/failed_fraction | 1 | responses that the reward function could not score, counted as 0
 reward/kl_charge/mean | reward | mean charge per response for leaving the reference policy
 loss/policy | reward or 1 | clipped surrogate per token, tokens weighed as the loss weighs them
@@ -201,11 +201,11 @@ time/drain_s | s | waiting for requests in flight
 time/roll_back_s | s | after a failed drain: engines serve again
 time/release_s | s | engines give all their memory back
 time/release_cache_s | s | engines give KV cache and graphs back
-time/come_back_s | s | training state comes back to the device
-time/make_room_s | s | optimizer state and gradients leave the device
+time/onload_training_s | s | training state comes back to the device
+time/offload_optimizer_s | s | optimizer state and gradients leave the device
 time/resume_weights_s | s | engines allocate their weights again
 time/sync_s | s | weights travel from trainer to engines
-time/leave_s | s | training parameters leave the device
+time/offload_parameters_s | s | training parameters leave the device
 time/resume_cache_s | s | engines allocate KV cache and graphs again
 time/continue_s | s | engines serve again
 time/checkpoint_s | s | the step waits: ranks copy their state to the host, a former save ends
@@ -217,8 +217,8 @@ memory/{phase}_plan_error_fraction | 1 | measured peak over predicted peak, less
 memory/released_bytes | bytes | what engines gave back; on CUDA the rise of the device's free memory
 memory/unseen_release_bytes | bytes | on CUDA: what engines said they gave back and nobody saw
 memory/left_allocated_bytes/max | bytes | on CUDA: torch's own once training state has left
-memory/asleep_residue_bytes | bytes | on CUDA: neither free nor torch's while the engine sleeps
-memory/unmoved_releases | releases | releases that an engine answered without freeing memory
+memory/unreclaimed_bytes | bytes | on CUDA: neither free nor torch's while the engine sleeps
+memory/noop_releases | releases | releases that an engine answered without freeing memory
 memory/synced_bytes | bytes | weights sent from trainer to engines
 memory/weight_backup_bytes | bytes | weights copied to host memory because no sync rewrites them
 memory/checkpoint_bytes | bytes | size of the checkpoint that was finished in this step
@@ -269,7 +269,7 @@ def check_declared(names: Iterable[str]) -> None:
     for name in names:
         if find_declaration(name) is None:
             raise MetricError(
-                f"metric {name!r} is not declared; {nearest(name, list(DECLARATIONS))} "
+                f"metric {name!r} is not declared; {suggest_name(name, list(DECLARATIONS))} "
                 "Declare a new one in hybridrl/metrics.py"
             )
 

@@ -20,7 +20,7 @@ from hybridrl.errors import (
     WorkerDiedError,
     WorkerGroupError,
     is_restartable,
-    nearest,
+    suggest_name,
 )
 
 
@@ -85,7 +85,7 @@ def test_a_server_that_died_is_worth_new_processes_and_one_that_never_started_is
 
 
 def test_near_names_are_proposed_and_long_lists_end() -> None:
-    assert nearest("temprature", ["temperature", "top_p"]) == "did you mean 'temperature'?"
-    assert nearest("x", ["beta", "alpha"]) == "known: alpha, beta"
-    many = nearest("x", [f"name_{number:03}" for number in range(500)])
+    assert suggest_name("temprature", ["temperature", "top_p"]) == "did you mean 'temperature'?"
+    assert suggest_name("x", ["beta", "alpha"]) == "known: alpha, beta"
+    many = suggest_name("x", [f"name_{number:03}" for number in range(500)])
     assert many.endswith("name_039 and 460 more")

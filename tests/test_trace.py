@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from hybridrl.trace import Recorder
+from hybridrl.diagnostics.trace import SpanRecorder
 
 
 def test_spans_nest_and_end_inside_one_another() -> None:
-    recorder = Recorder()
+    recorder = SpanRecorder()
     with recorder.span("outer"), recorder.span("inner"):
         time.sleep(0.001)
     inner, outer = recorder.take().spans
@@ -20,7 +20,7 @@ def test_spans_nest_and_end_inside_one_another() -> None:
 
 
 def test_times_are_on_the_wall_clock() -> None:
-    recorder = Recorder()
+    recorder = SpanRecorder()
     before_ns = time.time_ns()
     with recorder.span("now"):
         pass
@@ -29,7 +29,7 @@ def test_times_are_on_the_wall_clock() -> None:
 
 
 def test_a_span_is_taken_once_and_stays_among_the_recent() -> None:
-    recorder = Recorder()
+    recorder = SpanRecorder()
     with recorder.span("sync", version=3):
         pass
     assert [span.name for span in recorder.take().spans] == ["sync"]
@@ -38,7 +38,7 @@ def test_a_span_is_taken_once_and_stays_among_the_recent() -> None:
 
 
 def test_the_oldest_spans_are_dropped_and_counted() -> None:
-    recorder = Recorder(capacity=3, num_recent=2)
+    recorder = SpanRecorder(capacity=3, num_recent=2)
     for number in range(5):
         with recorder.span(str(number)):
             pass
@@ -50,7 +50,7 @@ def test_the_oldest_spans_are_dropped_and_counted() -> None:
 
 
 def test_recent_names_what_each_thread_is_in_the_middle_of() -> None:
-    recorder = Recorder()
+    recorder = SpanRecorder()
     inside, leave = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -70,14 +70,14 @@ def test_recent_names_what_each_thread_is_in_the_middle_of() -> None:
 
 
 def test_a_span_ends_when_its_body_raises() -> None:
-    recorder = Recorder()
+    recorder = SpanRecorder()
     with pytest.raises(ValueError, match="boom"), recorder.span("update"):
         raise ValueError("boom")
     assert [span.is_open for span in recorder.recent()] == [False]
 
 
 def test_each_turn_of_a_loop_is_a_span_also_the_one_it_is_left_in() -> None:
-    recorder = Recorder()
+    recorder = SpanRecorder()
     for step in recorder.each("step", range(5, 9)):
         if step == 7:
             break
@@ -85,7 +85,7 @@ def test_each_turn_of_a_loop_is_a_span_also_the_one_it_is_left_in() -> None:
 
 
 def test_a_loop_that_is_never_finished_ends_with_the_span_around_it() -> None:
-    recorder = Recorder()
+    recorder = SpanRecorder()
     with recorder.span("update"):
         turns = recorder.each("microbatch", ["a", "b"])
         next(turns)
@@ -96,7 +96,7 @@ def test_a_loop_that_is_never_finished_ends_with_the_span_around_it() -> None:
 
 
 def test_notes_go_to_the_innermost_span_and_numbers_add_up() -> None:
-    recorder = Recorder()
+    recorder = SpanRecorder()
     recorder.note(bytes=1)  # outside of any: nothing to show it beside
     with recorder.span("generate"):
         with recorder.span("release"):
@@ -109,4 +109,4 @@ def test_notes_go_to_the_innermost_span_and_numbers_add_up() -> None:
 
 
 def test_a_harvest_tells_the_memory_of_the_process() -> None:
-    assert Recorder().take().host_bytes > 1_000_000
+    assert SpanRecorder().take().host_bytes > 1_000_000

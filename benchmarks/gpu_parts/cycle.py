@@ -11,7 +11,7 @@ from benchmarks.gpu_parts.transfers import pinned_bandwidth
 
 _MIB = 2**20
 _STEP_S = 120.0
-_HOST = ("make_room", "leave", "come_back")
+_HOST = ("offload_optimizer", "offload_parameters", "onload_training")
 _WAKE = ("resume_weights", "sync", "resume_cache")
 _DOWN = ("pause", "drain", "release")
 _REST = ("continue", "skew")
@@ -84,8 +84,8 @@ def _host_transfers(
     """Compare with pinned copies; gradients are dropped by the step and never travel."""
     seconds = medians(cycles)
     num_bytes = held["parameters"] + held["optimizer"]
-    away = num_bytes / (seconds["make_room"] + seconds["leave"]) / 1e9
-    back = num_bytes / seconds["come_back"] / 1e9
+    away = num_bytes / (seconds["offload_optimizer"] + seconds["offload_parameters"]) / 1e9
+    back = num_bytes / seconds["onload_training"] / 1e9
     bench.record.figure("host_bytes", num_bytes, "bytes")
     bench.record.figure("offload_gb_s", away, "GB/s")
     bench.record.figure("restore_gb_s", back, "GB/s")

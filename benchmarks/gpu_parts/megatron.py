@@ -12,7 +12,7 @@ from benchmarks.gpu_parts.mfu import rows_of_packs, use_stand_ins
 from benchmarks.gpu_parts.rank import Setup, read_setup, small, stand_alone
 from benchmarks.gpu_parts.shapes import shape_in
 from benchmarks.gpu_parts.transfers import pinned_bandwidth, synchronize
-from hybridrl.trainer.workers import build_actor_spec
+from hybridrl.run.workers import build_actor_spec
 from hybridrl.workers.build import build_policy_loss, build_train_engine
 from hybridrl.workers.process_group import start_process_group
 from hybridrl.workers.sharding.memory import empty_cache, residue_bytes

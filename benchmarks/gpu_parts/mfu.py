@@ -17,7 +17,7 @@ from benchmarks.gpu_parts.shapes import shape_in
 from benchmarks.gpu_parts.transfers import synchronize
 from hybridrl.batch import TrainBatch, jagged_from, spread_over_tokens
 from hybridrl.planning.shapes import ModelShape
-from hybridrl.trainer.workers import build_actor_spec
+from hybridrl.run.workers import build_actor_spec
 from hybridrl.workers.build import build_policy_loss, build_train_engine
 from hybridrl.workers.process_group import start_process_group
 from hybridrl.workers.train.protocol import TrainEngine

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from benchmarks.gpu_parts.bench import Bench
 from benchmarks.gpu_parts.server import LOGGING
 from benchmarks.gpu_parts.watch import DeviceWatch, free_after_all
-from hybridrl import trace
 from hybridrl.batch import PromptBatch, RolloutBatch, TrainBatch, jagged, spread_over_tokens
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import read_config
+from hybridrl.diagnostics import trace
 from hybridrl.main import compose
 from hybridrl.metrics import Metrics
-from hybridrl.trainer.workers import build_actor_spec
+from hybridrl.run.workers import build_actor_spec
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.rollout.protocol import RolloutEngine, SamplingParams
 from hybridrl.workers.sharding.managed_engine import ManagedEngine

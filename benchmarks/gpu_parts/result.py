@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybridrl.disk import write_whole
+from hybridrl.atomic_io import atomic_write_text
 
 PASSED, FAILED, SKIPPED, RUNNING = "passed", "failed", "skipped", "running"
 
@@ -75,7 +75,7 @@ class Recorder:
 
     def write(self) -> None:
         """Write the file anew, whole."""
-        write_whole(self.path, json.dumps(asdict(self.result), indent=1) + "\n")
+        atomic_write_text(self.path, json.dumps(asdict(self.result), indent=1) + "\n")
 
     @contextmanager
     def recording(self) -> Iterator[None]:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_parts.bench import Bench
-from hybridrl.workers.train.offload import ParkedTensors
+from hybridrl.workers.train.offload import OffloadedTensors
 
 _MIB = 2**20
 _REPEATS = 5
 
 
 def run(bench: Bench) -> None:
-    """Measure copies of 4 GiB, and 16 GiB of odd-sized tensors through ``ParkedTensors``."""
+    """Measure copies of 4 GiB, and 16 GiB of odd-sized tensors through ``OffloadedTensors``."""
     to_host, to_device = pinned_bandwidth(bench)
     bench.record.figure("pinned_to_host_gb_s", to_host, "GB/s")
     bench.record.figure("pinned_to_device_gb_s", to_device, "GB/s")
@@ -73,7 +73,7 @@ def _parking(bench: Bench, to_host: float, to_device: float) -> None:
     times: list[tuple[float, float]] = []
     for _ in range(bench.size(4, dry=2)):
         begin = time.perf_counter()
-        parked = ParkedTensors(tensors)
+        parked = OffloadedTensors(tensors)
         middle = time.perf_counter()
         parked.restore()
         times.append((middle - begin, time.perf_counter() - middle))

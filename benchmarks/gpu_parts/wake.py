@@ -7,11 +7,18 @@ import time
 from benchmarks.gpu_parts.bench import Bench
 from benchmarks.gpu_parts.rank import Rank, Setup, medians
 from benchmarks.gpu_parts.watch import DeviceWatch, free_after_all
-from hybridrl import trace
+from hybridrl.diagnostics import trace
 from hybridrl.errors import HybridRLError
 
 _MIB = 2**20
-_WAKE = ("make_room", "resume_weights", "sync", "leave", "resume_cache", "continue")
+_WAKE = (
+    "offload_optimizer",
+    "resume_weights",
+    "sync",
+    "offload_parameters",
+    "resume_cache",
+    "continue",
+)
 _SHAPE = "qwen2.5-7b"
 
 
@@ -43,7 +50,7 @@ def single_stage(bench: Bench, rank: Rank) -> tuple[float, int | None]:
     trace.take()
     begin = time.perf_counter()
     with DeviceWatch(bench.device) as watch, trace.span("single stage"):
-        host.make_room()
+        host.offload_optimizer()
         managed.resume_weights()
         managed.resume_cache()
         failures = engines.sync()
@@ -56,7 +63,7 @@ def single_stage(bench: Bench, rank: Rank) -> tuple[float, int | None]:
     managed.pause()
     managed.drain()
     managed.release_all()
-    host.come_back()
+    host.onload_training()
     free_after_all(bench.device)
     return took, watch.peaks(trace.take().spans).get("single stage")
 

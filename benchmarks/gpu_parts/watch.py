@@ -9,7 +9,7 @@ from types import TracebackType
 
 import torch
 
-from hybridrl.trace import SpanRecord
+from hybridrl.diagnostics.trace import SpanRecord
 
 _EVERY_S = 0.002
 

@@ -19,9 +19,9 @@ import yaml
 from hybridrl.config.load import load_config
 from hybridrl.main import compose
 from hybridrl.metrics import Metrics
-from hybridrl.trainer.build_training import train
-from hybridrl.trainer.cluster import ray_cluster
-from hybridrl.trainer.record import RunRecord, open_record
+from hybridrl.run.cluster import ray_cluster
+from hybridrl.run.record import RunFolder, open_record
+from hybridrl.run.train_rl import train
 
 _REPORTED = {
     "generate": "time/generate_s",
@@ -57,13 +57,13 @@ class Gate:
 
 
 @dataclass(frozen=True)
-class GatedRecord(RunRecord):
+class GatedRecord(RunFolder):
     """Records as usual, all of it, and passes the gate after each step."""
 
     gate: Gate = field(kw_only=True)
 
     @classmethod
-    def around(cls, record: RunRecord, gate: Gate) -> GatedRecord:
+    def around(cls, record: RunFolder, gate: Gate) -> GatedRecord:
         """Take over a run's record."""
         return cls(**{one.name: getattr(record, one.name) for one in fields(record)}, gate=gate)
 

@@ -23,9 +23,9 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import read_config
 from hybridrl.main import compose
 from hybridrl.metrics import Metrics
+from hybridrl.run.starter import write_random_model
+from hybridrl.run.workers import build_actor_spec, build_critic_spec
 from hybridrl.single_controller import Worker
-from hybridrl.trainer.starter import write_random_model
-from hybridrl.trainer.workers import build_actor_spec, build_critic_spec
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.rollout.protocol import SamplingParams

@@ -45,7 +45,7 @@ class Cause(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Evidence:
+class DriftMeasurement:
     """What was measured after the weights had been sent again."""
 
     as_sampled: Drift
@@ -73,7 +73,7 @@ def measure_drift(one_N: Tensor, other_N: Tensor) -> Drift:
     return Drift(float(apart_N.mean()), float(apart_N.max()))
 
 
-def attribute_drift(evidence: Evidence, *, limit_nats: float) -> Cause:
+def attribute_drift(evidence: DriftMeasurement, *, limit_nats: float) -> Cause:
     """Name the cause of a drift that was above ``limit_nats`` before the weights were sent again.
 
     Args:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridrl.checkpoint.manifest import FileEntry
-from hybridrl.checkpoint.shelf import Checkpoint, Shelf
+from hybridrl.checkpoint.store import Checkpoint, CheckpointStore
 from hybridrl.errors import CheckpointError
 from hybridrl.json_text import to_json_text
 
@@ -20,7 +20,7 @@ _NOT_LEARNT = "elapsed_s"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Difference:
     """One thing that was compared."""
 
     what: str
@@ -33,7 +33,7 @@ class Finding:
     """In words; empty if every bit is the same."""
 
 
-def compare_runs(first: Path, second: Path) -> list[Finding]:
+def compare_runs(first: Path, second: Path) -> list[Difference]:
     """Compare metrics, samples, and the newest checkpoints' weights, optimizer and place.
 
     Args:
@@ -50,16 +50,16 @@ def compare_runs(first: Path, second: Path) -> list[Finding]:
     ]
 
 
-def _compare_metrics(first: Path, second: Path) -> Finding:
-    ours, theirs = _read_metrics(first), _read_metrics(second)
+def _compare_metrics(first: Path, second: Path) -> Difference:
+    first_rows, second_rows = _read_metrics(first), _read_metrics(second)
     differences = [
-        f"step {step}: {name} is {ours.get((step, name))} and {theirs.get((step, name))}"
-        for step, name in sorted(ours.keys() | theirs.keys())
-        if ours.get((step, name)) != theirs.get((step, name))
+        f"step {step}: {name} is {first_rows.get((step, name))} and {second_rows.get((step, name))}"
+        for step, name in sorted(first_rows.keys() | second_rows.keys())
+        if first_rows.get((step, name)) != second_rows.get((step, name))
     ]
-    num_steps = len({step for step, _ in ours})
-    amount = f"{len(ours):,} values of {num_steps} lines (without {', '.join(_TIMED)})"
-    return Finding("metrics", amount, tuple(differences))
+    num_steps = len({step for step, _ in first_rows})
+    amount = f"{len(first_rows):,} values of {num_steps} lines (without {', '.join(_TIMED)})"
+    return Difference("metrics", amount, tuple(differences))
 
 
 def _read_metrics(folder: Path) -> dict[tuple[int, str], float | None]:
@@ -72,46 +72,64 @@ def _read_metrics(folder: Path) -> dict[tuple[int, str], float | None]:
     }
 
 
-def _compare_samples(first: Path, second: Path) -> Finding:
-    ours, theirs = ((f / "samples.jsonl").read_bytes().splitlines() for f in (first, second))
+def _compare_samples(first: Path, second: Path) -> Difference:
+    first_lines, second_lines = (
+        (f / "samples.jsonl").read_bytes().splitlines() for f in (first, second)
+    )
     differences = [
-        f"line {number}: {mine.decode()} and {other.decode()}"
-        for number, (mine, other) in enumerate(zip(ours, theirs, strict=False), 1)
-        if mine != other
-    ]
-    if len(ours) != len(theirs):
-        differences.append(f"{len(ours)} lines and {len(theirs)}")
-    return Finding("samples", f"{len(ours):,} lines", tuple(differences))
-
-
-def _compare_checkpoints(first: Path, second: Path) -> Iterator[Finding]:
-    ours, theirs = (_newest(folder) for folder in (first, second))
-    places = [
-        f"{key} is {mine} and {other}"
-        for key, mine, other in (
-            ("step", ours.manifest.run.step, theirs.manifest.run.step),
-            ("sampler", ours.manifest.run.sampler, theirs.manifest.run.sampler),
-            ("skipped", ours.manifest.run.num_skipped, theirs.manifest.run.num_skipped),
+        f"line {number}: {first_line.decode()} and {second_line.decode()}"
+        for number, (first_line, second_line) in enumerate(
+            zip(first_lines, second_lines, strict=False), 1
         )
-        if mine != other
+        if first_line != second_line
     ]
-    drawn = ours.manifest.run.sampler.num_drawn
-    yield Finding("place in the data", f"{drawn:,} rows drawn", tuple(places))
-    mine = _digests(ours.folder, ours.manifest.files)
-    others = _digests(theirs.folder, theirs.manifest.files)
-    for kind in sorted({name.partition(".")[0] for _, name in mine | others}):
-        yield _compare_tensors(kind, mine, others)
+    if len(first_lines) != len(second_lines):
+        differences.append(f"{len(first_lines)} lines and {len(second_lines)}")
+    return Difference("samples", f"{len(first_lines):,} lines", tuple(differences))
+
+
+def _compare_checkpoints(first: Path, second: Path) -> Iterator[Difference]:
+    first_checkpoint, second_checkpoint = (_newest(folder) for folder in (first, second))
+    places = [
+        f"{key} is {first_value} and {second_value}"
+        for key, first_value, second_value in (
+            ("step", first_checkpoint.manifest.run.step, second_checkpoint.manifest.run.step),
+            (
+                "sampler",
+                first_checkpoint.manifest.run.sampler,
+                second_checkpoint.manifest.run.sampler,
+            ),
+            (
+                "skipped",
+                first_checkpoint.manifest.run.num_skipped,
+                second_checkpoint.manifest.run.num_skipped,
+            ),
+        )
+        if first_value != second_value
+    ]
+    drawn = first_checkpoint.manifest.run.sampler.num_drawn
+    yield Difference("place in the data", f"{drawn:,} rows drawn", tuple(places))
+    first_value = _digests(first_checkpoint.folder, first_checkpoint.manifest.files)
+    others = _digests(second_checkpoint.folder, second_checkpoint.manifest.files)
+    for kind in sorted({name.partition(".")[0] for _, name in first_value | others}):
+        yield _compare_tensors(kind, first_value, others)
 
 
 def _compare_tensors(
-    kind: str, ours: Mapping[tuple[str, str], _Digest], theirs: Mapping[tuple[str, str], _Digest]
-) -> Finding:
+    kind: str,
+    first_files: Mapping[tuple[str, str], _Digest],
+    second_files: Mapping[tuple[str, str], _Digest],
+) -> Difference:
     """Compare the tensors whose name begins with ``kind``, and the notes of each file."""
-    names = sorted(key for key in ours.keys() | theirs.keys() if key[1].partition(".")[0] == kind)
-    different = [f"{key[0]}: {key[1]}" for key in names if ours.get(key) != theirs.get(key)]
-    num_bytes = sum(ours[key].num_bytes for key in names if key in ours)
+    names = sorted(
+        key for key in first_files.keys() | second_files.keys() if key[1].partition(".")[0] == kind
+    )
+    different = [
+        f"{key[0]}: {key[1]}" for key in names if first_files.get(key) != second_files.get(key)
+    ]
+    num_bytes = sum(first_files[key].num_bytes for key in names if key in first_files)
     title = {"model": "weights", "random": "random generators"}.get(kind, kind)
-    return Finding(title, f"{len(names):,} entries, {num_bytes:,} bytes", tuple(different))
+    return Difference(title, f"{len(names):,} entries, {num_bytes:,} bytes", tuple(different))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +139,15 @@ class _Digest:
 
 
 def _newest(folder: Path) -> Checkpoint:
-    found = Shelf(folder / "checkpoints").newest()
-    if found is None:
+    checkpoint = CheckpointStore(folder / "checkpoints").newest()
+    if checkpoint is None:
         raise CheckpointError(f"{folder} holds no whole checkpoint to compare")
-    return found
+    return checkpoint
 
 
 def _digests(folder: Path, files: tuple[FileEntry, ...]) -> dict[tuple[str, str], _Digest]:
     """Digest every tensor, and every random generator's state, by file and name."""
-    found = {}
+    digests = {}
     for entry in files:
         data = memoryview((folder / entry.name).read_bytes())
         begin = 8 + int.from_bytes(data[:8], "little")
@@ -138,7 +156,7 @@ def _digests(folder: Path, files: tuple[FileEntry, ...]) -> dict[tuple[str, str]
         for name, tensor in header.items():
             low, high = tensor["data_offsets"]
             values = data[begin + low : begin + high]
-            found[entry.name, name] = _Digest(len(values), zlib.crc32(values))
+            digests[entry.name, name] = _Digest(len(values), zlib.crc32(values))
         state = to_json_text(json.loads(metadata["notes"])["random"]).encode()
-        found[entry.name, "random"] = _Digest(len(state), zlib.crc32(state))
-    return found
+        digests[entry.name, "random"] = _Digest(len(state), zlib.crc32(state))
+    return digests

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from hybridrl.atomic_io import atomic_write_text
 from hybridrl.data.sampler import SamplerState
-from hybridrl.disk import write_whole
 from hybridrl.errors import CheckpointError, TornCheckpointError
 from hybridrl.json_text import to_json_text
 
@@ -54,7 +54,7 @@ class RunState:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
+class RunFingerprint:
     """What the numbers of a run depend on besides its state."""
 
     recipe: Recipe
@@ -75,7 +75,7 @@ class Manifest:
     """A whole checkpoint."""
 
     run: RunState
-    origin: Origin
+    origin: RunFingerprint
     files: tuple[FileEntry, ...]
     score: float | None
     """The last evaluation's result, higher is better; None without one at this step."""
@@ -87,7 +87,7 @@ class Manifest:
             OSError: the disk is full or gone.
         """
         text = to_json_text({"format": _FORMAT} | asdict(self), indent=1)
-        write_whole(folder / _NAME, text + "\n")
+        atomic_write_text(folder / _NAME, text + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -99,13 +99,13 @@ class Manifest:
         """
         try:
             values = json.loads((folder / _NAME).read_text(encoding="utf-8"))
-            found = values["format"]
-            manifest = cls._of(values) if found == _FORMAT else None
+            version = values["format"]
+            manifest = cls._of(values) if version == _FORMAT else None
         except (OSError, ValueError, KeyError, TypeError) as err:
             raise TornCheckpointError(f"{folder} is torn: {_NAME} cannot be read ({err})") from err
         if manifest is None:
             raise CheckpointError(
-                f"{folder} has checkpoint format {found}, and this version reads {_FORMAT}; "
+                f"{folder} has checkpoint format {version}, and this version reads {_FORMAT}; "
                 "resume with the version of hybridrl that wrote it"
             )
         manifest._check_sizes(folder)
@@ -116,7 +116,7 @@ class Manifest:
         run = {**values["run"], "sampler": SamplerState(**values["run"]["sampler"])}
         return cls(
             run=RunState(**run),
-            origin=Origin(**values["origin"]),
+            origin=RunFingerprint(**values["origin"]),
             files=tuple(FileEntry(**entry) for entry in values["files"]),
             score=values["score"],
         )
@@ -126,8 +126,8 @@ class Manifest:
             path = folder / entry.name
             size = path.stat().st_size if path.is_file() else None
             if size != entry.num_bytes:
-                found = "is missing" if size is None else f"has {size} bytes"
+                state = "is missing" if size is None else f"has {size} bytes"
                 raise TornCheckpointError(
-                    f"{folder} is torn: {entry.name} {found}, and was written with "
+                    f"{folder} is torn: {entry.name} {state}, and was written with "
                     f"{entry.num_bytes}"
                 )

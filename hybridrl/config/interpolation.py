@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from hybridrl.config.load import known_keys
-from hybridrl.errors import ConfigError, nearest
+from hybridrl.errors import ConfigError, suggest_name
 
 _MOST_CHARACTERS = 1_000_000
 _REFERENCE = re.compile(r"\$\{(\.*)([\w.]+)\}")
@@ -86,7 +86,7 @@ def unresolved(key: str, value: object, reason: str) -> ConfigError:
 
 
 def _no_key(name: str) -> tuple[str, str]:
-    return f"there is no key {name!r}", nearest(name, _leaf_keys())
+    return f"there is no key {name!r}", suggest_name(name, _leaf_keys())
 
 
 def _no_variable(name: str) -> tuple[str, str]:

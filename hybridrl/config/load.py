@@ -9,12 +9,12 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
-from hybridrl.config.checks import find_violations
+from hybridrl.config.checks.violations import find_violations
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.foreign_names import answer_choice, answer_key
 from hybridrl.config.limits import Within
 from hybridrl.config.scalars import KINDS, flaw_of_argument, flaw_of_text, is_of, meant_by
-from hybridrl.config.spelling import spell
+from hybridrl.config.spelling import to_override
 from hybridrl.errors import ConfigError, ConfigErrors, shown
 
 
@@ -155,7 +155,7 @@ class _Reader:
             meant = kind(limits.nearest_to(meant))
         if rules:
             rule = f"must be {' and '.join(rules)}"
-            self._refuse(key, value, rule, remedies=[(f"{key}={spell(meant)}",)])
+            self._refuse(key, value, rule, remedies=[(f"{key}={to_override(meant)}",)])
         return kind(meant)
 
     def _read_choice(self, choices: Sequence[object], value: object, key: str) -> object:
@@ -231,7 +231,7 @@ class _Reader:
         if meant is None:
             fix = f"set {key} to {KINDS[kind]}"
             return self._refuse(key, value, f"must be {KINDS[kind]}", fix=fix)
-        remedies = [(f"{key}={spell(meant)}",)]
+        remedies = [(f"{key}={to_override(meant)}",)]
         self._refuse(key, value, f"must be {_of_kind(kind, value)}", remedies=remedies)
         return meant
 
@@ -256,7 +256,7 @@ def _typed(key: str, value: object) -> list[str]:
     """Return the override that gives ``key`` this value; none if it cannot be typed."""
     if flaw_of_argument(value):
         return []
-    override = f"{key}={spell(value)}"
+    override = f"{key}={to_override(value)}"
     return [override] if len(override) <= _MOST_TYPED else []
 
 
@@ -265,5 +265,5 @@ def _typed_list(key: str, values: Sequence[object], at: int, meant: str) -> list
     others = [*values[:at], *values[at + 1 :]]
     if not _typed(key, others):
         return []
-    entries = [spell(value) for value in others]
+    entries = [to_override(value) for value in others]
     return [f"{key}=[{','.join([*entries[:at], meant, *entries[at:]])}]"]

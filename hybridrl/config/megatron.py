@@ -29,7 +29,7 @@ class MegatronConfig:
     """Ranks that have a stretch of layers each."""
 
     num_virtual_stages: Layers
-    """Stretches of layers on each pipeline rank: more make shorter bubbles and more messages."""
+    """KeySpans of layers on each pipeline rank: more make shorter bubbles and more messages."""
 
     num_layers_in_first_stage: Layers | None
     """Layers of the first pipeline rank, which has the embedding too; null is as many as of the

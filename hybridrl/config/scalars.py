@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from hybridrl.config.spelling import spell
+from hybridrl.config.spelling import to_override
 
 KINDS: dict[type, str] = {
     int: "a whole number",
@@ -97,7 +97,7 @@ def _as_text(value: object) -> str | None:
     if not isinstance(value, int | float):
         return None
     try:
-        return spell(value)
+        return to_override(value)
     except ValueError:  # thousands of digits
         return None
 

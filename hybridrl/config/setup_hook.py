@@ -26,14 +26,16 @@ class SetupHook:
         """
         module_name, _, name = self.path.rpartition(".")
         try:
-            found = vars(import_module(module_name)).get(name)
+            function = vars(import_module(module_name)).get(name)
         except Exception as err:
             raise self._error(f"{module_name} cannot be imported here: {_say(err)}") from err
-        if not callable(found):
-            what = f"no {name}" if found is None else f"{name}={found!r}, which is no function"
+        if not callable(function):
+            what = (
+                f"no {name}" if function is None else f"{name}={function!r}, which is no function"
+            )
             raise self._error(f"{module_name} has {what}")
         try:
-            found()
+            function()
         except Exception as err:
             raise self._error(f"it raised {_say(err)}") from err
 

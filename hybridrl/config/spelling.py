@@ -9,7 +9,7 @@ _PLAIN = re.compile(r"[\w./@%+:-]+", re.ASCII)
 _NOT_TEXT = ("null", "true", "false", "nan", "inf", "+inf", "-inf")
 
 
-def spell(value: object) -> str:
+def to_override(value: object) -> str:
     """Write ``value`` as the right-hand side of a Hydra override, in quotes where it needs them.
 
     Raises:
@@ -20,9 +20,9 @@ def spell(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
-        return "[" + ",".join(spell(entry) for entry in value) + "]"
+        return "[" + ",".join(to_override(entry) for entry in value) + "]"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{name}:{spell(entry)}" for name, entry in value.items()) + "}"
+        return "{" + ",".join(f"{name}:{to_override(entry)}" for name, entry in value.items()) + "}"
     return _spell_text(value) if isinstance(value, str) else str(value)
 
 
@@ -50,4 +50,4 @@ def resetting(key: str, value: object, usual: object) -> tuple[str, ...]:
     """
     if isinstance(value, Mapping):
         return tuple(f"~{key}.{name}" for name in value)
-    return (f"{key}={spell(usual)}",)
+    return (f"{key}={to_override(usual)}",)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hybridrl.config.checks import find_violations, rules_of
+from hybridrl.config.checks.violations import find_violations, rules_of
 from hybridrl.config.experiment import ExperimentConfig
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hybridrl.config.foreign_names import answer_key
 from hybridrl.config.load import free_keys, known_keys
-from hybridrl.errors import ConfigError, nearest
+from hybridrl.errors import ConfigError, suggest_name
 
 
 def unknown_key(key: str, value: str) -> ConfigError:
@@ -23,6 +23,8 @@ def unknown_key(key: str, value: str) -> ConfigError:
     siblings = [known.rpartition(".") for known in (*known_keys(), "recipes")]
     names = [sibling for above, _, sibling in siblings if above == section]
     if not names:  # the section itself is mistyped, or the key stands in another one
-        return ConfigError(key, value, "there is no such section", nearest(key, [*known_keys()]))
-    hint = nearest(name, names)
+        return ConfigError(
+            key, value, "there is no such section", suggest_name(key, [*known_keys()])
+        )
+    hint = suggest_name(name, names)
     return ConfigError(key, value, f"there is no such key{dot and ' in ' + section}", hint)

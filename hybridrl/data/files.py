@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 
 from hybridrl.data.rows import Message, Row
-from hybridrl.errors import DataError, nearest, shown
+from hybridrl.errors import DataError, shown, suggest_name
 
 _MAX_PROBLEMS_SHOWN = 20
 
@@ -60,8 +60,8 @@ def read_rows(files: Sequence[Path], *, columns: Columns, key: str) -> list[Row]
                 problems.append(f"{origin}: {problem}")
     if problems:
         shown = "\n  ".join(problems[:_MAX_PROBLEMS_SHOWN])
-        rest = len(problems) - _MAX_PROBLEMS_SHOWN
-        more = f"\n  and {rest} more" if rest > 0 else ""
+        num_unnamed = len(problems) - _MAX_PROBLEMS_SHOWN
+        more = f"\n  and {num_unnamed} more" if num_unnamed > 0 else ""
         raise DataError(
             f"{len(problems)} of {len(rows) + len(problems)} rows are malformed; mend or remove:"
             f"\n  {shown}{more}"
@@ -101,7 +101,7 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[tuple[int, _Record]]
         for name, key in ((columns.prompt, "prompt_key"), (columns.answer, "answer_key")):
             if name not in known:
                 raise DataError(
-                    f"{path} has no column {name!r}; set data.{key}: {nearest(name, known)}"
+                    f"{path} has no column {name!r}; set data.{key}: {suggest_name(name, known)}"
                 )
             if known.count(name) > 1:
                 raise DataError(f"{path} has {known.count(name)} columns {name!r}; keep one")
@@ -175,7 +175,7 @@ def _parse_object(pairs: Sequence[tuple[str, object]]) -> Mapping[str, object]:
 
 def _require(record: Mapping[str, object], name: str, *, key: str) -> object:
     if name not in record:
-        raise _Malformed(f"has no {name!r}; set {key}: {nearest(name, list(record))}")
+        raise _Malformed(f"has no {name!r}; set {key}: {suggest_name(name, list(record))}")
     return record[name]
 
 

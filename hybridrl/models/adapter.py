@@ -85,7 +85,7 @@ class Adapter:
         return _DrawnAdapter(self._seed) if folder is None else _StoredAdapter(Path(folder))
 
     def check_fit(self, layers: Mapping[str, tuple[int, int]], *, model: str) -> None:
-        """Hold against a model what config/lora_checks.py holds against its config.json.
+        """Hold against a model what config/checks/lora.py holds against its config.json.
 
         Args:
             layers: outputs and inputs of its linear layers by their names.

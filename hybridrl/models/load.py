@@ -23,7 +23,7 @@ from transformers import (
 
 from hybridrl.config.model import TRANSFORMERS_MODEL_TYPES
 from hybridrl.config.model_folder import CONFIG, INDEX, read_settings, read_weight_map
-from hybridrl.errors import ModelError, nearest
+from hybridrl.errors import ModelError, suggest_name
 from hybridrl.models.packed_attention import PACKED_ATTENTION
 
 SUPPORTED_MODEL_TYPES = TRANSFORMERS_MODEL_TYPES
@@ -257,7 +257,7 @@ def _check_model_type(folder: Path) -> None:
     if model_type not in SUPPORTED_MODEL_TYPES:
         raise ModelError(
             f"{folder / 'config.json'}: model_type={model_type!r} cannot be trained here: "
-            f"{nearest(model_type, SUPPORTED_MODEL_TYPES)} Set model.path to such a model"
+            f"{suggest_name(model_type, SUPPORTED_MODEL_TYPES)} Set model.path to such a model"
         )
 
 

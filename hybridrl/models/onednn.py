@@ -72,13 +72,13 @@ class OneDNNLinear(nn.Linear):
         """Apply the layer: float [..., I] to [..., O]."""
         if torch.compiler.is_compiling() or not _is_for_onednn(input, self.weight):
             return super().forward(input)
-        output_TO: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+        output_TO: Tensor = _OneDNNProduct.apply(  # type: ignore[no-untyped-call]
             input.reshape(-1, self.in_features), self.weight, self.bias
         )
         return output_TO.view(*input.shape[:-1], self.out_features)
 
 
-class _Linear(torch.autograd.Function):
+class _OneDNNProduct(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,  # noqa: ANN401

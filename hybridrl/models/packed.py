@@ -142,7 +142,7 @@ class _Unpad(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class Stretches:
+class KeySpans:
     """Tokens that attend from, stretch by stretch, and what they see; int64 [K], on the host.
 
     A stretch sees its prefix, the tokens of its own segment before it, and itself causally.
@@ -160,7 +160,7 @@ class Stretches:
     prefix_length_K: Tensor
 
     @classmethod
-    def of(cls, segments: Sequence[Segment]) -> Stretches:
+    def of(cls, segments: Sequence[Segment]) -> KeySpans:
         """Take each segment of a pack as one stretch."""
         lengths = torch.tensor([segment.num_tokens for segment in segments])
         begins = lengths.cumsum(0) - lengths
@@ -190,23 +190,23 @@ def build_layout(
             that come first, and segments with one last, in the order of their prefixes.
         device: where the model computes.
     """
-    stretches = Stretches.of(segments)
+    spans = KeySpans.of(segments)
     if kernel == "varlen":
-        return _varlen_layout(stretches, device)
-    return padded_layout(stretches, device=device)
+        return _varlen_layout(spans, device)
+    return padded_layout(spans, device=device)
 
 
-def _varlen_layout(stretches: Stretches, device: torch.device) -> VarlenLayout:
-    lengths_K, longest = stretches.num_tokens_K, int(stretches.num_tokens_K.max())
-    offsets = torch.cat([stretches.begin_K, lengths_K.sum()[None]])
+def _varlen_layout(spans: KeySpans, device: torch.device) -> VarlenLayout:
+    lengths_K, longest = spans.num_tokens_K, int(spans.num_tokens_K.max())
+    offsets = torch.cat([spans.begin_K, lengths_K.sum()[None]])
     own_offsets = offsets.to(device, torch.int32)
     own = VarlenCall(own_offsets, own_offsets, (longest, longest))
-    num_tails = int((stretches.prefix_length_K > 0).sum())
+    num_tails = int((spans.prefix_length_K > 0).sum())
     if not num_tails:
-        return VarlenLayout(own, stretches.longest_row)
+        return VarlenLayout(own, spans.longest_row)
     first_tail = len(lengths_K) - num_tails
     begin_F, family_of_tail = torch.unique_consecutive(
-        stretches.prefix_begin_K[first_tail:], return_inverse=True
+        spans.prefix_begin_K[first_tail:], return_inverse=True
     )
     num_families = len(begin_F)
     if not torch.equal(begin_F, offsets[:num_families]):
@@ -221,11 +221,11 @@ def _varlen_layout(stretches: Stretches, device: torch.device) -> VarlenLayout:
         is_causal=False,
     )
     prompts = SharedPrompts(call, int(offsets[first_tail]), int(offsets[num_families]))
-    return VarlenLayout(own, stretches.longest_row, prompts)
+    return VarlenLayout(own, spans.longest_row, prompts)
 
 
 def padded_layout(
-    stretches: Stretches, *, device: torch.device, key_of_token: Tensor | None = None
+    spans: KeySpans, *, device: torch.device, key_of_token: Tensor | None = None
 ) -> PaddedLayout:
     """Describe stretches to the stock kernel.
 
@@ -235,33 +235,33 @@ def padded_layout(
         key_of_token: int64, on the host: where the key of each token is among those given to
             ``attend``; None is in the tokens' order.
     """
-    lengths = stretches.num_tokens_K
+    lengths = spans.num_tokens_K
     buckets = []
     slots_of_tokens = []
     num_slots = 0
-    for first, last in _bucket_bounds(lengths.tolist(), stretches.num_seen_K.tolist()):
-        here = slice(first, last)
+    for first, last in _bucket_bounds(lengths.tolist(), spans.num_seen_K.tolist()):
+        row = slice(first, last)
         bucket = _build_bucket(
-            Stretches(
-                lengths[here, None],
-                stretches.begin_K[here, None],
-                stretches.skip_K[here, None],
-                stretches.prefix_begin_K[here, None],
-                stretches.prefix_length_K[here, None],
+            KeySpans(
+                lengths[row, None],
+                spans.begin_K[row, None],
+                spans.skip_K[row, None],
+                spans.prefix_begin_K[row, None],
+                spans.prefix_length_K[row, None],
             ),
             device,
             key_of_token,
         )
-        is_token_RL = torch.arange(bucket.num_columns) < lengths[here, None]
+        is_token_RL = torch.arange(bucket.num_columns) < lengths[row, None]
         slots_of_tokens.append(num_slots + is_token_RL.flatten().nonzero()[:, 0])
         num_slots += is_token_RL.numel()
         buckets.append(bucket)
     slot_of_token = torch.cat(slots_of_tokens).to(device)
-    return PaddedLayout(tuple(buckets), slot_of_token, stretches.longest_row)
+    return PaddedLayout(tuple(buckets), slot_of_token, spans.longest_row)
 
 
 def _build_bucket(
-    stretches_R1: Stretches, device: torch.device, key_of_token: Tensor | None
+    stretches_R1: KeySpans, device: torch.device, key_of_token: Tensor | None
 ) -> _Bucket:
     """Build a bucket of stretches whose columns are [R, 1]."""
     length_R1, num_seen_R1 = stretches_R1.num_tokens_K, stretches_R1.num_seen_K
@@ -293,12 +293,12 @@ def _bucket_bounds(lengths: list[int], prefix_lengths: list[int]) -> list[tuple[
     rows = [sum(pair) for pair in zip(lengths, prefix_lengths, strict=True)]
     bounds = []
     first = 0
-    for here in range(1, len(lengths)):
-        stretch = slice(first, here + 1)
-        is_same_kind = bool(prefix_lengths[first]) == bool(prefix_lengths[here])
+    for bound in range(1, len(lengths)):
+        stretch = slice(first, bound + 1)
+        is_same_kind = bool(prefix_lengths[first]) == bool(prefix_lengths[bound])
         if not (is_same_kind and _are_similar(lengths[stretch]) and _are_similar(rows[stretch])):
-            bounds.append((first, here))
-            first = here
+            bounds.append((first, bound))
+            first = bound
     return [*bounds, (first, len(lengths))]
 
 

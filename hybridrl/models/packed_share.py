@@ -19,16 +19,16 @@ from torch.nn.functional import pad
 
 from hybridrl.models.packed import (
     AttentionKernel,
+    KeySpans,
     PackLayout,
     Segment,
-    Stretches,
     padded_layout,
 )
 from hybridrl.models.varlen import VarlenCall, attend_in_stretches
 
 
 @dataclass(frozen=True, slots=True)
-class TokenShare:
+class ContextParallelRank:
     """This rank among those that share the tokens of each pack."""
 
     rank: int
@@ -52,9 +52,9 @@ class SharedTokens:
     layout: PackLayout
 
 
-def share_tokens(
+def split_for_context_parallel(
     segments: Sequence[Segment],
-    share: TokenShare,
+    share: ContextParallelRank,
     *,
     multiple: int,
     kernel: AttentionKernel,
@@ -69,12 +69,12 @@ def share_tokens(
         kernel: as for ``build_layout``.
         device: where the model computes.
     """
-    whole = Stretches.of(segments)
-    segment_T = torch.arange(len(segments)).repeat_interleave(whole.num_tokens_K)
-    within_T = torch.arange(len(segment_T)) - whole.begin_K[segment_T]
+    all_stretches = KeySpans.of(segments)
+    segment_T = torch.arange(len(segments)).repeat_interleave(all_stretches.num_tokens_K)
+    within_T = torch.arange(len(segment_T)) - all_stretches.begin_K[segment_T]
     # Piece j begins at token floor(j * length / pieces).
     num_pieces = 2 * share.size
-    piece_T = ((within_T + 1) * num_pieces - 1) // whole.num_tokens_K[segment_T]
+    piece_T = ((within_T + 1) * num_pieces - 1) // all_stretches.num_tokens_K[segment_T]
     owner_T = torch.minimum(piece_T, num_pieces - 1 - piece_T)
     # Early pieces first, then late ones: neighbours are alike, which pads least.
     order_T = (owner_T * num_pieces + piece_T).argsort(stable=True)
@@ -88,14 +88,14 @@ def share_tokens(
     begin, count = int(begins_W[share.rank]), int(counts_W[share.rank])
     own_U = order_T[begin : begin + count]
     num_padding = num_each - count
-    stretches = _stretches(whole, segment_T[own_U], piece_T[own_U], within_T[own_U])
+    spans = _spans(all_stretches, segment_T[own_U], piece_T[own_U], within_T[own_U])
     if num_padding:
-        stretches = _followed_by_padding(stretches, begin=len(order_T), length=num_padding)
+        spans = _followed_by_padding(spans, begin=len(order_T), length=num_padding)
         first = share.rank * num_each + count
         padding = torch.arange(first, first + num_padding)
         key_of_token_T = torch.cat([key_of_token_T, padding])
     attend = _varlen if kernel == "varlen" else _padded
-    layout = SharedLayout(attend(stretches, key_of_token_T, device), share.gather)
+    layout = SharedLayout(attend(spans, key_of_token_T, device), share.gather)
     return SharedTokens(own_U, num_padding, layout)
 
 
@@ -127,8 +127,8 @@ class SharedLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class VarlenStretches:
-    """Stretches for torch's variable-length flash kernel: CUDA, 16-bit types."""
+class VarlenSpans:
+    """KeySpans for torch's variable-length flash kernel: CUDA, 16-bit types."""
 
     call: VarlenCall
     key_token: Tensor  # int64, keys to take: all that a stretch sees, stretch by stretch
@@ -151,13 +151,13 @@ class VarlenStretches:
         )
 
 
-def _stretches(whole: Stretches, segment_U: Tensor, piece_U: Tensor, within_U: Tensor) -> Stretches:
+def _spans(whole: KeySpans, segment_U: Tensor, piece_U: Tensor, within_U: Tensor) -> KeySpans:
     """Join a rank's tokens that are neighbours in a segment."""
     is_first_U = torch.ones_like(segment_U, dtype=torch.bool)
     is_first_U[1:] = (segment_U.diff() != 0) | (piece_U.diff() != 0)
     first_K = is_first_U.nonzero()[:, 0]
     segment_K = segment_U[first_K]
-    return Stretches(
+    return KeySpans(
         num_tokens_K=torch.cat([first_K, torch.tensor([len(segment_U)])]).diff(),
         begin_K=whole.begin_K[segment_K],
         skip_K=within_U[first_K],
@@ -166,28 +166,28 @@ def _stretches(whole: Stretches, segment_U: Tensor, piece_U: Tensor, within_U: T
     )
 
 
-def _followed_by_padding(stretches: Stretches, *, begin: int, length: int) -> Stretches:
-    return Stretches(
-        num_tokens_K=pad(stretches.num_tokens_K, (0, 1), value=length),
-        begin_K=pad(stretches.begin_K, (0, 1), value=begin),
-        skip_K=pad(stretches.skip_K, (0, 1)),
-        prefix_begin_K=pad(stretches.prefix_begin_K, (0, 1)),
-        prefix_length_K=pad(stretches.prefix_length_K, (0, 1)),
+def _followed_by_padding(spans: KeySpans, *, begin: int, length: int) -> KeySpans:
+    return KeySpans(
+        num_tokens_K=pad(spans.num_tokens_K, (0, 1), value=length),
+        begin_K=pad(spans.begin_K, (0, 1), value=begin),
+        skip_K=pad(spans.skip_K, (0, 1)),
+        prefix_begin_K=pad(spans.prefix_begin_K, (0, 1)),
+        prefix_length_K=pad(spans.prefix_length_K, (0, 1)),
     )
 
 
-def _padded(stretches: Stretches, key_of_token_T: Tensor, device: torch.device) -> PackLayout:
-    return padded_layout(stretches, device=device, key_of_token=key_of_token_T)
+def _padded(spans: KeySpans, key_of_token_T: Tensor, device: torch.device) -> PackLayout:
+    return padded_layout(spans, device=device, key_of_token=key_of_token_T)
 
 
-def _varlen(stretches: Stretches, key_of_token_T: Tensor, device: torch.device) -> PackLayout:
-    num_keys_K = stretches.num_seen_K + stretches.num_tokens_K
+def _varlen(spans: KeySpans, key_of_token_T: Tensor, device: torch.device) -> PackLayout:
+    num_keys_K = spans.num_seen_K + spans.num_tokens_K
     key_offsets = pad(num_keys_K.cumsum(0), (1, 0))
     key = torch.arange(int(key_offsets[-1]))
-    key_token = key - (key_offsets[:-1] - stretches.begin_K).repeat_interleave(num_keys_K)
+    key_token = key - (key_offsets[:-1] - spans.begin_K).repeat_interleave(num_keys_K)
     call = VarlenCall(
-        query_offsets=pad(stretches.num_tokens_K.cumsum(0), (1, 0)).to(device, torch.int32),
+        query_offsets=pad(spans.num_tokens_K.cumsum(0), (1, 0)).to(device, torch.int32),
         key_offsets=key_offsets.to(device, torch.int32),
-        longest=(int(stretches.num_tokens_K.max()), stretches.longest_row),
+        longest=(int(spans.num_tokens_K.max()), spans.longest_row),
     )
-    return VarlenStretches(call, key_token=key_of_token_T[key_token].to(device))
+    return VarlenSpans(call, key_token=key_of_token_T[key_token].to(device))

@@ -106,17 +106,17 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         output_TND, lse_NT = _forward(query_TND, key_SJD, value_SJD, own, scale)
         if prompts is not None:
-            here, seen = slice(prompts.first_query, None), slice(prompts.num_keys)
+            own_rows, seen = slice(prompts.first_query, None), slice(prompts.num_keys)
             other_UND, other_lse_NU = _forward(
-                query_TND[here], key_SJD[seen], value_SJD[seen], prompts.call, scale
+                query_TND[own_rows], key_SJD[seen], value_SJD[seen], prompts.call, scale
             )
-            merged_NU = torch.logaddexp(lse_NT[:, here], other_lse_NU)
-            share_UN1 = (lse_NT[:, here] - merged_NU).exp().T[..., None]
+            merged_NU = torch.logaddexp(lse_NT[:, own_rows], other_lse_NU)
+            share_UN1 = (lse_NT[:, own_rows] - merged_NU).exp().T[..., None]
             other_share_UN1 = (other_lse_NU - merged_NU).exp().T[..., None]
-            output_TND[here] = (share_UN1 * output_TND[here] + other_share_UN1 * other_UND).to(
-                output_TND.dtype
-            )
-            lse_NT[:, here] = merged_NU
+            output_TND[own_rows] = (
+                share_UN1 * output_TND[own_rows] + other_share_UN1 * other_UND
+            ).to(output_TND.dtype)
+            lse_NT[:, own_rows] = merged_NU
         ctx.save_for_backward(query_TND, key_SJD, value_SJD, output_TND, lse_NT)
         ctx.own, ctx.prompts, ctx.scale = own, prompts, scale
         return output_TND
@@ -131,15 +131,15 @@ class _Attention(torch.autograd.Function):
             grad_TND, ctx.saved_tensors, ctx.own, ctx.scale
         )
         if ctx.prompts is not None:
-            here, seen = slice(ctx.prompts.first_query, None), slice(ctx.prompts.num_keys)
-            parts = (query_TND[here], key_SJD[seen], value_SJD[seen], output_TND[here])
+            own_rows, seen = slice(ctx.prompts.first_query, None), slice(ctx.prompts.num_keys)
+            parts = (query_TND[own_rows], key_SJD[seen], value_SJD[seen], output_TND[own_rows])
             others = _backward(
-                grad_TND[here],
-                (*parts, lse_NT[:, here].contiguous()),
+                grad_TND[own_rows],
+                (*parts, lse_NT[:, own_rows].contiguous()),
                 ctx.prompts.call,
                 ctx.scale,
             )
-            query_grad[here] += others[0]
+            query_grad[own_rows] += others[0]
             key_grad[seen] += others[1]
             value_grad[seen] += others[2]
         return query_grad, key_grad, value_grad, None, None, None

@@ -14,7 +14,7 @@ from typing import Self
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.planning.megatron_cut import Cut, Parameters
-from hybridrl.planning.roles import Numerics, Role
+from hybridrl.planning.roles import ModelPrecision, PlannedModel
 from hybridrl.planning.training import TrainingMemory
 from hybridrl.planning.workload import Microbatch
 
@@ -55,14 +55,14 @@ class OptimizerHome:
 class MegatronMemory:
     """Bytes of one role on one rank of a pipeline stage."""
 
-    role: Role
-    numerics: Numerics
+    role: PlannedModel
+    numerics: ModelPrecision
     cut: Cut
     home: OptimizerHome = OptimizerHome()
 
     @classmethod
     def of(
-        cls, config: ExperimentConfig, role: Role, numerics: Numerics, *, stage: int
+        cls, config: ExperimentConfig, role: PlannedModel, numerics: ModelPrecision, *, stage: int
     ) -> MegatronMemory:
         """Read how the model is cut; a critic may have ranks of its own."""
         num_ranks = config.num_critic_ranks if role.has_value_head else config.cluster.num_ranks
@@ -92,8 +92,8 @@ class MegatronMemory:
         Weights that are float32 themselves, as an adapter's, have no other copy.
         """
         is_itself = self.numerics.compute_bytes == _FLOAT32 or self.role.adapter is not None
-        here = self._trained.share if self.home.copies_masters else self._stepped_here
-        return 0 if is_itself else _FLOAT32 * here
+        num_stepped = self._trained.share if self.home.copies_masters else self._stepped_here
+        return 0 if is_itself else _FLOAT32 * num_stepped
 
     @property
     def optimizer(self) -> int:
@@ -155,8 +155,8 @@ class MegatronMemory:
 
     def activations(self, microbatch: Microbatch) -> int:
         """Everything that autograd keeps of the micro-batches between forward and backward."""
-        mine = self._local(microbatch)
-        stream = self._stream(mine)
+        local = self._local(microbatch)
+        stream = self._stream(local)
         if self.numerics.checkpoints_blocks:
             blocks = len(self.cut.layers_of(self.role.shape)) * stream
         else:
@@ -169,21 +169,21 @@ class MegatronMemory:
         kept = int(in_flight * (blocks + stream * (self.cut.pipeline > 1)))
         if self.numerics.checkpoints_blocks:
             kept += self.saved_by_block(microbatch)
-        return kept + self.cut.is_last * self._saved_by_head(mine)
+        return kept + self.cut.is_last * self._saved_by_head(local)
 
-    def _saved_by_head(self, mine: Microbatch) -> int:
+    def _saved_by_head(self, local: Microbatch) -> int:
         hidden, size = self.role.shape.hidden_size, self.numerics.compute_bytes
         kept_for_weights = 0 if self.role.adapter else size
-        last_norm = mine.num_tokens * hidden * (_FLOAT32 + kept_for_weights) // self.cut.sequence
+        last_norm = local.num_tokens * hidden * (_FLOAT32 + kept_for_weights) // self.cut.sequence
         scored = _FLOAT32 if self.role.has_value_head else size
-        return last_norm + mine.num_scored * hidden * scored
+        return last_norm + local.num_scored * hidden * scored
 
     def passing(self, microbatch: Microbatch) -> int:
         """What exists only while one block computes, in either direction."""
-        mine = self._local(microbatch)
+        local = self._local(microbatch)
         return max(
-            self._slice.passing(mine),
-            self._expert_numbers(mine, of_width=3, of_hidden=2) * self.numerics.compute_bytes,
+            self._slice.passing(local),
+            self._expert_numbers(local, of_width=3, of_hidden=2) * self.numerics.compute_bytes,
         )
 
     def logits_forward(self, microbatch: Microbatch) -> int:
@@ -195,16 +195,16 @@ class MegatronMemory:
         return self.cut.is_last * self._slice.logits_backward(self._local(microbatch))
 
     def _saved(self, microbatch: Microbatch, *, has_experts: bool) -> int:
-        mine, kept = self._local(microbatch), self._slice
-        total = mine.num_tokens * kept.stream_per_token // self.cut.sequence
-        total += mine.num_tokens * (kept.head_norms_per_token + kept.adapter_per_token)
-        total += mine.num_tokens * self._by_fused_layers * self.numerics.compute_bytes
-        total += kept.saved_by_attention(mine)
-        total += mine.num_tokens * self._gathered_heads * self.numerics.compute_bytes
+        local, kept = self._local(microbatch), self._slice
+        total = local.num_tokens * kept.stream_per_token // self.cut.sequence
+        total += local.num_tokens * (kept.head_norms_per_token + kept.adapter_per_token)
+        total += local.num_tokens * self._by_fused_layers * self.numerics.compute_bytes
+        total += kept.saved_by_attention(local)
+        total += local.num_tokens * self._gathered_heads * self.numerics.compute_bytes
         if has_experts:
-            return total + self._saved_by_experts(mine)
+            return total + self._saved_by_experts(local)
         product = kept.role.shape.intermediate_size * self.numerics.compute_bytes
-        return total + mine.num_tokens * (kept.mlp_per_token + product)
+        return total + local.num_tokens * (kept.mlp_per_token + product)
 
     @property
     def _by_fused_layers(self) -> int:
@@ -225,7 +225,7 @@ class MegatronMemory:
             return 0
         return shape.query_size + 2 * shape.key_size
 
-    def _saved_by_experts(self, mine: Microbatch) -> int:
+    def _saved_by_experts(self, local: Microbatch) -> int:
         """Tokens as sent to experts and as they come back, and what experts keep inside.
 
         Every expert is taken to get as many tokens as another.
@@ -233,11 +233,11 @@ class MegatronMemory:
         experts = self.role.shape.experts
         if experts is None:
             return 0
-        numbers = self._expert_numbers(mine, of_width=5, of_hidden=2)
-        router = mine.num_tokens // self.cut.sequence * experts.num_experts
+        numbers = self._expert_numbers(local, of_width=5, of_hidden=2)
+        router = local.num_tokens // self.cut.sequence * experts.num_experts
         return numbers * self.numerics.compute_bytes + router * _ROUTER_COPIES * _FLOAT32
 
-    def _expert_numbers(self, mine: Microbatch, *, of_width: int, of_hidden: int) -> int:
+    def _expert_numbers(self, local: Microbatch, *, of_width: int, of_hidden: int) -> int:
         """Count numbers per (token, expert) pair: so many inside the expert, so many outside.
 
         Ranks that share an expert's matrices have each other's tokens, and a part of each inside.
@@ -245,12 +245,12 @@ class MegatronMemory:
         experts = self.role.shape.experts
         if experts is None or not self._num_sparse:
             return 0
-        pairs = mine.num_tokens * experts.num_per_token // self.cut.sequence
+        pairs = local.num_tokens * experts.num_per_token // self.cut.sequence
         outside = of_hidden * self.cut.expert_tensor * self.role.shape.hidden_size
         return pairs * (of_width * experts.intermediate_size + outside)
 
-    def _stream(self, mine: Microbatch) -> int:
-        numbers = mine.num_tokens * self.role.shape.hidden_size
+    def _stream(self, local: Microbatch) -> int:
+        numbers = local.num_tokens * self.role.shape.hidden_size
         return numbers * self.numerics.compute_bytes // self.cut.sequence
 
     def _local(self, microbatch: Microbatch) -> Microbatch:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from hybridrl.config.megatron import MegatronConfig
-from hybridrl.planning.roles import Role
+from hybridrl.planning.roles import PlannedModel
 from hybridrl.planning.shapes import ModelShape
 
 _WORDS_PER_RANK = 8
@@ -133,7 +133,7 @@ class Cut:
         """Return the rows of the whole embedding, of which each rank has as many."""
         return padded_words(vocab_size, tp_size=self.tensor)
 
-    def parameters(self, role: Role) -> Parameters:
+    def parameters(self, role: PlannedModel) -> Parameters:
         """Count a rank's parameters, without those of an adapter."""
         shape, size = role.shape, self.tensor
         hidden, inner = shape.hidden_size, shape.intermediate_size
@@ -146,12 +146,12 @@ class Cut:
         router = expert = 0
         if shape.experts is not None:
             router = hidden * shape.experts.num_experts
-            whole = 3 * hidden * shape.experts.intermediate_size // self.expert_tensor
-            expert = shape.experts.num_experts // self.expert * whole
+            num_of_expert = 3 * hidden * shape.experts.intermediate_size // self.expert_tensor
+            expert = shape.experts.num_experts // self.expert * num_of_expert
         dense = num_layers * block + (num_layers - num_sparse) * mlp + num_sparse * router
         return self._counted(dense + self._root(role), num_sparse * expert)
 
-    def _root(self, role: Role) -> int:
+    def _root(self, role: PlannedModel) -> int:
         """Count what lies outside the blocks: embeddings or a value head, and the last norm."""
         hidden = role.shape.hidden_size
         words = self._embedding(role.shape)
@@ -163,21 +163,21 @@ class Cut:
     def _embedding(self, shape: ModelShape) -> int:
         return self.padded_words(shape.vocab_size) // self.tensor * shape.hidden_size
 
-    def largest_matrix(self, role: Role) -> int:
+    def largest_matrix(self, role: PlannedModel) -> int:
         """Count the largest matrix of the stage: its gradient is made in one piece."""
         shape = role.shape
         hidden, num_sparse = shape.hidden_size, self.num_sparse(shape)
-        found = [2 * hidden * shape.intermediate_size // self.tensor]
+        sizes = [2 * hidden * shape.intermediate_size // self.tensor]
         if num_sparse == len(self.layers_of(shape)):
-            found = []
+            sizes = []
         if num_sparse and shape.experts is not None:
             width = 2 * shape.experts.intermediate_size // self.expert_tensor
-            found.append(shape.experts.num_experts // self.expert * width * hidden)
+            sizes.append(shape.experts.num_experts // self.expert * width * hidden)
         if self.is_first or (self.is_last and not role.has_value_head):
-            found.append(self._embedding(shape))
-        return max(found)
+            sizes.append(self._embedding(shape))
+        return max(sizes)
 
-    def adapter_parameters(self, role: Role) -> Parameters:
+    def adapter_parameters(self, role: PlannedModel) -> Parameters:
         """Count a rank's part of A and B: one of the two is whole on each tensor-parallel rank."""
         adapter, shape = role.adapter, role.shape
         if adapter is None:

@@ -12,7 +12,7 @@ from functools import cached_property
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.planning.capacity import capacity_bytes
 from hybridrl.planning.model_memory import ModelMemory
-from hybridrl.planning.plan import MemoryPlan, Part, Phase, Place
+from hybridrl.planning.plan import MemoryItem, MemoryKind, MemoryPlan, Phase
 from hybridrl.planning.rank import CriticRank, Rank, total_bytes
 from hybridrl.planning.roles import AdapterShape, policy_roles
 from hybridrl.planning.sampling import RolloutMemory
@@ -56,7 +56,7 @@ class _PolicyRank(Rank):
     def phases(self) -> Iterator[Phase]:
         yield self._phase("build", max([*self._engine()], self._build(), key=total_bytes))
         if self._sleeps:
-            yield self._phase("make_room", self._make_room())
+            yield self._phase("offload_optimizer", self._make_room())
         yield self._phase("sync", max(self._sync(), key=total_bytes))
         yield self._phase("generate", self._generate())
         if self._has_critic:
@@ -68,27 +68,29 @@ class _PolicyRank(Rank):
         yield self._phase("update", self._policy_update())
         yield self._phase("export", self._export())
 
-    def _phase(self, name: str, parts: list[Part]) -> Phase:
+    def _phase(self, name: str, parts: list[MemoryItem]) -> Phase:
         if self._sees_engine:
             return super()._phase(name, parts)
-        server = Part("SGLang's processes", _SERVER, Place.HOST, is_measured=False)
-        on_gpu = Part("SGLang itself", self._rollout.server_resident, is_measured=False)
-        routes = Part("routed experts", self._rollout.server_routes, Place.HOST, is_measured=False)
+        server = MemoryItem("SGLang's processes", _SERVER, MemoryKind.HOST, is_measured=False)
+        on_gpu = MemoryItem("SGLang itself", self._rollout.server_resident, is_measured=False)
+        routes = MemoryItem(
+            "routed experts", self._rollout.server_routes, MemoryKind.HOST, is_measured=False
+        )
         return super()._phase(name, [*parts, server, routes, on_gpu])
 
-    def _engine(self) -> tuple[Part, ...]:
-        kv_cache = Part("KV cache", self._rollout.kv_cache, is_measured=self._sees_engine)
-        graphs = Part("SGLang's graphs", self._rollout.server_graphs, is_measured=False)
+    def _engine(self) -> tuple[MemoryItem, ...]:
+        kv_cache = MemoryItem("KV cache", self._rollout.kv_cache, is_measured=self._sees_engine)
+        graphs = MemoryItem("SGLang's graphs", self._rollout.server_graphs, is_measured=False)
         return self._rollout_weights(), kv_cache, graphs
 
-    def _rollout_weights(self) -> Part:
-        return Part("rollout weights", self._rollout.weights, is_measured=self._sees_engine)
+    def _rollout_weights(self) -> MemoryItem:
+        return MemoryItem("rollout weights", self._rollout.weights, is_measured=self._sees_engine)
 
     @property
     def _sees_engine(self) -> bool:
         return not self._rollout.is_server
 
-    def _at_rest(self) -> list[Part]:
+    def _at_rest(self) -> list[MemoryItem]:
         if not self._sleeps:
             return [*self._engine()]
         lora, weights = self.config.lora, self._rollout.weights
@@ -98,33 +100,33 @@ class _PolicyRank(Rank):
             keeps_base = lora.sends_adapters and lora.base == "backup"
             weights = keeps_base * self._rollout.base_weights
         kept = "backup of rollout weights"
-        return [Part(kept, weights, Place.HOST, is_measured=self._sees_engine)]
+        return [MemoryItem(kept, weights, MemoryKind.HOST, is_measured=self._sees_engine)]
 
-    def _build(self) -> list[Part]:
+    def _build(self) -> list[MemoryItem]:
         """Training engines load; a rollout engine that sleeps has nothing to keep yet."""
         return [*([] if self._sleeps else self._engine()), *self._load()]
 
-    def _make_room(self) -> list[Part]:
+    def _make_room(self) -> list[MemoryItem]:
         """Moments lie on the device until their copies on the host are whole."""
-        copies = Part("offloaded optimizer", self._movable_moments, Place.HOST)
+        copies = MemoryItem("offloaded optimizer", self._movable_moments, MemoryKind.HOST)
         return [*self._standing(), copies]
 
-    def _sync(self) -> Iterator[list[Part]]:
+    def _sync(self) -> Iterator[list[MemoryItem]]:
         """Both copies of the weights are there, and a bucket in between.
 
         Of an adapter the base is sent before the first step, when there are no moments yet.
         """
-        moments = self._moments(Place.HOST if self._sleeps else Place.DEVICE)
+        moments = self._moments(MemoryKind.HOST if self._sleeps else MemoryKind.DEVICE)
         engine = [self._rollout_weights()] if self._sleeps else self._engine()
-        there = [*self._weights(), *engine]
-        stream = Part("weight stream", self._bucket())
+        resident = [*self._weights(), *engine]
+        stream = MemoryItem("weight stream", self._bucket())
         if not self.config.lora.sends_adapters:
-            yield [*there, *moments, stream]
+            yield [*resident, *moments, stream]
             return
-        yield [*there, stream]
-        arrived = Part("weight stream", self._actor.role.num_adapter_parameters * _FLOAT32)
+        yield [*resident, stream]
+        arrived = MemoryItem("weight stream", self._actor.role.num_adapter_parameters * _FLOAT32)
         again = self._sleeps and self.config.lora.base == "resend"
-        yield [*there, *moments, stream if again else arrived]
+        yield [*resident, *moments, stream if again else arrived]
 
     def _bucket(self) -> int:
         """A bucket, the tensor that no longer fitted into it, and the buffer of its gather.
@@ -134,34 +136,38 @@ class _PolicyRank(Rank):
         lora = self.config.lora
         if not self._numerics.is_sharded and not (lora.enabled and lora.sync == "merged"):
             return 0
-        whole = self.shape.num_parameters * self._numerics.storage_bytes
+        model_bytes = self.shape.num_parameters * self._numerics.storage_bytes
         largest = self.shape.num_embedding_parameters * self._numerics.storage_bytes
         configured = self.config.rollout.bucket_mib * _MIB
         if not configured and self.config.cluster.device == "cuda":
             configured = int(_CUDA_BUCKET_SHARE * 40 * 2**30)
         gathered = largest if self._numerics.is_sharded else 0
-        return min(whole, (configured or _CPU_BUCKET) + largest) + gathered
+        return min(model_bytes, (configured or _CPU_BUCKET) + largest) + gathered
 
-    def _generate(self) -> list[Part]:
-        sampling = Part("sampling", self._rollout.sampling, is_measured=self._sees_engine)
+    def _generate(self) -> list[MemoryItem]:
+        sampling = MemoryItem("sampling", self._rollout.sampling, is_measured=self._sees_engine)
         if not self._sleeps:
             return [*self._standing(), sampling]
         away = sum(model.weights + model.optimizer for model in self._models)
-        return [Part("offloaded training state", away, Place.HOST), *self._engine(), sampling]
+        return [
+            MemoryItem("offloaded training state", away, MemoryKind.HOST),
+            *self._engine(),
+            sampling,
+        ]
 
-    def _logprobs(self) -> list[Part]:
+    def _logprobs(self) -> list[MemoryItem]:
         """A forward pass without gradients: a block computes, or a chunk of logits exists."""
         actor = self._actor
         pack = self._scored(self.workload, actor)
         stream = pack.num_tokens * self.shape.hidden_size * self._numerics.compute_bytes
         instants = (
-            Part("activations", actor.passing(pack) + stream),
-            Part("logits", actor.logits_forward(pack) + 2 * stream),
+            MemoryItem("activations", actor.passing(pack) + stream),
+            MemoryItem("logits", actor.logits_forward(pack) + 2 * stream),
         )
-        gathered = Part("gathered weights", actor.gathered)
+        gathered = MemoryItem("gathered weights", actor.gathered)
         return [*self._standing(), gathered, max(instants, key=lambda part: part.num_bytes)]
 
-    def _policy_update(self) -> list[Part]:
+    def _policy_update(self) -> list[MemoryItem]:
         pack = self._trained(self.workload, self._actor)
         is_alone = pack.is_only_one and self.config.algorithm.num_updates_per_step == 1
         fragments = self._fragments(
@@ -169,11 +175,13 @@ class _PolicyRank(Rank):
         )
         return max(self._update(self._actor, pack, fragments), key=total_bytes)
 
-    def _export(self) -> list[Part]:
-        whole = self.shape.num_parameters * self._numerics.storage_bytes
+    def _export(self) -> list[MemoryItem]:
+        model_bytes = self.shape.num_parameters * self._numerics.storage_bytes
         is_copied = self._numerics.is_sharded or self.config.cluster.device == "cuda"
         is_copied |= self.config.lora.enabled  # merged
-        file = Part("file of weights", is_copied * min(whole, _EXPORT_FILE), Place.HOST)
+        file = MemoryItem(
+            "file of weights", is_copied * min(model_bytes, _EXPORT_FILE), MemoryKind.HOST
+        )
         return [*super()._export(), file]
 
     # -- sizes -----------------------------------------------------------------------------------

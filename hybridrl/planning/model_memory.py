@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from hybridrl.planning.roles import Numerics, Role
+from hybridrl.planning.roles import ModelPrecision, PlannedModel
 from hybridrl.planning.workload import Microbatch
 
 
@@ -12,12 +12,12 @@ class ModelMemory(Protocol):
     """Bytes of one role on one rank. Sizes that depend on rows are of one micro-batch."""
 
     @property
-    def role(self) -> Role:
+    def role(self) -> PlannedModel:
         """The model, and whether it learns."""
         ...
 
     @property
-    def numerics(self) -> Numerics:
+    def numerics(self) -> ModelPrecision:
         """In what numbers it is kept and computed."""
         ...
 

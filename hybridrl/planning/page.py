@@ -12,7 +12,7 @@ from hybridrl.errors import ModelError
 from hybridrl.planning.advice import find_knob, largest_saving
 from hybridrl.planning.capacity import capacity_bytes
 from hybridrl.planning.memory import plan_critic_pool, plan_memory
-from hybridrl.planning.plan import MemoryPlan, Part, Place
+from hybridrl.planning.plan import MemoryItem, MemoryKind, MemoryPlan
 from hybridrl.planning.shapes import shape_of
 
 _GIB = 2**30
@@ -52,7 +52,7 @@ def _pool_line(config: ExperimentConfig) -> str:
         return ""
     return (
         f"the critic's own ranks ({config.num_critic_ranks} x {config.cluster.device}) come on "
-        f"top: {spell(plan.peak_bytes(plan.fullest))} each in {plan.fullest.name}\n"
+        f"top: {format_bytes(plan.peak_bytes(plan.fullest))} each in {plan.fullest.name}\n"
     )
 
 
@@ -64,7 +64,7 @@ def peak_line(config: ExperimentConfig) -> str:
         return f"{'memory':<12} unknown: {error}"
     peak = plan.fullest
     return (
-        f"{'memory':<12} peak of a rank {spell(plan.peak_bytes(peak))} in {peak.name}, "
+        f"{'memory':<12} peak of a rank {format_bytes(plan.peak_bytes(peak))} in {peak.name}, "
         "as predicted; see mode=plan"
     )
 
@@ -72,22 +72,26 @@ def peak_line(config: ExperimentConfig) -> str:
 def verdict(config: ExperimentConfig, plan: MemoryPlan) -> str:
     """Say whether the peak fits the device, and if not the one key to change."""
     peak = plan.peak_bytes(plan.fullest)
-    says = f"peak: {spell(peak)} in {plan.fullest.name}"
+    says = f"peak: {format_bytes(peak)} in {plan.fullest.name}"
     capacity = capacity_bytes(config.cluster)
     if capacity is None:
         return f"{says}. Set cluster.device_memory_gib to learn whether it fits"
     if peak <= capacity:
-        return f"{says}. Fits: {spell(capacity - peak)} of {spell(capacity)} are left"
-    says += f". Does not fit: {spell(peak - capacity)} more than {spell(capacity)}"
+        return f"{says}. Fits: {format_bytes(capacity - peak)} of {format_bytes(capacity)} are left"
+    says += f". Does not fit: {format_bytes(peak - capacity)} more than {format_bytes(capacity)}"
     knob = find_knob(config, capacity_bytes=capacity)
     if knob is not None:
-        return f"{says}. Set {knob.override}: {spell(knob.peak_bytes)}"
+        return f"{says}. Set {knob.override}: {format_bytes(knob.peak_bytes)}"
     best = largest_saving(config)
     says += ". No single key makes it fit"
-    return says if best is None else f"{says}; most saves {best.override}: {spell(best.peak_bytes)}"
+    return (
+        says
+        if best is None
+        else f"{says}; most saves {best.override}: {format_bytes(best.peak_bytes)}"
+    )
 
 
-def spell(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Write bytes for people: ``1.23 GiB``, below 1 GiB ``345 MiB``."""
     if abs(num_bytes) < _GIB:
         return f"{num_bytes / _MIB:.0f} MiB"
@@ -101,25 +105,25 @@ def _table(plan: MemoryPlan) -> Table:
     for phase in plan.phases:
         mark = " *" if phase is plan.fullest else ""
         table.add_column(phase.name + mark, justify="right", no_wrap=True)
-    places = (Place.DEVICE, Place.HOST) if plan.device == "cuda" else (None,)
+    places = (MemoryKind.DEVICE, MemoryKind.HOST) if plan.device == "cuda" else (None,)
     for place in places:
         for name in plan.part_names:
-            found = [[p for p in phase.parts if p.name == name] for phase in plan.phases]
-            if place in (None, *(p.place for parts in found for p in parts)):
-                table.add_row(_row_name(name, place), *(_mib(parts) for parts in found))
+            items_of_phases = [[p for p in phase.parts if p.name == name] for phase in plan.phases]
+            if place in (None, *(p.place for parts in items_of_phases for p in parts)):
+                table.add_row(_row_name(name, place), *(_mib(parts) for parts in items_of_phases))
         totals = [
-            plan.peak_bytes(phase) if place is not Place.HOST else phase.bytes_on(place)
+            plan.peak_bytes(phase) if place is not MemoryKind.HOST else phase.bytes_on(place)
             for phase in plan.phases
         ]
-        style = "bold" if place is not Place.HOST else ""
+        style = "bold" if place is not MemoryKind.HOST else ""
         title = "peak" if place is None else f"peak, {place.value}"
         table.add_row(title, *(f"{total / _MIB:,.0f}" for total in totals), style=style)
     return table
 
 
-def _row_name(name: str, place: Place | None) -> str:
-    return f"{name} (host)" if place is Place.HOST else name
+def _row_name(name: str, place: MemoryKind | None) -> str:
+    return f"{name} (host)" if place is MemoryKind.HOST else name
 
 
-def _mib(parts: list[Part]) -> str:
+def _mib(parts: list[MemoryItem]) -> str:
     return f"{sum(part.num_bytes for part in parts) / _MIB:,.0f}" if parts else "."

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Place(Enum):
+class MemoryKind(Enum):
     """Where bytes lie. On a CPU both are the same memory."""
 
     DEVICE = "device"
@@ -14,12 +14,12 @@ class Place(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MemoryItem:
     """Something that takes memory on one rank."""
 
     name: str
     num_bytes: int
-    place: Place = Place.DEVICE
+    place: MemoryKind = MemoryKind.DEVICE
 
     is_measured: bool = True
     """False for what the meter of a run does not see: the process before its engines, and what
@@ -33,9 +33,9 @@ class Phase:
     name: str
     """As in the metric ``memory/<name>_peak_bytes/max``."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryItem, ...]
 
-    def bytes_on(self, place: Place) -> int:
+    def bytes_on(self, place: MemoryKind) -> int:
         """Return what lies in that place."""
         return sum(part.num_bytes for part in self.parts if part.place is place)
 
@@ -54,15 +54,15 @@ class MemoryPlan:
 
     def peak_bytes(self, phase: Phase) -> int:
         """Return the bytes on the device; on a CPU those of the host lie in the same memory."""
-        host = phase.bytes_on(Place.HOST) if self.device == "cpu" else 0
-        return phase.bytes_on(Place.DEVICE) + host
+        host = phase.bytes_on(MemoryKind.HOST) if self.device == "cpu" else 0
+        return phase.bytes_on(MemoryKind.DEVICE) + host
 
     def measured_bytes(self, phase: Phase) -> int:
         """Return the part of ``peak_bytes`` that the meter of a run sees."""
         unseen = sum(
             part.num_bytes
             for part in phase.parts
-            if not part.is_measured and (self.device == "cpu" or part.place is Place.DEVICE)
+            if not part.is_measured and (self.device == "cpu" or part.place is MemoryKind.DEVICE)
         )
         return self.peak_bytes(phase) - unseen
 

@@ -12,8 +12,8 @@ from hybridrl.config.actor import EngineConfig
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.planning.megatron import MegatronMemory
 from hybridrl.planning.model_memory import ModelMemory
-from hybridrl.planning.plan import MemoryPlan, Part, Phase, Place
-from hybridrl.planning.roles import Numerics, Role, critic_role
+from hybridrl.planning.plan import MemoryItem, MemoryKind, MemoryPlan, Phase
+from hybridrl.planning.roles import ModelPrecision, PlannedModel, critic_role
 from hybridrl.planning.shapes import ModelShape, shape_of
 from hybridrl.planning.training import TrainingMemory
 from hybridrl.planning.workload import Microbatch, Workload
@@ -25,7 +25,7 @@ _PROCESS = 640 * _MIB
 
 _LIBRARIES = {
     "build": 10,
-    "make_room": 10,
+    "offload_optimizer": 10,
     "sync": 30,
     "generate": 35,
     "logprobs": 40,
@@ -80,7 +80,7 @@ class Rank:
         """The models whose training state this rank has a share of."""
         return (self._critic,)
 
-    def _at_rest(self) -> list[Part]:
+    def _at_rest(self) -> list[MemoryItem]:
         """What the rollout engine keeps while training has the device."""
         return []
 
@@ -105,47 +105,47 @@ class Rank:
 
     # -- what lies there while something else happens --------------------------------------------
 
-    def _weights(self) -> list[Part]:
+    def _weights(self) -> list[MemoryItem]:
         return [
-            Part(f"{model.role.name} weights", model.weights, _home_of(model))
+            MemoryItem(f"{model.role.name} weights", model.weights, _home_of(model))
             for model in self._models
         ]
 
-    def _moments(self, place: Place = Place.DEVICE) -> list[Part]:
+    def _moments(self, place: MemoryKind = MemoryKind.DEVICE) -> list[MemoryItem]:
         """Moments where they lie while computing; or, of those that may leave, in ``place``."""
-        on_host = sum(m.optimizer for m in self._models if _home_of(m) is Place.HOST)
-        name = "optimizer" if place is Place.DEVICE else "offloaded optimizer"
+        on_host = sum(m.optimizer for m in self._models if _home_of(m) is MemoryKind.HOST)
+        name = "optimizer" if place is MemoryKind.DEVICE else "offloaded optimizer"
         return [
-            Part(name, self._movable_moments, place),
-            Part("optimizer on the host", on_host, Place.HOST),
+            MemoryItem(name, self._movable_moments, place),
+            MemoryItem("optimizer on the host", on_host, MemoryKind.HOST),
         ]
 
     @property
     def _movable_moments(self) -> int:
         """Bytes of the moments that lie on the device while computing."""
-        return sum(m.optimizer for m in self._models if _home_of(m) is Place.DEVICE)
+        return sum(m.optimizer for m in self._models if _home_of(m) is MemoryKind.DEVICE)
 
-    def _standing(self) -> list[Part]:
+    def _standing(self) -> list[MemoryItem]:
         """Training state and what the rollout engine leaves there."""
         return [*self._weights(), *self._moments(), *self._at_rest()]
 
     # -- phases ----------------------------------------------------------------------------------
 
-    def _load(self) -> list[Part]:
+    def _load(self) -> list[MemoryItem]:
         """Weights are there, and the files that they were read from still mapped."""
-        files = Part("weight files, mapped", self._models[0].mapped_files, Place.HOST)
-        masters = Part("optimizer", sum(model.masters for model in self._models))
-        buffers = Part("gradient buffers", max(model.buffers for model in self._models))
+        files = MemoryItem("weight files, mapped", self._models[0].mapped_files, MemoryKind.HOST)
+        masters = MemoryItem("optimizer", sum(model.masters for model in self._models))
+        buffers = MemoryItem("gradient buffers", max(model.buffers for model in self._models))
         return [*self._weights(), buffers, masters, files]
 
-    def _values(self) -> list[Part]:
+    def _values(self) -> list[MemoryItem]:
         """The critic's forward pass: no chunk of logits."""
         pack, critic = self._scored(self._critic_workload, self._critic), self._critic
         stream = pack.num_tokens * self.shape.hidden_size * critic.numerics.compute_bytes
-        computing = Part("activations", critic.passing(pack) + stream)
-        return [*self._standing(), Part("gathered weights", critic.gathered), computing]
+        computing = MemoryItem("activations", critic.passing(pack) + stream)
+        return [*self._standing(), MemoryItem("gathered weights", critic.gathered), computing]
 
-    def _critic_update(self) -> list[Part]:
+    def _critic_update(self) -> list[MemoryItem]:
         critic, config = self._critic, self.config.critic
         pack = self._trained(self._critic_workload, critic)
         is_alone = pack.is_only_one and config.num_updates_per_step == 1
@@ -154,27 +154,31 @@ class Rank:
 
     def _update(
         self, model: ModelMemory, pack: Microbatch, share_of_fragments: float
-    ) -> Iterator[list[Part]]:
+    ) -> Iterator[list[MemoryItem]]:
         """Instants of the last backward pass: its loss, its last block and its first block."""
         saved = model.activations(pack)
         standing = [
             *self._standing(),
-            Part("gradient buffers", model.buffers),
-            Part("gathered weights", model.gathered),
-            Part("malloc fragments", int(share_of_fragments * saved)),
-            Part("gradients on the host", model.gradients_on_host, Place.HOST),
+            MemoryItem("gradient buffers", model.buffers),
+            MemoryItem("gathered weights", model.gathered),
+            MemoryItem("malloc fragments", int(share_of_fragments * saved)),
+            MemoryItem("gradients on the host", model.gradients_on_host, MemoryKind.HOST),
         ]
         before, held = model.gradients_before_last(pack), model.embedding_gradient()
         yield [
             *standing,
-            Part("gradients", before),
-            Part("activations", saved),
-            Part("logits", model.logits_backward(pack)),
+            MemoryItem("gradients", before),
+            MemoryItem("activations", saved),
+            MemoryItem("logits", model.logits_backward(pack)),
         ]
         passing = model.passing(pack)
-        yield [*standing, Part("gradients", before + held), Part("activations", saved + passing)]
-        last = Part("activations", model.saved_by_block(pack) + passing)
-        yield [*standing, Part("gradients", model.gradients_at_end(pack) + held), last]
+        yield [
+            *standing,
+            MemoryItem("gradients", before + held),
+            MemoryItem("activations", saved + passing),
+        ]
+        last = MemoryItem("activations", model.saved_by_block(pack) + passing)
+        yield [*standing, MemoryItem("gradients", model.gradients_at_end(pack) + held), last]
 
     def _fragments(
         self, engine: EngineConfig, *, is_alone: bool, has_adapter: bool = False
@@ -187,9 +191,9 @@ class Rank:
             return _FRAGMENTS_OF_ADAPTER_ALONE if is_alone else _FRAGMENTS_OF_ADAPTER
         return _FRAGMENTS_ALONE if is_alone else _FRAGMENTS_AFTER_ANOTHER
 
-    def _export(self) -> list[Part]:
+    def _export(self) -> list[MemoryItem]:
         """The end of a run: the last checkpoint's copy, then on rank 0 a file of whole weights."""
-        return [*self._standing(), Part("checkpoint", self._snapshot, Place.HOST)]
+        return [*self._standing(), MemoryItem("checkpoint", self._snapshot, MemoryKind.HOST)]
 
     @property
     def _snapshot(self) -> int:
@@ -197,31 +201,37 @@ class Rank:
         saves = self.config.checkpoint.every_num_steps > 0
         return saves * sum(model.snapshot for model in self._models)
 
-    def _phase(self, name: str, parts: list[Part]) -> Phase:
+    def _phase(self, name: str, parts: list[MemoryItem]) -> Phase:
         if self.config.cluster.device == "cuda":
-            rest = [Part("CUDA, NCCL, fragments", _CUDA_RESERVE, is_measured=False)]
+            allowance = [MemoryItem("CUDA, NCCL, fragments", _CUDA_RESERVE, is_measured=False)]
         else:
-            rest = [Part("libraries", _LIBRARIES.get(name, 20) * _MIB)]
+            allowance = [MemoryItem("libraries", _LIBRARIES.get(name, 20) * _MIB)]
         if name not in ("build", "export"):
             # It is written while the step after the save goes on; how long depends on the disk.
-            rest.append(Part("checkpoint", self._snapshot, Place.HOST, is_measured=False))
+            allowance.append(
+                MemoryItem("checkpoint", self._snapshot, MemoryKind.HOST, is_measured=False)
+            )
         on_host = sum(model.host_optimizer for model in self._models)
-        rest.append(Part("optimizer kept on the host", on_host, Place.HOST))
-        rest.append(Part("Python, torch, Ray", _PROCESS, Place.HOST, is_measured=False))
-        return Phase(name, tuple(part for part in (*parts, *rest) if part.num_bytes))
+        allowance.append(MemoryItem("optimizer kept on the host", on_host, MemoryKind.HOST))
+        allowance.append(
+            MemoryItem("Python, torch, Ray", _PROCESS, MemoryKind.HOST, is_measured=False)
+        )
+        return Phase(name, tuple(part for part in (*parts, *allowance) if part.num_bytes))
 
     # -- sizes -----------------------------------------------------------------------------------
 
     @cached_property
-    def _numerics(self) -> Numerics:
-        return Numerics.of(self.config)
+    def _numerics(self) -> ModelPrecision:
+        return ModelPrecision.of(self.config)
 
     @cached_property
     def _critic(self) -> ModelMemory:
-        numerics = Numerics.of_critic(self.config)
+        numerics = ModelPrecision.of_critic(self.config)
         return self._memory(critic_role(self.shape), numerics, self.config.critic)
 
-    def _memory(self, role: Role, numerics: Numerics, engine: EngineConfig) -> ModelMemory:
+    def _memory(
+        self, role: PlannedModel, numerics: ModelPrecision, engine: EngineConfig
+    ) -> ModelMemory:
         if engine.engine == "megatron":
             return MegatronMemory.of(self.config, role, numerics, stage=self.stage)
         return TrainingMemory(role, numerics)
@@ -248,11 +258,11 @@ class CriticRank(Rank):
         yield self._phase("export", self._export())
 
 
-def _home_of(model: ModelMemory) -> Place:
+def _home_of(model: ModelMemory) -> MemoryKind:
     """Return where the model's state lies while it computes."""
-    return Place.HOST if model.numerics.lies_on_host else Place.DEVICE
+    return MemoryKind.HOST if model.numerics.lies_on_host else MemoryKind.DEVICE
 
 
-def total_bytes(parts: list[Part]) -> int:
+def total_bytes(parts: list[MemoryItem]) -> int:
     """Add up parts, wherever they lie."""
     return sum(part.num_bytes for part in parts)

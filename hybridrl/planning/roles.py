@@ -16,7 +16,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Numerics:
+class ModelPrecision:
     """How a model is stored, computed and divided."""
 
     storage_bytes: int
@@ -58,20 +58,20 @@ class Numerics:
     """FSDP2: blocks whose weights are asked for ahead of time."""
 
     @classmethod
-    def of(cls, config: ExperimentConfig) -> Numerics:
+    def of(cls, config: ExperimentConfig) -> ModelPrecision:
         """Read the policy's; the reference has them too."""
         needs_cast = config.lora.enabled and config.actor.compute_dtype != "float32"
         return cls._of_engine(config, config.actor, config.cluster.num_ranks, needs_cast=needs_cast)
 
     @classmethod
-    def of_critic(cls, config: ExperimentConfig) -> Numerics:
+    def of_critic(cls, config: ExperimentConfig) -> ModelPrecision:
         """Read the critic's, which may have ranks of its own."""
         return cls._of_engine(config, config.critic, config.num_critic_ranks, needs_cast=False)
 
     @classmethod
     def _of_engine(
         cls, config: ExperimentConfig, engine: EngineConfig, num_ranks: int, *, needs_cast: bool
-    ) -> Numerics:
+    ) -> ModelPrecision:
         model, compute_dtype = config.model, engine.compute_dtype
         is_cuda = config.cluster.device == "cuda"
         has_varlen = is_cuda and compute_dtype == "bfloat16" and model.attention != "padded"
@@ -141,7 +141,7 @@ def _extra_sides(modules: frozenset[str], shape: ModelShape) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Role:
+class PlannedModel:
     """A model among the training engines: the actor, its reference, a critic."""
 
     name: str
@@ -188,15 +188,15 @@ class Role:
         return whole if self.learns else 0
 
 
-def policy_roles(config: ExperimentConfig, shape: ModelShape) -> tuple[Role, ...]:
+def policy_roles(config: ExperimentConfig, shape: ModelShape) -> tuple[PlannedModel, ...]:
     """List the models beside the critic. With LoRA the reference is the actor without adapter."""
     adapter = AdapterShape.of(config.lora, shape) if config.lora.enabled else None
-    actor = Role(name="actor", shape=shape, learns=True, adapter=adapter)
+    actor = PlannedModel(name="actor", shape=shape, learns=True, adapter=adapter)
     if config.algorithm.kl.placement == "none" or adapter is not None:
         return (actor,)
-    return actor, Role(name="reference", shape=shape, learns=False)
+    return actor, PlannedModel(name="reference", shape=shape, learns=False)
 
 
-def critic_role(shape: ModelShape) -> Role:
+def critic_role(shape: ModelShape) -> PlannedModel:
     """Describe the critic: the policy's model with a value head."""
-    return Role(name="critic", shape=shape, learns=True, has_value_head=True)
+    return PlannedModel(name="critic", shape=shape, learns=True, has_value_head=True)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from hybridrl.config.model import ModelConfig, StarterConfig
 from hybridrl.config.model_folder import read_settings
-from hybridrl.errors import ModelError, nearest, shown
+from hybridrl.errors import ModelError, shown, suggest_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Experts:
+class ExpertSizes:
     """The mixture of experts that some layers have."""
 
     num_experts: int
@@ -54,7 +54,7 @@ class ModelShape:
     has_head_norms: bool
     """Queries and keys are normalised head by head (Qwen3)."""
 
-    experts: Experts | None = None
+    experts: ExpertSizes | None = None
     """In place of the MLP, in some of the layers."""
 
     @property
@@ -198,7 +198,7 @@ def read_shape(folder: Path) -> ModelShape:
     if model_type not in _FAMILIES:
         raise ModelError(
             f"{file}: there is no plan for model_type={model_type!r}: "
-            f"{nearest(model_type, list(_FAMILIES))} Set model.path to such a model"
+            f"{suggest_name(model_type, list(_FAMILIES))} Set model.path to such a model"
         )
     try:
         return _from_values(values, _FAMILIES[model_type])
@@ -235,7 +235,7 @@ def _from_values(values: Mapping[str, object], family: _Family) -> ModelShape:
     )
 
 
-def _experts(values: Mapping[str, object], size: Callable[[str], int]) -> Experts | None:
+def _experts(values: Mapping[str, object], size: Callable[[str], int]) -> ExpertSizes | None:
     """Read which layers have experts, as transformers' Qwen3-MoE decides it."""
     num_experts = size("num_local_experts") or size("num_experts")  # as transformers 5 writes it
     listed = values.get("mlp_only_layers") or []
@@ -246,7 +246,7 @@ def _experts(values: Mapping[str, object], size: Callable[[str], int]) -> Expert
     }
     if not (num_experts and layers):
         return None
-    return Experts(
+    return ExpertSizes(
         num_experts=num_experts,
         num_per_token=size("num_experts_per_tok"),
         intermediate_size=size("moe_intermediate_size"),

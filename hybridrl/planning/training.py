@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridrl.planning.roles import Numerics, Role
+from hybridrl.planning.roles import ModelPrecision, PlannedModel
 from hybridrl.planning.workload import Microbatch
 
 _FLOAT32 = 4
@@ -23,8 +23,8 @@ _GATE_UP = ("gate_proj", "up_proj")
 class TrainingMemory:
     """Bytes of one role on one rank."""
 
-    role: Role
-    numerics: Numerics
+    role: PlannedModel
+    numerics: ModelPrecision
 
     @property
     def weights(self) -> int:
@@ -77,13 +77,13 @@ class TrainingMemory:
         role, numerics = self.role, self.numerics
         adapter = role.adapter.num_block_parameters if role.adapter else 0
         block = role.shape.num_block_parameters + adapter
-        whole = role.num_parameters + role.num_adapter_parameters
+        num_numbers = role.num_parameters + role.num_adapter_parameters
         if numerics.keeps_gathered:
-            num_parameters = whole + block
+            num_parameters = num_numbers + block
         else:
             num_blocks = 2 + max(1, numerics.num_prefetched_blocks)
             num_parameters = role.num_root_parameters + num_blocks * block
-        return min(num_parameters, 2 * whole) * numerics.compute_bytes
+        return min(num_parameters, 2 * num_numbers) * numerics.compute_bytes
 
     @property
     def gradients_on_host(self) -> int:

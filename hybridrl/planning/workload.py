@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from hybridrl.config.experiment import ExperimentConfig
 
 _PREFILL_TOKENS = 4096
-"""Of one prefill pass of the embedded engine, padding included (workers/rollout/prefill.py)."""
+"""Of one prefill pass of the embedded engine, padding included (workers/rollout/embedded/prefill.py)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,7 @@ EVAL_FALL = 0.1
 
 def all_groups_flat(evidence: Evidence) -> Finding | None:
     """Without a difference between siblings there is no advantage, and nothing is learned."""
-    share = evidence.recent("reward/flat_group_fraction")
+    share = evidence.recent("reward/zero_variance_group_fraction")
     reward = evidence.recent("reward/mean")
     highest = max(evidence.history.get("reward/max").finite, default=None)
     if share is None or share < FLAT_GROUPS:
@@ -45,7 +45,7 @@ def all_groups_flat(evidence: Evidence) -> Finding | None:
 def reward_is_flat(evidence: Evidence) -> Finding | None:
     """The last third of the run is no better than the first, beyond what chance explains."""
     values = evidence.history.get("reward/mean").finite
-    flat_share = evidence.recent("reward/flat_group_fraction") or 0.0
+    flat_share = evidence.recent("reward/zero_variance_group_fraction") or 0.0
     if len(values) < ENOUGH_STEPS or flat_share >= FLAT_GROUPS:
         return None
     third = len(values) // 3

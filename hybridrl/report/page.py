@@ -12,7 +12,7 @@ from string import Template
 from typing import Any
 
 from hybridrl import __version__
-from hybridrl.disk import write_whole
+from hybridrl.atomic_io import atomic_write_text
 from hybridrl.errors import RunFolderError
 from hybridrl.json_text import to_json_text
 from hybridrl.report.evidence import Evidence, Finding
@@ -54,7 +54,7 @@ def write_report(folder: Path, *, output: Path | None = None) -> Path:
     path = output or folder / NAME
     page = build_page(describe(folder))
     try:
-        write_whole(path, page, errors="replace")
+        atomic_write_text(path, page, errors="replace")
     except OSError as error:
         raise RunFolderError(
             f"cannot write {path}: {error}; write elsewhere with --output"

@@ -53,7 +53,7 @@ PANELS = (
         section=_LEARNING,
         title="Prompts that teach nothing",
         lines=(
-            ("reward/flat_group_fraction", "all rewards equal"),
+            ("reward/zero_variance_group_fraction", "all rewards equal"),
             ("reward/failed_fraction", "not scored"),
         ),
         unit="share of prompts or responses",
@@ -192,8 +192,23 @@ PANELS = (
         lines=tuple(
             (f"time/{stage}_s", stage.replace("_", " "))
             for stage in (
-                *("make_room", "resume_weights", "sync", "leave", "resume_cache", "continue"),
-                *("sample", "skew", "pause", "drain", "release", "release_cache", "come_back"),
+                *(
+                    "offload_optimizer",
+                    "resume_weights",
+                    "sync",
+                    "offload_parameters",
+                    "resume_cache",
+                    "continue",
+                ),
+                *(
+                    "sample",
+                    "skew",
+                    "pause",
+                    "drain",
+                    "release",
+                    "release_cache",
+                    "onload_training",
+                ),
                 *("roll_back", "unwind", "restart", "start"),
             )
         ),

@@ -117,7 +117,7 @@ def requests_aborted(evidence: Evidence) -> Finding | None:
 
 def memory_did_not_move(evidence: Evidence) -> Finding | None:
     """The life cycle ran, and its figures about memory say nothing."""
-    values = evidence.history.get("memory/unmoved_releases").finite
+    values = evidence.history.get("memory/noop_releases").finite
     if not sum(values):
         return None
     return Finding(

@@ -20,7 +20,7 @@ def thin(series: Series, *, max_points: int = MAX_POINTS) -> Series:
     if len(series.steps) <= max_points:
         return series
     kept: list[int] = []
-    for stretch in _stretches(len(series.steps), max_points // 2):
+    for stretch in _spans(len(series.steps), max_points // 2):
         finite = [index for index in stretch if series.values[index] is not None]
         if finite:
             ends = {min(finite, key=lambda i: series.values[i] or 0.0)}
@@ -42,18 +42,18 @@ def average(columns: Sequence[Series], *, max_points: int = MAX_POINTS) -> list[
         Columns with the same steps.
     """
     steps = sorted({step for column in columns for step in column.steps})
-    stretches = list(_stretches(len(steps), min(max_points, len(steps))))
-    middles = [steps[stretch[len(stretch) // 2]] for stretch in stretches]
-    return [Series(middles, _means(column, steps, stretches)) for column in columns]
+    spans = list(_spans(len(steps), min(max_points, len(steps))))
+    middles = [steps[stretch[len(stretch) // 2]] for stretch in spans]
+    return [Series(middles, _means(column, steps, spans)) for column in columns]
 
 
-def _means(column: Series, steps: Sequence[int], stretches: Sequence[range]) -> list[float | None]:
+def _means(column: Series, steps: Sequence[int], spans: Sequence[range]) -> list[float | None]:
     known = dict(zip(column.steps, column.values, strict=True))
     values = [known.get(step) or 0.0 for step in steps]
-    return [fmean(values[stretch.start : stretch.stop]) for stretch in stretches]
+    return [fmean(values[stretch.start : stretch.stop]) for stretch in spans]
 
 
-def _stretches(num_points: int, num_stretches: int) -> Iterator[range]:
+def _spans(num_points: int, num_stretches: int) -> Iterator[range]:
     for number in range(num_stretches):
         yield range(
             number * num_points // num_stretches, (number + 1) * num_points // num_stretches

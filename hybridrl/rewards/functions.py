@@ -31,8 +31,8 @@ def sorted_prefix(responses: Sequence[str], answers: Sequence[str], **_: object)
 
 def _share_right(response: str, answer: str) -> float:
     num_right = 0
-    for ours, theirs in zip(response, answer, strict=False):
-        if ours != theirs:
+    for token, wanted in zip(response, answer, strict=False):
+        if token != wanted:
             break
         num_right += 1
     return num_right / (len(answer) + (len(response) > len(answer)))

@@ -24,5 +24,5 @@ def reward_metrics(scores: Scores, *, num_responses: int) -> Metrics:
     }
     if num_responses > 1:
         flat_P = flat_groups(rewards_B.view(-1, num_responses))
-        metrics["reward/flat_group_fraction"] = Mean(flat_P.sum().item(), len(flat_P))
+        metrics["reward/zero_variance_group_fraction"] = Mean(flat_P.sum().item(), len(flat_P))
     return metrics

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
+from hybridrl.diagnostics.processes import end_guarded, guarded
 from hybridrl.errors import RewardError
-from hybridrl.processes import end_guarded, guarded
 from hybridrl.rewards import child
 from hybridrl.rewards.channel import Channel, ChannelClosed, Garbage, Refused
 
@@ -176,17 +176,17 @@ class ChildRunner:
         self._start()
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
+        parent_end, child_end = socket.socketpair()
+        with child_end:
             # -P: its folder must not hide modules of the standard library.
-            command = [sys.executable, "-P", child.__file__, str(theirs.fileno())]
+            command = [sys.executable, "-P", child.__file__, str(child_end.fileno())]
             self._process = subprocess.Popen(
                 guarded(command),
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
                 stdin=subprocess.PIPE,
                 start_new_session=True,
             )
-        self._channel = Channel(ours)
+        self._channel = Channel(parent_end)
         self._is_closed = False
         search_path = [entry for entry in sys.path if isinstance(entry, str)]
         load = {"path": str(self._path), "name": self._name, "search_path": search_path}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.config.reward import RewardConfig
-from hybridrl.errors import RewardError, nearest
+from hybridrl.errors import RewardError, suggest_name
 from hybridrl.rewards import functions
 from hybridrl.rewards.runner import (
     CallFailed,
@@ -70,7 +70,7 @@ def load_runner(function: str, *, timeout_s: float) -> RewardRunner:
     file, colon, name = function.rpartition(":")
     if not colon:
         raise RewardError(
-            f"reward.function={function!r} is not built in; {nearest(function, BUILT_IN)} "
+            f"reward.function={function!r} is not built in; {suggest_name(function, BUILT_IN)} "
             "For your own set reward.function=path/to/file.py:function"
         )
     if not Path(file).is_file():

@@ -11,13 +11,13 @@ A worker class written for verl ports by importing from here and by changing its
         group.update(batch)
 """
 
+from hybridrl.diagnostics.process_report import RankReport
 from hybridrl.single_controller.actors import OnFailure
-from hybridrl.single_controller.autopsy import RankReport
 from hybridrl.single_controller.dispatch import (
     Dispatch,
     Execute,
-    Parts,
     RankLayout,
+    ResultLayout,
     Whole,
     dispatch_by_mesh,
 )
@@ -40,13 +40,13 @@ __all__ = [
     "Execute",
     "Future",
     "OnFailure",
-    "Parts",
     "PayloadOps",
     "RankLayout",
     "RankReport",
     "RayClassWithInitArgs",
     "RayResourcePool",
     "RayWorkerGroup",
+    "ResultLayout",
     "Splittable",
     "Whole",
     "Worker",

@@ -13,6 +13,8 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from hybridrl.diagnostics.process_report import MonitoredRank, RankReport
+from hybridrl.diagnostics.rank_monitor import RankMonitor, describe_ranks, find_culprits
 from hybridrl.errors import (
     ClusterLostError,
     DeadlineError,
@@ -20,15 +22,13 @@ from hybridrl.errors import (
     RemoteCallError,
     WorkerGroupError,
 )
-from hybridrl.single_controller.autopsy import RankReport, WatchedRank
 from hybridrl.single_controller.dispatch import RankLayout
 from hybridrl.single_controller.failures import call_error, settle
-from hybridrl.single_controller.head import LOOK_EVERY_S, HeadWatch
+from hybridrl.single_controller.head import LOOK_EVERY_S, HeadMonitor
 from hybridrl.single_controller.network import rendezvous_address
 from hybridrl.single_controller.payload import install_reducers
 from hybridrl.single_controller.resource_pool import RayResourcePool
-from hybridrl.single_controller.watch import RankWatch, describe_ranks, find_culprits
-from hybridrl.single_controller.worker import Location, MeshPlace, Role, build_host_class
+from hybridrl.single_controller.worker import Location, MeshPlace, WorkerSpec, build_host_class
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class RankActors:
     """
 
     def __init__(
-        self, pool: RayResourcePool, roles: Mapping[str, Role], limits: GroupLimits
+        self, pool: RayResourcePool, roles: Mapping[str, WorkerSpec], limits: GroupLimits
     ) -> None:
         self.limits = limits
         self.actors: list[Any] = []
@@ -89,8 +89,8 @@ class RankActors:
         self._pool = pool
         self._layouts: dict[tuple[str, str | None], RankLayout] = {}
         self._why_unusable = ""
-        self._head = HeadWatch()
-        self._watch = RankWatch()
+        self._head = HeadMonitor()
+        self._watch = RankMonitor()
         self._is_reported = False
         host_class = build_host_class({prefix: role.cls for prefix, role in roles.items()})
         install_reducers()
@@ -116,14 +116,14 @@ class RankActors:
         self.actors = [self.actors[index] for index in order]
         self._locations = [locations[index] for index in order]
         self.hosts = [location.host for location in self._locations]
-        self._watch = RankWatch(
+        self._watch = RankMonitor(
             [
-                WatchedRank(rank, location.host, location.node_id, location.files)
+                MonitoredRank(rank, location.host, location.node_id, location.files)
                 for rank, location in enumerate(self._locations)
             ]
         )
 
-    def _build(self, roles: dict[str, Role]) -> None:
+    def _build(self, roles: dict[str, WorkerSpec]) -> None:
         deadline = Deadline.after(self.limits.start_timeout_s, "start_timeout_s")
         reserve = [self.actors[0].host_reserve_port.remote(_meeting_address(self._locations))]
         [port] = self.gather(reserve, method="reserve_port", deadline=deadline)
@@ -187,11 +187,11 @@ class RankActors:
         if missing:
             raise DispatchError(
                 f"ranks {missing} have not registered the mesh {mesh!r}; call "
-                f"self.register_mesh({mesh!r}, dp_rank=, dp_size=, is_collect=) on every rank first"
+                f"self.register_mesh({mesh!r}, dp_rank=, dp_size=, is_output_rank=) on every rank first"
             )
         known = [place for place in places if place is not None]
         layout = RankLayout(
-            tuple(place.dp_rank for place in known), tuple(place.is_collect for place in known)
+            tuple(place.dp_rank for place in known), tuple(place.is_output_rank for place in known)
         )
         wrong = [rank for rank, place in enumerate(known) if place.dp_size != layout.dp_size]
         if wrong:
@@ -231,11 +231,11 @@ class RankActors:
         fact = f"ranks {late} of {len(refs)} have not answered {method}() within"
         if not is_final:
             raise DeadlineError(f"{fact} {wait_s:g} s; it goes on: call get(timeout_s=) again")
-        culprits = find_culprits(self.examine(), late)
+        failed_ranks = find_culprits(self.examine(), late)
         self.stop(f"{method}() was late on ranks {late}")
         raise DeadlineError(
             f"{fact} {deadline.limit_s:g} s, the group was stopped; "
-            f"raise {deadline.key} if that is not enough{describe_ranks(culprits)}"
+            f"raise {deadline.key} if that is not enough{describe_ranks(failed_ranks)}"
         )
 
     def _get(self, refs: Sequence[Any], method: str, timeout_s: float) -> list[Any]:

@@ -22,7 +22,7 @@ class Execute(Enum):
     RANK_ZERO = auto()
 
 
-class Parts(Enum):
+class ResultLayout(Enum):
     """What one entry of a split argument, or of uncollected results, stands for.
 
     A future is handed to the next call without passing through the driver when the one gives
@@ -63,8 +63,8 @@ class RankLayout:
             range(self.dp_size)
         ):
             raise DispatchError(
-                f"ranks say dp_rank {list(self.dp_rank_of)} and is_collect {list(self.collects)}; "
-                f"give dp ranks 0..{self.dp_size - 1} and is_collect=True on exactly one rank each"
+                f"ranks say dp_rank {list(self.dp_rank_of)} and is_output_rank {list(self.collects)}; "
+                f"give dp ranks 0..{self.dp_size - 1} and is_output_rank=True on exactly one rank each"
             )
 
     @classmethod
@@ -128,8 +128,8 @@ def split_by_dp_rank(layout: RankLayout, value: object) -> list[object]:
     dp_size = layout.dp_size
     if dp_size == 1:  # nothing to cut: the payload goes as it is
         return split_whole(layout, value)
-    rows_per_slice, rest = divmod(num_rows(value), dp_size)
-    if rest:
+    rows_per_slice, remainder = divmod(num_rows(value), dp_size)
+    if remainder:
         raise DispatchError(_indivisible(num_rows(value), dp_size))
     slices = [
         take_rows(value, dp_rank * rows_per_slice, (dp_rank + 1) * rows_per_slice)
@@ -176,11 +176,11 @@ class Dispatch:
     name: str
     split: Split
     collect: Collect
-    takes: Parts = Parts.OTHER
-    gives: Parts = Parts.OTHER
+    input_layout: ResultLayout = ResultLayout.OTHER
+    output_layout: ResultLayout = ResultLayout.OTHER
     mesh: str | None = None
     """The mesh that ranks reported with `Worker.register_mesh`; None: one slice per rank."""
-    all_answer: bool = False
+    collect_from_all: bool = False
     """Whether ``collect`` gets the results of ranks that share a slice from each of them; else it
     gets None from those that do not answer, and their results stay where they are."""
     pads: bool = False
@@ -201,35 +201,35 @@ class Dispatch:
 
 
 Dispatch.RANK_ZERO = Dispatch(
-    name="RANK_ZERO", split=split_whole, collect=collect_list, takes=Parts.WHOLE
+    name="RANK_ZERO", split=split_whole, collect=collect_list, input_layout=ResultLayout.WHOLE
 )
 Dispatch.ONE_TO_ALL = Dispatch(
     name="ONE_TO_ALL",
     split=split_whole,
     collect=collect_list,
-    takes=Parts.WHOLE,
-    gives=Parts.PER_RANK,
+    input_layout=ResultLayout.WHOLE,
+    output_layout=ResultLayout.PER_RANK,
 )
 Dispatch.ALL_TO_ALL = Dispatch(
     name="ALL_TO_ALL",
     split=split_per_rank,
     collect=collect_list,
-    takes=Parts.PER_RANK,
-    gives=Parts.PER_RANK,
+    input_layout=ResultLayout.PER_RANK,
+    output_layout=ResultLayout.PER_RANK,
 )
 Dispatch.DP_COMPUTE = Dispatch(
     name="DP_COMPUTE",
     split=split_by_dp_rank,
     collect=collect_by_dp_rank,
-    takes=Parts.PER_DP_RANK,
-    gives=Parts.PER_DP_RANK,
+    input_layout=ResultLayout.PER_DP_RANK,
+    output_layout=ResultLayout.PER_DP_RANK,
 )
 Dispatch.DP_COMPUTE_PROTO = replace(Dispatch.DP_COMPUTE, name="DP_COMPUTE_PROTO", pads=True)
 Dispatch.DP_COMPUTE_METRIC = replace(
     Dispatch.DP_COMPUTE,
     name="DP_COMPUTE_METRIC",
     collect=collect_list_by_dp_rank,
-    gives=Parts.OTHER,
+    output_layout=ResultLayout.OTHER,
 )
 
 
@@ -271,8 +271,8 @@ class Padding:
         ]
 
     def _strip_one(self, dp_rank: int, result: object) -> object:
-        results_per_row, rest = divmod(num_rows(result), self.rows_per_slice)
-        if rest:
+        results_per_row, remainder = divmod(num_rows(result), self.rows_per_slice)
+        if remainder:
             raise DispatchError(
                 f"{num_rows(result)} result rows for {self.rows_per_slice} padded rows: which are "
                 "padding cannot be told; return a fixed number per row, or register with pad=False"
@@ -309,6 +309,6 @@ def pad_arguments(values: Sequence[object], dp_size: int) -> tuple[list[object],
 
 
 def _repeat(payload: object, target: int) -> object:
-    copies, rest = divmod(target, num_rows(payload))
-    tail = [take_rows(payload, 0, rest)] if rest else []
+    copies, remainder = divmod(target, num_rows(payload))
+    tail = [take_rows(payload, 0, remainder)] if remainder else []
     return concat_rows([payload] * copies + tail)

@@ -19,9 +19,9 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from hybridrl.errors import DeadlineError, RemoteCallError, WorkerDiedError, tells_of_a_lost_peer
-from hybridrl.single_controller.autopsy import RankReport
-from hybridrl.single_controller.watch import describe_ranks, find_culprits
+from hybridrl.diagnostics.process_report import RankReport
+from hybridrl.diagnostics.rank_monitor import describe_ranks, find_culprits
+from hybridrl.errors import DeadlineError, RemoteCallError, WorkerDiedError, is_peer_failure
 
 _MISSING_MODULE = re.compile(r"No module named '([\w.]+)'")
 STORE_IS_FULL = (
@@ -93,10 +93,10 @@ def call_error(
     Returns:
         A ``DeadlineError`` if all that raised had given up waiting for ranks that hang.
     """
-    culprits = find_culprits(reports, settled.late)
+    failed_ranks = find_culprits(reports, settled.late)
     roots = settled.roots
     if settled.late and not settled.dead and _is_consequence(settled.failures[roots[0]]):
-        return _hang(settled, hosts, method, culprits=culprits)
+        return _hang(settled, hosts, method, failed_ranks=failed_ranks)
     rank = roots[0]
     report = next((report for report in reports if report.rank == rank), None)
     error = _translate(
@@ -106,18 +106,18 @@ def call_error(
         cause = _one_line(settled.failures[other])
         error.add_note(f"rank {other} on {hosts[other]} failed too: {cause}")
     if settled.late:
-        where = describe_ranks([report for report in culprits if report.rank in settled.late])
+        where = describe_ranks([report for report in failed_ranks if report.rank in settled.late])
         error.add_note(f"ranks {list(settled.late)} did not return and were stopped{where}")
     return error
 
 
 def _hang(
-    settled: Settled, hosts: Sequence[str], method: str, *, culprits: Sequence[RankReport]
+    settled: Settled, hosts: Sequence[str], method: str, *, failed_ranks: Sequence[RankReport]
 ) -> DeadlineError:
-    late = [report.rank for report in culprits] or list(settled.late)
+    late = [report.rank for report in failed_ranks] or list(settled.late)
     error = DeadlineError(
         f"rank {late[0]} on {hosts[late[0]]} hangs in {method}(): others gave up waiting for it, "
-        f"and the group was stopped{describe_ranks(culprits)}"
+        f"and the group was stopped{describe_ranks(failed_ranks)}"
     )
     for rank in settled.roots:
         cause = _one_line(settled.failures[rank])
@@ -165,7 +165,7 @@ def _describe_death(error: Exception, report: RankReport | None) -> str:
 
 
 def _is_consequence(error: Exception) -> bool:
-    return tells_of_a_lost_peer(_one_line(error))
+    return is_peer_failure(_one_line(error))
 
 
 def _one_line(error: Exception) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridrl.errors import DispatchError
-from hybridrl.single_controller.worker import Role, Worker
+from hybridrl.single_controller.worker import Worker, WorkerSpec
 
 
 class RayClassWithInitArgs:
@@ -28,7 +28,7 @@ class RayClassWithInitArgs:
                 f"{worker_cls.__name__} is not a worker; "
                 "make it a subclass of hybridrl.single_controller.Worker"
             )
-        self.roles: dict[str, Role] = {"": Role(worker_cls, args, kwargs)}
+        self.roles: dict[str, WorkerSpec] = {"": WorkerSpec(worker_cls, args, kwargs)}
         """By prefix; a class that is not fused has the empty prefix."""
 
 

@@ -46,7 +46,7 @@ def answers(address: str, *, timeout_s: float = _CONNECT_S) -> bool:
         return False
 
 
-class HeadWatch:
+class HeadMonitor:
     """Looks at the head of the connected cluster while the driver waits for ranks."""
 
     def __init__(self) -> None:

@@ -73,14 +73,14 @@ def register(
 
 def registered_methods(cls: type) -> dict[str, Registration]:
     """Return the registrations of a class by method name, inherited ones included."""
-    found: dict[str, Registration] = {}
+    methods: dict[str, Registration] = {}
     for base in reversed(cls.__mro__):
         for name, member in vars(base).items():
             if inspect.isfunction(member):
                 registration = _registration_of(member)
                 if registration is not None:
-                    found[name] = registration
-    return found
+                    methods[name] = registration
+    return methods
 
 
 def _registration_of(function: Callable[..., Any]) -> Registration | None:

@@ -16,8 +16,8 @@ from hybridrl.single_controller.actors import Deadline, RankActors
 from hybridrl.single_controller.dispatch import (
     Execute,
     Padding,
-    Parts,
     RankLayout,
+    ResultLayout,
     pad_arguments,
 )
 from hybridrl.single_controller.failures import STORE_IS_FULL
@@ -81,7 +81,11 @@ class RemoteMethod:
         handed_on: dict[int, list[Any]] = {}
         plain: list[object] = []
         for index, value in enumerate(values):
-            refs = value.hand_on(dispatch.takes, layout) if isinstance(value, Future) else None
+            refs = (
+                value.forward_refs(dispatch.input_layout, layout)
+                if isinstance(value, Future)
+                else None
+            )
             if refs is not None:
                 handed_on[index] = refs
                 plain.append(None)
@@ -156,19 +160,22 @@ class Future:
         _, pending = ray.wait(self._refs, num_returns=len(self._refs), timeout=0)
         return not pending
 
-    def hand_on(self, takes: Parts, layout: RankLayout) -> list[Any] | None:
+    def forward_refs(self, input_layout: ResultLayout, layout: RankLayout) -> list[Any] | None:
         """Return one reference per rank for a call that takes these parts, without waiting.
 
         None if the parts do not fit, and the driver has to collect and split.
         """
         registration = self._method.registration
         if registration.execute is Execute.RANK_ZERO:
-            return self._refs * layout.world_size if takes is Parts.WHOLE else None
-        if registration.dispatch.gives is not takes or self._padding is not None:
+            return self._refs * layout.world_size if input_layout is ResultLayout.WHOLE else None
+        if registration.dispatch.output_layout is not input_layout or self._padding is not None:
             return None
-        if takes is Parts.PER_RANK and len(self._refs) == layout.world_size:
+        if input_layout is ResultLayout.PER_RANK and len(self._refs) == layout.world_size:
             return self._refs
-        if takes is Parts.PER_DP_RANK and self._method.layout.dp_size == layout.dp_size:
+        if (
+            input_layout is ResultLayout.PER_DP_RANK
+            and self._method.layout.dp_size == layout.dp_size
+        ):
             slices = [self._refs[rank] for rank in self._method.layout.collecting_ranks]
             return [slices[dp_rank] for dp_rank in layout.dp_rank_of]
         return None

@@ -10,11 +10,11 @@ from typing import Any
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridrl.errors import ResourceError
-from hybridrl.single_controller.room import Wish, remove, reserve
+from hybridrl.single_controller.placement import ResourceRequest, remove, reserve
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class RankAllocation:
     """What one rank of one group takes of one bundle."""
 
     placement_group: Any
@@ -36,13 +36,13 @@ class Slot:
 class _Reservation:
     """Placement groups, one per node entry, held while any group runs on any of their bundles."""
 
-    def __init__(self, wish: Wish, max_colocated: int) -> None:
+    def __init__(self, wish: ResourceRequest, max_colocated: int) -> None:
         self.max_colocated = max_colocated
         self._wish = wish
         self._placement_groups: list[Any] = []
         self._num_leases = [0] * sum(wish.process_on_nodes)
 
-    def lease(self, bundles: range, wait_s: float) -> list[Slot]:
+    def lease(self, bundles: range, wait_s: float) -> list[RankAllocation]:
         if any(self._num_leases[index] >= self.max_colocated for index in bundles):
             raise ResourceError(
                 f"{self.max_colocated} worker groups run on this pool already; shut one down, or "
@@ -64,7 +64,9 @@ class _Reservation:
             name: int(amount / self.max_colocated * 10_000) / 10_000
             for name, amount in self._wish.bundle.items()
         }
-        return [Slot(*places[index], share["CPU"], share.get("GPU", 0.0)) for index in bundles]
+        return [
+            RankAllocation(*places[index], share["CPU"], share.get("GPU", 0.0)) for index in bundles
+        ]
 
     def give_back(self, bundles: range) -> None:
         for index in bundles:
@@ -110,7 +112,7 @@ class RayResourcePool:
                 "use RayResourcePool(process_on_nodes=[1])"
             )
         bundle = {"CPU": num_cpus_per_rank} | ({"GPU": 1.0} if use_gpu else {})
-        wish = Wish(tuple(process_on_nodes), bundle, is_spread)
+        wish = ResourceRequest(tuple(process_on_nodes), bundle, is_spread)
         reservation = _Reservation(wish, max_colocate_count)
         self._parts = [(reservation, range(sum(process_on_nodes)))]
         self._wait_s = wait_s
@@ -143,13 +145,13 @@ class RayResourcePool:
         """Return a pool over the bundles of both."""
         return self._view(self._parts + other._parts)
 
-    def lease(self) -> list[Slot]:
+    def lease(self) -> list[RankAllocation]:
         """Reserve a share of every bundle for one group; waits at most ``wait_s``.
 
         Raises:
             ResourceError: too few resources, or ``max_colocate_count`` groups run here already.
         """
-        slots: list[Slot] = []
+        slots: list[RankAllocation] = []
         leased: list[tuple[_Reservation, range]] = []
         try:
             for reservation, bundles in self._parts:

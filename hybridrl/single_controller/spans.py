@@ -9,13 +9,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from hybridrl.diagnostics.trace import SpanBatch
 from hybridrl.errors import WorkerGroupError
 from hybridrl.single_controller.actors import RankActors
-from hybridrl.trace import Harvest
 
 
 @dataclass(slots=True)
-class SpanHarvest:
+class SpanCollector:
     """Asks ranks for their spans and picks the answers up later. A failure costs the spans alone.
 
     A rank answers between two calls, in less than a millisecond. One that is dead or stuck does
@@ -37,7 +37,7 @@ class SpanHarvest:
             if rank not in self._asked:
                 self._asked[rank] = actor.host_take_spans.remote()
 
-    def pick_up(self, *, wait_s: float = 0.0) -> list[tuple[str, Harvest]]:
+    def collect(self, *, wait_s: float = 0.0) -> list[tuple[str, SpanBatch]]:
         """Return the answers that are there, each with the name of its rank.
 
         Args:
@@ -56,8 +56,8 @@ class SpanHarvest:
         ]
 
 
-def _answers(refs: Sequence[Any]) -> list[Harvest | None]:
-    answers: list[Harvest | None] = []
+def _answers(refs: Sequence[Any]) -> list[SpanBatch | None]:
+    answers: list[SpanBatch | None] = []
     for ref in refs:
         try:
             answers.append(ray.get(ref))

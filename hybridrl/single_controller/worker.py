@@ -13,7 +13,8 @@ from typing import Any, Self
 
 import ray
 
-from hybridrl import activity, env, log, trace
+from hybridrl import env, log
+from hybridrl.diagnostics import activity, trace
 from hybridrl.errors import DispatchError
 from hybridrl.single_controller.network import LOOPBACK, bind, interface_of
 from hybridrl.single_controller.payload import install_reducers, run_after_call
@@ -26,7 +27,7 @@ class MeshPlace:
 
     dp_rank: int
     dp_size: int
-    is_collect: bool
+    is_output_rank: bool
 
 
 class Worker:
@@ -59,7 +60,7 @@ class Worker:
         return worker
 
     def register_mesh(
-        self, name: str, *, dp_rank: int, dp_size: int, is_collect: bool = True
+        self, name: str, *, dp_rank: int, dp_size: int, is_output_rank: bool = True
     ) -> None:
         """Report this rank's place in a mesh, for ``dispatch_by_mesh(name)``.
 
@@ -67,12 +68,12 @@ class Worker:
             name: of the mesh.
             dp_rank: index of the slice this rank takes; tensor-parallel peers say the same.
             dp_size: number of slices.
-            is_collect: whether this rank answers; exactly one rank of each dp rank does.
+            is_output_rank: whether this rank answers; exactly one rank of each dp rank does.
 
         Raises:
             DispatchError: the mesh was registered before with another place.
         """
-        place = MeshPlace(dp_rank, dp_size, is_collect)
+        place = MeshPlace(dp_rank, dp_size, is_output_rank)
         if self.meshes.setdefault(name, place) != place:
             raise DispatchError(
                 f"mesh {name!r} is already {self.meshes[name]} on rank {self.rank}, not {place}; "
@@ -98,7 +99,7 @@ class Location:
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class WorkerSpec:
     """A worker class and the arguments of its constructor."""
 
     cls: type[Worker]
@@ -149,7 +150,7 @@ class WorkerHost:
     def host_build(
         self,
         environment: dict[str, str],
-        roles: dict[str, Role],
+        roles: dict[str, WorkerSpec],
         set_up: Callable[[], object] | None = None,
     ) -> None:
         """Construct the workers in order, in an environment that holds their rendezvous.
@@ -164,27 +165,27 @@ class WorkerHost:
         _choose_interface(environment["MASTER_ADDR"])
         log.set_where(f"rank {environment['RANK']}")
         if set_up is not None:
-            with activity.doing("set_up()"):
+            with activity.scope("set_up()"):
                 set_up()
         for prefix, role in roles.items():
             worker = role.cls.__new__(role.cls, *role.args, **role.kwargs)
             worker.fused = self.workers
             self.workers[prefix] = worker
-            what = role.cls.__name__
-            with activity.doing(f"{what}.__init__()"), trace.span("build", role=what):
+            class_name = role.cls.__name__
+            with activity.scope(f"{class_name}.__init__()"), trace.span("build", role=class_name):
                 role.cls.__init__(worker, *role.args, **role.kwargs)
 
     def host_mesh(self, prefix: str, mesh: str) -> MeshPlace | None:
         """Return the place that a worker registered in a mesh, if it did."""
         return self.workers[prefix].meshes.get(mesh)
 
-    def host_take_spans(self) -> trace.Harvest:
+    def host_take_spans(self) -> trace.SpanBatch:
         """Return what this process recorded since the last time."""
         return trace.take()
 
     def host_execute(self, prefix: str, name: str, *args: object, **kwargs: object) -> object:
         """Call any public method of a worker, registered or not."""
-        with activity.doing(f"{join_prefix(prefix, name)}()"), trace.span(name):
+        with activity.scope(f"{join_prefix(prefix, name)}()"), trace.span(name):
             result = getattr(self.workers[prefix], name)(*args, **kwargs)
         run_after_call()
         return result
@@ -193,7 +194,7 @@ class WorkerHost:
         """Let the workers release what would outlive the process, the last built first."""
         if self._port is not None:
             self._port.close()
-        with activity.doing("close()"):
+        with activity.scope("close()"):
             for worker in reversed(self.workers.values()):
                 worker.close()
 
@@ -203,7 +204,7 @@ class AsyncWorkerHost(WorkerHost):
 
     async def host_execute(self, prefix: str, name: str, *args: object, **kwargs: object) -> object:
         """Call any public method of a worker, registered or not."""
-        with activity.doing(f"{join_prefix(prefix, name)}()"):
+        with activity.scope(f"{join_prefix(prefix, name)}()"):
             result = getattr(self.workers[prefix], name)(*args, **kwargs)
             if inspect.isawaitable(result):
                 result = await result
@@ -240,12 +241,12 @@ def join_prefix(prefix: str, name: str) -> str:
 def _forward(
     cls: type[Worker], prefix: str, name: str, registration: Registration
 ) -> Callable[..., Any]:
-    mesh = None if registration.dispatch.all_answer else registration.dispatch.mesh
+    mesh = None if registration.dispatch.collect_from_all else registration.dispatch.mesh
     shown = f"{join_prefix(prefix, name)}()"
 
     def finish(worker: Worker, result: object) -> object:
         run_after_call()
-        if mesh is not None and mesh in worker.meshes and not worker.meshes[mesh].is_collect:
+        if mesh is not None and mesh in worker.meshes and not worker.meshes[mesh].is_output_rank:
             return None  # nobody reads it: keep it off the wire
         return result
 
@@ -254,7 +255,7 @@ def _forward(
 
     def call(host: WorkerHost, *args: object, **kwargs: object) -> object:
         worker = host.workers[prefix]
-        with activity.doing(shown), trace.span(join_prefix(prefix, name)):
+        with activity.scope(shown), trace.span(join_prefix(prefix, name)):
             result = function(worker, *args, **kwargs)
             trace.note_host_memory()
             return finish(worker, result)
@@ -262,7 +263,7 @@ def _forward(
     async def call_async(host: WorkerHost, *args: object, **kwargs: object) -> object:
         worker = host.workers[prefix]
         coroutine: Awaitable[object] = function(worker, *args, **kwargs)
-        with activity.doing(shown):
+        with activity.scope(shown):
             return finish(worker, await coroutine)
 
     return call_async if inspect.iscoroutinefunction(function) else call

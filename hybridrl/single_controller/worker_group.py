@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from hybridrl.errors import DispatchError, nearest
+from hybridrl.diagnostics.process_report import RankReport
+from hybridrl.errors import DispatchError, suggest_name
 from hybridrl.single_controller.actors import GroupLimits, OnFailure, RankActors
-from hybridrl.single_controller.autopsy import RankReport
 from hybridrl.single_controller.dispatch import Dispatch, Execute
 from hybridrl.single_controller.fused import RayClassWithInitArgs
 from hybridrl.single_controller.register import Registration, registered_methods
 from hybridrl.single_controller.remote_call import Future, RemoteMethod
 from hybridrl.single_controller.resource_pool import RayResourcePool
-from hybridrl.single_controller.spans import SpanHarvest
+from hybridrl.single_controller.spans import SpanCollector
 from hybridrl.single_controller.worker import Worker, join_prefix
 
 
@@ -27,7 +27,7 @@ class WorkerGroup:
     ) -> None:
         self._actors = actors
         self._roles = dict(roles)
-        self.spans = SpanHarvest(actors, "+".join(cls.__name__ for cls in roles.values()))
+        self.spans = SpanCollector(actors, "+".join(cls.__name__ for cls in roles.values()))
         self._methods: dict[str, RemoteMethod] = {}
         for prefix, cls in roles.items():
             for name, registration in registered_methods(cls).items():
@@ -60,7 +60,7 @@ class WorkerGroup:
         unknown = [prefix for prefix in prefix_set if prefix not in self._roles or not prefix]
         if unknown:
             raise DispatchError(
-                f"no fused worker {unknown[0]!r}; {nearest(unknown[0], sorted(self._roles))}"
+                f"no fused worker {unknown[0]!r}; {suggest_name(unknown[0], sorted(self._roles))}"
             )
         return {
             prefix: WorkerGroup(self._actors, {prefix: self._roles[prefix]}, spawned=prefix)
@@ -97,7 +97,7 @@ class WorkerGroup:
         methods: dict[str, RemoteMethod] = self.__dict__.get("_methods", {})
         if name not in methods:
             raise AttributeError(
-                f"no registered worker method {name!r}; {nearest(name, sorted(methods))}"
+                f"no registered worker method {name!r}; {suggest_name(name, sorted(methods))}"
             )
         return methods[name]
 
@@ -112,7 +112,9 @@ class WorkerGroup:
         [(prefix, cls)] = self._roles.items()
         known = [name for name, _ in inspect.getmembers(cls, inspect.isfunction) if name[0] != "_"]
         if name not in known:
-            raise AttributeError(f"{cls.__name__} has no method {name!r}; {nearest(name, known)}")
+            raise AttributeError(
+                f"{cls.__name__} has no method {name!r}; {suggest_name(name, known)}"
+            )
         registration = Registration(dispatch=Dispatch.ONE_TO_ALL, execute=execute)
         handles = [actor.host_execute for actor in self._actors.actors]
         method = RemoteMethod(

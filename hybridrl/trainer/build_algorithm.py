@@ -11,8 +11,8 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.source import PromptStep
 from hybridrl.trainer.advantages import Generalized, GroupRelative, GroupRelativeWithKL, KLCharge
 from hybridrl.trainer.policy import Critic, Policy, WithoutLogprobs, WithoutUpdate
-from hybridrl.trainer.report import StepReport
 from hybridrl.trainer.step import ActorCriticOptimization, Advantages, PolicyOptimization, Reward
+from hybridrl.trainer.step_metrics import StepReport
 from hybridrl.workers.rollout.protocol import SamplingParams
 from hybridrl.workers.train.microbatch import balance_over_ranks
 
@@ -46,7 +46,7 @@ def build_group_relative(config: ExperimentConfig, parts: Parts) -> PolicyOptimi
         logprobs=_choose_logprobs(config, parts.policy),
         advantages=_build_advantages(config),
         charge=KLCharge(config.algorithm.kl),
-        arrange=_balance_for_policy(config),
+        balance=_balance_for_policy(config),
         on_phase=parts.on_phase,
     )
 
@@ -69,8 +69,8 @@ def build_actor_critic(
         logprobs=_choose_logprobs(config, parts.policy),
         advantages=Generalized(gae=config.algorithm.gae, kl=config.algorithm.kl),
         charge=KLCharge(config.algorithm.kl),
-        arrange=_balance_for_policy(config),
-        arrange_for_critic=balance_for_critic,
+        balance=_balance_for_policy(config),
+        balance_critic=balance_for_critic,
         update_policy=parts.policy.update,
         on_phase=parts.on_phase,
     )

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from hybridrl import trace
+from hybridrl.diagnostics import trace
 from hybridrl.metrics import Mean, Metrics
 
 

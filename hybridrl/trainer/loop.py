@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from hybridrl import trace
+from hybridrl.diagnostics import trace
 from hybridrl.errors import TrainingError
 from hybridrl.metrics import Metrics
 from hybridrl.trainer.interrupt import Interrupt
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 _SKIPPED = ("policy/skipped_updates", "critic/skipped_updates")
 
 
-class Recorder(Protocol):
+class StepRecorder(Protocol):
     """Where the numbers of a run go."""
 
     def phase(self, name: str) -> None:
@@ -42,7 +42,7 @@ class Save(Protocol):
         ...
 
 
-def never_save(step: int, metrics: Metrics, *, is_last: bool) -> Metrics:
+def no_save(step: int, metrics: Metrics, *, is_last: bool) -> Metrics:
     """Keep nothing: for work that is repeated rather than resumed."""
     return {}
 
@@ -57,13 +57,13 @@ class Loop:
     evaluate: Callable[[int], Metrics]
     """Evaluates after step n; 0 is before the first."""
 
-    recorder: Recorder
+    recorder: StepRecorder
     num_steps: int
     eval_every: int
     """Steps between evaluations; 0 is never."""
 
     guard: UpdateGuard
-    save: Save = never_save
+    save: Save = no_save
     first_step: int = 1
     """Above 1 where a run goes on from a checkpoint."""
 

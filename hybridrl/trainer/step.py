@@ -16,7 +16,7 @@ from hybridrl.rewards.scorer import Scores
 from hybridrl.trainer.advantages import describe_values
 from hybridrl.trainer.clock import Clock
 from hybridrl.trainer.policy import Critic, Policy
-from hybridrl.trainer.report import StepReport
+from hybridrl.trainer.step_metrics import StepReport
 from hybridrl.workers.rollout.protocol import SamplingParams
 
 
@@ -64,7 +64,7 @@ class PolicyOptimization:
     logprobs: Callable[[RolloutBatch], LogprobBatch]
     advantages: Advantages
     charge: Charge
-    arrange: Callable[[TrainBatch], TrainBatch]
+    balance: Callable[[TrainBatch], TrainBatch]
     on_phase: Callable[[str], None] | None = None
 
     def step(self, task: PromptStep) -> StepReport:
@@ -79,7 +79,7 @@ class PolicyOptimization:
         with clock("advantage"):
             advantages_BL = self.advantages(scores.rewards_B, rollouts, logprobs)
             charged = self.charge(rollouts, logprobs)
-            batch = self.arrange(build_train_batch(rollouts, logprobs, advantages_BL))
+            batch = self.balance(build_train_batch(rollouts, logprobs, advantages_BL))
         with clock("update"):
             update = self.policy.update(batch) | charged
         return StepReport(task, rollouts, scores, update, clock)
@@ -96,8 +96,8 @@ class ActorCriticOptimization:
     logprobs: Callable[[RolloutBatch], LogprobBatch]
     advantages: ValueAdvantages
     charge: Charge
-    arrange: Callable[[TrainBatch], TrainBatch]
-    arrange_for_critic: Callable[[CriticBatch], CriticBatch]
+    balance: Callable[[TrainBatch], TrainBatch]
+    balance_critic: Callable[[CriticBatch], CriticBatch]
     update_policy: Callable[[TrainBatch], Metrics]
     on_phase: Callable[[str], None] | None = None
 
@@ -107,20 +107,20 @@ class ActorCriticOptimization:
         with clock("generate"):
             rollouts = self.policy.generate(task.prompts, self.sampling)  # syncs weights, samples
         with clock("reward"):
-            expected = self.critic.compute_values(rollouts)  # goes on while the driver scores
+            values_future = self.critic.compute_values(rollouts)  # goes on while the driver scores
             scores = self.reward(rollouts, task)
         with clock("logprobs"):
             logprobs = self.logprobs(rollouts)  # old and reference at once
-            values_BL = expected.get().values_BL
+            values_BL = values_future.get().values_BL
         with clock("advantage"):
             estimate = self.advantages(scores.rewards_B, rollouts, logprobs, values_BL)
-            batch = self.arrange(build_train_batch(rollouts, logprobs, estimate.advantages_BL))
-            lesson = self.arrange_for_critic(build_critic_batch(rollouts, values_BL, estimate))
-            judged = describe_values(estimate, values_BL, rollouts.response_mask_BL)
+            batch = self.balance(build_train_batch(rollouts, logprobs, estimate.advantages_BL))
+            critic_batch = self.balance_critic(build_critic_batch(rollouts, values_BL, estimate))
+            value_metrics = describe_values(estimate, values_BL, rollouts.response_mask_BL)
             charged = self.charge(rollouts, logprobs)
         with clock("update"):
-            learning = self.critic.update(lesson)  # goes on while the policy learns
-            update = self.update_policy(batch) | learning.get() | judged | charged
+            critic_update = self.critic.update(critic_batch)  # goes on while the policy learns
+            update = self.update_policy(batch) | critic_update.get() | value_metrics | charged
         return StepReport(task, rollouts, scores, update, clock)
 
 

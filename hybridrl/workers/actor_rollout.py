@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hybridrl import trace
 from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, TrainBatch
+from hybridrl.diagnostics import trace
 from hybridrl.metrics import Last, Metrics, from_json, merge, to_json
-from hybridrl.single_controller import Dispatch, Parts, dispatch_by_mesh, register
+from hybridrl.single_controller import Dispatch, ResultLayout, dispatch_by_mesh, register
 from hybridrl.workers.build import (
     ActorRolloutSpec,
     build_policy_loss,
@@ -25,10 +25,10 @@ from hybridrl.workers.checkpointed import CheckpointedWorker
 from hybridrl.workers.process_group import end_process_group, start_process_group
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.protocol import SamplingParams
-from hybridrl.workers.rollout.server_arguments import device_name
+from hybridrl.workers.rollout.sglang.arguments import device_name
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.engine_start import start_engine
-from hybridrl.workers.sharding.frozen_base import settle_base
+from hybridrl.workers.sharding.frozen_base import resolve_lora_base
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.train.checkpoint import Notes
@@ -40,8 +40,8 @@ TRAIN_METRICS = replace(
     TRAIN,
     name="TRAIN_METRICS",
     collect=lambda _, parts: merge(parts),
-    gives=Parts.OTHER,
-    all_answer=True,  # each rank has seconds and bytes of its own; what rows give, leaders tell
+    output_layout=ResultLayout.OTHER,
+    collect_from_all=True,  # each rank has seconds and bytes of its own; what rows give, leaders tell
 )
 
 
@@ -57,7 +57,7 @@ class ActorRolloutWorker(CheckpointedWorker):
             device=spec.device, local_rank=self.local_rank, timeout_s=spec.collective_timeout_s
         )
         control = ControlGroup(timeout_s=spec.rollout.stage_timeout_s)
-        lora = settle_base(
+        lora = resolve_lora_base(
             spec.lora,
             plan=spec.base_plan,
             device=device,
@@ -73,8 +73,8 @@ class ActorRolloutWorker(CheckpointedWorker):
         tensor_parallel_size = spec.rollout.tensor_parallel_size
         leads = self.rank % tensor_parallel_size == 0
         gpus = control.gather("devices", device_name(device))
-        mine = gpus[self.rank : self.rank + tensor_parallel_size]
-        build = partial(build_rollout_engine, spec, device, gpus=mine)
+        own_gpus = gpus[self.rank : self.rank + tensor_parallel_size]
+        build = partial(build_rollout_engine, spec, device, gpus=own_gpus)
         engine = start_engine(build if leads else None, config=spec.rollout, control=control)
         self.sharding = ShardingManager(
             engine=engine,
@@ -105,7 +105,7 @@ class ActorRolloutWorker(CheckpointedWorker):
             "rollout",
             dp_rank=self.rank // tensor_parallel_size,
             dp_size=self.world_size // tensor_parallel_size,
-            is_collect=leads,
+            is_output_rank=leads,
         )
         meter.end()
 

@@ -18,14 +18,14 @@ from hybridrl.config.megatron import MegatronConfig
 from hybridrl.config.model import ModelConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.planning.frozen_base import BasePlan
-from hybridrl.workers.rollout.hf import HFRolloutEngine
-from hybridrl.workers.rollout.protocol import RolloutEngine, WeightPort
-from hybridrl.workers.rollout.server_arguments import ServerSpec, device_name, show_devices
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
+from hybridrl.workers.rollout.protocol import RolloutEngine, WeightSender
+from hybridrl.workers.rollout.sglang.arguments import ServerSpec, device_name, show_devices
 from hybridrl.workers.train.critic import FSDP2Critic
-from hybridrl.workers.train.frozen_policy import AdaptedPolicy, AdapterSwitchedOff
+from hybridrl.workers.train.frozen_policy import AdaptedPolicy, BaseModelReference
 from hybridrl.workers.train.fsdp2 import FSDP2Engine
 from hybridrl.workers.train.losses import PolicyGradientLoss
-from hybridrl.workers.train.mcore.setting import Setting
+from hybridrl.workers.train.mcore.setting import MegatronContext
 from hybridrl.workers.train.protocol import CriticEngine, ScoringEngine, TokenLoss, TrainEngine
 from hybridrl.workers.train.scorer import FSDP2Scorer
 
@@ -35,7 +35,7 @@ _LORA = "hybridrl.workers.train.lora"
 _MEGATRON = "hybridrl.workers.train.mcore"
 """Likewise; it need not be installed."""
 
-_SGLANG = "hybridrl.workers.rollout.sglang"
+_SGLANG = "hybridrl.workers.rollout.sglang.engine"
 """Likewise; it need not be installed."""
 
 
@@ -121,7 +121,7 @@ def build_reference_engine(
     if spec.algorithm.kl.placement == "none":
         return None
     if spec.lora.enabled:
-        return AdapterSwitchedOff(cast(AdaptedPolicy, actor))
+        return BaseModelReference(cast(AdaptedPolicy, actor))
     return _SCORING_ENGINES[spec.actor.engine](spec, device)
 
 
@@ -146,7 +146,7 @@ def build_rollout_engine(
 
 def build_weight_port(
     spec: ActorRolloutSpec, device: torch.device, *, engine: RolloutEngine | None
-) -> WeightPort | None:
+) -> WeightSender | None:
     """Make this rank's end of the weight stream; None where engines lie in their ranks' processes.
 
     Args:
@@ -156,7 +156,7 @@ def build_weight_port(
     """
     if spec.rollout.engine == "hf":
         return None
-    port: WeightPort = import_module(_SGLANG).weight_port(
+    port: WeightSender = import_module(_SGLANG).weight_sender(
         engine, rollout=spec.rollout, device=device
     )
     return port
@@ -247,8 +247,8 @@ def _build_megatron_critic(spec: CriticSpec, device: torch.device) -> CriticEngi
     return engine
 
 
-def _setting(spec: TrainSpec | CriticSpec, device: torch.device) -> Setting:
-    return Setting(
+def _setting(spec: TrainSpec | CriticSpec, device: torch.device) -> MegatronContext:
+    return MegatronContext(
         megatron=spec.megatron,
         model=spec.model,
         device=device,

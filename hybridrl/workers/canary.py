@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.drift import Drift, Evidence, attribute_drift, measure_drift
+from hybridrl.algorithms.drift import Drift, DriftMeasurement, attribute_drift, measure_drift
 from hybridrl.batch import PromptBatch
 from hybridrl.config.model_folder import read_settings
 from hybridrl.config.rollout import RolloutConfig
@@ -108,13 +108,13 @@ class Canary:
         """
         if self._prompts is None:
             return {}
-        mine, ours = self._shared(answers)
+        own_answers, all_answers = self._shared(answers)
         if self._known is not None and self._known[0] == version:
-            self._require_same(mine.greedy, self._known[1], version)
-        self._known = (version, mine.greedy)
+            self._require_same(own_answers.greedy, self._known[1], version)
+        self._known = (version, own_answers.greedy)
         if not self._is_due(version):
             return {}
-        drift = self._widest(self._evidence(ours))
+        drift = self._widest(self._evidence(all_answers))
         if not drift.is_within(self._config.canary_max_drift_nats):
             self._raise_with_cause(drift, version)
         self._scored_version = version
@@ -145,14 +145,16 @@ class Canary:
         ]
         engines = sorted({place // size for place in shares})
         of_engine = {engine: everyone[engine * size][1] for engine in engines}
-        ours = [found for found in of_engine.values() if found is not None]
+        all_answers = [answer for answer in of_engine.values() if answer is not None]
         touched = {(dp_rank, place // size) for place, (dp_rank, _) in enumerate(everyone)}
         most = max(Counter(dp_rank for dp_rank, _ in touched).values())
-        ours += ours[-1:] * (most - len(ours))  # all trainers score equally often: a collective
-        mine = of_engine[rank // size]
-        if mine is None or None in of_engine.values():
+        all_answers += all_answers[-1:] * (
+            most - len(all_answers)
+        )  # all trainers score equally often: a collective
+        own_answers = of_engine[rank // size]
+        if own_answers is None or None in of_engine.values():
             raise DriftError("an engine of these ranks was not asked for its canary's answers")
-        return mine, ours
+        return own_answers, all_answers
 
     def _require_same(
         self, now: Sequence[Response], before: Sequence[Response], version: int
@@ -171,27 +173,27 @@ class Canary:
                 "rollout.sleep=false"
             )
 
-    def _evidence(self, ours: Sequence[Answers]) -> Evidence:
-        said = [response for it in ours for response in (*it.greedy, *it.as_sampled)]
+    def _evidence(self, all_answers: Sequence[Answers]) -> DriftMeasurement:
+        said = [response for it in all_answers for response in (*it.greedy, *it.as_sampled)]
         ids = torch.cat([response.token_ids for response in said])
         num_foreign = int(((ids < 0) | (ids >= self._vocab_size)).sum())
         num_foreign = self._control.largest("canary ids", num_foreign)
         if num_foreign:  # the trainer has no row for them
             nothing = Drift(float("inf"), float("inf"))
-            return Evidence(as_sampled=nothing, greedy=nothing, num_foreign_ids=num_foreign)
-        return Evidence(
+            return DriftMeasurement(as_sampled=nothing, greedy=nothing, num_foreign_ids=num_foreign)
+        return DriftMeasurement(
             as_sampled=self._scored(
-                [(it.prompts, it.as_sampled) for it in ours], self._config.temperature
+                [(it.prompts, it.as_sampled) for it in all_answers], self._config.temperature
             ),
-            greedy=self._scored([(it.prompts, it.greedy) for it in ours], 1.0),
+            greedy=self._scored([(it.prompts, it.greedy) for it in all_answers], 1.0),
             num_foreign_ids=0,
         )
 
     def _scored(
-        self, ours: Sequence[tuple[PromptBatch, list[Response]]], temperature: float
+        self, all_answers: Sequence[tuple[PromptBatch, list[Response]]], temperature: float
     ) -> Drift:
         drifts = [Drift(0.0, 0.0)]
-        for prompts, responses in ours:
+        for prompts, responses in all_answers:
             if not responses:
                 continue
             rollouts = assemble_rollouts(prompts, responses, policy_version=0)
@@ -209,7 +211,7 @@ class Canary:
         """Of all ranks' drifts the worst: all go on, or all stop."""
         return max(self._control.gather("canary drift", drift), key=lambda it: it.max_nats)
 
-    def _widest(self, evidence: Evidence) -> Drift:
+    def _widest(self, evidence: DriftMeasurement) -> Drift:
         return max(evidence.as_sampled, evidence.greedy, key=lambda it: it.max_nats)
 
     def _raise_with_cause(self, drift: Drift, version: int) -> None:
@@ -219,8 +221,8 @@ class Canary:
         self._known = None
         with self._sharding.rollout_phase() as engine:
             answers = None if engine is None else self.ask(engine, version=version)
-        _, ours = self._shared(answers)
-        evidence = self._evidence(ours)
+        _, all_answers = self._shared(answers)
+        evidence = self._evidence(all_answers)
         limit = self._config.canary_max_drift_nats
         cause = attribute_drift(evidence, limit_nats=limit)
         raise DriftError(

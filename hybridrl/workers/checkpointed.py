@@ -42,7 +42,7 @@ class CheckpointedWorker(Worker):
     def register_train_mesh(self, engine: ShardedEngine) -> None:
         """Say which rows this rank trains on, and whether it answers for them."""
         self.register_mesh(
-            "train", dp_rank=engine.dp_rank, dp_size=engine.dp_size, is_collect=engine.leads
+            "train", dp_rank=engine.dp_rank, dp_size=engine.dp_size, is_output_rank=engine.leads
         )
 
     @register(Dispatch.ONE_TO_ALL)
@@ -59,8 +59,8 @@ class CheckpointedWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def find_torn(self, folder: Path, files: Sequence[FileEntry]) -> list[str]:
         """Read this rank's share of ``files`` and name those whose bytes have changed."""
-        mine = files[self.rank :: self.world_size]
-        return [entry.name for entry in mine if not is_unchanged(folder / entry.name, entry)]
+        own_files = files[self.rank :: self.world_size]
+        return [entry.name for entry in own_files if not is_unchanged(folder / entry.name, entry)]
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, folder: Path) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridrl.algorithms.drift import Cause, Drift, Evidence, attribute_drift, measure_drift
+from hybridrl.algorithms.drift import Cause, Drift, DriftMeasurement, attribute_drift, measure_drift
 
 NONE, SMALL, LARGE = Drift(0.0, 0.0), Drift(0.01, 0.05), Drift(0.2, 0.9)
 
 
-def evidence(*, sampled: Drift = SMALL, greedy: Drift = SMALL, foreign: int = 0) -> Evidence:
-    return Evidence(as_sampled=sampled, greedy=greedy, num_foreign_ids=foreign)
+def evidence(
+    *, sampled: Drift = SMALL, greedy: Drift = SMALL, foreign: int = 0
+) -> DriftMeasurement:
+    return DriftMeasurement(as_sampled=sampled, greedy=greedy, num_foreign_ids=foreign)
 
 
 @pytest.mark.parametrize(
@@ -25,7 +27,7 @@ def evidence(*, sampled: Drift = SMALL, greedy: Drift = SMALL, foreign: int = 0)
     ],
 )
 def test_the_cause_is_what_is_left_when_the_others_are_ruled_out(
-    found: Evidence, cause: Cause
+    found: DriftMeasurement, cause: Cause
 ) -> None:
     assert attribute_drift(found, limit_nats=0.1) is cause
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.trainer.starter import write_random_model
+from hybridrl.run.starter import write_random_model
 from tests.runs.small import SMALL, small_config
 
 ROOT = Path(__file__).parents[2]

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.checkpoint.manifest import Origin
-from hybridrl.checkpoint.origin import (
+from hybridrl.checkpoint.fingerprint import (
     check_fingerprints,
     check_recipe,
     environment_of,
     folder_fingerprints,
     recipe_of,
 )
+from hybridrl.checkpoint.manifest import RunFingerprint
 from hybridrl.errors import CheckpointError
-from hybridrl.trainer.resume import origin_of
+from hybridrl.run.resume import run_fingerprint
 from tests.config.values import config_of
 
 WHERE = Path("runs/it")
@@ -120,5 +120,7 @@ def test_what_rounding_depends_on_is_noted() -> None:
     assert {"processor", "torch", "python", "cluster.num_ranks_per_node"} <= one.keys()
 
 
-def _origin(folder: Path) -> Origin:
-    return origin_of(config_of("lora=default"), folder)  # which reads its frozen weights again
+def _origin(folder: Path) -> RunFingerprint:
+    return run_fingerprint(
+        config_of("lora=default"), folder
+    )  # which reads its frozen weights again

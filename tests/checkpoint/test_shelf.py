@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.checkpoint.manifest import FileEntry, Manifest, Origin, RunState
-from hybridrl.checkpoint.shelf import Checkpoint, Shelf
+from hybridrl.checkpoint.manifest import FileEntry, Manifest, RunFingerprint, RunState
+from hybridrl.checkpoint.store import Checkpoint, CheckpointStore
 from hybridrl.data.sampler import SamplerState
 from hybridrl.errors import CheckpointError
 
@@ -21,7 +21,7 @@ def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
 def test_the_newest_whole_checkpoint_is_found(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shelf = Shelf(tmp_path / "checkpoints")
+    shelf = CheckpointStore(tmp_path / "checkpoints")
     assert shelf.newest() is None
     for step in (9, 10, 100):
         _commit(shelf, step)
@@ -31,7 +31,7 @@ def test_the_newest_whole_checkpoint_is_found(
 
 
 def test_what_was_not_committed_is_no_checkpoint(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path)
+    shelf = CheckpointStore(tmp_path)
     _commit(shelf, 1)
     unfinished = shelf.begin(2)
     (unfinished / "actor").mkdir()
@@ -41,7 +41,7 @@ def test_what_was_not_committed_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_the_same_step_again_replaces_its_checkpoint(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path)
+    shelf = CheckpointStore(tmp_path)
     _commit(shelf, 1, score=0.1)
     _commit(shelf, 1, score=0.2)
     newest = shelf.newest()
@@ -55,7 +55,7 @@ def test_the_same_step_again_replaces_its_checkpoint(tmp_path: Path) -> None:
 def test_the_last_and_the_best_are_kept(
     tmp_path: Path, keep_last: int, keep_best: int, kept: set[int]
 ) -> None:
-    shelf = Shelf(tmp_path)
+    shelf = CheckpointStore(tmp_path)
     for step, score in enumerate((0.1, 0.9, 0.5, 0.3, None), 1):
         _commit(shelf, step, score=score)
     shelf.prune(keep_last=keep_last, keep_best=keep_best)
@@ -66,7 +66,7 @@ def test_the_last_and_the_best_are_kept(
 def test_a_torn_checkpoint_takes_no_place_among_those_that_are_kept(
     tmp_path: Path, keep_last: int
 ) -> None:
-    shelf = Shelf(tmp_path)
+    shelf = CheckpointStore(tmp_path)
     for step in (40, 50, 60):
         _commit(shelf, step)
     (tmp_path / "step-000000060" / "actor" / "rank").unlink()
@@ -79,11 +79,11 @@ def test_a_torn_checkpoint_takes_no_place_among_those_that_are_kept(
 
 
 def test_a_checkpoint_that_is_set_aside_is_not_found_again_and_not_lost(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path)
+    shelf = CheckpointStore(tmp_path)
     for _ in range(2):  # twice, of the same step
         _commit(shelf, 1)
         torn = _commit(shelf, 2).folder
-        shelf.set_aside(torn)
+        shelf.quarantine(torn)
         assert _step(shelf.newest()) == 1
         assert (tmp_path / "step-000000002.torn" / "actor" / "rank").read_bytes() == b"abc"
 
@@ -95,7 +95,7 @@ def test_another_format_is_named_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "step-000000003").mkdir()
     (tmp_path / "manifest.json").rename(tmp_path / "step-000000003" / "manifest.json")
     with pytest.raises(CheckpointError, match="format 99"):  # and not begun anew
-        Shelf(tmp_path).newest()
+        CheckpointStore(tmp_path).newest()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "run": 3}'])
@@ -114,7 +114,7 @@ def _manifest(step: int, *, score: float | None = None) -> Manifest:
             elapsed_s=0.1,
             log_sizes={"metrics.jsonl": 9},
         ),
-        origin=Origin(
+        origin=RunFingerprint(
             recipe={"a.b": [1, None]},
             model_folder="model",
             fingerprints={"t": "x"},
@@ -125,7 +125,7 @@ def _manifest(step: int, *, score: float | None = None) -> Manifest:
     )
 
 
-def _commit(shelf: Shelf, step: int, *, score: float | None = None) -> Checkpoint:
+def _commit(shelf: CheckpointStore, step: int, *, score: float | None = None) -> Checkpoint:
     unfinished = shelf.begin(step)
     (unfinished / "actor").mkdir()
     (unfinished / "actor" / "rank").write_bytes(b"abc")

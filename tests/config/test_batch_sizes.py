@@ -3,7 +3,7 @@ from dataclasses import asdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.config.batch_sizes import BatchSizes, nearest_legal
+from hybridrl.config.checks.batch_sizes import BatchSizes, nearest_legal
 
 sizes = st.builds(
     BatchSizes,

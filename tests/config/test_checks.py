@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from hybridrl.config.checks import rules_of, run
+from hybridrl.config.checks.ignored import READ_BY
+from hybridrl.config.checks.megatron import UNUSED
+from hybridrl.config.checks.violations import rules_of, run
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.ignored_checks import READ_BY
 from hybridrl.config.load import load_config, read_config
-from hybridrl.config.megatron_checks import UNUSED
 from hybridrl.config.reward import REWARD_COLUMNS
 from hybridrl.errors import ConfigError, ConfigErrors, instruction
 from hybridrl.rewards import child

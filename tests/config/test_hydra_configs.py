@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import hybridrl
-from hybridrl.config.checks import rules_of
+from hybridrl.config.checks.violations import rules_of
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import known_keys, load_config
 from hybridrl.errors import ConfigErrors

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import Within
 from hybridrl.config.load import known_keys, load_config
-from hybridrl.config.spelling import spell
+from hybridrl.config.spelling import to_override
 from hybridrl.errors import ConfigError, ConfigErrors, instruction
 from tests.config.values import config_of, values_of, with_overrides
 
@@ -188,7 +188,7 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 
 @given(scalars | st.lists(scalars))
 def test_spelled_values_read_back_as_themselves(value: object) -> None:
-    override = f"seed={spell(value)}"
+    override = f"seed={to_override(value)}"
     assert with_overrides(values_of(), [override])["seed"] == value
     assert shlex.split(instruction([override])) == ["set", override]
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 import hybridrl
-from hybridrl.config.checks import find_violations
+from hybridrl.config.checks.violations import find_violations
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config, read_config
 from hybridrl.config.summary import summarize
 from hybridrl.main import compose
 from hybridrl.planning.memory import plan_memory
 from hybridrl.planning.page import peak_line, plan_page
-from hybridrl.planning.plan import MemoryPlan, Place
+from hybridrl.planning.plan import MemoryKind, MemoryPlan
 from tests.planning.models import QWEN3_8B, QWEN3_30B_A3B
 
 RECIPES = Path(hybridrl.__file__).parents[1] / "recipes"
@@ -82,7 +82,7 @@ def table_of(plan: MemoryPlan) -> dict[str, list[str]]:
     return {
         "": [phase.name for phase in plan.phases],
         "device": [f"{plan.peak_bytes(phase) / GIB:.1f}" for phase in plan.phases],
-        "host": [f"{phase.bytes_on(Place.HOST) / GIB:.1f}" for phase in plan.phases],
+        "host": [f"{phase.bytes_on(MemoryKind.HOST) / GIB:.1f}" for phase in plan.phases],
     }
 
 

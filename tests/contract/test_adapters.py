@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from hybridrl.config.lora import LINEAR_MODULES
 from hybridrl.errors import ModelError, RunFolderError
 from hybridrl.metrics import Metrics
-from hybridrl.workers.train.protocol import TrainEngine, TrainState, WeightPart
+from hybridrl.workers.train.protocol import TrainEngine, TrainState, WeightSet
 from tests.contract.layouts import ENGINES, on_layouts
 from tests.contract.plain import weights_in
 from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn, together
@@ -38,7 +38,7 @@ LIVELY = with_optimizer(lr=0.1, eps=1e-3)
 
 
 def _adapter_of(engine: TrainEngine) -> dict[str, Tensor]:
-    return {name: t.clone() for name, t in engine.full_weights(WeightPart.ADAPTER)}
+    return {name: t.clone() for name, t in engine.full_weights(WeightSet.ADAPTER)}
 
 
 @cache
@@ -111,13 +111,13 @@ def test_a_new_adapter_is_the_same_however_the_model_is_cut_and_changes_nothing(
 def _stream(rank: Rank, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     lora = with_lora(target_modules=("q_proj", "down_proj"))
     engine = rank.policy(folder, lora=lora)
-    assert engine.weight_parts == (WeightPart.BASE, WeightPart.ADAPTER)
+    assert engine.weight_parts == (WeightSet.BASE, WeightSet.ADAPTER)
     for part in engine.weight_parts:
         streamed = engine.full_weights(part)
         for spec, (name, t) in zip(engine.weight_specs(part), streamed, strict=True):
             assert (spec.name, spec.shape, spec.num_bytes) == (name, t.shape, t.nbytes)
     merged = rank.policy(folder, lora=with_lora(sync="merged"))
-    assert merged.weight_parts == (WeightPart.BASE,)
+    assert merged.weight_parts == (WeightSet.BASE,)
     return weights_of(engine), _adapter_of(engine)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hybridrl.errors import RunFolderError
-from hybridrl.workers.train.protocol import TrainState, WeightPart
+from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.contract.layouts import on_layouts
 from tests.contract.plain import PlainPolicy, weights_in
 from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn
@@ -29,7 +29,7 @@ pytestmark = on_layouts()
 
 def _stream(rank: Rank, folder: Path) -> dict[str, Tensor]:
     engine = rank.policy(folder)
-    assert engine.weight_parts == (WeightPart.BASE,)
+    assert engine.weight_parts == (WeightSet.BASE,)
     loaded = weights_of(engine)
     _assert_announced(engine, loaded)
     learn(engine, make_rows(5))

@@ -44,10 +44,10 @@ pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs meg
 def build(folder: Path, device: torch.device, **sizes: Any) -> Any:
     # Imported by ranks alone: megatron-core is an extra, and asks for CUDA while it is imported.
     from hybridrl.workers.train.mcore.engine import MegatronEngine
-    from hybridrl.workers.train.mcore.setting import Setting
+    from hybridrl.workers.train.mcore.setting import MegatronContext
 
     megatron = replace(config_of().megatron, **sizes)
-    setting = Setting(megatron=megatron, model=MODEL, device=device, seed=0, timeout_s=60.0)
+    setting = MegatronContext(megatron=megatron, model=MODEL, device=device, seed=0, timeout_s=60.0)
     config = replace(MIXED, engine="megatron")
     return MegatronEngine(folder, config=config, setting=setting, num_total_steps=10)
 

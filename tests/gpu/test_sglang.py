@@ -19,7 +19,7 @@ from benchmarks.gpu_parts.result import Recorder, Result
 from benchmarks.gpu_parts.server import checksums, count_graph_captures
 from benchmarks.gpu_parts.watch import free_after_all
 from hybridrl.errors import PhaseError
-from hybridrl.workers.rollout.protocol import MemoryPart
+from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.memory import empty_cache
 from hybridrl.workers.sharding.states import State
@@ -99,7 +99,7 @@ def test_a_sleeping_engine_holds_little_and_an_awake_one_what_it_says(rank: Rank
     before = used()
     with rank.worker.sharding.rollout_phase() as engine:
         assert engine is not None
-        said = sum(engine.resident_bytes(part) for part in MemoryPart)
+        said = sum(engine.resident_bytes(part) for part in MemoryTag)
         awake = used()
     assert said > 0.2 * torch.cuda.get_device_properties(DEVICE).total_memory
     training = sum(rank.training_bytes().values())
@@ -137,7 +137,7 @@ def test_graphs_are_captured_once_over_all_cycles(rank: Rank) -> None:
 def test_the_cache_does_not_share_the_device_with_training_state_at_the_sync(rank: Rank) -> None:
     with rank.worker.sharding.rollout_phase() as engine:
         assert engine is not None
-        cache = engine.resident_bytes(MemoryPart.KV_CACHE)
+        cache = engine.resident_bytes(MemoryTag.KV_CACHE)
     cycle = rank.cycle()
     assert cycle.peaks["sync"] + cache // 2 < cycle.peaks["sample"]
 
@@ -164,7 +164,14 @@ def test_a_resume_without_room_is_one_error_and_the_next_phase_works(rank: Rank)
 
 def test_each_stage_reports_seconds_bytes_and_a_peak(rank: Rank) -> None:
     cycle = rank.cycle()
-    for stage in ("make_room", "resume_weights", "sync", "leave", "resume_cache", "release"):
+    for stage in (
+        "offload_optimizer",
+        "resume_weights",
+        "sync",
+        "offload_parameters",
+        "resume_cache",
+        "release",
+    ):
         assert cycle.seconds[stage] > 0.0
     assert cycle.num_bytes["synced_bytes"] > 0
     assert cycle.num_bytes["released_bytes"] > 10 * GIB

@@ -18,7 +18,7 @@ import torch
 
 from hybridrl.config.actor import ActorConfig
 from hybridrl.workers.process_group import end_process_group, start_process_group
-from hybridrl.workers.train.protocol import TrainState, WeightPart
+from hybridrl.workers.train.protocol import TrainState, WeightSet
 from hybridrl.workers.train.shard_files import parts_of
 from tests.config.values import config_of
 from tests.megatron.stand_ins import install
@@ -39,10 +39,10 @@ HALF = replace(ACTOR, compute_dtype="bfloat16", optimizer=replace(ACTOR.optimize
 
 def setting_of(**megatron: Any) -> Any:
     install()
-    from hybridrl.workers.train.mcore.setting import Setting
+    from hybridrl.workers.train.mcore.setting import MegatronContext
 
     section = replace(config_of().megatron, **megatron)
-    return Setting(megatron=section, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
+    return MegatronContext(megatron=section, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
 
 
 def build(folder: Path, layers: str, config: ActorConfig = ACTOR, **megatron: Any) -> Any:
@@ -95,8 +95,8 @@ def two_steps(engine: Any, *, num_siblings: int, restores: bool = False) -> dict
         if restores:
             lose_and_restore(engine)
     found = {"steps": steps, "weights": weights_of(engine)}
-    if WeightPart.ADAPTER in engine.weight_parts:
-        found["adapter"] = {n: t.clone() for n, t in engine.full_weights(WeightPart.ADAPTER)}
+    if WeightSet.ADAPTER in engine.weight_parts:
+        found["adapter"] = {n: t.clone() for n, t in engine.full_weights(WeightSet.ADAPTER)}
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.config.megatron_checks import UNUSED
+from hybridrl.config.checks.megatron import UNUSED
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter
 from hybridrl.workers.train.protocol import LearningEngine
@@ -36,10 +36,10 @@ ALONE = replace(UNUSED, layers="local")
 def _build(folder: Path, sizes: dict[str, int]) -> Any:
     install()
     from hybridrl.workers.train.mcore.engine import MegatronEngine
-    from hybridrl.workers.train.mcore.setting import Setting
+    from hybridrl.workers.train.mcore.setting import MegatronContext
 
     megatron = replace(ALONE, **sizes)  # type: ignore[arg-type]
-    setting = Setting(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
+    setting = MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
     config = replace(ACTOR, engine="megatron")
     return MegatronEngine(folder, config=config, setting=setting, num_total_steps=10)
 

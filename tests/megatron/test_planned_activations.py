@@ -12,10 +12,10 @@ from torch import Tensor
 
 from hybridrl.planning.megatron import MegatronMemory
 from hybridrl.planning.megatron_cut import Cut
-from hybridrl.planning.roles import Numerics, Role
+from hybridrl.planning.roles import ModelPrecision, PlannedModel
 from hybridrl.planning.shapes import read_shape
 from hybridrl.workers.train.mcore.engine import MegatronScorer
-from hybridrl.workers.train.mcore.setting import Setting
+from hybridrl.workers.train.mcore.setting import MegatronContext
 from tests.config.values import config_of
 from tests.models import Family, make_tiny_model
 from tests.planning.test_memory import make_pack, workload_of
@@ -30,7 +30,7 @@ def _keep(_rank: int, folder: Path, siblings: int, *overrides: str) -> int:
     """Compute one pack forward; return the bytes that autograd keeps beside the weights."""
     ranks = f"cluster.num_ranks_per_node={dist.get_world_size()}"
     megatron = config_of("actor=megatron", ranks, *overrides).megatron
-    setting = Setting(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
+    setting = MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
     scorer = MegatronScorer(folder, config=replace(ACTOR, engine="megatron"), setting=setting)
     [model] = scorer._models
     model.requires_grad_()
@@ -57,8 +57,8 @@ def test_activations_are_those_that_were_planned(
     num_ranks = 2 if overrides else 1
     config = config_of("actor=megatron", f"cluster.num_ranks_per_node={num_ranks}", *overrides)
     memory = MegatronMemory(
-        Role(name="actor", shape=read_shape(folder), learns=True),
-        Numerics.of(config),
+        PlannedModel(name="actor", shape=read_shape(folder), learns=True),
+        ModelPrecision.of(config),
         Cut.of(config.megatron, num_ranks=num_ranks, stage=0),
     )
     predicted = memory.activations(workload_of(siblings).microbatch(shares_prompts=True))

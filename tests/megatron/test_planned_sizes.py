@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.planning.megatron_cut import Cut
-from hybridrl.planning.roles import Role
+from hybridrl.planning.roles import PlannedModel
 from hybridrl.planning.shapes import read_shape
 from hybridrl.workers.train.mcore.architecture import read_architecture
 from tests.megatron.models import build_local_model
@@ -38,7 +38,7 @@ def test_each_rank_has_as_many_parameters_as_were_planned(
     tmp_path: Path, family: Family, is_tied: bool, tp: int, pp: int, ep: int, etp: int
 ) -> None:
     folder = make_tiny_model(tmp_path, family, tie_embeddings=is_tied, vocab_size=61)
-    role = Role(name="actor", shape=read_shape(folder), learns=True)
+    role = PlannedModel(name="actor", shape=read_shape(folder), learns=True)
     num_ranks = pp * max(tp, ep * etp)
     for stage, built in run_ranks(num_ranks, _count, folder, tp, pp, ep, etp):
         cut = Cut(

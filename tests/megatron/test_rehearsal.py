@@ -15,7 +15,7 @@ import torch
 from hybridrl.config.load import load_config
 from hybridrl.errors import ConfigErrors
 from hybridrl.main import compose
-from hybridrl.trainer.megatron_rehearsal import rehearse_megatron
+from hybridrl.run.megatron_rehearsal import rehearse_megatron
 from tests.config.test_megatron_recipes import MODELS
 from tests.config.test_megatron_recipes import config_of as recipe_of
 from tests.config.values import config_of

@@ -50,7 +50,7 @@ def _forward(
     assert (dropout, returns_mask) == (0.0, False)
     assert (window_size_left, window_size_right) == (-1, 0 if is_causal else -1)
     output, lse = torch.empty_like(query), query.new_empty(query.shape[1], len(query))
-    for here, seen in _stretches(query_offsets, key_offsets, max_query, max_key):
+    for here, seen in _spans(query_offsets, key_offsets, max_query, max_key):
         scores_NLK = _scores(query[here], key[seen], scale, is_causal=is_causal)
         lse[:, here] = scores_NLK.logsumexp(-1)
         probs_NLK = (scores_NLK - lse[:, here, None]).exp()
@@ -83,7 +83,7 @@ def _backward(
     assert (window_size_left, window_size_right) == (-1, 0 if is_causal else -1)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     query_grad, key_grad, value_grad = map(torch.zeros_like, (query, key, value))
-    for here, seen in _stretches(query_offsets, key_offsets, max_query, max_key):
+    for here, seen in _spans(query_offsets, key_offsets, max_query, max_key):
         keys, values = _repeat(key[seen], query), _repeat(value[seen], query)
         scores_NLK = _scores(query[here], key[seen], scale, is_causal=is_causal)
         probs_NLK = (scores_NLK - lse[:, here, None]).exp()
@@ -96,7 +96,7 @@ def _backward(
     return query_grad, key_grad, value_grad
 
 
-def _stretches(
+def _spans(
     query_offsets: Tensor, key_offsets: Tensor, max_query: int, max_key: int
 ) -> Iterator[tuple[slice, slice]]:
     assert query_offsets.dtype == key_offsets.dtype == torch.int32

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from hybridrl.models.packed import Segment, build_layout
 from hybridrl.models.packed_share import (
+    ContextParallelRank,
     SharedLayout,
     SharedTokens,
-    TokenShare,
-    share_tokens,
+    split_for_context_parallel,
 )
 from tests.models_ import flash_on_cpu
 
@@ -32,9 +32,9 @@ def shares(
     gather: Callable[[Tensor], Tensor] = lambda own: own,
 ) -> list[SharedTokens]:
     return [
-        share_tokens(
+        split_for_context_parallel(
             segments,
-            TokenShare(rank, num_ranks, gather),
+            ContextParallelRank(rank, num_ranks, gather),
             multiple=multiple,
             kernel=kernel,  # type: ignore[arg-type]
             device=CPU,

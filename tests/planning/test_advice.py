@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.config.checks import find_violations
+from hybridrl.config.checks.violations import find_violations
 from hybridrl.planning.advice import find_knob, knobs, largest_saving
 from hybridrl.planning.capacity import capacity_bytes
 from hybridrl.planning.memory import plan_memory

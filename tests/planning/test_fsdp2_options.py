@@ -10,8 +10,8 @@ import pytest
 
 from hybridrl.planning.advice import knobs
 from hybridrl.planning.memory import plan_memory
-from hybridrl.planning.plan import MemoryPlan, Place
-from hybridrl.planning.roles import Numerics, Role
+from hybridrl.planning.plan import MemoryKind, MemoryPlan
+from hybridrl.planning.roles import ModelPrecision, PlannedModel
 from hybridrl.planning.shapes import shape_of
 from hybridrl.planning.training import TrainingMemory
 from hybridrl.planning.workload import Microbatch, Workload
@@ -84,8 +84,8 @@ def test_replicas_each_hold_the_model_over_fewer_ranks() -> None:
 def test_attention_is_planned_as_the_kernel_of_the_device_takes_it() -> None:
     def saved(*overrides: str) -> tuple[TrainingMemory, Microbatch, int]:
         config = config_of("cluster=one_gpu", *overrides)
-        role = Role(name="actor", shape=shape_of(config.model), learns=True)
-        memory = TrainingMemory(role, Numerics.of(config))
+        role = PlannedModel(name="actor", shape=shape_of(config.model), learns=True)
+        memory = TrainingMemory(role, ModelPrecision.of(config))
         pack = Workload.longest(config).microbatch(shares_prompts=memory.numerics.shares_prompts)
         return memory, pack, memory.saved_by_attention(pack)
 
@@ -112,7 +112,7 @@ def test_with_cpu_offload_the_state_lies_on_the_host_in_every_phase() -> None:
         one, other = phase(usual, name), phase(offloaded, name)
         saved = usual.peak_bytes(one) - offloaded.peak_bytes(other)
         assert saved >= state, name
-        assert other.bytes_on(Place.HOST) >= one.bytes_on(Place.HOST) + state, name
+        assert other.bytes_on(MemoryKind.HOST) >= one.bytes_on(MemoryKind.HOST) + state, name
 
 
 def test_weights_that_stay_gathered_or_come_early_are_counted() -> None:

@@ -11,9 +11,9 @@ from hybridrl.planning.megatron import MegatronMemory
 from hybridrl.planning.megatron_cut import Cut
 from hybridrl.planning.memory import plan_critic_pool, plan_memory
 from hybridrl.planning.page import plan_page
-from hybridrl.planning.plan import Place
+from hybridrl.planning.plan import MemoryKind
 from hybridrl.planning.rank import Rank
-from hybridrl.planning.roles import AdapterShape, Numerics, Role, critic_role
+from hybridrl.planning.roles import AdapterShape, ModelPrecision, PlannedModel, critic_role
 from hybridrl.planning.shapes import shape_of
 from hybridrl.planning.workload import Microbatch, Workload
 from tests.config.values import config_of
@@ -56,11 +56,11 @@ def memory_of(*overrides: str, stage: int = 0, role: str = "actor") -> MegatronM
     shape = shape_of(config.model)
     adapter = AdapterShape.of(config.lora, shape) if config.lora.enabled else None
     roles = {
-        "actor": Role(name="actor", shape=shape, learns=True, adapter=adapter),
-        "reference": Role(name="reference", shape=shape, learns=False),
+        "actor": PlannedModel(name="actor", shape=shape, learns=True, adapter=adapter),
+        "reference": PlannedModel(name="reference", shape=shape, learns=False),
         "critic": critic_role(shape),
     }
-    numerics = Numerics.of(config) if role == "actor" else Numerics.of_critic(config)
+    numerics = ModelPrecision.of(config) if role == "actor" else ModelPrecision.of_critic(config)
     return MegatronMemory.of(config, roles[role], numerics, stage=stage)
 
 
@@ -256,7 +256,7 @@ def test_while_the_rollout_engine_is_awake_training_state_lies_on_the_host(
     assert part(plan, "update", "optimizer") == memory.optimizer
     assert part(plan, "sync", "gradient buffers") == 0
     away = memory.weights + memory.optimizer
-    assert phase(plan, "generate").bytes_on(Place.HOST) > away
+    assert phase(plan, "generate").bytes_on(MemoryKind.HOST) > away
     assert part(plan, "generate", "offloaded training state") == away
     awake = plan_memory(config_of(*dense))
     assert part(awake, "generate", "gradient buffers") == 0

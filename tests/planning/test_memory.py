@@ -12,8 +12,8 @@ from hybridrl.models.adapter import Adapter
 from hybridrl.models.packed_model import PackedModel, PackedTokens
 from hybridrl.planning.memory import plan_critic_pool, plan_memory
 from hybridrl.planning.page import plan_page
-from hybridrl.planning.plan import MemoryPlan, Phase, Place
-from hybridrl.planning.roles import AdapterShape, Numerics, Role, critic_role
+from hybridrl.planning.plan import MemoryKind, MemoryPlan, Phase
+from hybridrl.planning.roles import AdapterShape, ModelPrecision, PlannedModel, critic_role
 from hybridrl.planning.shapes import read_shape
 from hybridrl.planning.training import TrainingMemory
 from hybridrl.planning.workload import Workload
@@ -51,7 +51,7 @@ def test_activations_are_what_autograd_keeps(
     policy = build_policy(
         folder, config=ACTOR, dtype=torch.float32, device=CPU, num_ranks=1, is_trainable=True
     )
-    role = Role(name="actor", shape=read_shape(folder), learns=True)
+    role = PlannedModel(name="actor", shape=read_shape(folder), learns=True)
     _compare_activations(policy, role, siblings=siblings, checkpointing=checkpointing)
 
 
@@ -74,7 +74,9 @@ def test_beside_an_adapter_only_its_inputs_are_kept(
         adapt=Adapter(lora, seed=0).inject,
     )
     shape = read_shape(folder)
-    role = Role(name="actor", shape=shape, learns=True, adapter=AdapterShape.of(lora, shape))
+    role = PlannedModel(
+        name="actor", shape=shape, learns=True, adapter=AdapterShape.of(lora, shape)
+    )
     trained = [p.numel() for p in policy.parameters() if p.requires_grad]
     assert role.num_trained == sum(trained)
     _compare_activations(policy, role, siblings=4, checkpointing=checkpointing)
@@ -90,7 +92,7 @@ def test_a_critic_has_no_vocabulary(tmp_path: Path) -> None:
 
 
 def _compare_activations(
-    model: PackedModel, role: Role, *, siblings: int, checkpointing: bool
+    model: PackedModel, role: PlannedModel, *, siblings: int, checkpointing: bool
 ) -> None:
     if checkpointing:
         model.train()
@@ -108,7 +110,7 @@ def _compare_activations(
     num_bytes = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in weights)
     del scored
     config = config_of(*([] if not checkpointing else ["actor.gradient_checkpointing=true"]))
-    memory = TrainingMemory(role, Numerics.of(config))
+    memory = TrainingMemory(role, ModelPrecision.of(config))
     microbatch = workload_of(siblings).microbatch(shares_prompts=True)
     assert microbatch.num_tokens == len(tokens.token_ids_T)
     assert microbatch.num_scored == len(tokens.scored_S)
@@ -146,7 +148,15 @@ def make_pack(*, num_prompts: int, siblings: int) -> PackedTokens:
 def test_a_plan_lists_the_phases_of_a_run_and_parts_add_up_to_each_peak() -> None:
     plan = plan_of("rollout.sleep=true", "algorithm.old_logprobs=recompute")
     names = [p.name for p in plan.phases]
-    assert names == ["build", "make_room", "sync", "generate", "logprobs", "update", "export"]
+    assert names == [
+        "build",
+        "offload_optimizer",
+        "sync",
+        "generate",
+        "logprobs",
+        "update",
+        "export",
+    ]
     for one in plan.phases:
         assert plan.peak_bytes(one) == sum(p.num_bytes for p in one.parts)
         assert all(p.num_bytes > 0 for p in one.parts)
@@ -158,8 +168,8 @@ def test_on_a_gpu_a_sleeping_engine_and_the_training_state_are_never_there_toget
     assert part(awake, "update", "KV cache") > 0
     assert part(asleep, "update", "KV cache") == part(asleep, "update", "rollout weights") == 0
     assert part(asleep, "generate", "optimizer") == 0
-    away = phase(asleep, "generate").bytes_on(Place.HOST)
-    assert away - phase(awake, "generate").bytes_on(Place.HOST) == part(
+    away = phase(asleep, "generate").bytes_on(MemoryKind.HOST)
+    assert away - phase(awake, "generate").bytes_on(MemoryKind.HOST) == part(
         asleep, "generate", "offloaded training state"
     )
     both = {"actor weights", "rollout weights"}
@@ -183,9 +193,9 @@ def test_sglang_takes_its_share_of_a_gpu_and_its_memory_is_no_part_of_the_ranks(
 def test_a_cpu_keeps_on_one_memory_what_a_gpu_would_send_to_the_host() -> None:
     plan = plan_of("rollout.sleep=true")
     generate = phase(plan, "generate")
-    assert generate.bytes_on(Place.HOST) > 0
-    assert plan.peak_bytes(generate) == generate.bytes_on(Place.HOST) + generate.bytes_on(
-        Place.DEVICE
+    assert generate.bytes_on(MemoryKind.HOST) > 0
+    assert plan.peak_bytes(generate) == generate.bytes_on(MemoryKind.HOST) + generate.bytes_on(
+        MemoryKind.DEVICE
     )
 
 
@@ -270,13 +280,13 @@ def test_an_adapter_has_the_only_moments_and_the_reference_is_free() -> None:
 @pytest.mark.parametrize(
     ("base", "name", "place"),
     [
-        ("resident", "rollout weights", Place.DEVICE),
-        ("backup", "backup of rollout weights", Place.HOST),
+        ("resident", "rollout weights", MemoryKind.DEVICE),
+        ("backup", "backup of rollout weights", MemoryKind.HOST),
         ("resend", None, None),
     ],
 )
 def test_frozen_weights_of_a_sleeping_engine_lie_where_lora_base_says(
-    base: str, name: str | None, place: Place | None
+    base: str, name: str | None, place: MemoryKind | None
 ) -> None:
     plan = plan_of(*GPU, "lora=default", "rollout.sleep=true", f"lora.base={base}")
     found = {p.name: p.place for p in phase(plan, "update").parts if "rollout" in p.name}

@@ -17,7 +17,7 @@ from transformers import (
 
 from hybridrl.errors import ModelError
 from hybridrl.planning.shapes import read_shape, shape_of
-from hybridrl.trainer.starter import write_random_model
+from hybridrl.run.starter import write_random_model
 from tests.config.values import config_of
 
 SIZES = {

@@ -117,7 +117,7 @@ def test_what_a_model_writes_is_data_and_never_markup(tmp_path: Path, text: str)
 def test_a_failed_run_says_so_with_the_last_lines_of_its_log(tmp_path: Path) -> None:
     log = (
         "10:00:00 I hybridrl.trainer: hello\nthe run ended with an error\nTraceback (most recent\n"
-        "hybridrl.errors.RewardError: reward.py raised\n10:00:01 I hybridrl.trainer.record: "
+        "hybridrl.errors.RewardError: reward.py raised\n10:00:01 I hybridrl.run.record: "
         "run folder: runs/mine\n"
     )
     data = data_of_page(write_folder(tmp_path, log=log))
@@ -126,7 +126,7 @@ def test_a_failed_run_says_so_with_the_last_lines_of_its_log(tmp_path: Path) -> 
 
 
 def test_a_run_that_went_on_after_an_error_has_not_failed(tmp_path: Path) -> None:
-    log = "the run ended with an error\nE: x\n10:00:01 I hybridrl.trainer.resume: from step 3\n"
+    log = "the run ended with an error\nE: x\n10:00:01 I hybridrl.run.resume: from step 3\n"
     assert describe(write_folder(tmp_path, log=log))["status"]["word"] == "unfinished"
 
 

@@ -19,7 +19,7 @@ def test_rewards_are_described_by_step_and_by_group() -> None:
         "reward/std": pytest.approx(0.5**0.5),
         "reward/max": 2.0,
         "reward/min": 0.0,
-        "reward/flat_group_fraction": 0.5,
+        "reward/zero_variance_group_fraction": 0.5,
         "reward/failed_fraction": 0.25,
     }
     check_declared(metrics)

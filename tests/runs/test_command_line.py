@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hybridrl.checkpoint.shelf import Shelf
+from hybridrl.checkpoint.store import CheckpointStore
 from tests.runs.small import read_metrics, small_overrides
 
 _DEADLINE_S = 90.0
@@ -38,7 +38,7 @@ def test_a_signal_ends_the_run_after_its_step_saved_and_with_its_status(
     assert process.returncode == 128 + number, output
     assert "stopped on request" in output
     assert "the run ended with an error" not in (folder / "log.txt").read_text()
-    newest = Shelf(folder / "checkpoints").newest()
+    newest = CheckpointStore(folder / "checkpoints").newest()
     assert newest is not None
     assert newest.manifest.run.step == _num_steps(folder) - 1  # step 0 is an evaluation
     assert (folder / "hf" / "config.json").is_file()

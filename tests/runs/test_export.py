@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from hybridrl.errors import CheckpointError, RunFolderError
 from hybridrl.export import export_checkpoint
-from hybridrl.trainer.child import to_yaml
-from hybridrl.trainer.launch import run
+from hybridrl.run.child import to_yaml
+from hybridrl.run.launch import run
 from tests.runs.small import small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

@@ -16,15 +16,15 @@ import psutil
 import pytest
 
 from hybridrl.errors import DeadlineError, RemoteCallError, WorkerDiedError, is_restartable
-from hybridrl.trainer import build
-from hybridrl.trainer.record import RunRecord, open_record
+from hybridrl.run import build
+from hybridrl.run.record import RunFolder, open_record
 from tests.runs.small import read_metrics, small_config, small_overrides
 
 PHASES = ("evaluate", "generate", "logprobs", "update", "export")
 
 
 @dataclass(frozen=True)
-class Ambush(RunRecord):
+class Ambush(RunFolder):
     """A record that sends a signal to the last rank when a phase begins, after step 1."""
 
     at: str = ""

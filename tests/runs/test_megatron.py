@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybridrl.errors import WorkerDiedError
-from hybridrl.trainer.launch import run
+from hybridrl.run.launch import run
 from tests.runs.small import read_metrics, small_config
 from tests.runs.test_faults import run_into
 

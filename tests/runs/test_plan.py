@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.trainer.launch import run
+from hybridrl.run.launch import run
 from tests.runs.small import read_metrics, small_config
 
 TOLERANCE = 0.35

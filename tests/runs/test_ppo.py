@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hybridrl.trainer.launch import run
+from hybridrl.run.launch import run
 from tests.runs.small import read_metrics, small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -53,7 +53,7 @@ def test_in_the_warm_up_the_critic_learns_alone_and_then_both_do(tmp_path: Path)
     assert metrics[1]["critic/value/mean"] == 0.0  # the head begins as zeros
     assert metrics[2]["critic/value/mean"] != 0.0
     assert metrics[1]["loss/value"] > 0
-    assert "reward/flat_group_fraction" not in metrics[3]
+    assert "reward/zero_variance_group_fraction" not in metrics[3]
     # Step 3 takes two updates: its mean distance is small, but step 4 begins two updates away.
     distances = [metrics[n]["policy/kl_to_reference_nats/mean"] for n in (3, 4)]
     assert 2 * distances[0] < distances[1]

@@ -9,16 +9,21 @@ from typing import Any
 import pytest
 
 from hybridrl.errors import RewardError
-from hybridrl.trainer.launch import run
+from hybridrl.run.launch import run
 from tests.report.folders import data_of_page
 from tests.runs.small import small_config
 from tests.trace_events import Event, check, names_of, read_events, spans_of
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
-_EDGES = {"make_room", "resume_weights", "sync", "leave", "resume_cache", "continue"} | {
-    *("skew", "pause", "drain", "release", "come_back")
-}
+_EDGES = {
+    "offload_optimizer",
+    "resume_weights",
+    "sync",
+    "offload_parameters",
+    "resume_cache",
+    "continue",
+} | {*("skew", "pause", "drain", "release", "onload_training")}
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ import torch
 from filelock import FileLock
 from safetensors.torch import load_file
 
-from hybridrl.checkpoint.shelf import Shelf
+from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.errors import CheckpointError, DataError, RemoteCallError, RunFolderError
-from hybridrl.trainer.child import to_yaml
-from hybridrl.trainer.launch import run
+from hybridrl.run.child import to_yaml
+from hybridrl.run.launch import run
 from tests.runs.small import read_metrics, small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -246,7 +246,7 @@ def _samples(folder: Path) -> bytes:
 
 
 def _drawn(folder: Path) -> object:
-    found = Shelf(folder / "checkpoints").newest()
+    found = CheckpointStore(folder / "checkpoints").newest()
     assert found is not None
     return found.manifest.run.sampler
 

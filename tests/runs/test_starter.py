@@ -13,10 +13,10 @@ from typing import Any, cast
 import pytest
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.trainer import starter as starter_module
+from hybridrl.run import starter as starter_module
+from hybridrl.run.starter import StarterRecipe, ensure_starter, recipe_of
+from hybridrl.run.starter_warmup import warm_up
 from hybridrl.trainer.interrupt import RunStopped
-from hybridrl.trainer.starter import StarterRecipe, ensure_starter, recipe_of
-from hybridrl.trainer.starter_warmup import warm_up
 from tests.config.values import config_of
 from tests.runs.small import small_config
 

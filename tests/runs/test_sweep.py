@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.trainer.sweep import SweepJob, build_jobs, describe, run_sweep
+from hybridrl.run.sweep import SweepJob, build_jobs, describe, run_sweep
 from tests.runs.small import SMALL, read_metrics
 
 _NOBODY = "127.0.0.1:9"
@@ -91,7 +91,7 @@ def test_stopping_a_sweep_lets_its_job_end_and_begins_no_other(
 ) -> None:
     program = f"""
 import pathlib, signal, sys
-from hybridrl.trainer.sweep import build_jobs, run_sweep
+from hybridrl.run.sweep import build_jobs, run_sweep
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 folder = pathlib.Path({str(tmp_path)!r})
 job = '''

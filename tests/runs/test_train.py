@@ -20,8 +20,8 @@ from hybridrl.errors import (
     RewardError,
     TrainingError,
 )
-from hybridrl.trainer.launch import run
-from hybridrl.trainer.starter import write_random_model
+from hybridrl.run.launch import run
+from hybridrl.run.starter import write_random_model
 from tests.runs.small import read_metrics, small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -227,7 +227,7 @@ def test_equal_rewards_leave_the_weights_as_they_are(tmp_path: Path) -> None:
     config = small_config(tmp_path / "run", f"reward.function={reward}:flat")
     run(config, resolved_yaml="")
     last = read_metrics(tmp_path / "run")[-1]
-    assert last["reward/flat_group_fraction"] == 1
+    assert last["reward/zero_variance_group_fraction"] == 1
     assert last["policy/grad_norm"] == 0
 
 

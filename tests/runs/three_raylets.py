@@ -16,8 +16,8 @@ from ray.cluster_utils import Cluster
 from ray.util import placement_group, remove_placement_group
 
 from hybridrl.errors import ResourceError
-from hybridrl.trainer.cluster import start_group
-from hybridrl.trainer.launch import run
+from hybridrl.run.cluster import start_group
+from hybridrl.run.launch import run
 from tests.runs.small import read_metrics, small_config
 from tests.single_controller.workers import Scaler
 

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from hybridrl.batch import PromptBatch
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import PhaseError
-from hybridrl.workers.rollout.protocol import MemoryPart, Response
-from hybridrl.workers.rollout.server_arguments import ServerSpec
-from hybridrl.workers.rollout.sglang import SGLangEngine
+from hybridrl.workers.rollout.protocol import MemoryTag, Response
+from hybridrl.workers.rollout.sglang.arguments import ServerSpec
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from tests.workers.rollout.engines import rollout_config
 
 MAX_CONTEXT_TOKENS = 96
@@ -76,7 +76,7 @@ def sync(engine: SGLangEngine, weights: Mapping[str, Tensor], *, version: int) -
 
 def make_ready(engine: SGLangEngine, folder: Path) -> None:
     """Bring an engine that serves many tests back to a known state: awake, with these weights."""
-    for part in MemoryPart:
+    for part in MemoryTag:
         with suppress(PhaseError):  # it is resident
             engine.resume(part)
     sync(engine, weights_of(folder), version=0)

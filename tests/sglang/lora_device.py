@@ -14,11 +14,11 @@ from hybridrl.config.lora import LoraConfig
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import check_declared
 from hybridrl.workers.rollout.assemble import assemble_rollouts
-from hybridrl.workers.rollout.protocol import MemoryPart, Response, SamplingParams
-from hybridrl.workers.rollout.sglang import SGLangEngine
+from hybridrl.workers.rollout.protocol import MemoryTag, Response, SamplingParams
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.manager import ShardingManager
-from hybridrl.workers.train.protocol import WeightPart
+from hybridrl.workers.train.protocol import WeightSet
 from tests.sglang.engines import sglang_config
 from tests.workers.rollout.engines import make_prompts, sampling_params
 from tests.workers.train.engines import CPU, make_rows, update
@@ -59,13 +59,13 @@ class ForgetfulEngine(SGLangEngine):
         self.journal.append("unload adapter")
         super().unload_adapter()
 
-    def release(self, part: MemoryPart, *, backup: frozenset[str] = frozenset()) -> None:
+    def release(self, part: MemoryTag, *, backup: frozenset[str] = frozenset()) -> None:
         self.journal.append(f"release {part.value}")
         super().release(part, backup=backup)
-        if part is MemoryPart.WEIGHTS and not backup:
+        if part is MemoryTag.WEIGHTS and not backup:
             self.scramble()
 
-    def resume(self, part: MemoryPart) -> None:
+    def resume(self, part: MemoryTag) -> None:
         self.journal.append(f"resume {part.value}")
         super().resume(part)
 
@@ -76,7 +76,7 @@ class ForgetfulEngine(SGLangEngine):
 
 def wake_up(engine: SGLangEngine) -> None:
     """Bring an engine that serves many tests to a known state: all resident, no adapter."""
-    for part in MemoryPart:
+    for part in MemoryTag:
         with suppress(PhaseError):  # it is resident
             engine.resume(part)
     engine.unload_adapter()
@@ -137,5 +137,5 @@ class Device:
         check_declared(metrics)
         return metrics[f"memory/{name}"].value if f"memory/{name}" in metrics else 0
 
-    def bytes_of(self, part: WeightPart) -> int:
+    def bytes_of(self, part: WeightSet) -> int:
         return sum(spec.num_bytes for spec in self.trainer.weight_specs(part))

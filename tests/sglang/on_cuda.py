@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hybridrl.workers.rollout import server_start
+from hybridrl.workers.rollout.sglang import start as server_start
 
 MEMORY_MIB = 81_559
 PROPERTIES = SimpleNamespace(

@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from hybridrl.workers.rollout.server_process import end_with_parent
+from hybridrl.workers.rollout.sglang.process import end_with_parent
 
 MODULE = "tests.sglang.recorded_server"
 ANSWERS = Path(__file__).parents[1] / "workers" / "rollout" / "sglang_answers"

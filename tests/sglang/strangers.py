@@ -14,8 +14,8 @@ import psutil
 
 from hybridrl.batch import PromptBatch
 from hybridrl.workers.rollout.protocol import Response, SamplingParams
-from hybridrl.workers.rollout.server import Server
-from hybridrl.workers.rollout.sglang import SGLangEngine
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
+from hybridrl.workers.rollout.sglang.server import Server
 
 Body = dict[str, Any]
 

@@ -15,7 +15,7 @@ from hybridrl.batch import LogprobBatch, RolloutBatch, spread_over_tokens
 from hybridrl.trainer.step import build_train_batch
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.protocol import Response
-from hybridrl.workers.rollout.sglang import SGLangEngine
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from tests.contract.ranks_under_test import Rank, learn
 from tests.models import Family, make_tiny_model
 from tests.sglang.engines import (

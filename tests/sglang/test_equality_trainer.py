@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.workers.rollout.assemble import assemble_rollouts
-from hybridrl.workers.rollout.sglang import SGLangEngine
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.manager import ShardingManager
 from tests.sglang.engines import sglang_config

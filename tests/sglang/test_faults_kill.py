@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hybridrl.batch import PromptBatch
 from hybridrl.errors import EngineError
-from hybridrl.workers.rollout.protocol import MemoryPart, Response, SamplingParams
-from hybridrl.workers.rollout.sglang import SGLangEngine
+from hybridrl.workers.rollout.protocol import MemoryTag, Response, SamplingParams
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.states import State
@@ -52,7 +52,7 @@ class MortalEngine(SGLangEngine):
         self._die_if_due("update_weights")
         super().update_weights(tensors)
 
-    def release(self, part: MemoryPart, *, backup: frozenset[str] = frozenset()) -> None:
+    def release(self, part: MemoryTag, *, backup: frozenset[str] = frozenset()) -> None:
         self._die_if_due("release")
         super().release(part, backup=backup)
 
@@ -118,7 +118,7 @@ def test_a_server_killed_in_a_stage_is_named_and_the_next_phases_sample_as_befor
 CHILD = """
 import sys
 from pathlib import Path
-from hybridrl.workers.rollout.sglang import SGLangEngine
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from tests.sglang.engines import server_spec
 SGLangEngine(server_spec(Path(sys.argv[1])), variables={})
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.errors import ConfigErrors, DeadlineError, EngineError, ModelError
-from hybridrl.workers.rollout.sglang import SGLangEngine
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from tests.sglang.engines import server_spec
 
 START_TIMEOUT_S = 90.0

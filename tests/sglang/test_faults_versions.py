@@ -18,11 +18,11 @@ from torch import Tensor
 
 from hybridrl.config.lora import LoraConfig
 from hybridrl.errors import DeadlineError, EngineError, ModelError
-from hybridrl.workers.rollout import server
-from hybridrl.workers.rollout.protocol import MemoryPart
-from hybridrl.workers.rollout.server_memory import adapter_shapes, base_shapes
-from hybridrl.workers.rollout.server_process import free_port
-from hybridrl.workers.rollout.sglang import SGLangEngine
+from hybridrl.workers.rollout.protocol import MemoryTag
+from hybridrl.workers.rollout.sglang import server
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
+from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
+from hybridrl.workers.rollout.sglang.process import free_port
 from hybridrl.workers.rollout.stage_time import stage_time
 from tests.models import make_tiny_model
 from tests.sglang.engines import running_engine, server_spec, sync, weights_of
@@ -81,9 +81,9 @@ def test_graph_memory_is_released_only_where_graphs_survive_it(
         for _ in range(2):
             engine.pause()
             engine.drain(timeout_s=5.0)
-            for part in MemoryPart:
+            for part in MemoryTag:
                 engine.release(part)
-            for part in MemoryPart:
+            for part in MemoryTag:
                 engine.resume(part)
     tags = [body["tags"][0] for path, body in calls_in(calls) if path.startswith("/release_")]
     graph = ["cuda_graph"] if keeps_graphs else []
@@ -179,13 +179,13 @@ def test_all_answers_of_a_stage_together_get_its_time(
     with start("0.5.21") as engine:
         engine.pause()
         engine.drain(timeout_s=5.0)
-        for part in MemoryPart:
+        for part in MemoryTag:
             engine.release(part)
         with stage_time(2.0):
-            engine.resume(MemoryPart.WEIGHTS)
+            engine.resume(MemoryTag.WEIGHTS)
             with pytest.raises(DeadlineError, match="/resume_memory_occupation: SGLang did not "):
-                engine.resume(MemoryPart.KV_CACHE)
-        engine.resume(MemoryPart.KV_CACHE)
+                engine.resume(MemoryTag.KV_CACHE)
+        engine.resume(MemoryTag.KV_CACHE)
 
 
 def test_two_servers_that_draw_the_same_port_end_on_two(
@@ -207,7 +207,7 @@ def test_a_proof_scrambles_what_the_files_brought_after_it_was_copied(
     start: Start, served_model: Path, calls: Path
 ) -> None:
     with start("0.5.21") as engine:
-        engine.expect_weights(served_model)
+        engine.load_reference_weights(served_model)
     assert [(path, body.get("action", "")) for path, body in calls_in(calls)] == [
         ("/update_weights_from_disk", ""),
         ("/weights_checker", "snapshot"),

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import EngineError, PhaseError
-from hybridrl.workers.rollout.protocol import MemoryPart
-from hybridrl.workers.rollout.server_requests import build_groups, group_body
+from hybridrl.workers.rollout.protocol import MemoryTag
+from hybridrl.workers.rollout.sglang.requests import build_groups, group_body
 from tests.sglang.engines import greedy_of_hugging_face, sync, weights_of
 from tests.sglang.lora_device import GREEDY, PROMPTS, ForgetfulEngine
 from tests.workers.rollout.engines import tokens_of
@@ -164,6 +164,6 @@ def test_an_adapter_that_is_gone_is_unloaded_all_the_same_and_one_that_is_there_
 def test_an_adapter_is_not_loaded_into_released_memory(loaded: ForgetfulEngine) -> None:
     loaded.pause()
     loaded.drain(timeout_s=10.0)
-    loaded.release(MemoryPart.WEIGHTS)
+    loaded.release(MemoryTag.WEIGHTS)
     with pytest.raises(PhaseError, match="load_adapter was refused: WEIGHTS is released"):
         loaded.load_adapter({})

@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 
 from hybridrl.errors import EngineError
-from hybridrl.workers.rollout.hf import HFRolloutEngine
-from hybridrl.workers.rollout.protocol import MemoryPart, Response
-from hybridrl.workers.rollout.server_memory import adapter_shapes, base_shapes
-from hybridrl.workers.rollout.sglang import SGLangEngine
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
+from hybridrl.workers.rollout.protocol import MemoryTag, Response
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
+from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.states import State
-from hybridrl.workers.train.protocol import WeightPart
+from hybridrl.workers.train.protocol import WeightSet
 from tests.sglang.lora_device import GREEDY, PROMPTS, WAYS, Device, ForgetfulEngine
 from tests.workers.rollout.engines import rollout_config, tokens_of
 from tests.workers.train.engines import CPU
 from tests.workers.train.lora_engines import LORA, adapter_of, with_lora
 
-_CACHE = (MemoryPart.KV_CACHE.value, MemoryPart.CUDA_GRAPH.value)
+_CACHE = (MemoryTag.KV_CACHE.value, MemoryTag.CUDA_GRAPH.value)
 
 
 def greedy_of_the_embedded_engine(device: Device, folder: Path) -> list[Response]:
@@ -30,7 +30,7 @@ def greedy_of_the_embedded_engine(device: Device, folder: Path) -> list[Response
     )
     engine.update_weights(list(device.trainer.full_weights()))
     if lora is not None:
-        engine.load_adapter(dict(device.trainer.full_weights(WeightPart.ADAPTER)))
+        engine.load_adapter(dict(device.trainer.full_weights(WeightSet.ADAPTER)))
     engine.finish_update(version=device.version)
     return engine.generate(PROMPTS, GREEDY)
 
@@ -67,7 +67,7 @@ def test_the_base_goes_before_the_first_adapter_and_only_adapters_afterwards(
     lora_engine: ForgetfulEngine, served_model: Path, way: str
 ) -> None:
     device = Device(lora_engine, served_model, way)
-    base, adapter = (device.bytes_of(part) for part in (WeightPart.BASE, WeightPart.ADAPTER))
+    base, adapter = (device.bytes_of(part) for part in (WeightSet.BASE, WeightSet.ADAPTER))
     lora_engine.forget_journal()
     device.sample()
     sends = [call for call in lora_engine.journal if "re" not in call]
@@ -130,5 +130,5 @@ def test_a_server_that_died_gets_base_and_adapter_before_it_serves_again(
     lora_engine._adapter_shapes = adapter_shapes(base_shapes(served_model), LORA)
     lora_engine.forget_journal()
     assert device.mismatch_nats() < 1e-4
-    expected = {spec.name for part in WeightPart for spec in device.trainer.weight_specs(part)}
+    expected = {spec.name for part in WeightSet for spec in device.trainer.weight_specs(part)}
     assert set(lora_engine.received) == expected

@@ -8,7 +8,7 @@ import pytest
 
 from hybridrl.errors import DriftError
 from hybridrl.workers.canary import Canary
-from hybridrl.workers.rollout.sglang import SGLangEngine
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.sharding.control import ControlGroup
 from tests.sglang.engines import sglang_config
 from tests.sglang.lora_device import PROMPTS, Device, ForgetfulEngine

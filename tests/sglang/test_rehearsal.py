@@ -19,11 +19,11 @@ from hybridrl.config.load import load_config
 from hybridrl.env import ROOT, python_path
 from hybridrl.errors import ConfigErrors
 from hybridrl.main import compose
-from hybridrl.trainer.workers import build_actor_spec
+from hybridrl.run.workers import build_actor_spec
 from hybridrl.workers.build import server_spec
-from hybridrl.workers.rollout import server_rehearsal
-from hybridrl.workers.rollout.server_arguments import environment
-from hybridrl.workers.rollout.server_rehearsal import case_of, rehearse_server, spec_of
+from hybridrl.workers.rollout.sglang import rehearsal as server_rehearsal
+from hybridrl.workers.rollout.sglang.arguments import environment
+from hybridrl.workers.rollout.sglang.rehearsal import case_of, rehearse_server, spec_of
 from tests.planning.models import QWEN3_8B, QWEN3_30B_A3B
 
 ON_CUDA = "tests.sglang.on_cuda"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hybridrl.errors import EngineError, PhaseError
-from hybridrl.workers.rollout.protocol import MemoryPart
-from hybridrl.workers.rollout.sglang import SGLangEngine
+from hybridrl.workers.rollout.protocol import MemoryTag
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from tests.sglang.engines import make_ready, running_engine, server_spec
 from tests.workers.rollout.engines import make_prompts, sampling_params, tokens_of
 
@@ -26,7 +26,7 @@ def test_generate_is_refused_while_a_part_is_released_though_sglang_itself_would
     engine: SGLangEngine,
 ) -> None:
     before = tokens_of(engine.generate(PROMPTS, GREEDY))
-    for part in [*MemoryPart] * NUM_CYCLES:
+    for part in [*MemoryTag] * NUM_CYCLES:
         stopped(engine)
         engine.release(part)
         engine.continue_generation()
@@ -49,12 +49,12 @@ def test_a_second_resume_would_end_the_server_so_only_what_was_released_is_resum
     with running_engine(server_spec(served_model)) as engine:
         make_ready(engine, served_model)
         stopped(engine)
-        engine.release(MemoryPart.WEIGHTS)
-        engine.resume(MemoryPart.WEIGHTS)
+        engine.release(MemoryTag.WEIGHTS)
+        engine.resume(MemoryTag.WEIGHTS)
         with pytest.raises(PhaseError, match="only what was released can be resumed"):
-            engine.resume(MemoryPart.WEIGHTS)
+            engine.resume(MemoryTag.WEIGHTS)
         engine.continue_generation()
         assert engine.generate(PROMPTS, GREEDY)
         stopped(engine)
         with pytest.raises(EngineError):
-            engine._server.resume_memory(MemoryPart.WEIGHTS.value)  # past our door
+            engine._server.resume_memory(MemoryTag.WEIGHTS.value)  # past our door

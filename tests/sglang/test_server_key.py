@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from hybridrl.workers.rollout.server_client import ServerClient, ServerError
-from hybridrl.workers.rollout.sglang import SGLangEngine
+from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from tests.sglang.strangers import server_of
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridrl.workers.rollout.sglang import SGLangEngine, weight_port
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine, weight_sender
 from tests.models import make_tiny_model
 from tests.ranks import run_ranks
 from tests.sglang.engines import running_engine, server_spec, weights_of
@@ -22,7 +22,7 @@ def _send_from(rank: int, engine: SGLangEngine | None, folders: list[Path]) -> l
     """Two streams that arrive, and before each one that breaks off on the rank that only offers."""
     rollout = server_spec(folders[0], tensor_parallel_size=2).rollout
     dist.barrier()  # one of us has waited for the server, longer than a stage may take
-    port = weight_port(engine, rollout=rollout, device=CPU)
+    port = weight_sender(engine, rollout=rollout, device=CPU)
     reasons = []
     for version, folder in enumerate(folders):
         if engine is not None:

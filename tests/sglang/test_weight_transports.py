@@ -15,9 +15,9 @@ import torch.multiprocessing
 
 from hybridrl.batch import PromptBatch
 from hybridrl.errors import EngineError, PhaseError
-from hybridrl.workers.rollout.protocol import Offer
-from hybridrl.workers.rollout.sglang import DIALECT, SGLangEngine
-from hybridrl.workers.rollout.weight_ports import build_transport
+from hybridrl.workers.rollout.protocol import StagedBucket
+from hybridrl.workers.rollout.sglang.engine import HOOKS, SGLangEngine
+from hybridrl.workers.rollout.sglang.weight_senders import build_transport
 from tests.models import make_tiny_model
 from tests.sglang.engines import greedy_of_hugging_face, sglang_config, weights_of
 from tests.sglang.weights import (
@@ -99,7 +99,7 @@ def test_a_status_400_in_the_middle_is_reported_and_leaves_nobody_waiting(
 ) -> None:
     num_delivered = 0
 
-    def after_the_update_was_closed(offer: Offer, handles: Sequence[str]) -> None:
+    def after_the_update_was_closed(offer: StagedBucket, handles: Sequence[str]) -> None:
         nonlocal num_delivered
         num_delivered += 1
         if num_delivered == 2:
@@ -188,7 +188,7 @@ def _answer(engine: SGLangEngine, prompts: PromptBatch, answers: list[list[int]]
 def test_a_rank_with_a_gpu_names_its_host_memory_too() -> None:
     # Adapters are in it, and a server's ranks, no children of ours, cannot take a descriptor.
     prepared: list[str] = []
-    dialect = replace(DIALECT, prepare_ipc=lambda: prepared.append("ipc"))
+    dialect = replace(HOOKS, prepare_ipc=lambda: prepared.append("ipc"))
     torch.multiprocessing.set_sharing_strategy("file_descriptor")
     try:
         build_transport(sglang_config(), dialect, device=torch.device("cuda"), leads=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybridrl.workers.rollout.protocol import WeightPort
-from hybridrl.workers.rollout.sglang import DIALECT, SGLangEngine
-from hybridrl.workers.rollout.weight_ports import build_transport
+from hybridrl.workers.rollout.protocol import WeightSender
+from hybridrl.workers.rollout.sglang.engine import HOOKS, SGLangEngine
+from hybridrl.workers.rollout.sglang.weight_senders import build_transport
 from hybridrl.workers.sharding.control import ControlGroup, Neighbours
 from hybridrl.workers.sharding.weight_pipeline import Deliver, stream_offers
 from hybridrl.workers.sharding.weight_stream import StreamReport
@@ -27,14 +27,14 @@ def use_transport(engine: SGLangEngine, transport: str) -> None:
     """Let a server that serves many tests get its weights by another way from here on."""
     engine.transport.forget()
     config = sglang_config(transport=transport)
-    engine.transport = build_transport(config, DIALECT, device=torch.device("cpu"), leads=True)
+    engine.transport = build_transport(config, HOOKS, device=torch.device("cpu"), leads=True)
 
 
 def stream(
     engine: SGLangEngine | None,
     weights: Iterator[tuple[str, Tensor]],
     *,
-    port: WeightPort,
+    port: WeightSender,
     deliver: Deliver | None = None,
     num_ranks: int = 1,
 ) -> StreamReport:

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hybridrl import activity
+from hybridrl.diagnostics import activity
 from hybridrl.single_controller import Dispatch, Worker, register
 
 
@@ -49,7 +49,7 @@ class Joined(Worker):
 
     def _reduce(self) -> float:
         total = torch.ones(1)
-        with activity.doing("all_reduce", waits=True):
+        with activity.scope("all_reduce", waits=True):
             dist.all_reduce(total)
         return total.item()
 

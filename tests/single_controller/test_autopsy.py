@@ -14,16 +14,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hybridrl.activity import RecordFiles, start_ticks
-from hybridrl.single_controller.autopsy import RankReport, WatchedRank, read_ranks
-from hybridrl.single_controller.watch import describe_ranks, find_culprits
+from hybridrl.diagnostics.activity import RecordFiles, start_ticks
+from hybridrl.diagnostics.process_report import MonitoredRank, RankReport, read_ranks
+from hybridrl.diagnostics.rank_monitor import describe_ranks, find_culprits
 
 _BEGIN = """
 import ctypes, faulthandler, json, sys, time
 from dataclasses import asdict
 from pathlib import Path
-from hybridrl import activity
-from hybridrl.activity import doing, watching
+from hybridrl.diagnostics import activity
+from hybridrl.diagnostics.activity import doing, watching
 
 faulthandler.enable()
 files = activity.start_recording(Path(sys.argv[1]))
@@ -41,7 +41,7 @@ def nap():
     time.sleep(600)
 """
 
-Start = Callable[[str], WatchedRank]
+Start = Callable[[str], MonitoredRank]
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Start a process that runs the given lines; it goes on when it has said that it is ready."""
     processes: list[subprocess.Popen[str]] = []
 
-    def start_one(lines: str) -> WatchedRank:
+    def start_one(lines: str) -> MonitoredRank:
         rank = len(processes)
         command = [sys.executable, "-c", _BEGIN + lines, str(tmp_path)]
         errors = (tmp_path / f"stderr.{rank}").open("w")
@@ -58,7 +58,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
         processes.append(process)
         assert process.stdout is not None
         told = json.loads(process.stdout.readline())
-        return WatchedRank(rank, "host-a", "node", RecordFiles(**told | {"logs": (*told["logs"],)}))
+        return MonitoredRank(
+            rank, "host-a", "node", RecordFiles(**told | {"logs": (*told["logs"],)})
+        )
 
     yield start_one
     for process in processes:
@@ -66,7 +68,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.communicate()
 
 
-def _look(*ranks: WatchedRank, wait_s: float = 5.0) -> list[RankReport]:
+def _look(*ranks: MonitoredRank, wait_s: float = 5.0) -> list[RankReport]:
     return read_ranks(ranks, wait_s=wait_s)
 
 

@@ -88,7 +88,7 @@ class Scaler(Worker):
     def set_up_mesh(self, tensor_parallel_size: int) -> None:
         dp_size = self.world_size // tensor_parallel_size
         dp_rank, tp_rank = divmod(self.rank, tensor_parallel_size)
-        self.register_mesh("rollout", dp_rank=dp_rank, dp_size=dp_size, is_collect=tp_rank == 0)
+        self.register_mesh("rollout", dp_rank=dp_rank, dp_size=dp_size, is_output_rank=tp_rank == 0)
 
     @register(dispatch_by_mesh("rollout"))
     def generate(self, rows: Any) -> Any:

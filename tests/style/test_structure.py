@@ -17,7 +17,7 @@ MODULES = read_modules(ROOT / "hybridrl", root=ROOT)
 ONE_DOOR = {
     "hydra": "hybridrl.main",
     "omegaconf": "hybridrl.main",
-    "sglang": "hybridrl.workers.rollout.sglang",
+    "sglang": "hybridrl.workers.rollout.sglang.engine",
     "megatron": "hybridrl.workers.train.mcore.megatron_core",
     "peft": "hybridrl.models.adapter",
     "liger_kernel": "hybridrl.models.liger",
@@ -76,9 +76,9 @@ def test_the_environment_is_read_and_written_in_env_alone() -> None:
 def test_durations_and_deadlines_are_kept_on_a_clock_that_does_not_jump() -> None:
     # A wall clock is set back and forth; it may date what is written, and nothing else.
     dated = {
-        "hybridrl.trainer.trackers.tensorboard",
-        "hybridrl.trace",  # lays rows of several machines beside each other
-        "hybridrl.trainer.trace_file",
+        "hybridrl.run.trackers.tensorboard",
+        "hybridrl.diagnostics.trace",  # lays rows of several machines beside each other
+        "hybridrl.run.trace_file",
     }
     wall_clocks = (".time.time", ".time.time_ns", ".datetime.now", ".datetime.utcnow")
     readers = {

@@ -31,5 +31,5 @@ def test_rows_are_balanced_over_the_ranks_that_have_rows_of_their_own(
     rows = make_rows(32, max_half=30)
     lengths = row_lengths(rows.token_ids_BL).tolist()
     expected = balance_over_ranks(lengths, dp_size=num_groups, num_minibatches=1)
-    arranged = row_lengths(step.arrange(rows).token_ids_BL).tolist()
+    arranged = row_lengths(step.balance(rows).token_ids_BL).tolist()
     assert arranged == [lengths[row] for row in expected]

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from hybridrl.checkpoint.manifest import FileEntry, RunState
-from hybridrl.checkpoint.shelf import Shelf
+from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.checkpoint import CheckpointConfig
 from hybridrl.data.sampler import SamplerState
 from hybridrl.errors import CheckpointError, RemoteCallError, WorkerDiedError
 from hybridrl.metrics import Mean, Metrics
-from hybridrl.trainer.checkpoints import Checkpointer
-from hybridrl.trainer.resume import origin_of
-from hybridrl.workers.train.places import Part, Place
+from hybridrl.run.checkpoints import Checkpointer
+from hybridrl.run.resume import run_fingerprint
+from hybridrl.workers.train.places import ShardSpec, TensorShard
 from hybridrl.workers.train.shard_files import ShardReader, is_unchanged, write_parts
 from tests.config.values import config_of
 
@@ -56,7 +56,7 @@ class Ranks:
     def _write(self, rank: int) -> FileEntry:
         folder, value = self.began[-1]
         folder.mkdir(exist_ok=True)
-        part = Part(torch.full((1,), value), Place((1,), (0,)))
+        part = TensorShard(torch.full((1,), value), ShardSpec((1,), (0,)))
         return write_parts(folder / f"rank-{rank}.safetensors", {"value": part}, notes={})
 
 
@@ -86,9 +86,9 @@ def checkpointer(
             log_sizes={},
         )
 
-    origin = origin_of(config_of(), folder)
+    origin = run_fingerprint(config_of(), folder)
     return Checkpointer(
-        Shelf(folder), {"actor": ranks}, config=config, origin=origin, capture=capture
+        CheckpointStore(folder), {"actor": ranks}, config=config, origin=origin, capture=capture
     )
 
 
@@ -132,7 +132,7 @@ def test_steps_go_on_while_a_slow_rank_writes_and_there_is_no_checkpoint_until_a
     saving = checkpointer(tmp_path, ranks)
     costs = list(take(saving, ranks, (1, 2, 3)))
     assert steps_on(tmp_path) == []
-    assert Shelf(tmp_path).newest() is None
+    assert CheckpointStore(tmp_path).newest() is None
     ranks.is_slow = False
     costs += take(saving, ranks, (4,))
     assert steps_on(tmp_path) == [2]
@@ -149,7 +149,7 @@ def test_a_run_goes_on_from_the_newest_whole_one_and_torn_bytes_are_set_aside(
     tmp_path: Path, ranks: Ranks, caplog: pytest.LogCaptureFixture
 ) -> None:
     list(take(checkpointer(tmp_path, ranks, keep_last=9), ranks, range(1, 7), last=6))
-    Shelf(tmp_path).begin(8)  # killed while it wrote
+    CheckpointStore(tmp_path).begin(8)  # killed while it wrote
     file = tmp_path / "step-000000006" / "actor" / "rank-1.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1

@@ -9,14 +9,14 @@ import pytest
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
 
 from hybridrl.errors import ResourceError
-from hybridrl.single_controller import Dispatch, Worker, register
-from hybridrl.trainer.cluster import (
+from hybridrl.run.cluster import (
     rank_variables,
     require_device,
     show_workers_no_more,
     start_fused_group,
     start_group,
 )
+from hybridrl.single_controller import Dispatch, Worker, register
 from hybridrl.trainer.interrupt import RunInterrupted, ended_by_signals
 from tests.config.values import config_of
 from tests.runs.small import small_config

@@ -9,10 +9,10 @@ import pytest
 
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import DataError
-from hybridrl.trainer.build_training import train
-from hybridrl.trainer.inputs import load_rows
-from hybridrl.trainer.record import open_record
-from hybridrl.trainer.starter import write_random_model
+from hybridrl.run.inputs import load_rows
+from hybridrl.run.record import open_record
+from hybridrl.run.starter import write_random_model
+from hybridrl.run.train_rl import train
 from tests.config.values import config_of
 from tests.runs.small import small_config
 

@@ -8,8 +8,8 @@ import pytest
 
 _PROGRAM = """
 import os, pathlib, sys
-from hybridrl.trainer.last_words import last_words
-with last_words("gone without a word", log_file=pathlib.Path(sys.argv[1])):
+from hybridrl.run.driver_watchdog import driver_watchdog
+with driver_watchdog("gone without a word", log_file=pathlib.Path(sys.argv[1])):
     {act}
 """
 

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from hybridrl.metrics import DECLARATIONS
-from hybridrl.trainer import live
-from hybridrl.trainer.live import (
+from hybridrl.run import display as live
+from hybridrl.run.display import (
     LiveLines,
     LiveTable,
     LiveView,

@@ -8,7 +8,7 @@ import pytest
 from hybridrl.metrics import Max, Mean, Metrics, Sum
 from hybridrl.planning.memory import plan_memory
 from hybridrl.planning.workload import Workload
-from hybridrl.trainer.plan_watch import PlanWatch
+from hybridrl.run.plan_check import PlanCheck
 from tests.config.values import config_of
 
 
@@ -31,14 +31,14 @@ def step(*, off_by: float) -> tuple[Metrics, dict[str, float]]:
 
 def test_each_phase_that_was_measured_gets_its_error() -> None:
     metrics, peaks = step(off_by=0.1)
-    errors = PlanWatch(config_of()).compare(metrics)
+    errors = PlanCheck(config_of()).compare(metrics)
     assert {name: m.value for name, m in errors.items()} == pytest.approx(
         {f"memory/{name}_plan_error_fraction": 0.1 for name in peaks}, abs=1e-6
     )
 
 
 def test_on_a_cpu_only_the_fullest_phase_is_compared_once_malloc_keeps_memory() -> None:
-    watch = PlanWatch(config_of())
+    watch = PlanCheck(config_of())
     found = [watch.compare(step(off_by=0.0)[0]) for _ in range(4)]
     assert [len(errors) for errors in found] == [4, 4, 1, 1]
     assert list(found[-1]) == ["memory/update_plan_error_fraction"]
@@ -46,7 +46,7 @@ def test_on_a_cpu_only_the_fullest_phase_is_compared_once_malloc_keeps_memory() 
 
 def test_steps_in_which_the_critic_learns_alone_are_not_counted() -> None:
     metrics, peaks = step(off_by=0.0)
-    watch = PlanWatch(config_of("algorithm=ppo", "critic.num_warmup_steps=2"))
+    watch = PlanCheck(config_of("algorithm=ppo", "critic.num_warmup_steps=2"))
     alone = {name: m for name, m in metrics.items() if not name.startswith("data/")}
     found = [watch.compare(one) for one in (alone, alone, metrics, metrics, metrics)]
     # The critic's updates left their traces before the policy's first; its second is settled.
@@ -56,7 +56,7 @@ def test_steps_in_which_the_critic_learns_alone_are_not_counted() -> None:
 def test_the_log_has_a_line_after_the_first_step_and_one_at_the_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    watch = PlanWatch(config_of())
+    watch = PlanCheck(config_of())
     with caplog.at_level(logging.INFO):
         for off_by in (0.1, 0.3, 0.2):
             watch.compare(step(off_by=off_by)[0])
@@ -71,6 +71,6 @@ def test_the_log_has_a_line_after_the_first_step_and_one_at_the_end(
 
 
 def test_a_step_without_the_numbers_that_a_plan_needs_is_let_pass() -> None:
-    watch = PlanWatch(config_of())
+    watch = PlanCheck(config_of())
     assert watch.compare({"reward/mean": Mean(1.0)}) == {}
     watch.report()

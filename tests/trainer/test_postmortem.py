@@ -11,12 +11,12 @@ import pytest
 
 import hybridrl
 from hybridrl.errors import ConfigError, WorkerDiedError
+from hybridrl.run.display import LiveView
+from hybridrl.run.postmortem import PostMortem, Progress, is_crash
+from hybridrl.run.record import RunFolder, open_record
+from hybridrl.run.run_folder import RunLogger
 from hybridrl.single_controller import RankReport
 from hybridrl.trainer.interrupt import RunInterrupted
-from hybridrl.trainer.live import LiveView
-from hybridrl.trainer.postmortem import PostMortem, Progress, is_crash
-from hybridrl.trainer.record import RunRecord, open_record
-from hybridrl.trainer.tracking import RunLog
 from tests.runs.small import small_config
 
 RANKS = (
@@ -122,14 +122,14 @@ def test_a_disk_that_hangs_costs_the_time_given_and_no_more(run_folder: Path) ->
 
 def test_an_error_is_explained_once(tmp_path: Path) -> None:
     config = small_config(tmp_path / "run")
-    with RunLog(
+    with RunLogger(
         tmp_path / "run",
         overwrite=False,
         resolved_yaml="",
         settings={},
         config=config.tracking,
     ) as run_log:
-        record = RunRecord(run_log, LiveView(3), None, Progress(num_steps=3, has_begun=True))
+        record = RunFolder(run_log, LiveView(3), None, Progress(num_steps=3, has_begun=True))
         record.phase("generate")
         record.keep_reports(RANKS)
         error = _death()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.trainer.ray_token import keep_token_private
+from hybridrl.run.ray_token import keep_token_private
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 _START = """
 from hybridrl.config.load import load_config
 from hybridrl.main import compose
-from hybridrl.trainer.cluster import ray_cluster
+from hybridrl.run.cluster import ray_cluster
 import ray
 with ray_cluster(load_config(compose([])).cluster):
     assert ray.get(ray.remote(lambda: 7).remote(), timeout=60) == 7

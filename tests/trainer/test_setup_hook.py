@@ -10,8 +10,8 @@ import pytest
 from hybridrl.config.cluster import ClusterConfig
 from hybridrl.config.setup_hook import SetupHook
 from hybridrl.errors import ConfigError, RemoteCallError
+from hybridrl.run.cluster import start_fused_group, start_group
 from hybridrl.single_controller import Dispatch, Worker, register
-from hybridrl.trainer.cluster import start_fused_group, start_group
 from tests.runs.small import small_config
 from tests.trainer import hooks
 

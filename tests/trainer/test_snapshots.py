@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybridrl.checkpoint.manifest import FileEntry, Origin, RunState
-from hybridrl.checkpoint.shelf import Shelf
+from hybridrl.checkpoint.manifest import FileEntry, RunFingerprint, RunState
+from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.checkpoint import CheckpointConfig
 from hybridrl.data.sampler import SamplerState
 from hybridrl.errors import CheckpointError, RemoteCallError
-from hybridrl.trainer.checkpoints import Checkpointer
+from hybridrl.run.checkpoints import Checkpointer
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter
 from hybridrl.workers.train.shard_files import is_unchanged
@@ -104,9 +104,9 @@ def test_what_is_saved_is_what_was_after_the_step_whatever_training_does_meanwhi
     assert (restored.step, rank.engine.num_updates, rank.engine.weight[7]) == (5, 5, 5.0)
 
 
-def _build(tmp_path: Path) -> tuple[Rank, Checkpointer, Shelf]:
-    rank, shelf = Rank(), Shelf(tmp_path / "checkpoints")
-    origin = Origin(recipe={}, model_folder="", fingerprints={}, environment={})
+def _build(tmp_path: Path) -> tuple[Rank, Checkpointer, CheckpointStore]:
+    rank, shelf = Rank(), CheckpointStore(tmp_path / "checkpoints")
+    origin = RunFingerprint(recipe={}, model_folder="", fingerprints={}, environment={})
     checkpointer = Checkpointer(
         shelf, {"actor": rank}, config=CONFIG, origin=origin, capture=_state
     )

@@ -17,7 +17,7 @@ _PROGRAM = """
 import os, pathlib, signal, subprocess, sys, time
 from hybridrl.errors import DriverDiedError
 from hybridrl.trainer.interrupt import Interrupt
-from hybridrl.trainer.supervise import supervise
+from hybridrl.run.supervise import supervise
 from tests.runs.small import small_config
 folder = pathlib.Path(sys.argv[1])
 folder.mkdir()

@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.trace import Harvest, Recorder, SpanRecord
-from hybridrl.trainer.trace_file import FIRST_NAME, NAME, PREVIOUS_NAME, TraceFile
+from hybridrl.diagnostics.trace import SpanBatch, SpanRecord, SpanRecorder
+from hybridrl.run.trace_file import FIRST_NAME, NAME, PREVIOUS_NAME, TraceFile
 from tests.trace_events import check, names_of, read_events, spans_of
 
 
-def _harvest(*names: str, num_dropped: int = 0) -> Harvest:
+def _harvest(*names: str, num_dropped: int = 0) -> SpanBatch:
     spans = [
         SpanRecord(name, 1_000_000 * number, 500_000, 7, {"bytes": number}, is_open=False)
         for number, name in enumerate(names)
     ]
-    return Harvest(spans, num_dropped, at_ns=10_000_000, host_bytes=2**20)
+    return SpanBatch(spans, num_dropped, at_ns=10_000_000, host_bytes=2**20)
 
 
 def test_a_closed_trace_is_json_with_a_named_row_for_each_process(tmp_path: Path) -> None:
@@ -49,8 +49,8 @@ def test_a_value_that_is_not_finite_is_no_point_of_a_counter(tmp_path: Path) -> 
 _WRITE_FOR_EVER = """
 import sys
 from pathlib import Path
-from hybridrl.trace import Recorder
-from hybridrl.trainer.trace_file import TraceFile
+from hybridrl.diagnostics.trace import Recorder
+from hybridrl.run.trace_file import TraceFile
 recorder, file = Recorder(), TraceFile(Path(sys.argv[1]))
 while True:
     for number in range(50):
@@ -101,7 +101,7 @@ def test_wherever_the_file_is_torn_the_whole_events_are_kept(
 
 
 def test_a_long_trace_keeps_its_first_and_its_last_two_files(tmp_path: Path) -> None:
-    recorder = Recorder()
+    recorder = SpanRecorder()
     with TraceFile(tmp_path, max_bytes=4000) as file:
         for number in range(200):
             with recorder.span(f"span {number}"):
@@ -132,7 +132,7 @@ def test_rounding_to_microseconds_keeps_spans_nested(
     ]
     folder = tmp_path_factory.mktemp("nested")
     with TraceFile(folder) as file:
-        file.add("driver", Harvest(spans, 0, base, 0))
+        file.add("driver", SpanBatch(spans, 0, base, 0))
     check(json.loads((folder / NAME).read_text()))
 
 

@@ -22,9 +22,9 @@ from hybridrl import log
 from hybridrl.config.tracking import TrackingConfig
 from hybridrl.errors import MetricError, RunFolderError
 from hybridrl.metrics import Max, Mean
-from hybridrl.trainer.tracing import Tracing
-from hybridrl.trainer.trackers.tensorboard import TensorBoardTracker
-from hybridrl.trainer.tracking import RunLog, Sample
+from hybridrl.run.run_folder import RunLogger, Sample
+from hybridrl.run.tracing import Tracing
+from hybridrl.run.trackers.tensorboard import TensorBoardTracker
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,8 +35,8 @@ def open_log(
     overwrite: bool = False,
     resumes: bool = False,
     trackers: tuple[str, ...] = ("tensorboard",),
-) -> RunLog:
-    return RunLog(
+) -> RunLogger:
+    return RunLogger(
         folder,
         overwrite=overwrite,
         resumes=resumes,

@@ -6,7 +6,7 @@ from typing import Any
 
 from hybridrl.config.tracking import TrackingConfig
 from hybridrl.metrics import Mean
-from hybridrl.trainer.tracking import RunLog
+from hybridrl.run.run_folder import RunLogger
 
 folder, tracker, first, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 trackers: Any = (tracker,)
@@ -14,7 +14,7 @@ tracking = TrackingConfig(
     trackers=trackers, project="digits", num_samples_per_step=0, trace=False, live="off"
 )
 resumes = folder.is_dir()
-with RunLog(
+with RunLogger(
     folder,
     overwrite=False,
     resumes=resumes,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.metrics import Sum
-from hybridrl.trainer.workers import build_actor_spec
+from hybridrl.run.workers import build_actor_spec
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
-from hybridrl.workers.rollout.tensor_memory import checksum
-from hybridrl.workers.train.protocol import TrainState, WeightPart
+from hybridrl.workers.rollout.embedded.tensor_memory import checksum
+from hybridrl.workers.train.protocol import TrainState, WeightSet
 from hybridrl.workers.train.scorer import FSDP2Scorer
 from tests.config.values import config_of
 from tests.models import make_tiny_model
@@ -35,7 +35,7 @@ def _two_steps(rank: int, folder: Path, config: ExperimentConfig) -> None:
     reference, actor = worker._reference, worker._actor
     assert isinstance(reference, FSDP2Scorer)
     frozen = _sums(reference)
-    sent_bytes = sum(spec.num_bytes for spec in actor.weight_specs(WeightPart.BASE))
+    sent_bytes = sum(spec.num_bytes for spec in actor.weight_specs(WeightSet.BASE))
     for step in range(3):
         worker.sharding.take_metrics()
         with worker.sharding.rollout_phase() as engine:

@@ -14,7 +14,7 @@ from hybridrl.batch import PromptBatch
 from hybridrl.errors import DriftError
 from hybridrl.metrics import Metrics, check_declared
 from hybridrl.workers.canary import Canary
-from hybridrl.workers.rollout.hf import HFRolloutEngine
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import Response, SamplingParams
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.manager import ShardingManager

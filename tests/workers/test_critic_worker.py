@@ -10,10 +10,10 @@ import torch
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import PhaseError
+from hybridrl.run.workers import build_actor_spec, build_critic_spec
 from hybridrl.single_controller import Worker
 from hybridrl.trainer.advantages import Generalized
 from hybridrl.trainer.step import build_critic_batch
-from hybridrl.trainer.workers import build_actor_spec, build_critic_spec
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.train.protocol import TrainState

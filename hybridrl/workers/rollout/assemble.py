@@ -56,10 +56,10 @@ def _routed_experts(responses: Sequence[Response], lengths_B: Tensor) -> Tensor 
     rows = []
     for row, (response, length) in enumerate(zip(responses, lengths_B.tolist(), strict=True)):
         experts_LJK = response.routed_experts_LJK
-        found = 0 if experts_LJK is None else len(experts_LJK)
-        if experts_LJK is None or found != length - 1:
+        num_layers = 0 if experts_LJK is None else len(experts_LJK)
+        if experts_LJK is None or num_layers != length - 1:
             raise EngineError(
-                f"the rollout engine told the experts of {found} tokens of response {row}, which "
+                f"the rollout engine told the experts of {num_layers} tokens of response {row}, which "
                 f"has {length} with its prompt: all but the last go through some; "
                 "set rollout.routed_experts=false and megatron.replay_routing=false"
             )

@@ -24,7 +24,7 @@ Bucket = Sequence[tuple[str, Tensor]]
 """Full tensors by HF name that travel together."""
 
 
-class MemoryPart(Enum):
+class MemoryTag(Enum):
     """Parts of an engine's memory that are released and resumed separately (SGLang's tags)."""
 
     WEIGHTS = "weights"
@@ -91,7 +91,7 @@ class WeightMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class TensorSpan:
     """Where a tensor lies in a flat buffer."""
 
     name: str
@@ -108,10 +108,10 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class StagedBucket:
     """A bucket, made ready on one rank for the engine that it shares with its neighbours."""
 
-    slots: tuple[Slot, ...]
+    slots: tuple[TensorSpan, ...]
     """What is in it; the same on all ranks, whether they contribute bytes or not."""
 
     flat: Tensor | None
@@ -121,14 +121,14 @@ class Offer:
     """What the server of the engine opens this rank's bytes with; empty if it needs none."""
 
 
-class WeightPort(Protocol):
+class WeightSender(Protocol):
     """One rank's end of the weight stream into an engine that lives in another process.
 
     Every rank of an engine has one and makes an offer for every bucket: the server's rank i reads
     what rank i offers, on the device that both share. The leader hands the bucket over.
     """
 
-    def offer(self, bucket: Bucket) -> Offer:
+    def offer(self, bucket: Bucket) -> StagedBucket:
         """Make a bucket ready; it stays so until the next one but one. Its tensors may be reused.
 
         Raises:
@@ -136,7 +136,7 @@ class WeightPort(Protocol):
         """
         ...
 
-    def deliver(self, offer: Offer, handles: Sequence[str]) -> None:
+    def deliver(self, offer: StagedBucket, handles: Sequence[str]) -> None:
         """Have the server load a bucket, on the leader alone; from any one thread at a time.
 
         Args:
@@ -149,7 +149,7 @@ class WeightPort(Protocol):
         """
         ...
 
-    def end_stream(self) -> None:
+    def release_buffers(self) -> None:
         """Let go of all buffers; the stream has ended, well or not. Idempotent."""
         ...
 
@@ -212,7 +212,7 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def expect_weights(self, folder: Path) -> None:
+    def load_reference_weights(self, folder: Path) -> None:
         """Note what the weights in the safetensors of ``folder`` are in this engine; forget them.
 
         Whatever the weights were before, they are worthless afterwards, until they are sent.
@@ -222,8 +222,8 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def require_expected_weights(self) -> None:
-        """Compare what was sent with what ``expect_weights`` noted, bit by bit, and drop the note.
+    def verify_weights(self) -> None:
+        """Compare what was sent with what ``load_reference_weights`` noted, bit by bit, and drop the note.
 
         Raises:
             LedgerError: names the tensors that differ, by the engine's names.
@@ -241,14 +241,14 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def release(self, part: MemoryPart, *, backup: frozenset[str] = frozenset()) -> None:
+    def release(self, part: MemoryTag, *, backup: frozenset[str] = frozenset()) -> None:
         """Free a part's memory.
 
         ``backup`` names the weights to copy to the host first; others are lost.
         """
         ...
 
-    def resume(self, part: MemoryPart) -> None:
+    def resume(self, part: MemoryTag) -> None:
         """Allocate a part again and refill what was backed up."""
         ...
 
@@ -256,7 +256,7 @@ class RolloutEngine(Protocol):
         """Admit requests again."""
         ...
 
-    def resident_bytes(self, part: MemoryPart) -> int:
+    def resident_bytes(self, part: MemoryTag) -> int:
         """Return the bytes that this part holds on the device now (measured, not remembered).
 
         An engine in another process says what it counts, which may be more than it can give back.

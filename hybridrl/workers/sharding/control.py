@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from hybridrl import activity
+from hybridrl.diagnostics import activity
 from hybridrl.errors import DeadlineError, EngineError, PhaseError
 
 log = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ class ControlGroup:
     ) -> Iterator[None]:
         """Turn the timeout of a collective into a DeadlineError that names ``stage``."""
         try:
-            with activity.doing(f"wait for all ranks after {stage}", waits=True):
+            with activity.scope(f"wait for all ranks after {stage}", waits=True):
                 yield
         except RuntimeError as err:
             limit_s = self._wait_s if timeout_s is None else timeout_s

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hybridrl.workers.rollout.memory_saver import EXPANDABLE_SEGMENTS
+from hybridrl.workers.rollout.sglang.memory_saver import EXPANDABLE_SEGMENTS
 
 
 @contextmanager

@@ -22,7 +22,7 @@ _PROBE_BYTES = 256 * 2**20
 _MEMINFO = Path("/proc/meminfo")
 
 
-def settle_base(
+def resolve_lora_base(
     lora: LoraConfig,
     *,
     plan: BasePlan | None,
@@ -45,9 +45,9 @@ def settle_base(
         return lora
     facts = []
     if plan is not None:
-        mine = _measure(device, num_ranks_per_node)
+        measured = _measure(device, num_ranks_per_node)
         empty_cache(device)
-        facts = control.gather("measure lora.base", mine)
+        facts = control.gather("measure lora.base", measured)
     base, why = choose_base(plan, facts)
     if lora.sends_adapters and control.rank == 0:
         # Of a worker's log only warnings reach the user, and copies cost seconds of every step.
@@ -58,11 +58,11 @@ def settle_base(
 
 def _measure(device: torch.device, num_ranks_per_node: int) -> RankFacts:
     """Copy a probe both ways. Unproved: it ran on no GPU yet."""
-    there = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
-    here = torch.empty(_PROBE_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    away = _bytes_per_s(lambda: here.copy_(there), device)
-    back = _bytes_per_s(lambda: there.copy_(here), device)
-    resend = _bytes_per_s(_resender(there), device)
+    on_device = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
+    on_host = torch.empty(_PROBE_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    away = _bytes_per_s(lambda: on_host.copy_(on_device), device)
+    back = _bytes_per_s(lambda: on_device.copy_(on_host), device)
+    resend = _bytes_per_s(_resender(on_device), device)
     return RankFacts(
         free_device_bytes=free_bytes(device) or 0,
         free_host_bytes=_free_host_bytes() // num_ranks_per_node,
@@ -97,5 +97,5 @@ def _free_host_bytes() -> int:
         lines = _MEMINFO.read_text(encoding="ascii").splitlines()
     except OSError:
         return 0
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else 0
+    available = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(available[0]) * 1024 if available else 0

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-from hybridrl import trace
 from hybridrl.config.rollout import RolloutConfig
+from hybridrl.diagnostics import trace
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Metrics, Sum, merge
 from hybridrl.models.dtypes import DTYPES
-from hybridrl.workers.rollout.protocol import Bucket, Offer, WeightPort
+from hybridrl.workers.rollout.protocol import Bucket, StagedBucket, WeightSender
 from hybridrl.workers.rollout.stage_time import stage_time
 from hybridrl.workers.sharding.control import ControlGroup, Failures, Neighbours, attempt
 from hybridrl.workers.sharding.engine_start import start_limit
@@ -33,7 +33,7 @@ from hybridrl.workers.sharding.weight_stream import (
     bucket_bytes_for,
     stream_weights,
 )
-from hybridrl.workers.train.protocol import TrainEngine, WeightPart
+from hybridrl.workers.train.protocol import TrainEngine, WeightSet
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class FusedEngines:
         config: RolloutConfig,
         device: torch.device,
         control: ControlGroup,
-        port: WeightPort | None = None,
+        port: WeightSender | None = None,
         resends_base: bool = True,
     ) -> None:
         """Put the set together.
@@ -88,7 +88,7 @@ class FusedEngines:
         self._resends_base = resends_base
         self._checks_first_sync = config.check_first_sync
         self._dtype = DTYPES[config.dtype]
-        self._names: dict[WeightPart, frozenset[str]] = {}
+        self._names: dict[WeightSet, frozenset[str]] = {}
         self._bucket_mib = config.bucket_mib
         self._device = device
         self._control = control
@@ -158,7 +158,7 @@ class FusedEngines:
             if report.failures:
                 return self._of_engines(report.failures)
             num_bytes += 0 if self.managed is None else report.num_bytes
-        if WeightPart.ADAPTER in due:
+        if WeightSet.ADAPTER in due:
             failures = self.run("load_adapter", ManagedEngine.load_adapter, members=self._everyone)
             if failures:
                 return failures
@@ -169,11 +169,11 @@ class FusedEngines:
             trace.note(synced_bytes=num_bytes)
         return failures
 
-    def distrust(self) -> None:
+    def invalidate_weights(self) -> None:
         """The next sync sends everything, and proves it again where syncs are proved."""
         self._synced_version = None
         if self.managed is not None:
-            self.managed.distrust()
+            self.managed.invalidate_weights()
 
     def take_metrics(self) -> Metrics:
         """Return what the syncs since the last call moved, and start anew."""
@@ -216,7 +216,7 @@ class FusedEngines:
             )
             if report.failures:
                 return self._of_engines(report.failures)
-            return self.run("expect_weights", _expecting(folders, writer), members=unproved)
+            return self.run("load_reference_weights", _expecting(folders, writer), members=unproved)
         finally:
             if weights is not None:
                 weights.remove()
@@ -224,11 +224,11 @@ class FusedEngines:
     def _folder_of(self, writer: int | None) -> WeightFolder | None:
         return make_weight_folder(dtype=self._dtype) if writer == self._control.rank else None
 
-    def _send(self, part: WeightPart, source: TrainEngine) -> StreamReport:
+    def _send(self, part: WeightSet, source: TrainEngine) -> StreamReport:
         if self.managed is not None:
             self.managed.begin_part(self._names[part])
         weights, bucket_bytes = source.full_weights(part), self._bucket_bytes()
-        if self._port is None or part is WeightPart.ADAPTER:
+        if self._port is None or part is WeightSet.ADAPTER:
             return stream_weights(
                 weights, self._receiver(part), bucket_bytes=bucket_bytes, control=self._control
             )
@@ -241,16 +241,16 @@ class FusedEngines:
             neighbours=self._neighbours,
         )
 
-    def _deliver(self, managed: ManagedEngine, offer: Offer, handles: Sequence[str]) -> None:
+    def _deliver(self, managed: ManagedEngine, offer: StagedBucket, handles: Sequence[str]) -> None:
         """Hand over one bucket, in a thread of its own."""
         if self._port is not None:
             with stage_time(self._control.timeout_s):
                 managed.receive_offer(self._port, offer, handles)
 
-    def _receiver(self, part: WeightPart) -> Callable[[Bucket], None] | None:
+    def _receiver(self, part: WeightSet) -> Callable[[Bucket], None] | None:
         if self.managed is None:
             return None
-        is_adapter = part is WeightPart.ADAPTER
+        is_adapter = part is WeightSet.ADAPTER
         return self.managed.receive_adapter if is_adapter else self.managed.receive
 
     @property
@@ -262,10 +262,10 @@ class FusedEngines:
 
     def _bucket_bytes(self) -> int:
         """The size for which all ranks have the memory: they must cut the stream alike."""
-        mine = bucket_bytes_for(self._bucket_mib, self._device)
-        return -self._control.largest("bucket size", -mine)
+        own_bytes = bucket_bytes_for(self._bucket_mib, self._device)
+        return -self._control.largest("bucket size", -own_bytes)
 
-    def _is_due(self, part: WeightPart, trained: WeightPart) -> bool:
+    def _is_due(self, part: WeightSet, trained: WeightSet) -> bool:
         """Return, alike on all ranks, whether an engine of any rank lacks the part."""
         ledger = None if self.managed is None else self.managed.ledger
         is_due = ledger is not None and not ledger.covers(self._names[part])
@@ -290,12 +290,12 @@ def _expecting(
 
     def expect(managed: ManagedEngine) -> None:
         if folder is not None:
-            managed.expect_weights(folder)
+            managed.load_reference_weights(folder)
 
     return expect
 
 
 def _compare(managed: ManagedEngine) -> None:
     begin = time.perf_counter()
-    managed.require_expected_weights()
+    managed.verify_weights()
     log.info("first sync proved: engine == trainer, compare_s=%.2f", time.perf_counter() - begin)

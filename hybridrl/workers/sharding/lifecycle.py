@@ -14,7 +14,7 @@ from enum import Enum
 from hybridrl.errors import PhaseError
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
-from hybridrl.workers.sharding.protocol import Action, EngineSet, Host
+from hybridrl.workers.sharding.protocol import Action, EngineSet, TrainingSide
 from hybridrl.workers.sharding.states import (
     CONTINUE,
     DRAIN,
@@ -37,16 +37,16 @@ from hybridrl.workers.sharding.states import (
 log = logging.getLogger(__name__)
 
 
-class Depth(Enum):
+class SleepLevel(Enum):
     """How deep engines sleep while the trainer works."""
 
-    NOTHING = "nothing"
+    KEEP_ALL = "keep_all"
     """They stop serving and keep their memory."""
 
-    CACHE = "cache"
+    RELEASE_CACHE = "release_cache"
     """KV cache and graphs go, weights stay."""
 
-    EVERYTHING = "everything"
+    RELEASE_ALL = "release_all"
     """Weights go too."""
 
 
@@ -57,8 +57,8 @@ class LifeCycle:
         self,
         engines: EngineSet,
         *,
-        host: Host,
-        depth: Depth,
+        host: TrainingSide,
+        depth: SleepLevel,
         observe: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         """Take over engines that have just started.
@@ -97,7 +97,7 @@ class LifeCycle:
 
     def start(self) -> None:
         """BOOT -> ASLEEP, before the trainer fills the device."""
-        self._take(START, ManagedEngine.start, members=self._where(State.BOOT))
+        self._transition(START, ManagedEngine.start, members=self._where(State.BOOT))
 
     def sleep(self) -> None:
         """Stop serving and give the device back. Idempotent.
@@ -113,11 +113,11 @@ class LifeCycle:
             return
         awake = self._where(*set(State) - RESTING)
         try:
-            self._take(PAUSE, ManagedEngine.pause, members=awake)
-            self._take(DRAIN, ManagedEngine.drain, members=awake)
+            self._transition(PAUSE, ManagedEngine.pause, members=awake)
+            self._transition(DRAIN, ManagedEngine.drain, members=awake)
         except StageError:
             stopped = self._where(State.PAUSED, State.DRAINED)
-            self._take_forgiving(ROLL_BACK, ManagedEngine.continue_generation, members=stopped)
+            self._try_transition(ROLL_BACK, ManagedEngine.continue_generation, members=stopped)
             raise
         try:
             self._release(awake)
@@ -156,11 +156,11 @@ class LifeCycle:
         try:
             self._make_room()
             asleep = self._where(State.ASLEEP)
-            self._take(RESUME_WEIGHTS, ManagedEngine.resume_weights, members=asleep)
+            self._transition(RESUME_WEIGHTS, ManagedEngine.resume_weights, members=asleep)
             self._sync()
             self._leave()
-            self._take(RESUME_CACHE, ManagedEngine.resume_cache, members=self._everyone)
-            self._take(CONTINUE, ManagedEngine.continue_generation, members=self._everyone)
+            self._transition(RESUME_CACHE, ManagedEngine.resume_cache, members=self._everyone)
+            self._transition(CONTINUE, ManagedEngine.continue_generation, members=self._everyone)
         except StageError:
             self._unwind()
             raise
@@ -192,7 +192,7 @@ class LifeCycle:
 
     # -- engines: one edge each ------------------------------------------------------------------
 
-    def _take(self, edge: Edge, action: Action, *, members: Collection[int]) -> None:
+    def _transition(self, edge: Edge, action: Action, *, members: Collection[int]) -> None:
         """Move ``members`` along ``edge``; those that fail go where the edge says."""
         if not members:
             return
@@ -204,10 +204,10 @@ class LifeCycle:
         if failures:
             raise StageError(edge.name, failures, of="engine")
 
-    def _take_forgiving(self, edge: Edge, action: Action, *, members: Collection[int]) -> list[int]:
+    def _try_transition(self, edge: Edge, action: Action, *, members: Collection[int]) -> list[int]:
         """Move ``members`` while a failure is handled; a second is logged. Returns who arrived."""
         try:
-            self._take(edge, action, members=members)
+            self._transition(edge, action, members=members)
         except StageError as error:
             log.warning("while handling a failure: %s", error)
             return [index for index in members if index not in error.failures]
@@ -234,10 +234,10 @@ class LifeCycle:
 
     def _release(self, members: Collection[int]) -> None:
         """Release to the configured depth. Who fails is BROKEN: there is no way back from here."""
-        if self._depth is Depth.EVERYTHING:
-            self._take_forgiving(RELEASE, ManagedEngine.release_all, members=members)
-        elif self._depth is Depth.CACHE:
-            self._take_forgiving(RELEASE_CACHE, ManagedEngine.release_cache, members=members)
+        if self._depth is SleepLevel.RELEASE_ALL:
+            self._try_transition(RELEASE, ManagedEngine.release_all, members=members)
+        elif self._depth is SleepLevel.RELEASE_CACHE:
+            self._try_transition(RELEASE_CACHE, ManagedEngine.release_cache, members=members)
 
     def _restart_broken(self) -> None:
         """BROKEN -> BOOT -> ASLEEP, on a device as empty as at the start of the run."""
@@ -246,9 +246,9 @@ class LifeCycle:
             self._make_room()
             self._leave()
             try:
-                self._take(RESTART, ManagedEngine.restart, members=broken)
+                self._transition(RESTART, ManagedEngine.restart, members=broken)
             finally:  # those that did boot may not be left admitting requests
-                self._take(START, ManagedEngine.start, members=self._where(State.BOOT))
+                self._transition(START, ManagedEngine.start, members=self._where(State.BOOT))
 
     def _break(self, members: Collection[int]) -> None:
         for index in members:
@@ -257,20 +257,20 @@ class LifeCycle:
     # -- the training side -----------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        if self._depth is not Depth.NOTHING:
+        if self._depth is not SleepLevel.KEEP_ALL:
             self._is_host_home = False
-            with self._stage("make_room"):
-                self._host.make_room()
+            with self._stage("offload_optimizer"):
+                self._host.offload_optimizer()
 
     def _leave(self) -> None:
-        if self._depth is not Depth.NOTHING:
-            with self._stage("leave"):
-                self._host.leave()
+        if self._depth is not SleepLevel.KEEP_ALL:
+            with self._stage("offload_parameters"):
+                self._host.offload_parameters()
 
     def _come_back(self) -> None:
         if not self._is_host_home and self._open_stage is None:
-            with self._stage("come_back"):
-                self._host.come_back()
+            with self._stage("onload_training"):
+                self._host.onload_training()
             self._is_host_home = True
 
     # -- after a failure -------------------------------------------------------------------------
@@ -279,15 +279,17 @@ class LifeCycle:
         """After a failed wake-up: engines put down what they took up, then training returns."""
         serving = self._where(State.READY)
         for edge, action in ((PAUSE, ManagedEngine.pause), (DRAIN, ManagedEngine.drain)):
-            stopped = self._take_forgiving(edge, action, members=serving)
+            stopped = self._try_transition(edge, action, members=serving)
             self._break(set(serving) - set(stopped))
             serving = stopped
         self._release(serving)
         risen = self._where(State.WEIGHTS_UP, State.SYNCED, State.CACHE_UP)
-        if self._depth is Depth.CACHE:  # whose weights stay has no copy of them to come back to
+        if (
+            self._depth is SleepLevel.RELEASE_CACHE
+        ):  # whose weights stay has no copy of them to come back to
             self._release(risen)
         else:
-            self._take_forgiving(UNWIND, ManagedEngine.release_all, members=risen)
+            self._try_transition(UNWIND, ManagedEngine.release_all, members=risen)
         for mend in (self._restart_broken, self._come_back):
             try:
                 mend()

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybridrl import trace
 from hybridrl.config.rollout import RolloutConfig
+from hybridrl.diagnostics import trace
 from hybridrl.errors import EngineError
 from hybridrl.metrics import Max, Metrics, Sum, merge
 from hybridrl.models.adapter_names import is_adapter_name
-from hybridrl.workers.rollout.protocol import MemoryPart, Offer, RolloutEngine, WeightPort
+from hybridrl.workers.rollout.protocol import MemoryTag, RolloutEngine, StagedBucket, WeightSender
 from hybridrl.workers.rollout.stage_time import left_s
 from hybridrl.workers.sharding.ledger import WeightLedger
 from hybridrl.workers.sharding.memory import DeviceMemory, residue_bytes
@@ -24,7 +24,7 @@ from hybridrl.workers.sharding.resume_room import require_room
 
 log = logging.getLogger(__name__)
 
-_CACHE_PARTS = (MemoryPart.KV_CACHE, MemoryPart.CUDA_GRAPH)
+_CACHE_PARTS = (MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH)
 
 
 class ManagedEngine:
@@ -65,7 +65,7 @@ class ManagedEngine:
         """Of the device, as its driver sees it."""
         self.config: RolloutConfig | None = None
         """The rollout section, by which a resume without room says what to set."""
-        self._released: dict[MemoryPart, int] = {}
+        self._released: dict[MemoryTag, int] = {}
         """Parts that are away, and the bytes that each will take again at least."""
         self._device = device
         self._sleeps = sleeps
@@ -96,7 +96,7 @@ class ManagedEngine:
 
     def resident_bytes(self) -> int:
         """Return what the engine holds on the device, as it counts it."""
-        return sum(self.engine.resident_bytes(part) for part in MemoryPart)
+        return sum(self.engine.resident_bytes(part) for part in MemoryTag)
 
     def start(self) -> None:
         """Take an engine that has just booted from the road: it admits nothing, holds nothing."""
@@ -123,14 +123,14 @@ class ManagedEngine:
     def release_all(self) -> None:
         """Free KV cache, graphs, then weights; keep a host copy of what no sync will send."""
         self.release_cache()
-        if not self._sleeps or MemoryPart.WEIGHTS in self._released:
+        if not self._sleeps or MemoryTag.WEIGHTS in self._released:
             return
         backup = self.ledger.backup_for(
             frozenset() if self._backs_up_everything else self.sent_names
         )
         # Before the fact: a release that fails half-way must not leave lost weights in good books.
         self.ledger.release(backup)
-        self._release(MemoryPart.WEIGHTS, backup)
+        self._release(MemoryTag.WEIGHTS, backup)
         kept = self.ledger.bytes_of(backup)
         self._add("memory/weight_backup_bytes", kept)
         self._add("memory/weight_backup_saved_bytes", self.ledger.total_bytes - kept)
@@ -143,7 +143,7 @@ class ManagedEngine:
 
     def resume_weights(self) -> None:
         """Allocate the weights; those with a host copy hold their values again."""
-        self._resume(MemoryPart.WEIGHTS)
+        self._resume(MemoryTag.WEIGHTS)
 
     def resume_cache(self) -> None:
         """Allocate KV cache and graphs."""
@@ -155,7 +155,9 @@ class ManagedEngine:
         self.engine.update_weights(tensors)
         self.ledger.receive([name for name, _ in tensors])
 
-    def receive_offer(self, port: WeightPort, offer: Offer, handles: Sequence[str]) -> None:
+    def receive_offer(
+        self, port: WeightSender, offer: StagedBucket, handles: Sequence[str]
+    ) -> None:
         """Have the engine's server load one bucket and enter it in the ledger."""
         port.deliver(offer, handles)
         self.ledger.receive([slot.name for slot in offer.slots])
@@ -207,21 +209,21 @@ class ManagedEngine:
         self.ledger.require_covered()
         self.engine.finish_update(version=version)
 
-    def expect_weights(self, folder: Path) -> None:
+    def load_reference_weights(self, folder: Path) -> None:
         """Let the engine note what the weights in ``folder`` are; they are lost until sent."""
         self.ledger.boot()
-        self.engine.expect_weights(folder)
+        self.engine.load_reference_weights(folder)
 
-    def require_expected_weights(self) -> None:
+    def verify_weights(self) -> None:
         """Compare what was sent with what was noted; this start of the engine is proved then.
 
         Raises:
             LedgerError: names the tensors that differ.
         """
-        self.engine.require_expected_weights()
+        self.engine.verify_weights()
         self.is_proved = True
 
-    def distrust(self) -> None:
+    def invalidate_weights(self) -> None:
         """Take no weight for what it should be until it is sent again."""
         self.ledger.boot()
         self.is_proved = False
@@ -234,7 +236,7 @@ class ManagedEngine:
         self._arriving = {}
         self._released.clear()
 
-    def _release(self, part: MemoryPart, backup: frozenset[str]) -> None:
+    def _release(self, part: MemoryTag, backup: frozenset[str]) -> None:
         if part in self._released:
             return
         said = self.engine.resident_bytes(part)
@@ -242,7 +244,7 @@ class ManagedEngine:
         self.engine.release(part, backup=backup)
         self._released[part] = 0
         if not self.engine.frees_memory:
-            self._add("memory/unmoved_releases", 1)
+            self._add("memory/noop_releases", 1)
             return
         seen = await_release(
             part,
@@ -258,11 +260,11 @@ class ManagedEngine:
         if seen < said:
             self._add("memory/unseen_release_bytes", said - seen)
         residue = residue_bytes(self._device)
-        if residue is not None and self._released.keys() == set(MemoryPart):
-            found: Metrics = {"memory/asleep_residue_bytes": Max(residue)}
-            self._metrics = merge([self._metrics, found])
+        if residue is not None and self._released.keys() == set(MemoryTag):
+            metrics: Metrics = {"memory/unreclaimed_bytes": Max(residue)}
+            self._metrics = merge([self._metrics, metrics])
 
-    def _resume(self, part: MemoryPart) -> None:
+    def _resume(self, part: MemoryTag) -> None:
         """Allocate what was released, and nothing else: an engine may refuse, or leak, the rest."""
         if part in self._released:
             self.memory.empty_cache()
@@ -273,16 +275,16 @@ class ManagedEngine:
                 raise EngineError(f"{error}\n{self._memory(part)}") from error
             del self._released[part]
 
-    def _require_room(self, part: MemoryPart) -> None:
+    def _require_room(self, part: MemoryTag) -> None:
         if self.config is not None:
             needed = self._released[part]
             require_room(part, needed, memory=self.memory, config=self.config)
 
-    def _memory(self, wanted: MemoryPart) -> str:
+    def _memory(self, wanted: MemoryTag) -> str:
         """Say who holds the memory in which ``wanted`` may not have found room."""
         return memory_table(
             f"the rollout engine could not resume its {wanted.value}; memory of {self._device}",
-            [Holder(f"engine {p.value}", self.engine.resident_bytes(p)) for p in MemoryPart],
+            [Holder(f"engine {p.value}", self.engine.resident_bytes(p)) for p in MemoryTag],
             self.neighbours(),
             device_figures(self._device),
         )
@@ -291,5 +293,5 @@ class ManagedEngine:
         self._metrics = merge([self._metrics, {name: Sum(amount)}])
         trace.note(**{name.rpartition("/")[2]: amount})
 
-    def _resident(self, part: MemoryPart) -> Callable[[], int]:
+    def _resident(self, part: MemoryTag) -> Callable[[], int]:
         return lambda: self.engine.resident_bytes(part)

@@ -8,26 +8,34 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from hybridrl import activity, trace
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
+from hybridrl.diagnostics import activity, trace
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Max, Metrics
-from hybridrl.workers.rollout.protocol import RolloutEngine, WeightPort
+from hybridrl.workers.rollout.protocol import RolloutEngine, WeightSender
+from hybridrl.workers.sharding.colocated_engines import ColocatedEngine, ColocatedEngines
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.expandable_segments import ordinary_segments
 from hybridrl.workers.sharding.fused_engines import FusedEngines
-from hybridrl.workers.sharding.lifecycle import Depth, LifeCycle
+from hybridrl.workers.sharding.lifecycle import LifeCycle, SleepLevel
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.sharding.states import State
-from hybridrl.workers.sharding.tenants import Tenant, Tenants
 from hybridrl.workers.train.protocol import TrainEngine
 
 _MOVES_MEMORY = frozenset(
     {
-        *("start", "restart", "make_room", "resume_weights", "sync", "leave", "resume_cache"),
-        *("release", "release_cache", "come_back", "unwind"),
+        *(
+            "start",
+            "restart",
+            "offload_optimizer",
+            "resume_weights",
+            "sync",
+            "offload_parameters",
+            "resume_cache",
+        ),
+        *("release", "release_cache", "onload_training", "unwind"),
     }
 )
 """Stages whose peak is measured; of the others only the seconds are. A look at the peak of a CPU's
@@ -46,7 +54,7 @@ class ShardingManager:
         control: ControlGroup,
         meter: PeakMeter | None = None,
         lora: LoraConfig | None = None,
-        port: WeightPort | None = None,
+        port: WeightSender | None = None,
     ) -> None:
         """Take over a rollout engine that has just started and put it to sleep. A collective call.
 
@@ -68,7 +76,7 @@ class ShardingManager:
         self._sleeps = config.sleep
         self._stages: Metrics = {}
         self._is_rollout_open = False
-        self._tenants = Tenants(device=device, control=control)
+        self._tenants = ColocatedEngines(device=device, control=control)
         self._engines = FusedEngines(
             None if engine is None else ManagedEngine.of(engine, config=config, device=device),
             config=config,
@@ -94,7 +102,7 @@ class ShardingManager:
         self._engines.attach(source)
         self.register("actor", source)
 
-    def register(self, name: str, tenant: Tenant) -> None:
+    def register(self, name: str, tenant: ColocatedEngine) -> None:
         """Add a tenant: its state leaves the device while the rollout engine has it.
 
         Raises:
@@ -152,7 +160,7 @@ class ShardingManager:
     def resend_weights(self) -> None:
         """The next rollout phase sends all weights, whatever the engines are believed to hold."""
         self.require_training()
-        self._engines.distrust()
+        self._engines.invalidate_weights()
 
     @property
     def states(self) -> tuple[State, ...]:
@@ -181,7 +189,7 @@ class ShardingManager:
     def _observe(self, stage: str) -> Iterator[None]:
         begin = time.perf_counter()
         try:
-            with self._measuring(stage), activity.doing(stage), trace.span(stage):
+            with self._measuring(stage), activity.scope(stage), trace.span(stage):
                 yield
         finally:
             self._count(stage, seconds=time.perf_counter() - begin)
@@ -196,7 +204,11 @@ class ShardingManager:
         self._stages[name] = Max(before + seconds)  # of the ranks the slowest: all wait for it
 
 
-def _depth_of_sleep(config: RolloutConfig, lora: LoraConfig | None) -> Depth:
+def _depth_of_sleep(config: RolloutConfig, lora: LoraConfig | None) -> SleepLevel:
     if not config.sleep:
-        return Depth.NOTHING
-    return Depth.CACHE if lora is not None and lora.base == "resident" else Depth.EVERYTHING
+        return SleepLevel.KEEP_ALL
+    return (
+        SleepLevel.RELEASE_CACHE
+        if lora is not None and lora.base == "resident"
+        else SleepLevel.RELEASE_ALL
+    )

@@ -61,8 +61,8 @@ class PeakMeter:
         """Close the innermost scope and keep its peak."""
         self._look()
         name, peak = self._open.pop()
-        found: Metrics = {f"memory/{name}_peak_bytes/max": Max(peak)}
-        self._metrics = merge([self._metrics, found])
+        metrics: Metrics = {f"memory/{name}_peak_bytes/max": Max(peak)}
+        self._metrics = merge([self._metrics, metrics])
 
     def settle(self) -> None:
         """Everything that lasts is allocated now: measure each scope once on its own."""
@@ -125,8 +125,8 @@ def _read_status(field: bytes) -> int:
         text = os.read(file, 4096)
     finally:
         os.close(file)
-    _, _, rest = text.partition(field)
-    return int(rest.split(maxsplit=1)[0]) * _KIB if rest else 0
+    _, _, after = text.partition(field)
+    return int(after.split(maxsplit=1)[0]) * _KIB if after else 0
 
 
 def _malloc_trim() -> Callable[[], None]:

@@ -25,17 +25,17 @@ class EngineSet(Protocol):
         ...
 
 
-class Host(Protocol):
+class TrainingSide(Protocol):
     """The training side of the device. Each method runs on all ranks and fails on all alike."""
 
-    def make_room(self) -> None:
+    def offload_optimizer(self) -> None:
         """Take optimizer state and gradients off the device. Twice is a no-op."""
         ...
 
-    def leave(self) -> None:
+    def offload_parameters(self) -> None:
         """Take the parameters off the device; nothing of any tenant may be left on it."""
         ...
 
-    def come_back(self) -> None:
+    def onload_training(self) -> None:
         """Bring everything back that left."""
         ...

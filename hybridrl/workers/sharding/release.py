@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 
 from hybridrl.errors import EngineError
-from hybridrl.workers.rollout.protocol import MemoryPart
+from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.memory import DeviceMemory
 
 log = logging.getLogger(__name__)
 
-_DEMANDED = {MemoryPart.WEIGHTS: 0.8, MemoryPart.KV_CACHE: 0.8, MemoryPart.CUDA_GRAPH: 0.0}
+_DEMANDED = {MemoryTag.WEIGHTS: 0.8, MemoryTag.KV_CACHE: 0.8, MemoryTag.CUDA_GRAPH: 0.0}
 """Share of what a part is said to hold by which free memory must rise."""
 
 _HOPED = 0.97
@@ -30,13 +30,13 @@ _GRACE_S = 0.5
 _MIB = 2**20
 
 
-def demanded_bytes(part: MemoryPart, said_bytes: int) -> int:
+def demanded_bytes(part: MemoryTag, said_bytes: int) -> int:
     """Return how many of the bytes that a part is said to hold must be seen to come back."""
     return int(_DEMANDED[part] * said_bytes)
 
 
 def await_release(
-    part: MemoryPart,
+    part: MemoryTag,
     said_bytes: int,
     *,
     resident_bytes: Callable[[], int],

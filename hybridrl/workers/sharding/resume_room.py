@@ -6,14 +6,14 @@ import math
 
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError
-from hybridrl.workers.rollout.protocol import MemoryPart
+from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.memory import DeviceMemory
 
 _MIB = 2**20
 
 
 def require_room(
-    part: MemoryPart, needed_bytes: int, *, memory: DeviceMemory, config: RolloutConfig
+    part: MemoryTag, needed_bytes: int, *, memory: DeviceMemory, config: RolloutConfig
 ) -> None:
     """Refuse a resume that finds less free memory than the part gave back when it was released.
 
@@ -37,12 +37,12 @@ def require_room(
     )
 
 
-def _remedy(part: MemoryPart, lacking: int, *, total: int, config: RolloutConfig) -> str:
-    if config.engine == "hf" and part is MemoryPart.KV_CACHE and config.num_slots > 1:
+def _remedy(part: MemoryTag, lacking: int, *, total: int, config: RolloutConfig) -> str:
+    if config.engine == "hf" and part is MemoryTag.KV_CACHE and config.num_slots > 1:
         return f"set rollout.num_slots={config.num_slots // 2} (it is {config.num_slots})"
     if config.engine == "hf":
         return "train on more ranks, or set rollout.dtype=bfloat16"
-    if part is MemoryPart.WEIGHTS:
+    if part is MemoryTag.WEIGHTS:
         ranks = 2 * config.tensor_parallel_size
         return f"set rollout.tensor_parallel_size={ranks}, or train on more ranks"
     fraction = math.floor(100 * (config.memory_fraction - lacking / max(1, total))) / 100

@@ -13,16 +13,16 @@ from types import TracebackType
 
 from torch import Tensor
 
-from hybridrl.workers.rollout.protocol import Bucket, Offer, WeightPort
+from hybridrl.workers.rollout.protocol import Bucket, StagedBucket, WeightSender
 from hybridrl.workers.sharding.control import ControlGroup, Neighbours, attempt
 from hybridrl.workers.sharding.weight_stream import StreamReport, buckets
 
-Deliver = Callable[[Offer, Sequence[str]], None]
+Deliver = Callable[[StagedBucket, Sequence[str]], None]
 
 
 def stream_offers(
     weights: Iterator[tuple[str, Tensor]],
-    port: WeightPort,
+    port: WeightSender,
     *,
     deliver: Deliver | None,
     bucket_bytes: int,
@@ -46,9 +46,9 @@ def stream_offers(
     """
     stream = buckets(weights, bucket_bytes=bucket_bytes)
     report = StreamReport(num_tensors=0, num_buckets=0, num_bytes=0, failures={})
-    travelling: Offer | None = None
+    travelling: StagedBucket | None = None
     try:
-        with _Courier(deliver) as courier:
+        with _AsyncLoader(deliver) as courier:
             while True:
                 offer, error = attempt(partial(_next_offer, stream, port))
                 late = courier.wait()
@@ -61,15 +61,15 @@ def stream_offers(
                 courier.send(offer, neighbours.gather(offer.handle))
                 travelling = offer
     finally:
-        port.end_stream()
+        port.release_buffers()
 
 
-def _next_offer(stream: Iterator[Bucket], port: WeightPort) -> Offer | None:
+def _next_offer(stream: Iterator[Bucket], port: WeightSender) -> StagedBucket | None:
     bucket = next(stream, None)
     return None if bucket is None else port.offer(bucket)
 
 
-def _counting(report: StreamReport, offer: Offer | None) -> StreamReport:
+def _counting(report: StreamReport, offer: StagedBucket | None) -> StreamReport:
     if offer is None:
         return report
     return StreamReport(
@@ -80,7 +80,7 @@ def _counting(report: StreamReport, offer: Offer | None) -> StreamReport:
     )
 
 
-class _Courier:
+class _AsyncLoader:
     """Delivers one bucket at a time, in a thread of its own."""
 
     def __init__(self, deliver: Deliver | None) -> None:
@@ -88,7 +88,7 @@ class _Courier:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self._errand: Future[tuple[None, Exception | None]] | None = None
 
-    def __enter__(self) -> _Courier:
+    def __enter__(self) -> _AsyncLoader:
         return self
 
     def __exit__(
@@ -99,7 +99,7 @@ class _Courier:
     ) -> None:
         self._pool.shutdown()  # waits: buffers must not go while a server reads them
 
-    def send(self, offer: Offer, handles: Sequence[str]) -> None:
+    def send(self, offer: StagedBucket, handles: Sequence[str]) -> None:
         if self._deliver is not None:
             self._errand = self._pool.submit(attempt, partial(self._deliver, offer, handles))
 

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from hybridrl.models.adapter import WEIGHTS_FILE, Adapter
 from hybridrl.workers.train.collectives import Ranks
-from hybridrl.workers.train.export import whole_folder
+from hybridrl.workers.train.export import atomic_folder
 from hybridrl.workers.train.protocol import NamedTensors
 from hybridrl.workers.train.residence import write_on_first
 
@@ -31,7 +31,7 @@ def write_adapter_folder(
     """
 
     def write(weights: NamedTensors) -> None:
-        with whole_folder(folder) as unfinished:
+        with atomic_folder(folder) as unfinished:
             tensors = {name: tensor.contiguous().cpu() for name, tensor in weights}
             save_file(tensors, unfinished / WEIGHTS_FILE, metadata={"format": "pt"})
             adapter.save_settings(unfinished, base_model=base_model)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl import activity
+from hybridrl.diagnostics import activity
 from hybridrl.metrics import Metrics, merge
 
 
@@ -28,19 +28,19 @@ class Ranks:
 
     def gather(self, numbers: Sequence[int]) -> Tensor:
         """Return every rank's ``n`` numbers, int64 [size, n], on the host."""
-        mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        everyone = [torch.empty_like(own) for _ in range(self.size)]
         if self.size == 1:
-            everyone = [mine]
+            everyone = [own]
         else:
-            with activity.doing("all_gather", waits=True):
-                dist.all_gather(everyone, mine, group=self._group)
+            with activity.scope("all_gather", waits=True):
+                dist.all_gather(everyone, own, group=self._group)
         return torch.stack(everyone).cpu()
 
     def sum(self, values: Tensor) -> Tensor:
         """Add a tensor over ranks, in place; every rank gets the same bits."""
         if self.size > 1:
-            with activity.doing("all_reduce", waits=True):
+            with activity.scope("all_reduce", waits=True):
                 dist.all_reduce(values, group=self._group)
         return values
 
@@ -49,7 +49,7 @@ class Ranks:
         if self.size == 1:
             return metrics
         everyone: list[Metrics] = [{} for _ in range(self.size)]
-        with activity.doing("all_gather", waits=True):
+        with activity.scope("all_gather", waits=True):
             dist.all_gather_object(everyone, metrics, group=self._group)
         return merge(everyone)
 
@@ -58,6 +58,6 @@ class Ranks:
         if self.size == 1:
             return text
         box = [text]
-        with activity.doing("broadcast", waits=True):
+        with activity.scope("broadcast", waits=True):
             dist.broadcast_object_list(box, group=self._group, group_src=0, device=self._device)
         return box[0]

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hybridrl.checkpoint.origin import TOKENIZER_FILES
-from hybridrl.disk import publish
+from hybridrl.atomic_io import rename_into_place
+from hybridrl.checkpoint.fingerprint import TOKENIZER_FILES
 from hybridrl.errors import RunFolderError
 from hybridrl.json_text import to_json_text
 from hybridrl.workers.train.protocol import WeightSpec
@@ -61,8 +61,8 @@ def write_hf_folder(
     Raises:
         RunFolderError: the folder exists, or cannot be written.
     """
-    with whole_folder(folder) as unfinished:
-        _write_weights(unfinished, weights, _stretches(specs, max_file_bytes))
+    with atomic_folder(folder) as unfinished:
+        _write_weights(unfinished, weights, _spans(specs, max_file_bytes))
         for config in configs:
             config.save_pretrained(unfinished)
         for pattern in TOKENIZER_FILES:
@@ -71,7 +71,7 @@ def write_hf_folder(
 
 
 @contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """Lend a folder to write in; it appears under its name, on disk, when all is written.
 
     Raises:
@@ -83,7 +83,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     try:
         unfinished.mkdir(parents=True)
         yield unfinished
-        publish(unfinished, folder)
+        rename_into_place(unfinished, folder)
     except (OSError, SafetensorError) as err:
         raise RunFolderError(f"{folder} cannot be written: {err}; free or choose a disk") from err
     finally:
@@ -91,31 +91,31 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def _write_weights(
-    folder: Path, weights: Iterable[tuple[str, Tensor]], stretches: list[list[WeightSpec]]
+    folder: Path, weights: Iterable[tuple[str, Tensor]], spans: list[list[WeightSpec]]
 ) -> None:
     stream = iter(weights)
     weight_map = {}
-    for number, stretch in enumerate(stretches, 1):
-        name = f"model-{number:05}-of-{len(stretches):05}.safetensors"
-        if len(stretches) == 1:
+    for number, stretch in enumerate(spans, 1):
+        name = f"model-{number:05}-of-{len(spans):05}.safetensors"
+        if len(spans) == 1:
             name = "model.safetensors"
         tensors = {key: tensor.contiguous().cpu() for key, tensor in islice(stream, len(stretch))}
         save_file(tensors, folder / name, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, name))
-    if len(stretches) > 1:
-        total_bytes = sum(spec.num_bytes for stretch in stretches for spec in stretch)
+    if len(spans) > 1:
+        total_bytes = sum(spec.num_bytes for stretch in spans for spec in stretch)
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(to_json_text(index), encoding="utf-8")
 
 
-def _stretches(specs: Sequence[WeightSpec], max_file_bytes: int) -> list[list[WeightSpec]]:
+def _spans(specs: Sequence[WeightSpec], max_file_bytes: int) -> list[list[WeightSpec]]:
     """Cut the weights, in their order, into stretches that fit a file."""
-    stretches: list[list[WeightSpec]] = []
+    spans: list[list[WeightSpec]] = []
     num_bytes = 0
     for spec in specs:
-        if not stretches or num_bytes + spec.num_bytes > max_file_bytes:
-            stretches.append([])
+        if not spans or num_bytes + spec.num_bytes > max_file_bytes:
+            spans.append([])
             num_bytes = 0
-        stretches[-1].append(spec)
+        spans[-1].append(spec)
         num_bytes += spec.num_bytes
-    return stretches
+    return spans

@@ -18,7 +18,7 @@ class AdaptedPolicy(TrainEngine, Protocol):
         ...
 
 
-class AdapterSwitchedOff:
+class BaseModelReference:
     """The policy without its adapter as a reference model; a ``ScoringEngine`` without memory."""
 
     def __init__(self, policy: AdaptedPolicy) -> None:

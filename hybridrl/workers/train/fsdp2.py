@@ -19,7 +19,7 @@ from hybridrl.workers.train.optimizer import GuardedAdamW
 from hybridrl.workers.train.packing import Pack
 from hybridrl.workers.train.policy_engine import LearningPolicy
 from hybridrl.workers.train.policy_rows import count_pack, loss_inputs
-from hybridrl.workers.train.protocol import TokenLoss, TrainState, WeightPart
+from hybridrl.workers.train.protocol import TokenLoss, TrainState, WeightSet
 from hybridrl.workers.train.scorer import FSDP2Scorer
 from hybridrl.workers.train.shards import Adapt
 
@@ -40,7 +40,7 @@ class FSDP2Engine(LearningPolicy, Learner, FSDP2Scorer):
         ConfigError: ``model.attention`` does not run on the device in the compute type.
     """
 
-    weight_parts: tuple[WeightPart, ...] = (WeightPart.BASE,)
+    weight_parts: tuple[WeightSet, ...] = (WeightSet.BASE,)
     """Passes of a weight sync; see ``TrainEngine.weight_parts``."""
 
     _is_trainable = True

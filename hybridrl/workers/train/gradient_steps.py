@@ -10,9 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hybridrl import trace
 from hybridrl.algorithms.aggregate import token_weights
 from hybridrl.config.actor import EngineConfig
+from hybridrl.diagnostics import trace
 from hybridrl.metrics import Last, Max, Metrics, Sum, merge
 from hybridrl.models.packed_model import PackedModel
 from hybridrl.workers.train.collectives import Ranks

@@ -19,7 +19,7 @@ from hybridrl.models.adapter import Adapter
 from hybridrl.models.adapter_names import ADAPTER_NAME, file_name, hf_name, is_adapter_name
 from hybridrl.workers.train.adapter_folder import write_adapter_folder
 from hybridrl.workers.train.fsdp2 import FSDP2Engine
-from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightPart, WeightSpec
+from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
 from hybridrl.workers.train.shards import full_tensor
 
 
@@ -55,7 +55,7 @@ class FSDP2LoraEngine(FSDP2Engine):
     ) -> None:
         self._adapter = Adapter(lora, seed=seed)
         if lora.sync == "adapter":
-            self.weight_parts = (WeightPart.BASE, WeightPart.ADAPTER)
+            self.weight_parts = (WeightSet.BASE, WeightSet.ADAPTER)
         super().__init__(
             model_folder,
             config=config,
@@ -64,29 +64,29 @@ class FSDP2LoraEngine(FSDP2Engine):
             device=device,
             adapt=self._adapter.inject,
         )
-        adapter = self._parameters_of(WeightPart.ADAPTER)
+        adapter = self._parameters_of(WeightSet.ADAPTER)
         num_trained = sum(parameter.numel() for _, parameter in adapter)
         self._steps.constants = {"policy/trained_parameters": Max(num_trained)}
 
-    def weight_specs(self, part: WeightPart = WeightPart.BASE) -> tuple[WeightSpec, ...]:
+    def weight_specs(self, part: WeightSet = WeightSet.BASE) -> tuple[WeightSpec, ...]:
         """Name what ``full_weights`` will yield, in its order."""
-        rename = hf_name if part is WeightPart.BASE else file_name
+        rename = hf_name if part is WeightSet.BASE else file_name
         return tuple(
             WeightSpec(rename(name), tuple(p.shape), p.numel() * p.element_size())
             for name, p in self._parameters_of(part)
         )
 
-    def full_weights(self, part: WeightPart = WeightPart.BASE) -> NamedTensors:
+    def full_weights(self, part: WeightSet = WeightSet.BASE) -> NamedTensors:
         """Yield each weight of a part whole, one at a time. Every rank must exhaust it.
 
         With ``lora.sync=merged`` the base has the adapter in it: merged on its way out, one tensor
         at a time, never in the training weights.
         """
-        if part is WeightPart.BASE and WeightPart.ADAPTER not in self.weight_parts:
+        if part is WeightSet.BASE and WeightSet.ADAPTER not in self.weight_parts:
             yield from self._whole_model()
             return
         self._require("full_weights()", TrainState.PARAMETERS)
-        rename = hf_name if part is WeightPart.BASE else file_name
+        rename = hf_name if part is WeightSet.BASE else file_name
         for name, parameter in self._parameters_of(part):
             yield rename(name), full_tensor(parameter)
 
@@ -94,7 +94,7 @@ class FSDP2LoraEngine(FSDP2Engine):
         """Write a peft folder, atomically; see ``write_adapter_folder``."""
         write_adapter_folder(
             folder,
-            self.full_weights(WeightPart.ADAPTER),
+            self.full_weights(WeightSet.ADAPTER),
             adapter=self._adapter,
             base_model=self._folder,
             ranks=self._ranks,
@@ -110,7 +110,7 @@ class FSDP2LoraEngine(FSDP2Engine):
     def _whole_model(self) -> NamedTensors:
         self._require("full_weights()", TrainState.PARAMETERS)
         parameters = dict(self.model.hf.named_parameters())
-        for name, parameter in self._parameters_of(WeightPart.BASE):
+        for name, parameter in self._parameters_of(WeightSet.BASE):
             whole = full_tensor(parameter)
             beside = name.removesuffix("base_layer.weight")
             if beside != name:
@@ -119,7 +119,7 @@ class FSDP2LoraEngine(FSDP2Engine):
                 whole = self._adapter.merge(whole, a_RI, b_OR)
             yield hf_name(name), whole
 
-    def _parameters_of(self, part: WeightPart) -> list[tuple[str, nn.Parameter]]:
-        is_wanted = part is WeightPart.ADAPTER
+    def _parameters_of(self, part: WeightSet) -> list[tuple[str, nn.Parameter]]:
+        is_wanted = part is WeightSet.ADAPTER
         named = self.model.hf.named_parameters()
         return [(name, p) for name, p in named if is_adapter_name(name) == is_wanted]

@@ -23,7 +23,7 @@ Span = tuple[int, int]
 """First byte, and the one after the last."""
 
 
-class ParkedTensors:
+class OffloadedTensors:
     """The bytes of some tensors, in host memory (pinned, if they come from a GPU).
 
     The constructor frees the tensors' own memory; reading them until ``restore`` is an error.
@@ -51,11 +51,11 @@ class ParkedTensors:
 
     def _copy(self, *, to_host: bool) -> None:
         """Copy between storages and slabs, and wait until all bytes are there."""
-        whole = [_bytes_of(storage) for storage in self._storages]
-        for ours, theirs in _pieces(self._sizes, [len(slab) for slab in self._slabs]):
-            number, (first, last) = ours
-            slab_number, (slab_first, slab_last) = theirs
-            device = whole[number][first:last]
+        flat_bytes = [_bytes_of(storage) for storage in self._storages]
+        for on_device, in_slab in _pieces(self._sizes, [len(slab) for slab in self._slabs]):
+            number, (first, last) = on_device
+            slab_number, (slab_first, slab_last) = in_slab
+            device = flat_bytes[number][first:last]
             host = self._slabs[slab_number][slab_first:slab_last]
             target, source = (host, device) if to_host else (device, host)
             target.copy_(source, non_blocking=host.is_pinned())

@@ -18,7 +18,7 @@ from hybridrl.batch import response_lengths, row_lengths
 from hybridrl.errors import DataError
 from hybridrl.models.packed import AttentionKernel, PackLayout, Segment, build_layout
 from hybridrl.models.packed_model import PackedTokens
-from hybridrl.models.packed_share import TokenShare, share_tokens
+from hybridrl.models.packed_share import ContextParallelRank, split_for_context_parallel
 from hybridrl.workers.train.microbatch import plan_microbatches
 
 
@@ -98,7 +98,7 @@ class RowPacker:
         kernel: AttentionKernel,
         device: torch.device,
         multiple: int = 1,
-        share: TokenShare | None = None,
+        share: ContextParallelRank | None = None,
         routed_experts_BLJK: Tensor | None = None,
     ) -> None:
         self._multiple = multiple
@@ -156,7 +156,7 @@ class RowPacker:
             segments = [*whole.segments, *[Segment(num_missing)] * bool(num_missing)]
             layout = build_layout(segments, kernel=self._kernel, device=self._device)
             return whole, num_missing, layout
-        shared = share_tokens(
+        shared = split_for_context_parallel(
             whole.segments,
             self._share,
             multiple=self._multiple,
@@ -181,17 +181,17 @@ class RowPacker:
 
     def _whole(self, rows: Sequence[int]) -> _Whole:
         """Lay rows end to end."""
-        stretches, prefixes = self._lay_out(rows)
-        lengths_K = torch.tensor([stretch.num_tokens for stretch in stretches])
+        spans, prefixes = self._lay_out(rows)
+        lengths_K = torch.tensor([stretch.num_tokens for stretch in spans])
         ends_K = lengths_K.cumsum(0)
         within_T = torch.arange(int(ends_K[-1])) - _spread(ends_K - lengths_K, lengths_K)
-        positions_T = within_T + _spread([stretch.skip for stretch in stretches], lengths_K)
-        row_T = _spread([stretch.row for stretch in stretches], lengths_K)
-        place_T = positions_T + _spread([self._rows[s.row].begin for s in stretches], lengths_K)
+        positions_T = within_T + _spread([stretch.skip for stretch in spans], lengths_K)
+        row_T = _spread([stretch.row for stretch in spans], lengths_K)
+        place_T = positions_T + _spread([self._rows[s.row].begin for s in spans], lengths_K)
         own_S = self._mask[place_T + 1].nonzero()[:, 0]
-        shared_S, shared_row_S, shared_place_S = self._score_by_shared(rows, stretches, ends_K)
+        shared_S, shared_row_S, shared_place_S = self._score_by_shared(rows, spans, ends_K)
         place_S = torch.cat([place_T[own_S] + 1, shared_place_S])
-        segments = [Segment(s.num_tokens, p) for s, p in zip(stretches, prefixes, strict=True)]
+        segments = [Segment(s.num_tokens, p) for s, p in zip(spans, prefixes, strict=True)]
         return _Whole(
             token_ids_T=self._token_ids[place_T],
             positions_T=positions_T,
@@ -271,13 +271,13 @@ class RowPacker:
         return _Stretch(family[0], 0, skip), [tail for tail in following if tail.num_tokens]
 
     def _score_by_shared(
-        self, rows: Sequence[int], stretches: Sequence[_Stretch], ends_K: Tensor
+        self, rows: Sequence[int], spans: Sequence[_Stretch], ends_K: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Score siblings' first response tokens by the end of the prompt they share, all [S].
 
         Returns packed token, row, and place of the response token among the flat values.
         """
-        end_of = {s.row: int(end) for s, end in zip(stretches, ends_K, strict=True) if not s.skip}
+        end_of = {s.row: int(end) for s, end in zip(spans, ends_K, strict=True) if not s.skip}
         scored = []
         for family in self._families(rows):
             for row in family[1:]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.models.packed import AttentionKernel
-from hybridrl.models.packed_share import TokenShare
+from hybridrl.models.packed_share import ContextParallelRank
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.packing import Pack, RowPacker
 
@@ -63,7 +63,7 @@ class Packing:
     multiple: int = 1
     """Of which each pack's tokens are a multiple, where ranks share them evenly."""
 
-    share: TokenShare | None = None
+    share: ContextParallelRank | None = None
     """This rank's part of each pack, where ranks share tokens."""
 
     group_size: int = 1

@@ -36,7 +36,7 @@ class TrainState(Enum):
     OPTIMIZER = "optimizer"
 
 
-class WeightPart(Enum):
+class WeightSet(Enum):
     """One pass of a weight sync. A part that no step changes is sent until it has arrived, once."""
 
     BASE = "base"
@@ -162,7 +162,7 @@ class ScoringEngine(ShardedEngine, Protocol):
 class TrainEngine(ScoringEngine, LearningEngine, Protocol):
     """The policy with its optimizer."""
 
-    weight_parts: tuple[WeightPart, ...]
+    weight_parts: tuple[WeightSet, ...]
     """What rollout engines need, in the order in which they need it; steps change the last alone.
 
     ``(BASE,)`` for full fine-tuning and for LoRA that is merged on its way, ``(BASE, ADAPTER)``
@@ -189,11 +189,11 @@ class TrainEngine(ScoringEngine, LearningEngine, Protocol):
         """Take one optimizer step on the mean negative log-likelihood of the masked tokens."""
         ...
 
-    def weight_specs(self, part: WeightPart = WeightPart.BASE) -> tuple[WeightSpec, ...]:
+    def weight_specs(self, part: WeightSet = WeightSet.BASE) -> tuple[WeightSpec, ...]:
         """Name what ``full_weights`` will yield, in its order."""
         ...
 
-    def full_weights(self, part: WeightPart = WeightPart.BASE) -> NamedTensors:
+    def full_weights(self, part: WeightSet = WeightSet.BASE) -> NamedTensors:
         """Yield each weight of a part whole, one at a time. Every rank must exhaust it."""
         ...
 

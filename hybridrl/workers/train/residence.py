@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridrl.errors import PhaseError, RunFolderError
 from hybridrl.workers.train.collectives import Ranks
-from hybridrl.workers.train.offload import ParkedTensors, resident_bytes
+from hybridrl.workers.train.offload import OffloadedTensors, resident_bytes
 from hybridrl.workers.train.protocol import NamedTensors, TrainState
 
 
@@ -19,12 +19,12 @@ class ResidentModel(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._parked: dict[TrainState, ParkedTensors] = {}
+        self._parked: dict[TrainState, OffloadedTensors] = {}
 
     def offload(self, part: TrainState) -> None:
         """Move a part to host memory and free its device memory. Twice is a no-op."""
         if part not in self._parked:
-            self._parked[part] = ParkedTensors(self._tensors(part))
+            self._parked[part] = OffloadedTensors(self._tensors(part))
 
     def restore(self, part: TrainState) -> None:
         """Bring a part back, bit by bit. Twice is a no-op."""

@@ -24,11 +24,11 @@ from hybridrl.checkpoint.manifest import FileEntry
 from hybridrl.errors import CheckpointError
 from hybridrl.json_text import to_json_text
 from hybridrl.workers.train.places import (
-    Box,
     CheckpointTensor,
-    Part,
-    Place,
     ShardedPieces,
+    ShardSpec,
+    TensorRange,
+    TensorShard,
     common_box,
     index_in,
     rest_of,
@@ -52,18 +52,18 @@ _PIECE = "#"
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _StoredShard:
     """A box of a tensor in a file."""
 
     file: Any
     key: str
-    box: Box
+    box: TensorRange
 
 
-def parts_of(name: str, tensor: CheckpointTensor) -> Iterator[tuple[str, Part]]:
+def parts_of(name: str, tensor: CheckpointTensor) -> Iterator[tuple[str, TensorShard]]:
     """Yield what this rank holds of a tensor, views of its memory, by key in a rank's file."""
     if isinstance(tensor, Tensor):
-        yield name, Part(local_shard(tensor.detach()), Place.of(tensor))
+        yield name, TensorShard(local_shard(tensor.detach()), ShardSpec.of(tensor))
     elif len(tensor.pieces) == 1:
         yield name, tensor.pieces[0]
     else:
@@ -71,7 +71,7 @@ def parts_of(name: str, tensor: CheckpointTensor) -> Iterator[tuple[str, Part]]:
             yield f"{name}{_PIECE}{number}", piece
 
 
-def parts_to_write(tensors: Mapping[str, CheckpointTensor]) -> dict[str, Part]:
+def parts_to_write(tensors: Mapping[str, CheckpointTensor]) -> dict[str, TensorShard]:
     """Return what goes into this rank's file, by key: of replicas the first one writes."""
     return {
         key: part
@@ -81,7 +81,9 @@ def parts_to_write(tensors: Mapping[str, CheckpointTensor]) -> dict[str, Part]:
     }
 
 
-def write_parts(path: Path, parts: Mapping[str, Part], *, notes: Mapping[str, object]) -> FileEntry:
+def write_parts(
+    path: Path, parts: Mapping[str, TensorShard], *, notes: Mapping[str, object]
+) -> FileEntry:
     """Write a safetensors file and flush it to the disk.
 
     Args:
@@ -142,7 +144,7 @@ class ShardReader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._opened = ExitStack()
-        self._held: dict[str, list[_Held]] = {}
+        self._held: dict[str, list[_StoredShard]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         """Whole shape of every tensor, by name."""
         self.notes: list[dict[str, Any]] = []
@@ -170,18 +172,18 @@ class ShardReader:
             for _, part in parts_of(name, tensor):
                 self._fill(name, part)
 
-    def _fill(self, name: str, wanted: Part) -> None:
+    def _fill(self, name: str, wanted: TensorShard) -> None:
         missing = [wanted.box] if wanted.values.numel() else []
         for held in self._held[name]:
-            rest: list[Box] = []
+            remaining: list[TensorRange] = []
             for box in missing:
                 common = common_box(held.box, box)
                 if common is None:
-                    rest.append(box)
+                    remaining.append(box)
                 else:
                     wanted.values[index_in(wanted.box, common)].copy_(_cut(held, common))
-                    rest += rest_of(box, common)
-            missing = rest
+                    remaining += rest_of(box, common)
+            missing = remaining
         if missing:
             num_values = wanted.values.numel()
             num_filled = num_values - sum(map(size_of, missing))
@@ -221,14 +223,14 @@ class ShardReader:
             raise CheckpointError(f"{path} cannot be read: {err}; resume from another") from err
         for key, (shape, offset) in places.items():
             name = key.partition(_PIECE)[0]
-            place = Place(tuple(shape), tuple(offset))
+            place = ShardSpec(tuple(shape), tuple(offset))
             box = place.box(file.get_slice(key).get_shape())
-            self._held.setdefault(name, []).append(_Held(file, key, box))
+            self._held.setdefault(name, []).append(_StoredShard(file, key, box))
             self.shapes[name] = place.global_shape
         self.notes.append(notes)
 
 
-def header_of(parts: Mapping[str, Part], notes: Mapping[str, object]) -> bytes:
+def header_of(parts: Mapping[str, TensorShard], notes: Mapping[str, object]) -> bytes:
     """Return the length and the JSON that a safetensors file begins with, padded to 8 bytes.
 
     Of the parts only places, types and shapes are looked at.
@@ -253,16 +255,16 @@ def header_of(parts: Mapping[str, Part], notes: Mapping[str, object]) -> bytes:
 def _pieces(header: bytes, values: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
     yield header
     for flat in values:
-        whole = flat.numpy().data
-        for begin in range(0, len(whole), _CHUNK_BYTES):
-            yield whole[begin : begin + _CHUNK_BYTES]
+        all_bytes = flat.numpy().data
+        for begin in range(0, len(all_bytes), _CHUNK_BYTES):
+            yield all_bytes[begin : begin + _CHUNK_BYTES]
 
 
 def _whole_shape(tensor: CheckpointTensor) -> tuple[int, ...]:
     return tensor.shape if isinstance(tensor, ShardedPieces) else tuple(tensor.shape)
 
 
-def _cut(held: _Held, common: Box) -> Tensor:
+def _cut(held: _StoredShard, common: TensorRange) -> Tensor:
     if not common:  # a number has no dimension to cut
         number: Tensor = held.file.get_tensor(held.key)
         return number

@@ -21,7 +21,7 @@ from hybridrl.models.packed_model import PackedModel, PackedTokens
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import configs_of, write_hf_folder
 from hybridrl.workers.train.packs import Packing
-from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightPart, WeightSpec
+from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
 from hybridrl.workers.train.residence import ResidentModel, write_on_first
 from hybridrl.workers.train.shards import full_tensor, local_shard, reshard
 
@@ -80,14 +80,14 @@ class ShardedModel(ResidentModel, Generic[Model]):
         )
         self.model = build(self._ranks.size)
 
-    def weight_specs(self, part: WeightPart = WeightPart.BASE) -> tuple[WeightSpec, ...]:
+    def weight_specs(self, part: WeightSet = WeightSet.BASE) -> tuple[WeightSpec, ...]:
         """Name what ``full_weights`` will yield, in its order."""
         return tuple(
             WeightSpec(name, tuple(p.shape), p.numel() * p.element_size())
             for name, p in self.model.hf.named_parameters()
         )
 
-    def full_weights(self, part: WeightPart = WeightPart.BASE) -> NamedTensors:
+    def full_weights(self, part: WeightSet = WeightSet.BASE) -> NamedTensors:
         """Yield each weight whole, under its HF name, one at a time. Every rank must exhaust it.
 
         Tied weights come once, in the storage type. Without shards a tensor is the live weight.

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from hybridrl.batch import PromptBatch, jagged
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.workers.rollout.hf import HFRolloutEngine
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import Response, SamplingParams
 
 CPU = torch.device("cpu")

@@ -6,48 +6,48 @@ from threading import Event
 import pytest
 
 from hybridrl.errors import EngineError, PhaseError
-from hybridrl.workers.rollout.admission import Admission
+from hybridrl.workers.rollout.request_gate import RequestGate
 
 
 def test_while_paused_nothing_is_admitted_and_reopening_ends_it() -> None:
-    admission = Admission()
+    gate = RequestGate()
     for _ in range(2):
-        admission.pause()
-        admission.pause()
-        with pytest.raises(PhaseError, match="paused"), admission.admit(1):
+        gate.pause()
+        gate.pause()
+        with pytest.raises(PhaseError, match="paused"), gate.admit(1):
             pass
-        admission.reopen()
-        with admission.admit(1) as ticket:
+        gate.resume()
+        with gate.admit(1) as ticket:
             ticket.check(1)
 
 
 def test_a_second_call_and_a_change_of_memory_are_refused_while_one_runs() -> None:
-    admission = Admission()
-    with admission.admit(4):
-        with pytest.raises(PhaseError, match="refused: 4 requests"), admission.admit(1):
+    gate = RequestGate()
+    with gate.admit(4):
+        with pytest.raises(PhaseError, match="refused: 4 requests"), gate.admit(1):
             pass
         with pytest.raises(PhaseError, match="release was refused"):
-            admission.require_idle("release")
-    admission.require_idle("release")
+            gate.require_idle("release")
+    gate.require_idle("release")
 
 
 def test_an_error_inside_frees_the_engine() -> None:
-    admission = Admission()
-    with pytest.raises(ZeroDivisionError), admission.admit(4):
+    gate = RequestGate()
+    with pytest.raises(ZeroDivisionError), gate.admit(4):
         raise ZeroDivisionError
-    admission.require_idle("release")
-    assert admission.drain(timeout_s=0.0) == 0
+    gate.require_idle("release")
+    assert gate.drain(timeout_s=0.0) == 0
 
 
-def run_until_aborted(admission: Admission, started: Event) -> None:
-    with admission.admit(6) as ticket:
+def run_until_aborted(gate: RequestGate, started: Event) -> None:
+    with gate.admit(6) as ticket:
         started.set()
         while True:
             ticket.check(5)
 
 
-def run_until(admission: Admission, started: Event, end: Event) -> str:
-    with admission.admit(6) as ticket:
+def run_until(gate: RequestGate, started: Event, end: Event) -> str:
+    with gate.admit(6) as ticket:
         started.set()
         while not end.wait(0.001):
             ticket.check(5)
@@ -55,11 +55,11 @@ def run_until(admission: Admission, started: Event, end: Event) -> str:
 
 
 def test_draining_waits_for_the_running_call() -> None:
-    admission, started, end = Admission(), Event(), Event()
+    gate, started, end = RequestGate(), Event(), Event()
     with ThreadPoolExecutor(2) as pool:
-        generating = pool.submit(run_until, admission, started, end)
+        generating = pool.submit(run_until, gate, started, end)
         assert started.wait(10.0)
-        draining = pool.submit(admission.drain, 60.0)
+        draining = pool.submit(gate.drain, 60.0)
         assert not draining.done()
         end.set()
         assert draining.result(10.0) == 0
@@ -67,14 +67,14 @@ def test_draining_waits_for_the_running_call() -> None:
 
 
 def test_at_the_deadline_what_is_left_is_aborted_and_counted() -> None:
-    admission = Admission()
+    gate = RequestGate()
     for _ in range(3):
         started = Event()
         with ThreadPoolExecutor(1) as pool:
-            generating = pool.submit(run_until_aborted, admission, started)
+            generating = pool.submit(run_until_aborted, gate, started)
             assert started.wait(10.0)
-            admission.pause()
-            assert admission.drain(timeout_s=0.01) == 5
+            gate.pause()
+            assert gate.drain(timeout_s=0.01) == 5
             with pytest.raises(EngineError, match="aborted 5 of 6 requests"):
                 generating.result(10.0)
-        admission.reopen()
+        gate.resume()

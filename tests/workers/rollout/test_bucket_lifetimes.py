@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrl.workers.rollout.flat_buffers import tensors_in
-from hybridrl.workers.rollout.protocol import Bucket, Offer
-from hybridrl.workers.rollout.server_broadcast import BroadcastTransport
-from hybridrl.workers.rollout.server_transports import DiskTransport, SharedTransport, Transport
+from hybridrl.workers.rollout.protocol import Bucket, StagedBucket
+from hybridrl.workers.rollout.sglang.broadcast import BroadcastTransport
+from hybridrl.workers.rollout.sglang.flat_buffers import tensors_in
+from hybridrl.workers.rollout.sglang.transports import DiskTransport, SharedTransport, Transport
 from hybridrl.workers.sharding.control import ControlGroup, Neighbours
 from hybridrl.workers.sharding.weight_pipeline import stream_offers
 
@@ -52,17 +52,17 @@ class LateReaderPort:
         self._num_ranks = num_ranks
         self._num_packed = 0
         self._packed = threading.Condition()
-        self._delivered: list[Offer] = []
+        self._delivered: list[StagedBucket] = []
         self.read: list[list[list[float]]] = [[] for _ in range(num_ranks)]
 
-    def offer(self, bucket: Bucket) -> Offer:
+    def offer(self, bucket: Bucket) -> StagedBucket:
         offer = self._transport.offer(bucket)
         with self._packed:
             self._num_packed += 1
             self._packed.notify_all()
         return offer
 
-    def deliver(self, offer: Offer, handles: Sequence[str]) -> None:
+    def deliver(self, offer: StagedBucket, handles: Sequence[str]) -> None:
         self._delivered.append(offer)
         number = len(self._delivered)
         with self._packed:
@@ -74,10 +74,10 @@ class LateReaderPort:
         if self._num_ranks > 1 and number > 1:
             self._read(1, self._delivered[-2])
 
-    def end_stream(self) -> None:
+    def release_buffers(self) -> None:
         self._transport.free()
 
-    def _read(self, rank: int, offer: Offer) -> None:
+    def _read(self, rank: int, offer: StagedBucket) -> None:
         assert offer.flat is not None
         (values,) = tensors_in(offer.flat, offer.slots).values()
         self.read[rank].append(values.tolist())

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.models.adapter_names import matrix_names
-from hybridrl.workers.rollout.hf import HFRolloutEngine
-from hybridrl.workers.rollout.protocol import MemoryPart
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
+from hybridrl.workers.rollout.protocol import MemoryTag
 from tests.models import make_tiny_model
 from tests.workers.rollout.engines import (
     CPU,
@@ -104,8 +104,8 @@ def test_nothing_is_sampled_without_an_adapter(tiny_model: Path) -> None:
         refused()
     engine.load_adapter(adapter)
     for backup, survives in ((frozenset(engine.checksums()), True), (frozenset(), False)):
-        engine.release(MemoryPart.WEIGHTS, backup=backup)
-        engine.resume(MemoryPart.WEIGHTS)
+        engine.release(MemoryTag.WEIGHTS, backup=backup)
+        engine.resume(MemoryTag.WEIGHTS)
         if survives:
             assert engine.generate(PROMPTS, SAMPLING)
     refused()
@@ -152,7 +152,7 @@ def test_an_engine_built_without_adapters_takes_none(tiny_model: Path) -> None:
 
 def test_an_adapter_is_not_loaded_into_released_memory(tiny_model: Path) -> None:
     engine = lora_engine(tiny_model)
-    engine.release(MemoryPart.WEIGHTS)
+    engine.release(MemoryTag.WEIGHTS)
     with pytest.raises(PhaseError, match="load_adapter was refused: WEIGHTS is released"):
         engine.load_adapter({})
 
@@ -165,7 +165,7 @@ def test_base_weights_keep_their_names_and_adapters_are_counted_in_the_weights_m
     names = [memory.name for memory in engine.weight_memory()]
     assert names == [*(memory.name for memory in plain.weight_memory()), *adapter]
     assert not any(memory.is_buffer for memory in engine.weight_memory() if "lora" in memory.name)
-    more = engine.resident_bytes(MemoryPart.WEIGHTS) - plain.resident_bytes(MemoryPart.WEIGHTS)
+    more = engine.resident_bytes(MemoryTag.WEIGHTS) - plain.resident_bytes(MemoryTag.WEIGHTS)
     assert more == sum(tensor.nbytes for tensor in adapter.values())
     with pytest.raises(EngineError, match="has no weight"):
         engine.update_weights(list(adapter.items()))

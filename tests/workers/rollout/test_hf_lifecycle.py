@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from hybridrl.errors import EngineError, ModelError, PhaseError
-from hybridrl.workers.rollout.hf import HFRolloutEngine
-from hybridrl.workers.rollout.protocol import MemoryPart
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
+from hybridrl.workers.rollout.protocol import MemoryTag
 from tests.models import make_tiny_model
 from tests.workers.rollout.engines import (
     make_prompts,
@@ -31,9 +31,9 @@ def buffer_names(engine: HFRolloutEngine) -> frozenset[str]:
 def sleep(engine: HFRolloutEngine, backup: frozenset[str]) -> None:
     engine.pause()
     assert engine.drain(timeout_s=1.0) == 0
-    engine.release(MemoryPart.WEIGHTS, backup=backup)
-    engine.release(MemoryPart.KV_CACHE)
-    engine.release(MemoryPart.CUDA_GRAPH)
+    engine.release(MemoryTag.WEIGHTS, backup=backup)
+    engine.release(MemoryTag.KV_CACHE)
+    engine.release(MemoryTag.CUDA_GRAPH)
 
 
 @pytest.mark.parametrize("tie_embeddings", [True, False])
@@ -46,7 +46,7 @@ def test_weight_memory_lists_what_save_pretrained_writes_and_buffers(
     sizes = {name: memory.num_bytes for name, memory in listed.items() if not memory.is_buffer}
     assert sizes == {name: tensor.nbytes for name, tensor in saved.items()}
     assert "model.rotary_emb.inv_freq" in buffer_names(engine)
-    assert engine.resident_bytes(MemoryPart.WEIGHTS) == sum(
+    assert engine.resident_bytes(MemoryTag.WEIGHTS) == sum(
         memory.num_bytes for memory in listed.values()
     )
 
@@ -56,19 +56,19 @@ def test_sleeping_frees_every_byte_and_waking_with_new_weights_samples_as_before
 ) -> None:
     engine, prompts = ready_engine(tiny_model), make_prompts((4, 9))
     expected = tokens_of(engine.generate(prompts, sampling_params()))
-    held = {part: engine.resident_bytes(part) for part in MemoryPart}
-    assert held[MemoryPart.KV_CACHE] == 2 * 2 * 8 * 2 * 32 * 8 * 4
-    assert held[MemoryPart.CUDA_GRAPH] == 0
+    held = {part: engine.resident_bytes(part) for part in MemoryTag}
+    assert held[MemoryTag.KV_CACHE] == 2 * 2 * 8 * 2 * 32 * 8 * 4
+    assert held[MemoryTag.CUDA_GRAPH] == 0
     for _ in range(3):
         sleep(engine, buffer_names(engine))
-        assert [engine.resident_bytes(part) for part in MemoryPart] == [0, 0, 0]
-        engine.resume(MemoryPart.WEIGHTS)
+        assert [engine.resident_bytes(part) for part in MemoryTag] == [0, 0, 0]
+        engine.resume(MemoryTag.WEIGHTS)
         send_weights(engine, tiny_model)
-        assert engine.resident_bytes(MemoryPart.KV_CACHE) == 0
-        engine.resume(MemoryPart.KV_CACHE)
-        engine.resume(MemoryPart.CUDA_GRAPH)
+        assert engine.resident_bytes(MemoryTag.KV_CACHE) == 0
+        engine.resume(MemoryTag.KV_CACHE)
+        engine.resume(MemoryTag.CUDA_GRAPH)
         engine.continue_generation()
-        assert {part: engine.resident_bytes(part) for part in MemoryPart} == held
+        assert {part: engine.resident_bytes(part) for part in MemoryTag} == held
         assert tokens_of(engine.generate(prompts, sampling_params())) == expected
 
 
@@ -78,7 +78,7 @@ def test_a_full_backup_needs_no_new_weights(tiny_model: Path) -> None:
     everything = frozenset(memory.name for memory in engine.weight_memory())
     for _ in range(2):
         sleep(engine, everything)
-        for part in MemoryPart:
+        for part in MemoryTag:
             engine.resume(part)
         engine.continue_generation()
         assert tokens_of(engine.generate(prompts, sampling_params())) == expected
@@ -89,7 +89,7 @@ def test_lost_weights_never_look_plausible(tiny_model: Path) -> None:
     lost = "model.layers.1.mlp.up_proj.weight"
     everything = frozenset(memory.name for memory in engine.weight_memory())
     sleep(engine, everything - {lost})
-    for part in MemoryPart:
+    for part in MemoryTag:
         engine.resume(part)
     engine.continue_generation()
     with pytest.raises(EngineError, match="lost in a release"):
@@ -99,7 +99,7 @@ def test_lost_weights_never_look_plausible(tiny_model: Path) -> None:
 def test_a_lost_buffer_never_looks_plausible(tiny_model: Path) -> None:
     engine = ready_engine(tiny_model)
     sleep(engine, frozenset())
-    for part in MemoryPart:
+    for part in MemoryTag:
         engine.resume(part)
     engine.continue_generation()
     send_weights(engine, tiny_model)
@@ -107,10 +107,10 @@ def test_a_lost_buffer_never_looks_plausible(tiny_model: Path) -> None:
         engine.generate(make_prompts((4,)), sampling_params())
 
 
-@pytest.mark.parametrize("part", list(MemoryPart))
-def test_generate_is_refused_while_a_part_is_released(part: MemoryPart, tiny_model: Path) -> None:
+@pytest.mark.parametrize("part", list(MemoryTag))
+def test_generate_is_refused_while_a_part_is_released(part: MemoryTag, tiny_model: Path) -> None:
     engine, prompts = ready_engine(tiny_model), make_prompts((4,))
-    engine.release(part, backup=buffer_names(engine) if part is MemoryPart.WEIGHTS else frozenset())
+    engine.release(part, backup=buffer_names(engine) if part is MemoryTag.WEIGHTS else frozenset())
     with pytest.raises(PhaseError, match=f"{part.name} is released"):
         engine.generate(prompts, sampling_params())
     engine.resume(part)
@@ -120,9 +120,9 @@ def test_generate_is_refused_while_a_part_is_released(part: MemoryPart, tiny_mod
 
 def test_the_parts_are_independent(tiny_model: Path) -> None:
     engine = ready_engine(tiny_model)
-    engine.release(MemoryPart.KV_CACHE)
+    engine.release(MemoryTag.KV_CACHE)
     send_weights(engine, tiny_model)  # weights are readable and writable without the cache
-    engine.release(MemoryPart.WEIGHTS)
+    engine.release(MemoryTag.WEIGHTS)
     with pytest.raises(PhaseError, match="update_weights was refused: WEIGHTS is released"):
         send_weights(engine, tiny_model)
 
@@ -148,8 +148,8 @@ def test_a_drain_past_its_deadline_aborts_the_rollout_in_the_other_thread(tiny_m
             engine.pause()
             with pytest.raises(EngineError, match=r"aborted \d+ of 4096 requests"):
                 generating.result(60.0)
-        engine.release(MemoryPart.KV_CACHE)
-        engine.resume(MemoryPart.KV_CACHE)
+        engine.release(MemoryTag.KV_CACHE)
+        engine.resume(MemoryTag.KV_CACHE)
         engine.continue_generation()
         assert engine.generate(make_prompts((4,)), sampling_params())
 
@@ -158,7 +158,7 @@ def test_memory_and_weights_are_not_touched_under_a_running_rollout(tiny_model: 
     engine = ready_engine(tiny_model)
     with engine._admission.admit(1):
         with pytest.raises(PhaseError, match="release of WEIGHTS was refused"):
-            engine.release(MemoryPart.WEIGHTS)
+            engine.release(MemoryTag.WEIGHTS)
         with pytest.raises(PhaseError, match="update_weights was refused"):
             send_weights(engine, tiny_model)
 
@@ -200,7 +200,7 @@ def test_restart_boots_anew_and_samples_as_before_after_a_sync(tiny_model: Path)
     engine, prompts = ready_engine(tiny_model), make_prompts((4, 9))
     expected = tokens_of(engine.generate(prompts, sampling_params()))
     for _ in range(2):
-        engine.release(MemoryPart.WEIGHTS)
+        engine.release(MemoryTag.WEIGHTS)
         engine.restart()
         assert engine.version == -1
         with pytest.raises(EngineError, match="never sent"):
@@ -213,7 +213,7 @@ def test_after_shutdown_nothing_is_held_and_nothing_is_served(tiny_model: Path) 
     engine = ready_engine(tiny_model)
     for _ in range(2):
         engine.shutdown()
-        assert [engine.resident_bytes(part) for part in MemoryPart] == [0, 0, 0]
+        assert [engine.resident_bytes(part) for part in MemoryTag] == [0, 0, 0]
         with pytest.raises(PhaseError):
             engine.generate(make_prompts((4,)), sampling_params())
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from hybridrl.batch import PromptBatch
 from hybridrl.errors import EngineError
 from hybridrl.metrics import check_declared
-from hybridrl.workers.rollout import prefill
+from hybridrl.workers.rollout.embedded import prefill
 from hybridrl.workers.rollout.protocol import Response, SamplingParams
 from tests.models import Family, make_tiny_model
 from tests.workers.rollout.engines import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.errors import EngineError
-from hybridrl.workers.rollout.memory_saver import (
+from hybridrl.workers.rollout.sglang.memory_saver import (
     MemorySaverFacts,
     find_obstacles,
     require_no_obstacle,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridrl.config.lora import LoraConfig
-from hybridrl.workers.rollout.server_arguments import (
+from hybridrl.workers.rollout.sglang.arguments import (
     ServerSpec,
     build_arguments,
     device_name,

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from hybridrl.errors import EngineError
-from hybridrl.workers.rollout import server_capabilities
-from hybridrl.workers.rollout.server_capabilities import (
+from hybridrl.workers.rollout.sglang import capabilities as server_capabilities
+from hybridrl.workers.rollout.sglang.capabilities import (
     TESTED_VERSIONS,
     Capability,
     ServerCapabilities,

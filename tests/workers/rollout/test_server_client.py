@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from hybridrl.errors import DeadlineError, EngineError
-from hybridrl.workers.rollout.server_client import ConnectionLostError, ServerClient, ServerError
+from hybridrl.workers.rollout.sglang.client import ConnectionLostError, ServerClient, ServerError
 from tests.workers.rollout.answering import Body, answering
 
 

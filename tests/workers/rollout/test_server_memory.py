@@ -6,8 +6,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.lora import LoraConfig
-from hybridrl.workers.rollout.protocol import MemoryPart
-from hybridrl.workers.rollout.server_memory import (
+from hybridrl.workers.rollout.protocol import MemoryTag
+from hybridrl.workers.rollout.sglang.memory import (
     adapter_shapes,
     base_shapes,
     held_bytes,
@@ -49,6 +49,6 @@ def test_an_adapter_adds_two_matrices_a_layer_named_as_in_its_file(tmp_path: Pat
 def test_a_server_is_never_believed_to_hold_more_than_it_says() -> None:
     usage = {"weight": 10.0, "kvcache": 0.0005, "graph": {"decode": 0.2, "prefill": 0.3}}
     info = {"internal_states": [{"memory_usage": usage}]}
-    assert 9 * 2**30 < held_bytes(info, MemoryPart.WEIGHTS) < 10 * 2**30
-    assert held_bytes(info, MemoryPart.KV_CACHE) == 0
-    assert 0.4 * 2**30 < held_bytes(info, MemoryPart.CUDA_GRAPH) < 0.5 * 2**30
+    assert 9 * 2**30 < held_bytes(info, MemoryTag.WEIGHTS) < 10 * 2**30
+    assert held_bytes(info, MemoryTag.KV_CACHE) == 0
+    assert 0.4 * 2**30 < held_bytes(info, MemoryTag.CUDA_GRAPH) < 0.5 * 2**30

@@ -14,13 +14,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hybridrl.diagnostics.processes import members_of
 from hybridrl.errors import DeadlineError, EngineError, ServerDiedError
-from hybridrl.processes import members_of
-from hybridrl.workers.rollout.server_process import ServerProcess, free_port
+from hybridrl.workers.rollout.sglang.process import ServerProcess, free_port
 
 SERVER = """
 import subprocess, sys, time
-from hybridrl.workers.rollout.server_process import end_with_parent
+from hybridrl.workers.rollout.sglang.process import end_with_parent
 end_with_parent()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print("up", flush=True)
@@ -111,7 +111,7 @@ def test_no_server_outlives_a_parent_that_was_killed(tmp_path: Path) -> None:
     parent_script = tmp_path / "parent.py"
     parent_script.write_text(
         "import sys, time\n"
-        "from hybridrl.workers.rollout.server_process import ServerProcess\n"
+        "from hybridrl.workers.rollout.sglang.process import ServerProcess\n"
         f"server = ServerProcess([sys.executable, '-c', {SERVER!r}], name='the server')\n"
         "server.wait_until_ready(lambda: 'up' in server.log_file.read_text(), timeout_s=60.0)\n"
         "print(server.pid, server.log_file, flush=True)\n"

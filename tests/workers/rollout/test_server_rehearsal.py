@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybridrl.workers.rollout.server_rehearsal import violation_of
+from hybridrl.workers.rollout.sglang.rehearsal import violation_of
 
 ARGUMENTS: dict[str, object] = {
     "mem_fraction_static": 0.9,

@@ -15,9 +15,9 @@ from hybridrl.batch import PromptBatch, jagged
 from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.protocol import SamplingParams
 from hybridrl.workers.rollout.sampling import response_keys
-from hybridrl.workers.rollout.server_client import ServerClient, ServerError
-from hybridrl.workers.rollout.server_requests import build_groups, read_answer
-from hybridrl.workers.rollout.server_sampling import GroupSampler, Terms
+from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError
+from hybridrl.workers.rollout.sglang.requests import build_groups, read_answer
+from hybridrl.workers.rollout.sglang.sampling import GroupSampler, Terms
 from tests.workers.rollout.answering import Answering, Body, answering
 
 SAMPLING = SamplingParams(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybridrl.errors import EngineError, PhaseError
-from hybridrl.workers.rollout.tensor_memory import TensorMemory
+from hybridrl.workers.rollout.embedded.tensor_memory import TensorMemory
 
 
 def make_memory() -> tuple[TensorMemory, dict[str, torch.Tensor]]:

@@ -7,7 +7,7 @@ from itertools import count
 
 from torch import Tensor
 
-from hybridrl.workers.train.protocol import TrainEngine, WeightPart
+from hybridrl.workers.train.protocol import TrainEngine, WeightSet
 
 Stream = Callable[..., Iterator[tuple[str, Tensor]]]
 
@@ -23,7 +23,7 @@ def tearing(trainer: TrainEngine, *, word: str, at_pass: int) -> Stream:
     whole, passes = trainer.full_weights, count()
     last = [spec.name for spec in trainer.weight_specs() if word in spec.name][-1]
 
-    def full_weights(part: WeightPart = WeightPart.BASE) -> Iterator[tuple[str, Tensor]]:
+    def full_weights(part: WeightSet = WeightSet.BASE) -> Iterator[tuple[str, Tensor]]:
         is_torn = next(passes) == at_pass
         for name, tensor in whole(part):
             if is_torn and name == last:

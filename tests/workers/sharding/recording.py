@@ -21,18 +21,18 @@ from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError
 from hybridrl.metrics import Metrics
 from hybridrl.workers.rollout.protocol import (
-    MemoryPart,
+    MemoryTag,
     Response,
     SamplingParams,
     WeightMemory,
 )
+from hybridrl.workers.sharding.colocated_engines import ColocatedEngines
 from hybridrl.workers.sharding.control import ControlGroup
-from hybridrl.workers.sharding.lifecycle import Depth, LifeCycle
+from hybridrl.workers.sharding.lifecycle import LifeCycle, SleepLevel
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.memory import DeviceMemory
 from hybridrl.workers.sharding.states import State
-from hybridrl.workers.sharding.tenants import Tenants
-from hybridrl.workers.train.protocol import TokenLoss, TrainState, WeightPart, WeightSpec
+from hybridrl.workers.train.protocol import TokenLoss, TrainState, WeightSet, WeightSpec
 from tests.workers.sharding.engine_set import LocalSet
 
 CPU = torch.device("cpu")
@@ -186,7 +186,7 @@ class RecordingEngine:
         self.version: int | None = None
         self.is_admitting = True
         self.is_alive = True
-        self.memory: dict[MemoryPart, dict[str, Tensor]] = {}
+        self.memory: dict[MemoryTag, dict[str, Tensor]] = {}
         self._copies: dict[str, Tensor] = {}
         self._boot()
 
@@ -194,9 +194,9 @@ class RecordingEngine:
         sizes = self.policy.tensors
         weights = {name: torch.full((size,), torch.nan) for name, size in sizes.items()}
         self.memory = {
-            MemoryPart.WEIGHTS: weights | {BUFFER: torch.arange(3.0)},
-            MemoryPart.KV_CACHE: {"kv": torch.zeros(64)},
-            MemoryPart.CUDA_GRAPH: {"graph": torch.zeros(8)},
+            MemoryTag.WEIGHTS: weights | {BUFFER: torch.arange(3.0)},
+            MemoryTag.KV_CACHE: {"kv": torch.zeros(64)},
+            MemoryTag.CUDA_GRAPH: {"graph": torch.zeros(8)},
         }
         self._copies = {}
         self.version = None
@@ -211,10 +211,10 @@ class RecordingEngine:
         """Answer a request with the weights that it ran on."""
         if not self.is_admitting:
             raise EngineError(f"engine {self.index} is paused")
-        released = [part for part in MemoryPart if not self.resident_bytes(part)]
+        released = [part for part in MemoryTag if not self.resident_bytes(part)]
         if released:
             raise EngineError(f"engine {self.index} has no memory for {released}")
-        return {name: tensor.clone() for name, tensor in self.memory[MemoryPart.WEIGHTS].items()}
+        return {name: tensor.clone() for name, tensor in self.memory[MemoryTag.WEIGHTS].items()}
 
     def weight_memory(self) -> tuple[WeightMemory, ...]:
         sizes = {**self.policy.tensors, BUFFER: 3}
@@ -223,19 +223,19 @@ class RecordingEngine:
     def update_weights(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         with self.journal.entry(self.index, "update_weights"):
             for name, tensor in tensors:
-                self.memory[MemoryPart.WEIGHTS][name].copy_(tensor)
+                self.memory[MemoryTag.WEIGHTS][name].copy_(tensor)
 
     def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         with self.journal.entry(self.index, "load_adapter"):
             if tensors.keys() != self.policy.adapter.keys():
                 raise EngineError(f"an adapter of {sorted(tensors)} does not fit")
             for name, tensor in tensors.items():
-                self.memory[MemoryPart.WEIGHTS][name].copy_(tensor)
+                self.memory[MemoryTag.WEIGHTS][name].copy_(tensor)
 
     def unload_adapter(self) -> None:
         with self.journal.entry(self.index, "unload_adapter"):
             for name in self.policy.adapter:
-                self.memory[MemoryPart.WEIGHTS][name].fill_(torch.nan)
+                self.memory[MemoryTag.WEIGHTS][name].fill_(torch.nan)
 
     def finish_update(self, *, version: int) -> None:
         with self.journal.entry(self.index, "finish_update"):
@@ -249,7 +249,7 @@ class RecordingEngine:
         with self.journal.entry(self.index, "drain"):
             return 0
 
-    def release(self, part: MemoryPart, *, backup: frozenset[str] = frozenset()) -> None:
+    def release(self, part: MemoryTag, *, backup: frozenset[str] = frozenset()) -> None:
         with self.journal.entry(self.index, "release", part.value):
             if not self.keeps_backup and backup - {BUFFER}:
                 raise EngineError(f"{sorted(backup)} would be lost: no host copy is kept here")
@@ -258,7 +258,7 @@ class RecordingEngine:
                     self._copies[name] = tensor.clone()
                 free(tensor)
 
-    def resume(self, part: MemoryPart) -> None:
+    def resume(self, part: MemoryTag) -> None:
         with self.journal.entry(self.index, "resume", part.value):
             for name, tensor in self.memory[part].items():
                 allocate(tensor)
@@ -269,7 +269,7 @@ class RecordingEngine:
         with self.journal.entry(self.index, "continue_generation"):
             self.is_admitting = True
 
-    def resident_bytes(self, part: MemoryPart) -> int:
+    def resident_bytes(self, part: MemoryTag) -> int:
         return stored_bytes(self.memory[part].values())
 
     def copy(self, name: str) -> Tensor:
@@ -364,9 +364,9 @@ class RecordingTrainEngine(RecordingTenant):
     def __init__(self, journal: Journal, policy: Policy = Policy.WHOLE) -> None:
         super().__init__(journal)
         self.policy = policy
-        self.weight_parts: tuple[WeightPart, ...] = (WeightPart.BASE,)
+        self.weight_parts: tuple[WeightSet, ...] = (WeightSet.BASE,)
         if policy.adapter:
-            self.weight_parts += (WeightPart.ADAPTER,)
+            self.weight_parts += (WeightSet.ADAPTER,)
             self.state[TrainState.PARAMETERS] |= {
                 name: torch.full((size,), float(size)) for name, size in policy.adapter.items()
             }
@@ -379,14 +379,14 @@ class RecordingTrainEngine(RecordingTenant):
             if self.policy.learns(name):
                 tensor.add_(1.0)
 
-    def weight_specs(self, part: WeightPart = WeightPart.BASE) -> tuple[WeightSpec, ...]:
-        sizes = WEIGHTS if part is WeightPart.BASE else ADAPTER
+    def weight_specs(self, part: WeightSet = WeightSet.BASE) -> tuple[WeightSpec, ...]:
+        sizes = WEIGHTS if part is WeightSet.BASE else ADAPTER
         return tuple(WeightSpec(name, (size,), 4 * size) for name, size in sizes.items())
 
-    def full_weights(self, part: WeightPart = WeightPart.BASE) -> Iterator[tuple[str, Tensor]]:
+    def full_weights(self, part: WeightSet = WeightSet.BASE) -> Iterator[tuple[str, Tensor]]:
         return self.stream(self.take_names(part))
 
-    def take_names(self, part: WeightPart) -> list[str]:
+    def take_names(self, part: WeightSet) -> list[str]:
         """The names of the next pass: what a test wants forgotten is left out once."""
         names = [spec.name for spec in self.weight_specs(part)]
         forgotten = self.journal.forgotten.intersection(names)
@@ -439,7 +439,7 @@ class Shards:
     passes: list[list[str]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def names_of_pass(self, number: int, part: WeightPart) -> list[str]:
+    def names_of_pass(self, number: int, part: WeightSet) -> list[str]:
         """The names that all ranks stream in their pass of this number."""
         with self.lock:
             if number == len(self.passes):
@@ -456,7 +456,7 @@ class Shard(RecordingTrainEngine):
         self._shards = shards
         self._num_passes = 0
 
-    def full_weights(self, part: WeightPart = WeightPart.BASE) -> Iterator[tuple[str, Tensor]]:
+    def full_weights(self, part: WeightSet = WeightSet.BASE) -> Iterator[tuple[str, Tensor]]:
         names = self._shards.names_of_pass(self._num_passes, part)
         self._num_passes += 1
         trainer = self._shards.trainer
@@ -470,7 +470,7 @@ class Rig:
         self,
         num_engines: int = 2,
         *,
-        depth: Depth = Depth.EVERYTHING,
+        depth: SleepLevel = SleepLevel.RELEASE_ALL,
         policy: Policy = Policy.WHOLE,
     ) -> None:
         self.policy = policy
@@ -480,7 +480,7 @@ class Rig:
         ]
         self.trainer = RecordingTrainEngine(self.journal, policy)
         self.reference = RecordingTenant(self.journal)
-        tenants = Tenants(device=CPU, control=ControlGroup(timeout_s=5.0))
+        tenants = ColocatedEngines(device=CPU, control=ControlGroup(timeout_s=5.0))
         tenants.register("actor", self.trainer)
         tenants.register("reference", self.reference)
         shards = Shards(self.trainer)
@@ -489,7 +489,7 @@ class Rig:
                 ManagedEngine(
                     engine,
                     device=CPU,
-                    sleeps=depth is not Depth.NOTHING,
+                    sleeps=depth is not SleepLevel.KEEP_ALL,
                     backs_up_everything=False,
                     drain_timeout_s=1.0,
                     release_timeout_s=0.05,
@@ -497,7 +497,7 @@ class Rig:
                 for engine in self.engines
             ],
             [Shard(index, shards) for index in range(num_engines)],
-            config=rollout_config(sleep=depth is not Depth.NOTHING),
+            config=rollout_config(sleep=depth is not SleepLevel.KEEP_ALL),
             resends_base=policy is not Policy.ADAPTER_KEPT_BASE,
         )
         self.depth = depth
@@ -516,9 +516,9 @@ class Rig:
         tenants = (self.trainer, self.reference)
         is_training_in = any(t.resident_bytes(part) for t in tenants for part in TrainState)
         for engine, state in zip(self.engines, self.life.states, strict=True):
-            if self.depth is Depth.NOTHING or state in (State.BOOT, State.BROKEN):
+            if self.depth is SleepLevel.KEEP_ALL or state in (State.BOOT, State.BROKEN):
                 continue
-            has_cache = engine.resident_bytes(MemoryPart.KV_CACHE)
+            has_cache = engine.resident_bytes(MemoryTag.KV_CACHE)
             assert not (has_cache and is_training_in), f"{state}: KV cache beside training state"
 
     def train(self) -> None:
@@ -546,8 +546,8 @@ class Rig:
         for engine, state in zip(self.engines, self.life.states, strict=True):
             if state is not State.BROKEN:
                 assert not engine.is_admitting
-            if self.depth is Depth.EVERYTHING and state is not State.BROKEN:
-                assert not any(engine.resident_bytes(part) for part in MemoryPart)
+            if self.depth is SleepLevel.RELEASE_ALL and state is not State.BROKEN:
+                assert not any(engine.resident_bytes(part) for part in MemoryTag)
 
     def cycle(self) -> None:
         """One whole step: sample, then train."""

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.errors import ConfigError, ConfigErrors, EngineError
-from hybridrl.workers.rollout.flat_buffers import FlatBuffers, tensors_in
-from hybridrl.workers.rollout.protocol import Bucket, MemoryPart, Offer
+from hybridrl.workers.rollout.protocol import Bucket, MemoryTag, StagedBucket
+from hybridrl.workers.rollout.sglang.flat_buffers import FlatBuffers, tensors_in
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.engine_start import start_engine
 from hybridrl.workers.sharding.manager import ShardingManager
@@ -38,14 +38,14 @@ class SlowEngine(RecordingEngine):
     Or gives it back later than it says, each part within the time of a stage, all beyond it.
     """
 
-    keeps: MemoryPart | None = None
+    keeps: MemoryTag | None = None
     is_crawling = False
     _gone_at = 0.0
 
-    def resident_bytes(self, part: MemoryPart) -> int:
+    def resident_bytes(self, part: MemoryTag) -> int:
         return 1 if time.monotonic() < self._gone_at else super().resident_bytes(part)
 
-    def release(self, part: MemoryPart, *, backup: frozenset[str] = frozenset()) -> None:
+    def release(self, part: MemoryTag, *, backup: frozenset[str] = frozenset()) -> None:
         if part is self.keeps:
             self.keeps = None
             return
@@ -66,16 +66,16 @@ class MemoryPort:
         self._engine = engine
         self._buffers = FlatBuffers(count=2, allocate=allocate_on_host)
 
-    def offer(self, bucket: Bucket) -> Offer:
+    def offer(self, bucket: Bucket) -> StagedBucket:
         flat, slots = self._buffers.pack(bucket)
-        return Offer(slots, flat, "")
+        return StagedBucket(slots, flat, "")
 
-    def deliver(self, offer: Offer, handles: Sequence[str]) -> None:
+    def deliver(self, offer: StagedBucket, handles: Sequence[str]) -> None:
         assert self._engine is not None and offer.flat is not None
         assert len(handles) == 2
         self._engine.update_weights(list(tensors_in(offer.flat, offer.slots).items()))
 
-    def end_stream(self) -> None:
+    def release_buffers(self) -> None:
         self._buffers.free()
 
 
@@ -167,7 +167,7 @@ def _phases_of_slow_engines(rank: int, fault: str) -> tuple[list[str], list[Stat
                 engine.journal.fail(1, "resume", "kv_cache")
             with manager.rollout_phase():
                 engine.serve()
-                engine.keeps = MemoryPart.KV_CACHE if is_at_fault and fault == "keep" else None
+                engine.keeps = MemoryTag.KV_CACHE if is_at_fault and fault == "keep" else None
                 engine.is_crawling = is_at_fault and fault == "crawl"
             endings.append("")
         except StageError as error:

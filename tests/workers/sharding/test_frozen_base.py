@@ -8,7 +8,7 @@ import pytest
 
 from hybridrl.planning.frozen_base import BasePlan
 from hybridrl.workers.sharding.control import ControlGroup
-from hybridrl.workers.sharding.frozen_base import settle_base
+from hybridrl.workers.sharding.frozen_base import resolve_lora_base
 from tests.ranks import run_ranks
 from tests.workers.train.engines import CPU
 from tests.workers.train.lora_engines import with_lora
@@ -17,7 +17,9 @@ from tests.workers.train.lora_engines import with_lora
 def _settled(rank: int, plan: BasePlan | None, base: str) -> str:
     lora = with_lora(base=base)
     control = ControlGroup(timeout_s=30.0)
-    return settle_base(lora, plan=plan, device=CPU, control=control, num_ranks_per_node=2).base
+    return resolve_lora_base(
+        lora, plan=plan, device=CPU, control=control, num_ranks_per_node=2
+    ).base
 
 
 @pytest.mark.parametrize("base", ["resident", "backup", "resend"])

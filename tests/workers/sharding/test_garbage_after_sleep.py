@@ -20,16 +20,16 @@ from torch import Tensor
 
 from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.assemble import assemble_rollouts
-from hybridrl.workers.rollout.hf import HFRolloutEngine
-from hybridrl.workers.rollout.protocol import MemoryPart
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
+from hybridrl.workers.rollout.protocol import MemoryTag
+from hybridrl.workers.sharding.colocated_engines import ColocatedEngines
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.fused_engines import FusedEngines
 from hybridrl.workers.sharding.ledger import WeightLedger
-from hybridrl.workers.sharding.lifecycle import Depth, LifeCycle
+from hybridrl.workers.sharding.lifecycle import LifeCycle, SleepLevel
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
-from hybridrl.workers.sharding.tenants import Tenants
 from hybridrl.workers.train.fsdp2 import FSDP2Engine
-from hybridrl.workers.train.protocol import WeightPart
+from hybridrl.workers.train.protocol import WeightSet
 from tests.models import make_tiny_model
 from tests.workers.rollout.engines import (
     make_prompts,
@@ -50,9 +50,9 @@ class RecycledMemoryEngine(HFRolloutEngine):
 
     strangers: dict[str, Tensor]
 
-    def resume(self, part: MemoryPart) -> None:
+    def resume(self, part: MemoryTag) -> None:
         super().resume(part)
-        if part is MemoryPart.WEIGHTS:
+        if part is MemoryTag.WEIGHTS:
             self.update_weights([(name, self.strangers[name]) for name in self.strangers])
 
 
@@ -61,7 +61,7 @@ class ForgetfulEngine(FSDP2Engine):
 
     is_forgetful = False
 
-    def full_weights(self, part: WeightPart = WeightPart.BASE) -> Iterator[tuple[str, Tensor]]:
+    def full_weights(self, part: WeightSet = WeightSet.BASE) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in super().full_weights(part):
             if not (self.is_forgetful and name.startswith(LEFT_OUT)):
                 yield name, tensor
@@ -94,9 +94,12 @@ class Device:
         if not keeps_books:
             self.managed.ledger = BlindLedger(engine.weight_memory())
         self.set = FusedEngines(self.managed, config=config, device=CPU, control=control)
-        tenants = Tenants(device=CPU, control=control)
+        tenants = ColocatedEngines(device=CPU, control=control)
         self.life = LifeCycle(
-            self.set, host=tenants, depth=Depth.EVERYTHING, observe=lambda stage: nullcontext()
+            self.set,
+            host=tenants,
+            depth=SleepLevel.RELEASE_ALL,
+            observe=lambda stage: nullcontext(),
         )
         self.life.start()
         self.trainer = ForgetfulEngine(
@@ -185,7 +188,7 @@ def test_with_the_ledger_the_same_is_refused_and_the_lost_tensors_are_named(
 
 def _host_bytes(engine: HFRolloutEngine) -> int:
     """Measured: the copies that the sleeping engine really holds."""
-    return sum(copy.nbytes for copy in engine._memory[MemoryPart.WEIGHTS]._backups.values())
+    return sum(copy.nbytes for copy in engine._memory[MemoryTag.WEIGHTS]._backups.values())
 
 
 def _bytes_of(engine: HFRolloutEngine, *, buffers: bool) -> int:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.errors import LedgerError
-from hybridrl.workers.rollout.protocol import MemoryPart, WeightMemory
+from hybridrl.workers.rollout.protocol import MemoryTag, WeightMemory
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.ledger import WeightLedger
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
@@ -184,7 +184,7 @@ def test_full_fine_tuning_copies_only_buffers_to_the_host_unless_told_otherwise(
     managed.resume_weights()
     engine = managed.engine
     assert isinstance(engine, RecordingEngine)
-    weights = engine.memory[MemoryPart.WEIGHTS]
+    weights = engine.memory[MemoryTag.WEIGHTS]
     assert weights[BUFFER].tolist() == [0.0, 1.0, 2.0]
     assert bool(weights["embed.weight"].isnan().all()) != backs_up_everything
 
@@ -206,7 +206,7 @@ def test_weights_that_no_sync_sends_keep_their_values_over_three_sleeps() -> Non
         managed.finish_update(version=version)
         engine = managed.engine
         assert isinstance(engine, RecordingEngine)
-        weights = engine.memory[MemoryPart.WEIGHTS]
+        weights = engine.memory[MemoryTag.WEIGHTS]
         assert weights["embed.weight"].tolist() == [7.0] * 6
         assert weights["head.weight"].tolist() == [float(version)] * 5
 

@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 
 from hybridrl.errors import EngineError, PhaseError
-from hybridrl.workers.rollout.protocol import MemoryPart
-from hybridrl.workers.sharding.lifecycle import Depth
+from hybridrl.workers.rollout.protocol import MemoryTag
+from hybridrl.workers.sharding.lifecycle import SleepLevel
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.states import EDGES, Edge, State
 from hybridrl.workers.train.protocol import TrainState
@@ -33,13 +33,13 @@ def test_an_edge_is_taken_where_it_is_drawn_and_refused_elsewhere(state: State, 
     rig = Rig()
     rig.life._states = [state, state]
     if state in _sources(edge):
-        rig.life._take(edge, _do_nothing, members=[1])
+        rig.life._transition(edge, _do_nothing, members=[1])
         assert rig.life.states == (state, edge.target)
         return
     legal = [e.name for e in EDGES if state in _sources(e)]
     expected = f"engine 1 is {state.name}: {edge.name} is not legal there; legal are "
     with pytest.raises(PhaseError) as raised:
-        rig.life._take(edge, _do_nothing, members=[1])
+        rig.life._transition(edge, _do_nothing, members=[1])
     assert str(raised.value) == expected + ", ".join(legal)
     assert rig.life.states == (state, state)
 
@@ -47,9 +47,9 @@ def test_an_edge_is_taken_where_it_is_drawn_and_refused_elsewhere(state: State, 
 def test_a_single_edge_is_not_idempotent() -> None:
     rig = Rig()
     rig.life.wake()
-    rig.life._take(EDGES[1], ManagedEngine.pause, members=[0, 1])
+    rig.life._transition(EDGES[1], ManagedEngine.pause, members=[0, 1])
     with pytest.raises(PhaseError, match="engine 0 is PAUSED: pause is not legal there"):
-        rig.life._take(EDGES[1], ManagedEngine.pause, members=[0, 1])
+        rig.life._transition(EDGES[1], ManagedEngine.pause, members=[0, 1])
 
 
 SLEEP = ["pause", "drain", "release kv_cache", "release cuda_graph", "release weights"]
@@ -128,21 +128,23 @@ def test_engines_start_asleep_and_admit_nothing() -> None:
     assert rig.life.states == (State.ASLEEP, State.ASLEEP)
     for engine in rig.engines:
         assert not engine.is_admitting
-        assert not any(engine.resident_bytes(part) for part in MemoryPart)
+        assert not any(engine.resident_bytes(part) for part in MemoryTag)
         with pytest.raises(EngineError, match="paused"):
             engine.serve()
 
 
 @pytest.mark.parametrize("num_engines", [1, 2, 8])
-@pytest.mark.parametrize("depth", Depth)
-def test_engines_serve_the_newest_weights_in_every_cycle(depth: Depth, num_engines: int) -> None:
+@pytest.mark.parametrize("depth", SleepLevel)
+def test_engines_serve_the_newest_weights_in_every_cycle(
+    depth: SleepLevel, num_engines: int
+) -> None:
     rig = Rig(num_engines, depth=depth)
     for _ in range(3):
         rig.cycle()
 
 
 def test_without_sleep_nothing_is_released_and_only_new_weights_are_sent() -> None:
-    rig = Rig(depth=Depth.NOTHING)
+    rig = Rig(depth=SleepLevel.KEEP_ALL)
     num_sent = []
     for is_trained in (True, False, True):
         rig.journal.events.clear()
@@ -160,7 +162,7 @@ def test_without_sleep_nothing_is_released_and_only_new_weights_are_sent() -> No
 
 
 def test_with_cache_sleep_weights_stay_and_only_cache_and_graphs_go() -> None:
-    rig = Rig(depth=Depth.CACHE)
+    rig = Rig(depth=SleepLevel.RELEASE_CACHE)
     rig.cycle()
     for _ in range(2):
         rig.journal.events.clear()
@@ -172,12 +174,12 @@ def test_with_cache_sleep_weights_stay_and_only_cache_and_graphs_go() -> None:
 
 
 def test_only_released_parts_are_resumed() -> None:
-    rig = Rig(depth=Depth.CACHE)
+    rig = Rig(depth=SleepLevel.RELEASE_CACHE)
     rig.cycle()
     rig.journal.events.clear()
     rig.cycle()
     calls = rig.journal.calls(1)
-    for part in MemoryPart:
+    for part in MemoryTag:
         assert calls.count(f"resume {part.value}") == calls.count(f"release {part.value}")
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hybridrl.errors import DeadlineError, PhaseError
 from hybridrl.workers.sharding.control import ControlGroup, Failures
-from hybridrl.workers.sharding.lifecycle import Depth
+from hybridrl.workers.sharding.lifecycle import SleepLevel
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.manager import ShardingManager
 from tests.ranks import run_ranks
@@ -47,7 +47,7 @@ class UnreachableSet(LocalSet):
             raise DeadlineError(f"{stage}: not all ranks answered within 1 s")
 
 
-def _rig(depth: Depth, lost_in: str) -> Rig:
+def _rig(depth: SleepLevel, lost_in: str) -> Rig:
     rig = Rig(depth=depth)
     rig.set.__class__ = UnreachableSet
     rig.cycle()
@@ -64,15 +64,15 @@ def _wake_and_sleep(rig: Rig) -> None:
 
 ALWAYS = ("sync", "resume_cache", "continue", "pause", "drain")
 STAGES = [
-    *((depth, stage) for depth in Depth for stage in ALWAYS),
-    *((Depth.EVERYTHING, "resume_weights"), (Depth.EVERYTHING, "release")),
-    (Depth.CACHE, "release_cache"),
+    *((depth, stage) for depth in SleepLevel for stage in ALWAYS),
+    *((SleepLevel.RELEASE_ALL, "resume_weights"), (SleepLevel.RELEASE_ALL, "release")),
+    (SleepLevel.RELEASE_CACHE, "release_cache"),
 ]
 
 
 @pytest.mark.parametrize(("depth", "stage"), STAGES)
 def test_after_a_missed_deadline_neither_serving_nor_training_is_allowed_and_the_stage_is_named(
-    depth: Depth, stage: str
+    depth: SleepLevel, stage: str
 ) -> None:
     rig = _rig(depth, stage)
     with pytest.raises(DeadlineError, match=stage):

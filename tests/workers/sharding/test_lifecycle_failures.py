@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from hybridrl.workers.rollout.protocol import MemoryPart
+from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.control import StageError
-from hybridrl.workers.sharding.lifecycle import Depth
+from hybridrl.workers.sharding.lifecycle import SleepLevel
 from hybridrl.workers.sharding.states import State
 from tests.workers.sharding.recording import TENANT, Policy, Rig
 
 FALLING_ASLEEP = [("pause", ""), ("drain", "")]
-RELEASE = [("release", part.value) for part in MemoryPart]
+RELEASE = [("release", part.value) for part in MemoryTag]
 WAKING = [
     ("resume", "weights"),
     ("update_weights", ""),
@@ -28,18 +28,18 @@ both_sides_of_the_work = pytest.mark.parametrize("when", ["before", "after"])
 each_engine = pytest.mark.parametrize("engine", [0, 1, 2])
 
 
-def _rig_after_one_cycle(depth: Depth = Depth.EVERYTHING) -> Rig:
+def _rig_after_one_cycle(depth: SleepLevel = SleepLevel.RELEASE_ALL) -> Rig:
     rig = Rig(num_engines=3, depth=depth)
     rig.cycle()
     return rig
 
 
 @pytest.mark.parametrize("call", WAKING, ids=" ".join)
-@pytest.mark.parametrize("depth", Depth)
+@pytest.mark.parametrize("depth", SleepLevel)
 @each_engine
 @both_sides_of_the_work
 def test_a_wake_up_that_fails_at_an_engine_ends_in_training_and_the_next_one_serves(
-    call: tuple[str, str], depth: Depth, engine: int, when: str
+    call: tuple[str, str], depth: SleepLevel, engine: int, when: str
 ) -> None:
     rig = _rig_after_one_cycle(depth)
     rig.journal.fail(engine, *call, when=when)
@@ -55,8 +55,10 @@ def test_a_wake_up_that_fails_at_an_engine_ends_in_training_and_the_next_one_ser
         rig.cycle()
 
 
-def _is_released(part: str, depth: Depth) -> bool:
-    return depth is Depth.EVERYTHING or (depth is Depth.CACHE and part != "weights")
+def _is_released(part: str, depth: SleepLevel) -> bool:
+    return depth is SleepLevel.RELEASE_ALL or (
+        depth is SleepLevel.RELEASE_CACHE and part != "weights"
+    )
 
 
 @pytest.mark.parametrize("call", MAKE_ROOM + LEAVE, ids=" ".join)
@@ -74,11 +76,11 @@ def test_a_wake_up_that_fails_at_the_trainer_ends_in_training_and_the_next_one_s
 
 
 @pytest.mark.parametrize("call", FALLING_ASLEEP, ids=" ".join)
-@pytest.mark.parametrize("depth", Depth)
+@pytest.mark.parametrize("depth", SleepLevel)
 @each_engine
 @both_sides_of_the_work
 def test_when_an_engine_does_not_stop_nothing_is_released_and_all_serve_again(
-    call: tuple[str, str], depth: Depth, engine: int, when: str
+    call: tuple[str, str], depth: SleepLevel, engine: int, when: str
 ) -> None:
     rig = _rig_after_one_cycle(depth)
     rig.life.wake()
@@ -94,11 +96,11 @@ def test_when_an_engine_does_not_stop_nothing_is_released_and_all_serve_again(
     rig.cycle()
 
 
-@pytest.mark.parametrize("depth", [Depth.EVERYTHING, Depth.NOTHING])
+@pytest.mark.parametrize("depth", [SleepLevel.RELEASE_ALL, SleepLevel.KEEP_ALL])
 @each_engine
 @both_sides_of_the_work
 def test_an_engine_that_neither_stops_nor_goes_on_is_broken_and_the_others_serve(
-    depth: Depth, engine: int, when: str
+    depth: SleepLevel, engine: int, when: str
 ) -> None:
     rig = _rig_after_one_cycle(depth)
     rig.life.wake()
@@ -212,7 +214,9 @@ def test_training_is_refused_until_its_state_came_back(call: tuple[str, str], wh
     rig.life.wake()
     rig.journal.fail(TENANT, *call, when=when, times=2)
     for _ in range(2):
-        with pytest.raises(StageError, match="come_back failed on rank 0: InjectedFault: restore"):
+        with pytest.raises(
+            StageError, match="onload_training failed on rank 0: InjectedFault: restore"
+        ):
             rig.life.sleep()
         assert set(rig.life.states) == {State.ASLEEP}
         assert not rig.life.may_train
@@ -245,7 +249,7 @@ def test_all_engines_at_fault_are_named() -> None:
 
 
 def test_with_a_resident_base_a_failed_wake_up_restarts_the_engine_at_fault_alone() -> None:
-    rig = Rig(num_engines=3, depth=Depth.CACHE, policy=Policy.ADAPTER_KEPT_BASE)
+    rig = Rig(num_engines=3, depth=SleepLevel.RELEASE_CACHE, policy=Policy.ADAPTER_KEPT_BASE)
     for engine in rig.engines:
         engine.keeps_backup = False
     rig.cycle()

@@ -8,7 +8,7 @@ import pytest
 
 from hybridrl.metrics import Sum
 from hybridrl.workers.sharding.control import StageError
-from hybridrl.workers.sharding.lifecycle import Depth
+from hybridrl.workers.sharding.lifecycle import SleepLevel
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.memory import DeviceMemory
 from hybridrl.workers.sharding.states import State
@@ -16,8 +16,8 @@ from tests.workers.sharding.recording import CPU, Event, Journal, RecordingEngin
 from tests.workers.sharding.test_manager import _device
 
 
-@pytest.mark.parametrize("depth", Depth)
-def test_a_broken_engine_is_asked_nothing_but_to_restart(depth: Depth) -> None:
+@pytest.mark.parametrize("depth", SleepLevel)
+def test_a_broken_engine_is_asked_nothing_but_to_restart(depth: SleepLevel) -> None:
     rig = Rig(num_engines=3, depth=depth)
     rig.cycle()
     rig.life.wake()
@@ -36,7 +36,7 @@ def test_a_broken_engine_is_asked_nothing_but_to_restart(depth: Depth) -> None:
 
 
 def test_without_sleep_weights_are_updated_between_drained_and_continued_on_all_engines() -> None:
-    rig = Rig(num_engines=3, depth=Depth.NOTHING)
+    rig = Rig(num_engines=3, depth=SleepLevel.KEEP_ALL)
     rig.cycle()
     for _ in range(2):
         rig.life.wake()

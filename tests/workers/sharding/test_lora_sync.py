@@ -15,14 +15,14 @@ from hybridrl.config.lora import LoraConfig
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import check_declared
 from hybridrl.workers.rollout.assemble import assemble_rollouts
-from hybridrl.workers.rollout.hf import HFRolloutEngine
-from hybridrl.workers.rollout.protocol import MemoryPart, Response
-from hybridrl.workers.rollout.tensor_memory import checksum
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
+from hybridrl.workers.rollout.embedded.tensor_memory import checksum
+from hybridrl.workers.rollout.protocol import MemoryTag, Response
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.states import State
-from hybridrl.workers.train.protocol import TrainState, WeightPart
+from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.models import make_tiny_model
 from tests.ranks import run_ranks
 from tests.workers.rollout.engines import make_prompts, rollout_config, sampling_params, tokens_of
@@ -62,11 +62,11 @@ class Journalled(HFRolloutEngine):
         self.calls.append("unload adapter")
         super().unload_adapter()
 
-    def release(self, part: MemoryPart, *, backup: frozenset[str] = frozenset()) -> None:
+    def release(self, part: MemoryTag, *, backup: frozenset[str] = frozenset()) -> None:
         self.calls.append(f"release {part.value}")
         super().release(part, backup=backup)
 
-    def resume(self, part: MemoryPart) -> None:
+    def resume(self, part: MemoryTag) -> None:
         self.calls.append(f"resume {part.value}")
         super().resume(part)
 
@@ -118,7 +118,7 @@ class Device:
         check_declared(metrics)
         return metrics[f"memory/{name}"].value if f"memory/{name}" in metrics else 0
 
-    def bytes_of(self, part: WeightPart) -> int:
+    def bytes_of(self, part: WeightSet) -> int:
         return sum(spec.num_bytes for spec in self.trainer.weight_specs(part))
 
 
@@ -157,7 +157,7 @@ def test_the_base_goes_before_the_first_adapter_and_only_adapters_afterwards(
     folder: Path, way: str
 ) -> None:
     device = Device(folder, way)
-    base, adapter = (device.bytes_of(part) for part in (WeightPart.BASE, WeightPart.ADAPTER))
+    base, adapter = (device.bytes_of(part) for part in (WeightSet.BASE, WeightSet.ADAPTER))
     device.sample()
     sends = [call for call in device.engine.calls if "re" not in call]
     assert sends == ["base", "unload adapter", "load adapter"]
@@ -187,8 +187,8 @@ def test_an_unchanged_policy_is_sent_again_only_where_it_was_lost(folder: Path, 
     device.sample()
     device.take_bytes("synced_bytes")
     device.sample()
-    adapter = device.bytes_of(WeightPart.ADAPTER)
-    expected = {"backup": adapter, "resend": adapter + device.bytes_of(WeightPart.BASE)}
+    adapter = device.bytes_of(WeightSet.ADAPTER)
+    expected = {"backup": adapter, "resend": adapter + device.bytes_of(WeightSet.BASE)}
     assert device.take_bytes("synced_bytes") == expected.get(way, 0)
 
 
@@ -250,8 +250,8 @@ def test_a_resident_base_is_never_released_after_it_has_come(folder: Path) -> No
     device.engine.calls.clear()
     for _ in range(2):
         assert device.manager.states == (State.KV_ASLEEP,)
-        assert device.engine.resident_bytes(MemoryPart.WEIGHTS)
-        assert not device.engine.resident_bytes(MemoryPart.KV_CACHE)
+        assert device.engine.resident_bytes(MemoryTag.WEIGHTS)
+        assert not device.engine.resident_bytes(MemoryTag.KV_CACHE)
         device.train()
         device.sample()
     touched = [call for call in device.engine.calls if call.startswith("re")]
@@ -288,7 +288,7 @@ def test_a_restarted_engine_gets_base_and_adapter_before_it_serves(folder: Path,
     device.train()
     device.engine.shutdown()  # as if its memory had been taken away
     if way in ("backup", "resend"):
-        device.engine.resume(MemoryPart.WEIGHTS)  # so that the life cycle cannot
+        device.engine.resume(MemoryTag.WEIGHTS)  # so that the life cycle cannot
     with pytest.raises((StageError, PhaseError)):
         device.sample()
     device.engine.received.clear()
@@ -301,9 +301,9 @@ def _without(trainer: object, keep: tuple[str, ...]) -> None:
     """Make the adapter part of a trainer's stream yield only names with a word of ``keep``."""
     whole = trainer.full_weights  # type: ignore[attr-defined]
 
-    def part(part: WeightPart = WeightPart.BASE) -> Iterator[tuple[str, Tensor]]:
+    def part(part: WeightSet = WeightSet.BASE) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in whole(part):
-            if part is WeightPart.BASE or any(word in name for word in keep):
+            if part is WeightSet.BASE or any(word in name for word in keep):
                 yield name, tensor
 
     trainer.full_weights = part  # type: ignore[attr-defined]

@@ -211,8 +211,15 @@ def test_each_stage_reports_its_seconds_and_bytes_once() -> None:
     assert started.pop("memory/weight_backup_bytes") == Sum(12)
     assert started.pop("memory/weight_backup_saved_bytes") == Sum(WEIGHT_BYTES)
     assert set(started) == {"time/start_s", "memory/start_peak_bytes/max"}
-    waking = ["make_room", "resume_weights", "sync", "leave", "resume_cache", "continue"]
-    sleeping = ["skew", "pause", "drain", "release", "come_back"]
+    waking = [
+        "offload_optimizer",
+        "resume_weights",
+        "sync",
+        "offload_parameters",
+        "resume_cache",
+        "continue",
+    ]
+    sleeping = ["skew", "pause", "drain", "release", "onload_training"]
     for _ in range(2):
         device.serve()
         metrics = device.manager.take_metrics()

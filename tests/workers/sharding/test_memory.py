@@ -5,11 +5,11 @@ import torch
 
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Max
-from hybridrl.workers.rollout.protocol import MemoryPart
+from hybridrl.workers.rollout.protocol import MemoryTag
+from hybridrl.workers.sharding.colocated_engines import ColocatedEngines
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.memory import DeviceMemory, empty_cache, free_bytes
 from hybridrl.workers.sharding.release import await_release
-from hybridrl.workers.sharding.tenants import Tenants
 from hybridrl.workers.train.protocol import TrainState
 from tests.workers.sharding.recording import CPU, CountedMemory, Journal, RecordingTenant
 
@@ -28,7 +28,7 @@ def test_a_release_counts_only_when_the_device_is_free_again() -> None:
 
     def release(timeout_s: float) -> int:
         return await_release(
-            MemoryPart.KV_CACHE,
+            MemoryTag.KV_CACHE,
             256 * 2**20,
             resident_bytes=int,
             memory=memory,
@@ -56,7 +56,7 @@ def test_memory_that_was_shared_is_collected_before_the_cache_is_emptied(
 
 def test_what_tenants_do_not_list_keeps_them_from_having_left() -> None:
     tenant = RecordingTenant(Journal())
-    tenants = Tenants(device=CPU, control=ControlGroup(timeout_s=1.0))
+    tenants = ColocatedEngines(device=CPU, control=ControlGroup(timeout_s=1.0))
     tenants.register("actor", tenant)
     engine_bytes = 3 * 2**30
     memory = CountedMemory(
@@ -67,41 +67,41 @@ def test_what_tenants_do_not_list_keeps_them_from_having_left() -> None:
     tenants.engine_bytes = lambda: engine_bytes
     for unlisted, is_refused in ((2**28, False), (2**31, True), (0, False)):
         memory.unlisted = unlisted
-        tenants.make_room()
+        tenants.offload_optimizer()
         if is_refused:
             with pytest.raises(StageError, match=r"actor list nothing, and torch has 2,048.0 MiB"):
-                tenants.leave()
+                tenants.offload_parameters()
         else:
-            tenants.leave()
+            tenants.offload_parameters()
         assert memory.calls == ["empty_cache"] * 2
         memory.calls.clear()
         assert tenants.take_metrics() == {"memory/left_allocated_bytes/max": Max(unlisted)}
         assert tenants.take_metrics() == {}
-        tenants.come_back()
+        tenants.onload_training()
 
 
 def test_all_tenants_leave_and_come_back_in_every_cycle() -> None:
-    tenants = Tenants(device=CPU, control=ControlGroup(timeout_s=1.0))
+    tenants = ColocatedEngines(device=CPU, control=ControlGroup(timeout_s=1.0))
     both = [RecordingTenant(Journal()), RecordingTenant(Journal())]
     for name, tenant in zip(("actor", "critic"), both, strict=True):
         tenants.register(name, tenant)
     for _ in range(2):
         for _twice in range(2):
-            tenants.make_room()
+            tenants.offload_optimizer()
         for tenant in both:
             assert tenant.resident_bytes(TrainState.PARAMETERS)
             assert not tenant.resident_bytes(TrainState.OPTIMIZER)
             assert not tenant.resident_bytes(TrainState.GRADIENTS)
-        tenants.leave()
+        tenants.offload_parameters()
         assert not any(tenant.resident_bytes(part) for tenant in both for part in TrainState)
         for _twice in range(2):
-            tenants.come_back()
+            tenants.onload_training()
         assert all(tenant.is_home() for tenant in both)
         assert both[0].state[TrainState.PARAMETERS]["embed.weight"].tolist() == [6.0] * 6
 
 
 def test_two_tenants_may_not_have_one_name() -> None:
-    tenants = Tenants(device=CPU, control=ControlGroup(timeout_s=1.0))
+    tenants = ColocatedEngines(device=CPU, control=ControlGroup(timeout_s=1.0))
     tenants.register("actor", RecordingTenant(Journal()))
     with pytest.raises(PhaseError, match="'actor' is registered already"):
         tenants.register("actor", RecordingTenant(Journal()))

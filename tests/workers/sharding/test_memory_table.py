@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybridrl.errors import EngineError
-from hybridrl.workers.rollout.protocol import MemoryPart
+from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.memory_table import Holder, device_figures, memory_table
@@ -23,8 +23,8 @@ class CrampedEngine(RecordingEngine):
 
     num_tries = 0
 
-    def resume(self, part: MemoryPart) -> None:
-        if part is MemoryPart.KV_CACHE:
+    def resume(self, part: MemoryTag) -> None:
+        if part is MemoryTag.KV_CACHE:
             self.num_tries += 1
             raise EngineError("cuMemCreate: out of memory")
         super().resume(part)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrl.workers.rollout.protocol import MemoryPart
+from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.manager import ShardingManager
 from tests.workers.sharding.recording import (
@@ -39,7 +39,7 @@ class Looking(RecordingEngine):
 
     seen: dict[str, str]
 
-    def resume(self, part: MemoryPart) -> None:
+    def resume(self, part: MemoryTag) -> None:
         self.seen[f"resume {part.value}"] = settings()
         super().resume(part)
 
@@ -65,7 +65,7 @@ def test_in_a_phase_memory_is_ordinary_and_in_training_as_it_was_set() -> None:
         with manager.rollout_phase():
             engine.serve()
         assert engine.seen.keys() == {
-            *(f"resume {part.value}" for part in MemoryPart),
+            *(f"resume {part.value}" for part in MemoryTag),
             *("update_weights", "serve"),
         }
         assert set(engine.seen.values()) == {OFF}

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 
 from hybridrl.errors import PhaseError
 from hybridrl.workers.sharding.control import StageError
-from hybridrl.workers.sharding.lifecycle import Depth
+from hybridrl.workers.sharding.lifecycle import SleepLevel
 from hybridrl.workers.sharding.states import RESTING, State
 from tests.workers.sharding.recording import ADAPTER, TENANT, WEIGHTS, Policy
 from tests.workers.sharding.test_lifecycle_failures import (
@@ -78,9 +78,11 @@ class RandomFire(RuleBasedStateMachine):
     rig: WatchedRig
 
     @initialize(
-        num_engines=st.integers(1, 8), depth=st.sampled_from(Depth), policy=st.sampled_from(Policy)
+        num_engines=st.integers(1, 8),
+        depth=st.sampled_from(SleepLevel),
+        policy=st.sampled_from(Policy),
     )
-    def boot(self, num_engines: int, depth: Depth, policy: Policy) -> None:
+    def boot(self, num_engines: int, depth: SleepLevel, policy: Policy) -> None:
         self.rig = WatchedRig(num_engines, depth=depth, policy=policy)
 
     @rule(victim=st.integers(0, 7))
@@ -171,8 +173,8 @@ class RandomFire(RuleBasedStateMachine):
     def no_engine_is_left_half_way(self) -> None:
         states = set(self.rig.life.states)
         assert not states & HALF_WAY
-        assert State.DRAINED not in states or self.rig.depth is Depth.NOTHING
-        assert State.KV_ASLEEP not in states or self.rig.depth is Depth.CACHE
+        assert State.DRAINED not in states or self.rig.depth is SleepLevel.KEEP_ALL
+        assert State.KV_ASLEEP not in states or self.rig.depth is SleepLevel.RELEASE_CACHE
 
     def teardown(self) -> None:
         self.cease_fire()

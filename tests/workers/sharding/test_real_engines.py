@@ -10,8 +10,8 @@ import torch
 
 from hybridrl.batch import row_lengths
 from hybridrl.workers.rollout.assemble import assemble_rollouts
-from hybridrl.workers.rollout.hf import HFRolloutEngine
-from hybridrl.workers.rollout.protocol import MemoryPart
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
+from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.train.protocol import TrainState
@@ -62,7 +62,7 @@ def _three_cycles(rank: int, folder: Path, sleep: bool) -> list[float]:
     for version in range(3):
         apart.append(device.mismatch_nats())
         assert device.engine.version == version
-        is_resident = [bool(device.engine.resident_bytes(part)) for part in MemoryPart]
+        is_resident = [bool(device.engine.resident_bytes(part)) for part in MemoryTag]
         assert is_resident == ([False] * 3 if sleep else [True, True, False])  # it has no graphs
         device.train()
     return apart
@@ -84,7 +84,7 @@ def _one_rank_fails_in_the_second_cycle(rank: int, folder: Path) -> tuple[str, f
     device.train()
     if rank == 1:
         device.engine.shutdown()  # as if its memory had been taken away: nothing can resume
-        device.engine.resume(MemoryPart.WEIGHTS)
+        device.engine.resume(MemoryTag.WEIGHTS)
     with pytest.raises(StageError) as raised:
         device.mismatch_nats()
     assert all(device.trainer.resident_bytes(part) for part in (TrainState.PARAMETERS,))
@@ -101,7 +101,7 @@ def test_a_real_engine_that_fails_on_one_rank_is_restarted_and_both_go_on(tmp_pa
 
 def test_the_embedded_engine_starts_with_its_memory_given_back(tmp_path: Path) -> None:
     device = Device(make_tiny_model(tmp_path), sleep=True)
-    assert not any(device.engine.resident_bytes(part) for part in MemoryPart)
+    assert not any(device.engine.resident_bytes(part) for part in MemoryTag)
     with pytest.raises(Exception, match="paused"):
         device.engine.generate(PROMPTS, SAMPLING)
     assert torch.isfinite(torch.tensor(device.mismatch_nats()))

@@ -10,7 +10,7 @@ import pytest
 
 from hybridrl.errors import EngineError
 from hybridrl.metrics import Sum, check_declared
-from hybridrl.workers.rollout.protocol import MemoryPart
+from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.memory_table import Holder
 from tests.workers.sharding.recording import (
@@ -27,17 +27,17 @@ TOTAL = 1000
 class Overstating(RecordingEngine):
     """Says that it holds more than it can give back."""
 
-    says: dict[MemoryPart, float]
+    says: dict[MemoryTag, float]
 
-    def resident_bytes(self, part: MemoryPart) -> int:
+    def resident_bytes(self, part: MemoryTag) -> int:
         return int(self.held_bytes(part) * self.says.get(part, 1.0))
 
-    def held_bytes(self, part: MemoryPart) -> int:
+    def held_bytes(self, part: MemoryTag) -> int:
         return super().resident_bytes(part)
 
 
 def _managed(
-    says: dict[MemoryPart, float] | None = None, *, engine: str = "sglang", late: int = 0
+    says: dict[MemoryTag, float] | None = None, *, engine: str = "sglang", late: int = 0
 ) -> tuple[ManagedEngine, Overstating, CountedMemory]:
     recording = Overstating(0, Journal())
     recording.says = says or {}
@@ -57,7 +57,7 @@ def _held(engine: Overstating, num_late_looks: int) -> Callable[[], int]:
 
     def held() -> int:
         nonlocal before, looks
-        now = sum(engine.held_bytes(part) for part in MemoryPart)
+        now = sum(engine.held_bytes(part) for part in MemoryTag)
         looks = looks + 1 if now < before else 0
         if now < before and looks <= num_late_looks:
             return before
@@ -70,14 +70,14 @@ def _held(engine: Overstating, num_late_looks: int) -> Callable[[], int]:
 def test_of_graphs_nothing_is_demanded_and_what_was_seen_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    managed, engine, memory = _managed({MemoryPart.CUDA_GRAPH: 50.0})
-    held = {part: engine.held_bytes(part) for part in MemoryPart}
+    managed, engine, memory = _managed({MemoryTag.CUDA_GRAPH: 50.0})
+    held = {part: engine.held_bytes(part) for part in MemoryTag}
     with caplog.at_level(logging.INFO):
         managed.release_all()
     metrics = managed.take_metrics()
     check_declared(metrics)
     assert metrics["memory/released_bytes"] == Sum(sum(held.values()))
-    assert metrics["memory/unseen_release_bytes"] == Sum(49 * held[MemoryPart.CUDA_GRAPH])
+    assert metrics["memory/unseen_release_bytes"] == Sum(49 * held[MemoryTag.CUDA_GRAPH])
     levels = {record.args[0]: record.levelname for record in caplog.records if record.args}
     assert levels == {"kv_cache": "INFO", "cuda_graph": "INFO", "weights": "INFO"}
     memory.unlisted = TOTAL - sum(held.values())
@@ -86,9 +86,9 @@ def test_of_graphs_nothing_is_demanded_and_what_was_seen_is_told(
         managed.resume_cache()
 
 
-@pytest.mark.parametrize("part", [MemoryPart.WEIGHTS, MemoryPart.KV_CACHE])
+@pytest.mark.parametrize("part", [MemoryTag.WEIGHTS, MemoryTag.KV_CACHE])
 def test_most_of_weights_and_cache_must_be_seen_and_less_than_all_is_a_warning(
-    part: MemoryPart, caplog: pytest.LogCaptureFixture
+    part: MemoryTag, caplog: pytest.LogCaptureFixture
 ) -> None:
     managed, _, _ = _managed({part: 1.2})  # 0.83 come back
     with caplog.at_level(logging.WARNING):
@@ -102,7 +102,7 @@ def test_most_of_weights_and_cache_must_be_seen_and_less_than_all_is_a_warning(
 
 def test_memory_that_is_seen_free_a_while_after_the_answer_is_waited_for() -> None:
     managed, engine, memory = _managed(late=3)
-    held = sum(engine.held_bytes(part) for part in MemoryPart)
+    held = sum(engine.held_bytes(part) for part in MemoryTag)
     assert memory.free_bytes() == TOTAL - held
     managed.release_all()
     assert managed.take_metrics()["memory/released_bytes"] == Sum(held)
@@ -112,25 +112,25 @@ def test_memory_that_is_seen_free_a_while_after_the_answer_is_waited_for() -> No
 @pytest.mark.parametrize(
     ("engine", "part", "remedy"),
     [
-        ("sglang", MemoryPart.KV_CACHE, "set rollout.memory_fraction=0.71 (it is 0.85)"),
-        ("sglang", MemoryPart.WEIGHTS, "set rollout.tensor_parallel_size=2, or train on more rank"),
-        ("hf", MemoryPart.KV_CACHE, "set rollout.num_slots=1 (it is 2)"),
-        ("hf", MemoryPart.WEIGHTS, "train on more ranks, or set rollout.dtype=bfloat16"),
+        ("sglang", MemoryTag.KV_CACHE, "set rollout.memory_fraction=0.71 (it is 0.85)"),
+        ("sglang", MemoryTag.WEIGHTS, "set rollout.tensor_parallel_size=2, or train on more rank"),
+        ("hf", MemoryTag.KV_CACHE, "set rollout.num_slots=1 (it is 2)"),
+        ("hf", MemoryTag.WEIGHTS, "train on more ranks, or set rollout.dtype=bfloat16"),
     ],
 )
 def test_a_resume_without_room_is_refused_with_bytes_and_what_to_type(
-    engine: str, part: MemoryPart, remedy: str
+    engine: str, part: MemoryTag, remedy: str
 ) -> None:
     managed, recording, memory = _managed(engine=engine)
     managed.neighbours = lambda: [Holder("actor parameters", 7 * 2**20)]
     needed = recording.held_bytes(part)
     managed.release_all()
-    if part is MemoryPart.KV_CACHE:
+    if part is MemoryTag.KV_CACHE:
         managed.resume_weights()
     recording.journal.events.clear()
     memory.unlisted = memory.free_bytes() - needed + 133  # so many bytes too few
     with pytest.raises(EngineError) as raised:
-        if part is MemoryPart.KV_CACHE:
+        if part is MemoryTag.KV_CACHE:
             managed.resume_cache()
         else:
             managed.resume_weights()

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrl.workers.rollout.flat_buffers import FlatBuffers, lay_out, tensors_in
-from hybridrl.workers.rollout.protocol import Bucket, Offer
+from hybridrl.workers.rollout.protocol import Bucket, StagedBucket
+from hybridrl.workers.rollout.sglang.flat_buffers import FlatBuffers, lay_out, tensors_in
 from hybridrl.workers.sharding.control import ControlGroup, Neighbours
 from hybridrl.workers.sharding.weight_pipeline import stream_offers
 from hybridrl.workers.sharding.weight_stream import StreamReport
@@ -37,22 +37,22 @@ class Port:
     fails_to: str = ""
     buffers: FlatBuffers = field(default_factory=lambda: FlatBuffers(count=2, allocate=_allocate))
 
-    def offer(self, bucket: Bucket) -> Offer:
+    def offer(self, bucket: Bucket) -> StagedBucket:
         self.offered += 1
         if self.fails_to == "offer" and self.offered == 2:
             raise OSError("no memory for an offer")
         flat, slots = self.buffers.pack(bucket)
         assert slots == lay_out(bucket)
-        return Offer(slots, flat, f"rank {self.rank} bucket {self.offered}")
+        return StagedBucket(slots, flat, f"rank {self.rank} bucket {self.offered}")
 
-    def deliver(self, offer: Offer, handles: Sequence[str]) -> None:
+    def deliver(self, offer: StagedBucket, handles: Sequence[str]) -> None:
         if self.fails_to == "deliver" and len(self.handles) == 1:
             raise OSError("answered with status 400")
         assert offer.flat is not None
         self.handles.append(list(handles))
         self.loaded |= {n: t.tolist() for n, t in tensors_in(offer.flat, offer.slots).items()}
 
-    def end_stream(self) -> None:
+    def release_buffers(self) -> None:
         self.buffers.free()
         self.ended += 1
 
@@ -131,7 +131,7 @@ def test_the_next_bucket_is_gathered_while_one_is_delivered() -> None:
                 gathered_more.set()
             yield item
 
-    def deliver(offer: Offer, handles: Sequence[str]) -> None:
+    def deliver(offer: StagedBucket, handles: Sequence[str]) -> None:
         if not port.handles:
             late.append(not gathered_more.wait(timeout=20.0))
         port.deliver(offer, handles)

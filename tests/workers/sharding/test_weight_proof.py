@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybridrl.workers.rollout.hf import HFRolloutEngine
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.sharding import fused_engines
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.manager import ShardingManager
@@ -94,12 +94,12 @@ def test_a_folder_of_buckets_is_one_that_engines_load_and_is_gone_afterwards(
 class Noting(HFRolloutEngine):
     """The embedded engine, writing down the proofs that it was asked for."""
 
-    def expect_weights(self, folder: Path) -> None:
+    def load_reference_weights(self, folder: Path) -> None:
         files = sorted(folder.glob("*.safetensors"))
         self.proofs.append(
             (folder.name, {str(t.dtype) for f in files for t in load_file(f).values()})
         )
-        super().expect_weights(folder)
+        super().load_reference_weights(folder)
 
     proofs: list[tuple[str, set[str]]]
 

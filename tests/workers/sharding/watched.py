@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from hybridrl.workers.rollout.protocol import MemoryPart
-from hybridrl.workers.sharding.lifecycle import Depth
+from hybridrl.workers.rollout.protocol import MemoryTag
+from hybridrl.workers.sharding.lifecycle import SleepLevel
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.states import State
 from hybridrl.workers.train.protocol import TrainState
@@ -55,9 +55,9 @@ CALLS = {
     "continue": {"continue_generation"},
     "unwind": RELEASES,
     "restart": {"restart"},
-    "make_room": {"offload gradients", "offload optimizer"},
-    "leave": {"offload parameters"},
-    "come_back": {"restore parameters", "restore gradients", "restore optimizer"},
+    "offload_optimizer": {"offload gradients", "offload optimizer"},
+    "offload_parameters": {"offload parameters"},
+    "onload_training": {"restore parameters", "restore gradients", "restore optimizer"},
 }
 """What engines and tenants are asked in each stage, and in no other."""
 
@@ -72,7 +72,9 @@ UNTRUSTED = (State.BOOT, State.BROKEN)
 class WatchedRig(Rig):
     """Engines of which every move, answer, book and byte is checked."""
 
-    def __init__(self, num_engines: int, *, depth: Depth, policy: Policy = Policy.WHOLE) -> None:
+    def __init__(
+        self, num_engines: int, *, depth: SleepLevel, policy: Policy = Policy.WHOLE
+    ) -> None:
         self._last_states = (State.BOOT,) * num_engines
         self._last_stage = ""
         self._num_events = 0
@@ -197,7 +199,7 @@ class WatchedRig(Rig):
         for engine in self.engines:
             assert _engine_bytes(engine) == self._weight_bytes + CACHE_BYTES
             assert engine.copied_bytes() == 0
-        is_shared = self.depth is Depth.NOTHING
+        is_shared = self.depth is SleepLevel.KEEP_ALL
         for tenant in (self.trainer, self.reference):
             assert _tenant_bytes(tenant) == (self._bytes_of(tenant) if is_shared else 0)
 
@@ -209,7 +211,7 @@ class WatchedRig(Rig):
         for engine, state in zip(self.engines, self.life.states, strict=True):
             weights = 0 if state is State.ASLEEP else self._weight_bytes
             whole = self._weight_bytes + CACHE_BYTES
-            held = whole if self.depth is Depth.NOTHING else weights
+            held = whole if self.depth is SleepLevel.KEEP_ALL else weights
             assert _engine_bytes(engine) == held
             assert engine.copied_bytes() == (0 if held else self._kept_bytes(engine))
 
@@ -231,12 +233,12 @@ class WatchedRig(Rig):
 
 
 def _find(engine: RecordingEngine, name: str) -> Tensor:
-    tensor = engine.memory[MemoryPart.WEIGHTS][name]
+    tensor = engine.memory[MemoryTag.WEIGHTS][name]
     return tensor if tensor.untyped_storage().nbytes() else engine.copy(name)
 
 
 def _engine_bytes(engine: RecordingEngine) -> int:
-    return sum(engine.resident_bytes(part) for part in MemoryPart)
+    return sum(engine.resident_bytes(part) for part in MemoryTag)
 
 
 def _tenant_bytes(tenant: RecordingTenant) -> int:

@@ -18,7 +18,7 @@ from hybridrl.batch import (
     spread_over_tokens,
 )
 from hybridrl.config.actor import ActorConfig, OptimizerConfig
-from hybridrl.config.fsdp2_checks import UNUSED as FSDP2
+from hybridrl.config.checks.fsdp2 import UNUSED as FSDP2
 from hybridrl.config.model import ModelConfig
 from hybridrl.workers.train.fsdp2 import FSDP2Engine
 from hybridrl.workers.train.losses import PolicyGradientLoss

@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.lora import LoraConfig
 from hybridrl.workers.train.lora import FSDP2LoraEngine
-from hybridrl.workers.train.protocol import WeightPart
+from hybridrl.workers.train.protocol import WeightSet
 from tests.workers.train.engines import ACTOR, CPU, MODEL
 
 LORA = LoraConfig(
@@ -51,7 +51,7 @@ def build_lora(
 
 
 def adapter_of(engine: FSDP2LoraEngine) -> dict[str, Tensor]:
-    return {name: t.clone() for name, t in engine.full_weights(WeightPart.ADAPTER)}
+    return {name: t.clone() for name, t in engine.full_weights(WeightSet.ADAPTER)}
 
 
 def randomize(engine: FSDP2LoraEngine, *, seed: int = 1) -> None:

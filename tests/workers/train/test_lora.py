@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.config.lora import LINEAR_MODULES
 from hybridrl.errors import ModelError
-from hybridrl.workers.train.frozen_policy import AdapterSwitchedOff
+from hybridrl.workers.train.frozen_policy import BaseModelReference
 from hybridrl.workers.train.fsdp2 import FSDP2Engine
-from hybridrl.workers.train.protocol import TrainState, WeightPart
+from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.models import Family, make_tiny_model
 from tests.ranks import run_ranks
 from tests.workers.train.engines import (
@@ -56,7 +56,7 @@ def test_gradients_and_moments_exist_for_the_adapter_alone_and_the_base_never_mo
     assert_same_weights(weights_of(engine), base)
     moved = adapter_of(engine)
     assert all(not torch.equal(moved[name], adapter[name]) for name in adapter)
-    adapter_bytes = sum(spec.num_bytes for spec in engine.weight_specs(WeightPart.ADAPTER))
+    adapter_bytes = sum(spec.num_bytes for spec in engine.weight_specs(WeightSet.ADAPTER))
     num_step_counters = 4 * len(adapter)
     moments = engine.resident_bytes(TrainState.OPTIMIZER)
     assert moments == 2 * adapter_bytes + num_step_counters
@@ -81,7 +81,7 @@ def test_a_new_adapter_changes_nothing_and_a_trained_one_does(folder: Path) -> N
 
 def test_the_reference_is_the_policy_with_its_adapter_switched_off(folder: Path) -> None:
     engine, plain = build_lora(folder), build_fsdp2(folder)
-    reference = AdapterSwitchedOff(engine)
+    reference = BaseModelReference(engine)
     rollouts = to_rollouts(make_rows(5))
     for seed in range(2):
         update(engine, make_rows(5, seed=seed))
@@ -111,7 +111,7 @@ def test_a_merged_stream_is_the_policy_and_leaves_the_training_weights_alone(
 ) -> None:
     lora = with_lora(sync="merged", use_rslora=use_rslora)
     engine = build_lora(folder, lora=lora)
-    assert engine.weight_parts == (WeightPart.BASE,)
+    assert engine.weight_parts == (WeightSet.BASE,)
     update(engine, make_rows(6))
     before = adapter_of(engine)
     merged = weights_of(engine)
@@ -216,4 +216,4 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(
 def test_the_engine_without_lora_is_untouched_by_it(folder: Path) -> None:
     engine = build_fsdp2(folder)
     assert isinstance(engine, FSDP2Engine)
-    assert engine.weight_parts == (WeightPart.BASE,)
+    assert engine.weight_parts == (WeightSet.BASE,)

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from hybridrl.workers.train.export import configs_of, write_hf_folder
-from hybridrl.workers.train.offload import ParkedTensors, copy_to_host, resident_bytes
+from hybridrl.workers.train.offload import OffloadedTensors, copy_to_host, resident_bytes
 from hybridrl.workers.train.protocol import WeightSpec
 from tests.models import make_tiny_model
 
@@ -18,7 +18,7 @@ def test_views_share_one_storage_and_survive() -> None:
     view = whole[3:9].view(2, 3)
     for cycle in range(3):
         assert resident_bytes([whole, view]) == 48
-        parked = ParkedTensors([whole, view])
+        parked = OffloadedTensors([whole, view])
         assert resident_bytes([whole, view]) == 0
         parked.restore()
         assert whole.tolist() == [float(n) + cycle for n in range(12)]
@@ -29,7 +29,7 @@ def test_views_share_one_storage_and_survive() -> None:
 def test_bits_that_are_no_number_come_back_too() -> None:
     pattern = torch.tensor([0x7FC00001, 0x7F800000, -1], dtype=torch.int32)
     tensor = pattern.clone().view(torch.float32)
-    ParkedTensors([tensor, torch.zeros(0)]).restore()
+    OffloadedTensors([tensor, torch.zeros(0)]).restore()
     assert torch.equal(tensor.view(torch.int32), pattern)
 
 
@@ -40,7 +40,7 @@ def test_bytes_are_the_same_however_storages_lie_across_pieces_of_host_memory(
     tensors = [torch.arange(n, dtype=torch.int32) + 100 * n for n in (5, 0, 1, 9, 16)]
     expected = [tensor.tolist() for tensor in tensors]
     for _cycle in range(2):
-        parked = ParkedTensors(tensors, slab_bytes=slab_bytes)
+        parked = OffloadedTensors(tensors, slab_bytes=slab_bytes)
         assert resident_bytes(tensors) == 0
         parked.restore()
         assert [tensor.tolist() for tensor in tensors] == expected
@@ -70,7 +70,7 @@ def test_pinned_copies_bring_every_bit_back_in_each_of_two_cycles() -> None:
     ]
     expected = [tensor.cpu() for tensor in tensors]
     for _cycle in range(2):
-        ParkedTensors(tensors, slab_bytes=2**22).restore()
+        OffloadedTensors(tensors, slab_bytes=2**22).restore()
         assert all(torch.equal(t.cpu(), e) for t, e in zip(tensors, expected, strict=True))
 
 
@@ -78,7 +78,7 @@ def test_pinned_copies_bring_every_bit_back_in_each_of_two_cycles() -> None:
 def test_pinned_host_memory_is_no_more_than_what_lies_in_it_and_one_piece() -> None:
     tensors = [torch.zeros(5 * 2**20 + 1, dtype=torch.uint8, device="cuda") for _ in range(8)]
     before = torch.cuda.host_memory_stats()["active_bytes.current"]
-    parked = ParkedTensors(tensors, slab_bytes=2**22)
+    parked = OffloadedTensors(tensors, slab_bytes=2**22)
     taken = torch.cuda.host_memory_stats()["active_bytes.current"] - before
     parked.restore()
     assert taken <= 8 * (5 * 2**20 + 1) + 2**22
@@ -89,7 +89,7 @@ def test_device_memory_is_given_back() -> None:
     tensor = torch.arange(2**24, device="cuda")
     expected = tensor.sum().item()
     before = torch.cuda.memory_allocated()
-    parked = ParkedTensors([tensor])
+    parked = OffloadedTensors([tensor])
     assert before - torch.cuda.memory_allocated() >= 2**27
     parked.restore()
     assert tensor.sum().item() == expected

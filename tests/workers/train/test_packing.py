@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from hybridrl.batch import jagged, jagged_from, row_lengths
-from hybridrl.models.packed_share import TokenShare
+from hybridrl.models.packed_share import ContextParallelRank
 from hybridrl.workers.train.packing import Pack, RowPacker
 
 CPU = torch.device("cpu")
@@ -122,7 +122,11 @@ def test_shares_of_a_pack_score_each_token_once_and_count_the_whole() -> None:
     )
     whole, *shared = (
         RowPacker(*batch, kernel="padded", device=CPU, multiple=2, share=share).pack([0, 1, 2, 3])
-        for share in (None, TokenShare(0, 2, torch.clone), TokenShare(1, 2, torch.clone))
+        for share in (
+            None,
+            ContextParallelRank(0, 2, torch.clone),
+            ContextParallelRank(1, 2, torch.clone),
+        )
     )
     assert {len(pack.tokens.token_ids_T) for pack in shared} == {4}
     assert {(pack.num_tokens, pack.num_scored) for pack in [whole, *shared]} == {(8, 8)}
@@ -132,7 +136,7 @@ def test_shares_of_a_pack_score_each_token_once_and_count_the_whole() -> None:
 
 def test_each_share_of_a_filler_has_a_token_and_scores_nothing() -> None:
     for rank in range(2):
-        share = TokenShare(rank, 2, torch.clone)
+        share = ContextParallelRank(rank, 2, torch.clone)
         one = jagged([torch.tensor([1, 2])])
         mask = jagged([torch.tensor([False, True])])
         filler = RowPacker(one, mask, kernel="padded", device=CPU, share=share).pack([])

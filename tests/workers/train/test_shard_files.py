@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from hybridrl.errors import CheckpointError
-from hybridrl.workers.train.places import Part, Place, ShardedPieces, rest_of, size_of
+from hybridrl.workers.train.places import ShardedPieces, ShardSpec, TensorShard, rest_of, size_of
 from hybridrl.workers.train.shard_files import ShardReader, is_unchanged, parts_of, write_parts
 from tests.ranks import run_ranks
 
@@ -28,13 +28,13 @@ def test_parts_cut_in_any_way_fill_parts_cut_in_any_other(
     shape = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3), "shape")
     whole = torch.arange(float(torch.tensor(shape).prod())).view(shape)
     for rank, (begin, end) in enumerate(_cuts(data, shape[0])):
-        place = Place(tuple(shape), (begin, *[0] * (len(shape) - 1)))
-        part = Part(whole[begin:end].clone(), place)
+        place = ShardSpec(tuple(shape), (begin, *[0] * (len(shape) - 1)))
+        part = TensorShard(whole[begin:end].clone(), place)
         write_parts(folder / f"rank-{rank:05}.safetensors", {"w": part}, notes={})
     with ShardReader(folder) as reader:
         for begin, end in _cuts(data, shape[0]):
             target = torch.full_like(whole[begin:end], -1.0)
-            part = Part(target, Place(tuple(shape), (begin, *[0] * (len(shape) - 1))))
+            part = TensorShard(target, ShardSpec(tuple(shape), (begin, *[0] * (len(shape) - 1))))
             reader.fill({"w": ShardedPieces(tuple(shape), (part,))})
             assert torch.equal(target, whole[begin:end])
 
@@ -65,14 +65,14 @@ def test_pieces_of_several_ranks_fill_pieces_cut_in_any_other_way(
         parts = []
         for box in boxes:
             view = values[tuple(slice(*edge) for edge in box)]
-            parts.append(Part(view, Place(shape, tuple(begin for begin, _ in box))))
+            parts.append(TensorShard(view, ShardSpec(shape, tuple(begin for begin, _ in box))))
         return ShardedPieces(shape, tuple(parts))
 
     for copy in range(data.draw(st.integers(1, 2), "copies, each cut in its own way")):
         boxes = data.draw(_boxes(shape))
         for half in range(2):
             held = dict(parts_of("w", pieces(boxes[half::2], whole)))
-            held = {key: Part(part.values.clone(), part.place) for key, part in held.items()}
+            held = {key: TensorShard(part.values.clone(), part.place) for key, part in held.items()}
             write_parts(folder / f"rank-{2 * copy + half}.safetensors", held, notes={})
     with ShardReader(folder) as reader:
         target = torch.full_like(whole, -1.0)
@@ -83,7 +83,7 @@ def test_pieces_of_several_ranks_fill_pieces_cut_in_any_other_way(
 
 def test_copies_that_overlap_do_not_hide_what_is_missing(tmp_path: Path) -> None:
     for rank, (begin, end) in enumerate([(0, 2), (1, 3)]):  # 2 + 2 values, but not the last one
-        held = {"w": Part(torch.ones(end - begin), Place((4,), (begin,)))}
+        held = {"w": TensorShard(torch.ones(end - begin), ShardSpec((4,), (begin,)))}
         write_parts(tmp_path / f"rank-{rank}.safetensors", held, notes={})
     with (
         ShardReader(tmp_path) as reader,
@@ -101,7 +101,7 @@ def test_a_rank_without_a_piece_writes_nothing_and_still_knows_the_tensor(tmp_pa
         pytest.raises(CheckpointError, match="is missing, first: w"),
     ):
         reader.fill({"w": nothing})
-    held = {"w": Part(torch.ones(3), Place((3,), (0,)))}
+    held = {"w": TensorShard(torch.ones(3), ShardSpec((3,), (0,)))}
     write_parts(tmp_path / "rank-1.safetensors", held, notes={})
     with ShardReader(tmp_path) as reader:
         reader.fill({"w": nothing})
@@ -126,7 +126,7 @@ def test_a_box_is_what_is_cut_out_of_it_and_the_rest(data: st.DataObject) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.float64])
 def test_a_file_is_a_safetensors_file_that_others_read(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = {"a": torch.arange(6).view(2, 3).to(dtype), "n": torch.tensor(5).to(dtype)}
-    parts = {name: Part(tensor, Place.of(tensor)) for name, tensor in tensors.items()}
+    parts = {name: TensorShard(tensor, ShardSpec.of(tensor)) for name, tensor in tensors.items()}
     entry = write_parts(tmp_path / "rank-0.safetensors", parts, notes={"x": [1]})
     loaded = load_file(tmp_path / entry.name)
     assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
@@ -140,7 +140,7 @@ def test_a_file_is_a_safetensors_file_that_others_read(tmp_path: Path, dtype: to
 
 def test_a_changed_byte_anywhere_is_seen(tmp_path: Path) -> None:
     values = torch.arange(5.0)
-    entry = write_parts(tmp_path / "f", {"w": Part(values, Place.of(values))}, notes={})
+    entry = write_parts(tmp_path / "f", {"w": TensorShard(values, ShardSpec.of(values))}, notes={})
     whole = (tmp_path / "f").read_bytes()
     assert is_unchanged(tmp_path / "f", entry)
     for at in range(len(whole)):
@@ -154,7 +154,7 @@ def test_a_changed_byte_anywhere_is_seen(tmp_path: Path) -> None:
 
 def test_other_names_and_shapes_are_all_named_at_once(tmp_path: Path) -> None:
     saved = {"same": torch.zeros(2), "gone": torch.zeros(1), "wide": torch.zeros(2, 3)}
-    parts = {name: Part(tensor, Place.of(tensor)) for name, tensor in saved.items()}
+    parts = {name: TensorShard(tensor, ShardSpec.of(tensor)) for name, tensor in saved.items()}
     write_parts(tmp_path / "rank-0.safetensors", parts, notes={})
     wanted = {"same": torch.zeros(2), "new": torch.zeros(1), "wide": torch.zeros(3, 3)}
     with (
@@ -165,7 +165,7 @@ def test_other_names_and_shapes_are_all_named_at_once(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_missing_is_not_taken_for_zeros(tmp_path: Path) -> None:
-    part = Part(torch.ones(1, 2), Place((2, 2), (0, 0)))
+    part = TensorShard(torch.ones(1, 2), ShardSpec((2, 2), (0, 0)))
     write_parts(tmp_path / "rank-0.safetensors", {"w": part}, notes={})
     with (
         ShardReader(tmp_path) as reader,
@@ -180,14 +180,14 @@ def test_a_full_disk_is_an_error_and_no_short_file(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))  # as much room as that
     try:
         with pytest.raises(OSError, match=r"no space|too large"):
-            write_parts(tmp_path / "f", {"w": Part(values, Place.of(values))}, notes={})
+            write_parts(tmp_path / "f", {"w": TensorShard(values, ShardSpec.of(values))}, notes={})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def _write_sharded(rank: int, folder: Path) -> None:
     tensors = _sharded(init_device_mesh("cpu", (2,)), fill=False)
-    parts = {n: Part(t.to_local().clone(), Place.of(t)) for n, t in tensors.items()}
+    parts = {n: TensorShard(t.to_local().clone(), ShardSpec.of(t)) for n, t in tensors.items()}
     write_parts(folder / f"rank-{rank:05}.safetensors", parts, notes={})
 
 

@@ -173,10 +173,10 @@ class LayerAdapter(nn.ModuleDict):
         """
         for parameter in (matrices.A, matrices.B):
             parameter.allreduce = is_shared  # type: ignore[attr-defined]
-        shard, whole, dim = self._cuts(matrices)
+        shard, full_shape, dim = self._cuts(matrices)
         if not self._is_expert:
             set_tensor_model_parallel_attributes(shard, True, dim, 1)  # noqa: FBT003 - megatron's
-            whole.sequence_parallel = self._has_part_of_tokens  # type: ignore[attr-defined]
+            full_shape.sequence_parallel = self._has_part_of_tokens  # type: ignore[attr-defined]
             return
         for parameter in (matrices.A, matrices.B):
             if is_shared:  # tensor-parallel ranks have the same expert, for other tokens

@@ -35,7 +35,7 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Experts:
+class MoEConfig:
     """The mixture-of-experts layers of a model."""
 
     num_experts: int
@@ -93,7 +93,7 @@ class Architecture:
 
     rope_scaling: RopeScaling | None
 
-    experts: Experts | None
+    experts: MoEConfig | None
     """None in a dense model."""
 
     def is_sparse(self, layer: int) -> bool:
@@ -208,7 +208,7 @@ def _scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
     )
 
 
-def _experts(folder: Path, config: Any) -> Experts | None:  # noqa: ANN401 - a class per architecture
+def _experts(folder: Path, config: Any) -> MoEConfig | None:  # noqa: ANN401 - a class per architecture
     sparse = tuple(
         layer
         for layer in range(config.num_hidden_layers)
@@ -224,7 +224,7 @@ def _experts(folder: Path, config: Any) -> Experts | None:  # noqa: ANN401 - a c
             "norm_topk_prob=false; set that, or point model.path at a model with two experts a "
             "token or more"
         )
-    return Experts(
+    return MoEConfig(
         num_experts=config.num_experts,
         num_per_token=config.num_experts_per_tok,
         intermediate_size=config.moe_intermediate_size,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hybridrl.metrics import Max, Metrics
-from hybridrl.workers.train.mcore.architecture import Experts
+from hybridrl.workers.train.mcore.architecture import MoEConfig
 from hybridrl.workers.train.mcore.megatron_core import MoEAuxLossAutoScaler
 
 
@@ -35,7 +35,7 @@ class LoadBalance:
     """
 
     def __init__(
-        self, experts: Experts, *, coefficient: float, num_tokens: int, device: torch.device
+        self, experts: MoEConfig, *, coefficient: float, num_tokens: int, device: torch.device
     ) -> None:
         self._layers = experts.sparse_layers
         self._num_experts = experts.num_experts

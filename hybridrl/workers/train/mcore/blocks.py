@@ -26,7 +26,7 @@ from hybridrl.workers.train.mcore.hf_tensors import (
 )
 from hybridrl.workers.train.mcore.linear_layers import Boxes, linear_boxes
 from hybridrl.workers.train.mcore.parallel_rank import ParallelRank
-from hybridrl.workers.train.places import Box, Place
+from hybridrl.workers.train.places import ShardSpec, TensorRange
 
 _WHOLE = {
     "input_layernorm.weight": "input_layernorm.weight",
@@ -55,7 +55,7 @@ class Block:
     """First of the local tensor's rows."""
 
     shape: tuple[int, ...]
-    place: Place
+    place: ShardSpec
 
     @property
     def end(self) -> int:
@@ -63,7 +63,7 @@ class Block:
         return self.begin + self.shape[0]
 
     @property
-    def box(self) -> Box:
+    def box(self) -> TensorRange:
         """What it covers of the Hugging Face tensor."""
         return self.place.box(self.shape)
 
@@ -77,7 +77,7 @@ class FlatPiece:
     """First of the flattened local tensor's elements."""
 
     shape: tuple[int, ...]
-    place: Place
+    place: ShardSpec
 
     @property
     def end(self) -> int:
@@ -123,9 +123,9 @@ def blocks_of(
     boxes = _boxes(name, local_shape, architecture, parallel=parallel)
     blocks: list[Block] = []
     row = 0
-    for hf_name, whole, box in boxes:
+    for hf_name, full_shape, box in boxes:
         shape = tuple(end - begin for begin, end in box)
-        place = Place(whole, tuple(begin for begin, _ in box))
+        place = ShardSpec(full_shape, tuple(begin for begin, _ in box))
         if shape[0]:  # the last rank of a small vocabulary may have padding alone
             blocks.append(Block(hf_name, row, shape, place))
         row += shape[0]
@@ -165,11 +165,13 @@ def _boxes(
         return [_whole(LAST_NORM, whole_shapes[LAST_NORM])]
     in_layer = _LAYER.fullmatch(name)
     if in_layer is not None:
-        prefix, rest = layer_prefix(int(in_layer[1])), in_layer[2]
-        if prefix + _WHOLE.get(rest, "") in whole_shapes:
-            hf_name = prefix + _WHOLE[rest]
+        prefix, local_name = layer_prefix(int(in_layer[1])), in_layer[2]
+        if prefix + _WHOLE.get(local_name, "") in whole_shapes:
+            hf_name = prefix + _WHOLE[local_name]
             return [_whole(hf_name, whole_shapes[hf_name])]
-        linear = linear_boxes(rest, local_shape, prefix, architecture=architecture, rank=parallel)
+        linear = linear_boxes(
+            local_name, local_shape, prefix, architecture=architecture, rank=parallel
+        )
         if linear is not None:
             return linear
     raise ModelError(
@@ -187,7 +189,7 @@ def _vocabulary(hf_name: str, architecture: Architecture, parallel: ParallelRank
     return [(hf_name, (vocab_size, hidden), ((begin, end), (0, hidden)))]
 
 
-def _whole(hf_name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], Box]:
+def _whole(hf_name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], TensorRange]:
     return hf_name, shape, tuple((0, size) for size in shape)
 
 
@@ -205,7 +207,7 @@ def _piece(block: Block, begin: int, start: tuple[int, int], *, num: tuple[int, 
     shape, offset = (num_rows, *block.shape[1:]), (first + row - block.begin, *others)
     if not num_rows:
         shape, offset = (1, num_elements), (offset[0], others[0] + column)
-    return FlatPiece(block.name, begin, shape, Place(block.place.global_shape, offset))
+    return FlatPiece(block.name, begin, shape, ShardSpec(block.place.global_shape, offset))
 
 
 def _check_shape(

@@ -13,8 +13,8 @@ from hybridrl.workers.train.mcore.optimizer_state import MOMENTS
 from hybridrl.workers.train.mcore.parallel_rank import ParallelRank
 from hybridrl.workers.train.mcore.parts import (
     MODEL,
+    FlatSpan,
     Pieces,
-    Stretch,
     moment_prefix,
     named_pieces,
     step_pieces,
@@ -47,8 +47,8 @@ def checkpoint_tensors(
     whole_shapes = {spec.name: spec.shape for spec in specs}
 
     def pieces(prefix: str, moment: str | None = None) -> Pieces:
-        stretches = [
-            Stretch(
+        spans = [
+            FlatSpan(
                 name=names[share.parameter],
                 local_shape=tuple(share.parameter.shape),
                 begin=share.begin,
@@ -57,7 +57,7 @@ def checkpoint_tensors(
             for share in optimizer.shares()
         ]
         return named_pieces(
-            stretches, prefix, whole_shapes, architecture=architecture, parallel=parallel
+            spans, prefix, whole_shapes, architecture=architecture, parallel=parallel
         )
 
     weights = pieces(MODEL)

@@ -19,7 +19,7 @@ from hybridrl.workers.train.mcore.learner import StagedLearner
 from hybridrl.workers.train.mcore.megatron_core import TransformerConfig
 from hybridrl.workers.train.mcore.model import CriticStage
 from hybridrl.workers.train.mcore.parallel import Parallel
-from hybridrl.workers.train.mcore.setting import Setting
+from hybridrl.workers.train.mcore.setting import MegatronContext
 from hybridrl.workers.train.packing import Pack
 from hybridrl.workers.train.protocol import TrainState
 from hybridrl.workers.train.value_rows import value_share
@@ -40,7 +40,12 @@ class MegatronCritic(StagedLearner):
     """
 
     def __init__(
-        self, model_folder: Path, *, config: CriticConfig, setting: Setting, num_total_steps: int
+        self,
+        model_folder: Path,
+        *,
+        config: CriticConfig,
+        setting: MegatronContext,
+        num_total_steps: int,
     ) -> None:
         super().__init__(
             model_folder,

@@ -19,12 +19,12 @@ from hybridrl.workers.train.mcore.megatron_core import TransformerConfig
 from hybridrl.workers.train.mcore.model import PolicyStage
 from hybridrl.workers.train.mcore.parallel import Parallel
 from hybridrl.workers.train.mcore.routing import require_routes
-from hybridrl.workers.train.mcore.setting import Setting
+from hybridrl.workers.train.mcore.setting import MegatronContext
 from hybridrl.workers.train.mcore.stages import BuildStage, StagedModel
 from hybridrl.workers.train.packing import Pack
 from hybridrl.workers.train.policy_engine import LearningPolicy
 from hybridrl.workers.train.policy_rows import count_pack, loss_inputs
-from hybridrl.workers.train.protocol import TokenLoss, TrainState, WeightPart
+from hybridrl.workers.train.protocol import TokenLoss, TrainState, WeightSet
 
 Adapt = Callable[[PolicyStage], None]
 """Changes a stage that has no values yet."""
@@ -75,7 +75,9 @@ class MegatronScorer(_ScoresTokens):
         ConfigError: see ``StagedModel``.
     """
 
-    def __init__(self, model_folder: Path, *, config: ActorConfig, setting: Setting) -> None:
+    def __init__(
+        self, model_folder: Path, *, config: ActorConfig, setting: MegatronContext
+    ) -> None:
         super().__init__(model_folder, _policy_stages(config), config=config, setting=setting)
 
 
@@ -94,7 +96,7 @@ class MegatronEngine(LearningPolicy, _ScoresTokens, StagedLearner):
         ConfigError: see ``StagedModel``.
     """
 
-    weight_parts: tuple[WeightPart, ...] = (WeightPart.BASE,)
+    weight_parts: tuple[WeightSet, ...] = (WeightSet.BASE,)
     """Passes of a weight sync; see ``TrainEngine.weight_parts``."""
 
     def __init__(
@@ -102,7 +104,7 @@ class MegatronEngine(LearningPolicy, _ScoresTokens, StagedLearner):
         model_folder: Path,
         *,
         config: ActorConfig,
-        setting: Setting,
+        setting: MegatronContext,
         num_total_steps: int,
         adapt: Adapt | None = None,
     ) -> None:

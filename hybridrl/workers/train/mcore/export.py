@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl import activity
+from hybridrl.diagnostics import activity
 from hybridrl.errors import ModelError
 from hybridrl.models.adapter_names import is_adapter_name
 from hybridrl.workers.train.mcore.architecture import Architecture
 from hybridrl.workers.train.mcore.blocks import Block, blocks_of
 from hybridrl.workers.train.mcore.hf_tensors import HEAD, hf_tensors
 from hybridrl.workers.train.mcore.parallel_rank import ParallelRank
-from hybridrl.workers.train.places import Box, Place, index_in, size_of
+from hybridrl.workers.train.places import ShardSpec, TensorRange, index_in, size_of
 from hybridrl.workers.train.protocol import WeightSpec
 
 _ALIGNMENT = 16
@@ -31,16 +31,16 @@ DEFAULT_BATCH_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _OwnedShard:
     """A box that a rank has. Ranks tell each other no more than this."""
 
     name: str
-    place: Place
+    place: ShardSpec
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
-    def box(self) -> Box:
+    def box(self) -> TensorRange:
         return self.place.box(self.shape)
 
     @property
@@ -48,7 +48,7 @@ class _Held:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-_Holders = dict[_Held, dict[int, int]]
+_Holders = dict[_OwnedShard, dict[int, int]]
 """Boxes of a tensor; for each the ranks that have it, and which of the rank's blocks it is."""
 
 
@@ -56,7 +56,7 @@ _Holders = dict[_Held, dict[int, int]]
 class _Sent:
     """A box of a batch, and where it comes from."""
 
-    held: _Held
+    held: _OwnedShard
 
     own: int
     """Which of this rank's blocks it is, if the rank sends it or nobody does; else -1."""
@@ -110,14 +110,14 @@ class WeightExport:
         self._group = group if group is not None and group.size() > 1 else None
         self._rank = 0 if self._group is None else self._group.rank()
         self._blocks: list[tuple[str, Block]] = []
-        mine: list[_Held] = []
+        own_shards: list[_OwnedShard] = []
         for name, tensor in local.items():
             for block in blocks_of(
                 name, tensor.shape, architecture=architecture, parallel=parallel
             ):
                 self._blocks.append((name, block))
-                mine.append(_Held(block.name, block.place, block.shape, tensor.dtype))
-        held = self._tell(mine)
+                own_shards.append(_OwnedShard(block.name, block.place, block.shape, tensor.dtype))
+        held = self._tell(own_shards)
         holders = _holders(held, architecture)
         self.specs = tuple(_spec(name, boxes) for name, boxes in holders.items())
         self._batches = [
@@ -144,19 +144,19 @@ class WeightExport:
             for name, boxes in batch.tensors.items():
                 yield name, self._whole(boxes, local, buffer)
 
-    def _tell(self, mine: list[_Held]) -> list[list[_Held]]:
+    def _tell(self, own_shards: list[_OwnedShard]) -> list[list[_OwnedShard]]:
         """Return what each rank of the group has."""
         if self._group is None:
-            return [mine]
-        everyone: list[list[_Held]] = [[] for _ in range(self._group.size())]
-        with activity.doing("all_gather", waits=True):
-            dist.all_gather_object(everyone, mine, group=self._group)
+            return [own_shards]
+        everyone: list[list[_OwnedShard]] = [[] for _ in range(self._group.size())]
+        with activity.scope("all_gather", waits=True):
+            dist.all_gather_object(everyone, own_shards, group=self._group)
         return everyone
 
     def _plan(self, tensors: Mapping[str, _Holders], *, num_ranks: int) -> _Batch:
         """Let each box be sent by that of its holders that has least to send so far."""
         loads = [0] * num_ranks
-        senders: dict[_Held, tuple[int, int]] = {}
+        senders: dict[_OwnedShard, tuple[int, int]] = {}
         for held, holders in ((h, r) for boxes in tensors.values() for h, r in boxes.items()):
             if len(holders) < num_ranks:
                 sender = min(holders, key=lambda rank: (loads[rank], rank))
@@ -164,7 +164,7 @@ class WeightExport:
                 loads[sender] += -(-held.num_bytes // _ALIGNMENT) * _ALIGNMENT
         starts = [sum(loads[:rank]) for rank in range(num_ranks)]
 
-        def sent(held: _Held, holders: Mapping[int, int]) -> _Sent:
+        def sent(held: _OwnedShard, holders: Mapping[int, int]) -> _Sent:
             if held not in senders:
                 return _Sent(held, holders[self._rank], None)
             sender, offset = senders[held]
@@ -180,7 +180,7 @@ class WeightExport:
             for sent in boxes:
                 if sent.begin is not None and sent.own >= 0:
                     _in_buffer(sent.held, sent.begin, buffer).copy_(self._own(sent.own, local))
-        with activity.doing("broadcast", waits=True):
+        with activity.scope("broadcast", waits=True):
             # Segments differ in size: a stage has some layers, a norm has one sender. With gloo
             # this is also 4 times as fast as its all-gather (2 ranks: 2.4 against 0.6 GiB/s).
             pending = [
@@ -196,15 +196,15 @@ class WeightExport:
         if len(boxes) == 1 and boxes[0].begin is None:
             return self._own(boxes[0].own, local)
         shape = first.place.global_shape
-        whole = torch.empty(shape, dtype=first.dtype, device=buffer.device)
+        full = torch.empty(shape, dtype=first.dtype, device=buffer.device)
         whole_box = tuple((0, size) for size in shape)
         for sent in boxes:
             if sent.begin is None:
                 values = self._own(sent.own, local)
             else:
                 values = _in_buffer(sent.held, sent.begin, buffer)
-            whole[index_in(whole_box, sent.held.box)] = values
-        return whole
+            full[index_in(whole_box, sent.held.box)] = values
+        return full
 
     def _own(self, number: int, local: Mapping[str, Tensor]) -> Tensor:
         name, block = self._blocks[number]
@@ -217,11 +217,13 @@ def _spec(name: str, boxes: _Holders) -> WeightSpec:
     return WeightSpec(name, shape, math.prod(shape) * first.dtype.itemsize)
 
 
-def _in_buffer(held: _Held, begin: int, buffer: Tensor) -> Tensor:
+def _in_buffer(held: _OwnedShard, begin: int, buffer: Tensor) -> Tensor:
     return buffer[begin : begin + held.num_bytes].view(held.dtype).view(held.shape)
 
 
-def _holders(held: Sequence[Sequence[_Held]], architecture: Architecture) -> dict[str, _Holders]:
+def _holders(
+    held: Sequence[Sequence[_OwnedShard]], architecture: Architecture
+) -> dict[str, _Holders]:
     """Return who has what of each tensor, in the order of the Hugging Face model.
 
     Raises:

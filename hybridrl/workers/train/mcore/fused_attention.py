@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from hybridrl.models.packed import PackLayout
-from hybridrl.models.packed_share import SharedLayout, VarlenStretches
+from hybridrl.models.packed_share import SharedLayout, VarlenSpans
 from hybridrl.models.varlen import VarlenCall, VarlenLayout
 from hybridrl.workers.train.mcore.megatron_core import (
     MegatronModule,
@@ -61,15 +61,15 @@ class FusedAttention(MegatronModule):
         if isinstance(layout, VarlenLayout) and layout.prompts is None:
             states = (query_TND, key_TJD, value_TJD)
             return self._compute(states, layout.own, mask="padding_causal")
-        if isinstance(layout, SharedLayout) and isinstance(layout.attention, VarlenStretches):
-            stretches = layout.attention
+        if isinstance(layout, SharedLayout) and isinstance(layout.attention, VarlenSpans):
+            spans = layout.attention
             key_SJD, value_SJD = (
-                states.index_select(0, stretches.key_token)
+                states.index_select(0, spans.key_token)
                 for states in layout.gathered(key_TJD, value_TJD)
             )
             return self._compute(
                 (query_TND, key_SJD, value_SJD),
-                stretches.call,
+                spans.call,
                 mask="padding_causal_bottom_right",
             )
         return layout.attend(query_TND, key_TJD, value_TJD, scale=None)

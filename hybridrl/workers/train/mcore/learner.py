@@ -26,7 +26,7 @@ from hybridrl.workers.train.mcore.megatron_core import (
 from hybridrl.workers.train.mcore.model import PackedStage
 from hybridrl.workers.train.mcore.optimizer import DistributedAdamW
 from hybridrl.workers.train.mcore.schedule import Forward
-from hybridrl.workers.train.mcore.setting import Setting
+from hybridrl.workers.train.mcore.setting import MegatronContext
 from hybridrl.workers.train.mcore.stages import BuildStage, StagedModel
 from hybridrl.workers.train.mcore.training import ddp_config
 from hybridrl.workers.train.mcore.transformer import Duty
@@ -62,7 +62,7 @@ class StagedLearner(StagedModel):
         build: BuildStage,
         *,
         config: EngineConfig,
-        setting: Setting,
+        setting: MegatronContext,
         num_total_steps: int,
         area: str,
     ) -> None:

@@ -10,9 +10,9 @@ from hybridrl.models.adapter_names import ADAPTER_NAME
 from hybridrl.workers.train.mcore.architecture import Architecture
 from hybridrl.workers.train.mcore.hf_tensors import hf_tensors
 from hybridrl.workers.train.mcore.parallel_rank import ParallelRank
-from hybridrl.workers.train.places import Box
+from hybridrl.workers.train.places import TensorRange
 
-Boxes = list[tuple[str, tuple[int, ...], Box]]
+Boxes = list[tuple[str, tuple[int, ...], TensorRange]]
 """Name and whole shape of a Hugging Face tensor, and a box of it."""
 
 _Rows = list[tuple[str, int, int]]
@@ -86,9 +86,9 @@ class _Linear:
         boxes: Boxes = []
         for module, begin, end in self._rows():
             name = f"{prefix}{module}.{self._leaf}"
-            whole = whole_shapes[name]
-            columns = tuple(self._columns(inputs) for inputs in whole[1:])
-            boxes.append((name, whole, ((begin, end), *columns)))
+            full_shape = whole_shapes[name]
+            columns = tuple(self._columns(inputs) for inputs in full_shape[1:])
+            boxes.append((name, full_shape, ((begin, end), *columns)))
         return boxes
 
     def _adapter_boxes(self, prefix: str, local_shape: Sequence[int]) -> Boxes:
@@ -99,8 +99,8 @@ class _Linear:
             rank = local_shape[0]
             return [(name, (rank, inputs), ((0, rank), self._columns(inputs)))]
         rank = local_shape[1]
-        mine = [(begin, end) for of, begin, end in self._rows() if of == module]
-        return [(name, (outputs, rank), (rows, (0, rank))) for rows in mine]
+        own_rows = [(begin, end) for of, begin, end in self._rows() if of == module]
+        return [(name, (outputs, rank), (rows, (0, rank))) for rows in own_rows]
 
     def _columns(self, inputs: int) -> tuple[int, int]:
         return self._cut(inputs) if self._is_row_parallel else (0, inputs)

@@ -31,9 +31,9 @@ def check_files(files: WeightFiles, architecture: Architecture) -> None:
         if not name.endswith("rotary_emb.inv_freq") and not (architecture.is_tied and name == HEAD)
     }
     misshapen = [
-        f"{name} {list(there)} instead of {list(shape)}"
+        f"{name} {list(shape_in_file)} instead of {list(shape)}"
         for name, shape in wanted.items()
-        if name in files.names and (there := files.shape_of(name)) != shape
+        if name in files.names and (shape_in_file := files.shape_of(name)) != shape
     ]
     problems = [
         *_name_all("missing", (name for name in wanted if name not in files.names)),

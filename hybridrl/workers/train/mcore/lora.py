@@ -27,11 +27,11 @@ from hybridrl.workers.train.mcore.engine import MegatronEngine
 from hybridrl.workers.train.mcore.hf_tensors import adapter_tensors, hf_tensors
 from hybridrl.workers.train.mcore.megatron_core import COLUMN_PARALLEL, ROW_PARALLEL
 from hybridrl.workers.train.mcore.model import PolicyStage
-from hybridrl.workers.train.mcore.setting import Setting
+from hybridrl.workers.train.mcore.setting import MegatronContext
 from hybridrl.workers.train.mcore.stages import global_name
 from hybridrl.workers.train.mcore.transformer import adapting_duty
 from hybridrl.workers.train.places import index_in
-from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightPart, WeightSpec
+from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
 
 
 class MegatronLoraEngine(MegatronEngine):
@@ -58,7 +58,7 @@ class MegatronLoraEngine(MegatronEngine):
         model_folder: Path,
         *,
         config: ActorConfig,
-        setting: Setting,
+        setting: MegatronContext,
         lora: LoraConfig,
         seed: int,
         num_total_steps: int,
@@ -67,7 +67,7 @@ class MegatronLoraEngine(MegatronEngine):
         self._adapter = Adapter(lora, seed=seed)
         self._adapted: dict[str, LayerAdapter] = {}
         if lora.sync == "adapter":
-            self.weight_parts = (WeightPart.BASE, WeightPart.ADAPTER)
+            self.weight_parts = (WeightSet.BASE, WeightSet.ADAPTER)
         architecture = read_architecture(model_folder)
         self.duty = adapting_duty(architecture, lora)
         self._adapter.check_fit(_linear_layers(architecture), model=architecture.model_type)
@@ -83,16 +83,16 @@ class MegatronLoraEngine(MegatronEngine):
         num_trained = sum(math.prod(spec.shape) for spec in self._adapter_export.specs)
         self.constants = {"policy/trained_parameters": Max(num_trained)}
 
-    def weight_specs(self, part: WeightPart = WeightPart.BASE) -> tuple[WeightSpec, ...]:
+    def weight_specs(self, part: WeightSet = WeightSet.BASE) -> tuple[WeightSpec, ...]:
         """Name what ``full_weights`` will yield, in its order."""
-        if part is WeightPart.BASE:
+        if part is WeightSet.BASE:
             return super().weight_specs(part)
         return tuple(
             WeightSpec(file_name(spec.name), spec.shape, spec.num_bytes)
             for spec in self._adapter_export.specs
         )
 
-    def full_weights(self, part: WeightPart = WeightPart.BASE) -> NamedTensors:
+    def full_weights(self, part: WeightSet = WeightSet.BASE) -> NamedTensors:
         """Yield each weight of a part whole, one at a time. Every rank must exhaust it.
 
         With ``lora.sync=merged`` the base has the adapter in it: merged on its way out, one tensor
@@ -100,10 +100,10 @@ class MegatronLoraEngine(MegatronEngine):
         """
         self._require("full_weights()", TrainState.PARAMETERS)
         self._settle()
-        if part is WeightPart.ADAPTER:
+        if part is WeightSet.ADAPTER:
             for name, tensor in self._adapter_export.full_weights(self._adapter_tensors()):
                 yield file_name(name), tensor
-        elif WeightPart.ADAPTER in self.weight_parts:
+        elif WeightSet.ADAPTER in self.weight_parts:
             yield from super().full_weights(part)
         else:
             yield from self._whole_model()
@@ -112,7 +112,7 @@ class MegatronLoraEngine(MegatronEngine):
         """Write a peft folder, atomically; see ``write_adapter_folder``."""
         write_adapter_folder(
             folder,
-            self.full_weights(WeightPart.ADAPTER),
+            self.full_weights(WeightSet.ADAPTER),
             adapter=self._adapter,
             base_model=self._folder,
             ranks=Ranks(self._device),

@@ -106,7 +106,7 @@ _ASKS_NOTHING = [
     r"WARNING: there is no optimizer on RANK",  # where adapters of experts alone learn
     r"`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # of an expert
 ]
-if not torch.cuda.is_available():  # of CUDA's queues; trainer/workers.py sets their number
+if not torch.cuda.is_available():  # of CUDA's queues; run/workers.py sets their number
     _ASKS_NOTHING.append(r"When using async grad allreduce it is recommended")
 for _message in _ASKS_NOTHING:
     warnings.filterwarnings("ignore", message=_message)

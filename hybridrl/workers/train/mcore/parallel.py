@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from hybridrl.config.megatron import MegatronConfig
 from hybridrl.errors import ResourceError
-from hybridrl.models.packed_share import TokenShare
+from hybridrl.models.packed_share import ContextParallelRank
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.mcore.megatron_core import (
     gather_from_sequence_parallel_region,
@@ -25,7 +25,7 @@ from hybridrl.workers.train.mcore.parallel_rank import ParallelRank
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GroupRank:
     """This rank among those that share something."""
 
     rank: int
@@ -33,7 +33,7 @@ class Place:
     group: ProcessGroup
 
     @classmethod
-    def in_group(cls, group: ProcessGroup) -> Place:
+    def in_group(cls, group: ProcessGroup) -> GroupRank:
         """Find this rank in a group that it belongs to."""
         return cls(dist.get_rank(group), dist.get_world_size(group), group)
 
@@ -45,25 +45,25 @@ class Parallel:
     config: MegatronConfig
     device: torch.device
 
-    tensor: Place
+    tensor: GroupRank
     """Shares each matrix."""
 
-    pipeline: Place
+    pipeline: GroupRank
     """Has another stretch of layers."""
 
-    context: Place
+    context: GroupRank
     """Has other tokens of the same rows."""
 
-    data: Place
+    data: GroupRank
     """Has other rows."""
 
-    expert: Place
+    expert: GroupRank
     """Has other experts."""
 
-    expert_tensor: Place
+    expert_tensor: GroupRank
     """Shares the matrices of its experts."""
 
-    replica: Place
+    replica: GroupRank
     """Has the whole model together with this rank, of dense layers and of experts."""
 
     @property
@@ -82,12 +82,12 @@ class Parallel:
         return self.counts and self.context.rank == 0
 
     @property
-    def token_share(self) -> TokenShare | None:
+    def token_share(self) -> ContextParallelRank | None:
         """This rank's part of each pack; None if it has all of it."""
         if self.context.size == 1:
             return None
         gather = partial(gather_from_sequence_parallel_region, group=self.context.group)
-        return TokenShare(self.context.rank, self.context.size, gather)
+        return ContextParallelRank(self.context.rank, self.context.size, gather)
 
     @property
     def rank(self) -> ParallelRank:
@@ -155,13 +155,13 @@ def start_parallel(
     return Parallel(
         config=config,
         device=device,
-        tensor=Place.in_group(parallel_state.get_tensor_model_parallel_group()),
-        pipeline=Place.in_group(parallel_state.get_pipeline_model_parallel_group()),
-        context=Place.in_group(parallel_state.get_context_parallel_group()),
-        data=Place.in_group(parallel_state.get_data_parallel_group()),
-        expert=Place.in_group(parallel_state.get_expert_model_parallel_group()),
-        expert_tensor=Place.in_group(parallel_state.get_expert_tensor_parallel_group()),
-        replica=Place.in_group(
+        tensor=GroupRank.in_group(parallel_state.get_tensor_model_parallel_group()),
+        pipeline=GroupRank.in_group(parallel_state.get_pipeline_model_parallel_group()),
+        context=GroupRank.in_group(parallel_state.get_context_parallel_group()),
+        data=GroupRank.in_group(parallel_state.get_data_parallel_group()),
+        expert=GroupRank.in_group(parallel_state.get_expert_model_parallel_group()),
+        expert_tensor=GroupRank.in_group(parallel_state.get_expert_tensor_parallel_group()),
+        replica=GroupRank.in_group(
             _replica_group(config.pipeline_parallel_size, replica_size, timeout_s)
         ),
     )
@@ -198,7 +198,7 @@ def _replica_group(num_stages: int, size: int, timeout_s: float) -> ProcessGroup
     """
     world_size = dist.get_world_size()
     stage_size = world_size // num_stages
-    mine: ProcessGroup | None = None
+    own_group: ProcessGroup | None = None
     for begin in range(0, stage_size, size):
         ranks = [
             stage + begin + place
@@ -207,7 +207,7 @@ def _replica_group(num_stages: int, size: int, timeout_s: float) -> ProcessGroup
         ]
         group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
         if dist.get_rank() in ranks:
-            mine = group
-    if mine is None:
+            own_group = group
+    if own_group is None:
         raise ResourceError(f"rank {dist.get_rank()} is in no replica of the model")
-    return mine
+    return own_group

@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridrl.workers.train.mcore.architecture import Architecture
 from hybridrl.workers.train.mcore.blocks import blocks_of, flat_pieces
 from hybridrl.workers.train.mcore.parallel_rank import ParallelRank
-from hybridrl.workers.train.places import Part, Place, ShardedPieces
+from hybridrl.workers.train.places import ShardedPieces, ShardSpec, TensorShard
 
 MODEL = "model.hf."
 """What names of weights begin with in a checkpoint."""
@@ -25,7 +25,7 @@ Pieces = dict[str, ShardedPieces]
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class FlatSpan:
     """What this rank owns of one local tensor."""
 
     name: str
@@ -47,7 +47,7 @@ def moment_prefix(key: str) -> str:
 
 
 def named_pieces(
-    stretches: Iterable[Stretch],
+    spans: Iterable[FlatSpan],
     prefix: str,
     whole_shapes: Mapping[str, tuple[int, ...]],
     *,
@@ -67,14 +67,14 @@ def named_pieces(
     Raises:
         ModelError: a stretch is of no tensor of the model.
     """
-    pieces: dict[str, list[Part]] = {name: [] for name in whole_shapes}
-    for stretch in stretches:
+    pieces: dict[str, list[TensorShard]] = {name: [] for name in whole_shapes}
+    for stretch in spans:
         blocks = blocks_of(
             stretch.name, stretch.local_shape, architecture=architecture, parallel=parallel
         )
         flat = stretch.values.detach()
         for piece in flat_pieces(blocks, stretch.begin, stretch.begin + flat.numel()):
-            part = Part(piece.view(flat, begin=stretch.begin), piece.place)
+            part = TensorShard(piece.view(flat, begin=stretch.begin), piece.place)
             pieces[piece.name].append(part)
     return {
         prefix + name: ShardedPieces(tuple(shape), tuple(pieces[name]))
@@ -91,7 +91,7 @@ def step_pieces(step: Tensor, weights: Pieces) -> Pieces:
         step: the counter, a live tensor without dimensions.
         weights: pieces under ``MODEL``.
     """
-    number = (Part(step.detach(), Place((), ())),)
+    number = (TensorShard(step.detach(), ShardSpec((), ())),)
     return {
         moment_prefix("step") + name.removeprefix(MODEL): ShardedPieces(
             (), number if held.pieces else ()

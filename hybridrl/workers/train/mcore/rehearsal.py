@@ -10,9 +10,12 @@ from pathlib import Path
 import torch
 
 from hybridrl.config.actor import EngineConfig
+from hybridrl.config.checks.megatron import INSTALL_TRANSFORMER_ENGINE
+from hybridrl.config.checks.megatron_args import (
+    keys_of_transformer_engine,
+    without_transformer_engine,
+)
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.megatron_args import keys_of_transformer_engine, without_transformer_engine
-from hybridrl.config.megatron_checks import INSTALL_TRANSFORMER_ENGINE
 from hybridrl.errors import ConfigError, ConfigErrors
 from hybridrl.workers.train.mcore.architecture import Architecture, read_architecture
 from hybridrl.workers.train.mcore.megatron_core import HAVE_TE, VERSION

@@ -27,7 +27,7 @@ from hybridrl.workers.train.mcore.megatron_core import (
     TopKRouter,
     TransformerConfig,
 )
-from hybridrl.workers.train.mcore.parallel import Place
+from hybridrl.workers.train.mcore.parallel import GroupRank
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def route(
     tokens: PackedTokens,
     *,
     layers: range,
-    shares: Place | None,
+    shares: GroupRank | None,
     balance: LoadBalance | None,
     device: torch.device,
 ) -> PackRouting:
@@ -163,10 +163,10 @@ def require_routes(experts_BLJK: Tensor | None, architecture: Architecture) -> T
     num_experts, num_per_token = (
         (0, 0) if experts is None else (experts.num_experts, experts.num_per_token)
     )
-    found, expected = experts_BLJK.values().shape[1:], (architecture.num_layers, num_per_token)
-    if found != expected:
+    shape, expected = experts_BLJK.values().shape[1:], (architecture.num_layers, num_per_token)
+    if shape != expected:
         raise DataError(
-            f"the rows hold the experts of {found[0]} layers with {found[1]} a token, and the "
+            f"the rows hold the experts of {shape[0]} layers with {shape[1]} a token, and the "
             f"model has {expected[0]} with {expected[1]}; {remedy}"
         )
     ends_B = row_offsets(experts_BLJK)[1:]

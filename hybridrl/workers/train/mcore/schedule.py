@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from hybridrl import trace
+from hybridrl.diagnostics import trace
 from hybridrl.workers.train.mcore.megatron_core import get_forward_backward_func
 from hybridrl.workers.train.packing import Pack
 from hybridrl.workers.train.packs import Packs

@@ -11,7 +11,7 @@ from hybridrl.config.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
+class MegatronContext:
     """What all engines of a process on megatron-core have in common."""
 
     megatron: MegatronConfig

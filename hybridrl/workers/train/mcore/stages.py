@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig
 
-from hybridrl import activity
 from hybridrl.batch import jagged_from, row_lengths
 from hybridrl.config.actor import EngineConfig
+from hybridrl.diagnostics import activity
 from hybridrl.models.load import WeightFiles
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import Configuration, write_hf_folder
@@ -27,7 +27,7 @@ from hybridrl.workers.train.mcore.megatron_core import TransformerConfig
 from hybridrl.workers.train.mcore.model import PackedStage
 from hybridrl.workers.train.mcore.parallel import Parallel, start_parallel
 from hybridrl.workers.train.mcore.schedule import Forward, Schedule
-from hybridrl.workers.train.mcore.setting import Setting
+from hybridrl.workers.train.mcore.setting import MegatronContext
 from hybridrl.workers.train.mcore.transformer import (
     Duty,
     choose_kernels,
@@ -36,7 +36,7 @@ from hybridrl.workers.train.mcore.transformer import (
     transformer_config,
 )
 from hybridrl.workers.train.packs import Packing
-from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightPart, WeightSpec
+from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
 from hybridrl.workers.train.residence import ResidentModel, write_on_first
 from hybridrl.workers.train.sharded import choose_kernel
 
@@ -72,7 +72,7 @@ class StagedModel(ResidentModel):
     """Whether this rank answers for those with the same rows."""
 
     def __init__(
-        self, folder: Path, build: BuildStage, *, config: EngineConfig, setting: Setting
+        self, folder: Path, build: BuildStage, *, config: EngineConfig, setting: MegatronContext
     ) -> None:
         super().__init__(setting.device)
         megatron = setting.megatron
@@ -159,16 +159,16 @@ class StagedModel(ResidentModel):
             self._parallel.ranks_with_other_tokens().sum(columns)
         pipeline = self._parallel.pipeline
         if pipeline.size > 1:
-            with activity.doing("broadcast", waits=True):
+            with activity.scope("broadcast", waits=True):
                 dist.broadcast(columns, group=pipeline.group, group_src=pipeline.size - 1)
         lengths_B = row_lengths(token_ids_BL)
         return [jagged_from(column, lengths_B) for column in columns.cpu()]
 
-    def weight_specs(self, part: WeightPart = WeightPart.BASE) -> tuple[WeightSpec, ...]:
+    def weight_specs(self, part: WeightSet = WeightSet.BASE) -> tuple[WeightSpec, ...]:
         """Name what ``full_weights`` will yield, in its order."""
         return self._export.specs
 
-    def full_weights(self, part: WeightPart = WeightPart.BASE) -> NamedTensors:
+    def full_weights(self, part: WeightSet = WeightSet.BASE) -> NamedTensors:
         """Yield each weight whole, under its HF name, one at a time. Every rank must exhaust it.
 
         Tied weights come once, in the type that the model computes in.

@@ -26,7 +26,7 @@ def optimizer_config(engine: EngineConfig, megatron: MegatronConfig) -> Optimize
     """
     is_half = engine.compute_dtype == "bfloat16"
     adamw = engine.optimizer
-    ours: dict[str, object] = {
+    own_values: dict[str, object] = {
         "optimizer": "adam",
         "lr": adamw.lr,
         "weight_decay": adamw.weight_decay,
@@ -41,7 +41,7 @@ def optimizer_config(engine: EngineConfig, megatron: MegatronConfig) -> Optimize
         "store_param_remainders": False,  # optimizer_state.py hands whole masters on
     }
     return build_configuration(
-        OptimizerConfig, ours, megatron.optimizer_args, key="megatron.optimizer_args"
+        OptimizerConfig, own_values, megatron.optimizer_args, key="megatron.optimizer_args"
     )
 
 
@@ -67,12 +67,12 @@ def ddp_config(
         ConfigError: it does not take ``megatron.ddp_args``, or refuses the whole.
     """
     is_overlapped = overlaps(megatron, device)
-    ours: dict[str, object] = {
+    own_values: dict[str, object] = {
         "grad_reduce_in_fp32": engine.reduce_dtype == "float32",
         "overlap_grad_reduce": is_overlapped,
         "overlap_param_gather": is_overlapped and duty == "learns",
         "use_distributed_optimizer": True,
     }
     return build_configuration(
-        DistributedDataParallelConfig, ours, megatron.ddp_args, key="megatron.ddp_args"
+        DistributedDataParallelConfig, own_values, megatron.ddp_args, key="megatron.ddp_args"
     )

@@ -11,10 +11,10 @@ import torch
 from torch.nn.functional import silu
 
 from hybridrl.config.actor import EngineConfig
+from hybridrl.config.checks.lora import OF_EXPERTS
+from hybridrl.config.checks.megatron import INSTALL_TRANSFORMER_ENGINE
 from hybridrl.config.lora import LoraConfig
-from hybridrl.config.lora_checks import OF_EXPERTS
 from hybridrl.config.megatron import MegatronConfig
-from hybridrl.config.megatron_checks import INSTALL_TRANSFORMER_ENGINE
 from hybridrl.config.model import ModelConfig
 from hybridrl.errors import ConfigError
 from hybridrl.workers.train.mcore.architecture import Architecture

@@ -8,7 +8,7 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from hybridrl.workers.train.mcore.architecture import Architecture, Experts
+from hybridrl.workers.train.mcore.architecture import Architecture, MoEConfig
 from hybridrl.workers.train.mcore.blocks import padded_vocab_size
 from hybridrl.workers.train.mcore.parallel_rank import ParallelRank
 
@@ -39,7 +39,7 @@ def cut_models(draw: st.DrawFn) -> tuple[Architecture, list[ParallelRank]]:
         norm_eps=1e-6,
         rope_theta=1e4,
         rope_scaling=None,
-        experts=Experts(
+        experts=MoEConfig(
             num_experts=ep * draw(st.integers(1, 2), "experts"),
             num_per_token=1,
             intermediate_size=draw(st.integers(1, 3), "inner of an expert") * etp,

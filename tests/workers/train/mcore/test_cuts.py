@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.batch import TrainBatch
-from hybridrl.config.megatron_checks import UNUSED
+from hybridrl.config.checks.megatron import UNUSED
 from hybridrl.metrics import Metrics
 from tests.contract.layouts import Layout
 from tests.contract.plain import PlainPolicy

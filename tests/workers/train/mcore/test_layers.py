@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from hybridrl.config.megatron_checks import UNUSED
-from hybridrl.workers.train.mcore.setting import Setting
+from hybridrl.config.checks.megatron import UNUSED
+from hybridrl.workers.train.mcore.setting import MegatronContext
 from tests.megatron.stand_ins import install
 from tests.models import make_tiny_model
 from tests.ranks import run_ranks
@@ -34,7 +34,7 @@ def _train(
     engine = MegatronEngine(
         folder,
         config=replace(ACTOR, engine="megatron"),
-        setting=Setting(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0),
+        setting=MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0),
         num_total_steps=10,
     )
     norms = [update(engine, make_rows(8, seed=seed))["policy/grad_norm"] for seed in range(2)]

@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.batch import TrainBatch
 from hybridrl.config.actor import ActorConfig
+from hybridrl.config.checks.megatron import UNUSED
 from hybridrl.config.lora import LoraConfig
-from hybridrl.config.megatron_checks import UNUSED
 from hybridrl.errors import ModelError
 from hybridrl.workers.train import checkpoint
-from hybridrl.workers.train.frozen_policy import AdaptedPolicy, AdapterSwitchedOff
+from hybridrl.workers.train.frozen_policy import AdaptedPolicy, BaseModelReference
 from hybridrl.workers.train.lora import FSDP2LoraEngine
-from hybridrl.workers.train.mcore.setting import Setting
-from hybridrl.workers.train.protocol import TrainState, WeightPart
+from hybridrl.workers.train.mcore.setting import MegatronContext
+from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.megatron.stand_ins import install
 from tests.models import make_tiny_model
 from tests.ranks import run_ranks
@@ -65,13 +65,13 @@ def build(
     )
 
 
-def setting_of(sizes: Sizes) -> Setting:
+def setting_of(sizes: Sizes) -> MegatronContext:
     megatron = replace(UNUSED, **sizes)  # type: ignore[arg-type]
-    return Setting(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
+    return MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
 
 
 def adapter_of(engine: AdaptedPolicy) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.full_weights(WeightPart.ADAPTER)}
+    return {name: tensor.clone() for name, tensor in engine.full_weights(WeightSet.ADAPTER)}
 
 
 def own_rows(engine: AdaptedPolicy, seed: int) -> TrainBatch:
@@ -101,7 +101,7 @@ def train(engine: AdaptedPolicy) -> Trained:
         logprobs.append(scored.logprobs_BL.values())
     assert_same_weights(weights_of(engine), base)
     assert all(torch.equal(one, two) for one, two in zip(bits, _frozen_bits(engine), strict=True))
-    reference = AdapterSwitchedOff(engine)
+    reference = BaseModelReference(engine)
     frozen = reference.compute_logprobs(to_rollouts(own_rows(engine, 7)), temperature=0.9)
     return Trained(
         logprobs=logprobs,
@@ -242,7 +242,7 @@ def _export(_rank: int, folder: Path, sizes: Sizes, target: Path) -> list[str]:
         stored = load_file(target / f"hf-{seed}" / "model.safetensors")
         assert_same_weights(merged, {name: stored[name] for name in merged})
         assert [*merged] == [spec.name for spec in engine.weight_specs()]
-    return [spec.name for spec in engine.weight_specs(WeightPart.ADAPTER)]
+    return [spec.name for spec in engine.weight_specs(WeightSet.ADAPTER)]
 
 
 @pytest.mark.parametrize(("family", "sizes"), [("qwen3", SP2), ("qwen2", PP2), ("llama", TP2)])

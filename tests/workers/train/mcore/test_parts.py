@@ -20,8 +20,8 @@ from hybridrl.workers.train.mcore.hf_tensors import adapter_tensors, critic_tens
 from hybridrl.workers.train.mcore.parallel_rank import ParallelRank
 from hybridrl.workers.train.mcore.parts import (
     MODEL,
+    FlatSpan,
     Pieces,
-    Stretch,
     moment_prefix,
     named_pieces,
     step_pieces,
@@ -104,14 +104,14 @@ class CutEngine:
         rank, size = self._share
         flat = self._flat[key]
         low, high = (len(flat) * edge // size for edge in (rank, rank + 1))
-        stretches, start = [], 0
+        spans, start = [], 0
         for name, shape in self._shapes.items():
             begin, end = max(low, start), min(high, start + numel(shape))
             if begin < end:
-                stretches.append(Stretch(name, shape, begin - start, flat[begin:end]))
+                spans.append(FlatSpan(name, shape, begin - start, flat[begin:end]))
             start += numel(shape)
         return named_pieces(
-            stretches,
+            spans,
             prefix,
             self._whole,
             architecture=self._architecture,

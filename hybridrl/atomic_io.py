@@ -1,0 +1,61 @@
+"""Files that are whole or not there: write, flush to the disk, rename."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def flush(path: Path) -> None:
+    """Return when a file's bytes, or a folder's names, are on the disk.
+
+    Raises:
+        OSError: the disk is full or gone.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def atomic_write_text(path: Path, text: str, *, errors: str = "strict") -> None:
+    """Write a text file that a reader sees whole, whatever happens meanwhile; replaces another.
+
+    Args:
+        path: of the file; its folder exists.
+        text: all of it.
+        errors: what happens to characters that UTF-8 has not, as ``str.encode`` says.
+
+    Raises:
+        OSError: the disk is full or gone; a former file is as it was.
+    """
+    unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8", errors=errors)
+        flush(unfinished)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    flush(path.parent)
+
+
+def rename_into_place(unfinished: Path, folder: Path) -> None:
+    """Give a folder, written under another name beside it, its name: it appears whole.
+
+    Raises:
+        OSError: the disk is full or gone, or ``folder`` exists and is not empty.
+    """
+    for path in [*unfinished.rglob("*"), unfinished]:
+        flush(path)
+    unfinished.rename(folder)
+    flush(folder.parent)
+
+
+def free_name(path: Path) -> Path:
+    """Return ``path``, or if that is taken the first of ``path-2``, ``path-3`` that is not."""
+    free, number = path, 1
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free

@@ -1,0 +1,186 @@
+"""Whether a run may go on from a checkpoint, and whether it will do so bit by bit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+from hybridrl import __version__
+from hybridrl.checkpoint.manifest import Recipe, RunFingerprint
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.keys import flatten
+from hybridrl.errors import CheckpointError
+from hybridrl.json_text import to_json_text
+
+_FREE_SECTIONS = ("tracking.", "checkpoint.", "cluster.", "certify.")
+_SHAPE = (
+    *("actor.engine", "critic.engine", "megatron.layers", "megatron.overlap_communication"),
+    *("megatron.tensor_parallel_size", "megatron.sequence_parallel"),
+    *("megatron.pipeline_parallel_size", "megatron.num_virtual_stages"),
+    *("megatron.context_parallel_size", "megatron.expert_parallel_size"),
+    "megatron.expert_tensor_parallel_size",
+)
+"""How a model is cut, and by whom: a checkpoint is read by any engine, cut in any other way."""
+
+_FREE_KEYS = (
+    *_SHAPE,
+    *("trainer.run_dir", "trainer.overwrite", "trainer.export_hf"),
+    *("rollout.num_threads", "reward.timeout_s", "reward.on_error"),
+    *("rollout.skew_timeout_s", "rollout.drain_timeout_s", "rollout.stage_timeout_s"),
+    *("rollout.start_timeout_s", "rollout.request_timeout_s", "rollout.transport"),
+    *("rollout.memory_fraction", "rollout.cuda_graphs"),
+)
+"""What may change freely: it does not say what is learnt."""
+
+_NUMERIC = ("cluster.device", "cluster.num_nodes", "cluster.num_ranks_per_node")
+_THREADS = ("cluster.num_threads_per_rank", "rollout.num_threads")
+_PACKAGES = ("torch", "transformers", "tensordict", "peft", "ray")
+_ENGINES: Mapping[str, tuple[str, ...]] = {"hf": (), "sglang": ("sglang",)}
+_NUM_NAMED = 8
+_SAMPLE_BYTES = 2**20
+
+TOKENIZER_FILES = (
+    *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template*", "*.model"),
+)
+"""Patterns of the files that a tokenizer is loaded from."""
+
+
+def recipe_of(config: ExperimentConfig) -> Recipe:
+    """Return every key that says what is learnt, with its value as JSON has it."""
+    flat = dict(flatten(asdict(config)))
+    if config.actor.optimizer.schedule == "constant":
+        # A longer run begins as a shorter one does.
+        del flat["trainer.num_steps"], flat["sft.num_steps"]
+    kept = {
+        key: value
+        for key, value in flat.items()
+        if key not in _FREE_KEYS and not key.startswith(_FREE_SECTIONS)
+    }
+    return {key: json.loads(to_json_text(value)) for key, value in kept.items()}
+
+
+def environment_of(config: ExperimentConfig) -> Mapping[str, str]:
+    """Return what rounding depends on: ranks, threads, processor, and versions."""
+    flat = dict(flatten(asdict(config)))
+    shape = _SHAPE if config.megatron_worlds else ()
+    packages = (*_PACKAGES, *_ENGINES[config.rollout.engine])
+    packages += ("megatron-core",) if config.megatron_worlds else ()
+    return {
+        **{key: str(flat[key]) for key in (*_NUMERIC, *_THREADS, *shape)},
+        "processor": _processor(),
+        "python": platform.python_version(),
+        "hybridrl": __version__,
+        **{package: version(package) for package in packages},
+    }
+
+
+def folder_fingerprints(model_folder: Path, *, with_weights: bool) -> Mapping[str, str]:
+    """Digest what a model folder says of its shape, its tokenizer, and perhaps its weights.
+
+    Args:
+        model_folder: a Hugging Face folder.
+        with_weights: where the run still reads them when it goes on (frozen under an adapter, or
+            of the reference). Of each file the size, the beginning and the end are looked at.
+    """
+    fingerprints = {
+        "model configuration": _digest(model_folder, ("config.json",)),
+        "tokenizer": _digest(model_folder, TOKENIZER_FILES),
+    }
+    return fingerprints | ({"frozen weights": _sample(model_folder)} if with_weights else {})
+
+
+def _sample(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_SAMPLE_BYTES))
+            file.seek(max(0, size - _SAMPLE_BYTES))
+            digest.update(file.read())
+    return digest.hexdigest()
+
+
+def _digest(folder: Path, patterns: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    paths = {path.name: path for pattern in patterns for path in folder.glob(pattern)}
+    for name in sorted(paths):
+        data = paths[name].read_bytes()
+        digest.update(f"{name} {len(data)}\n".encode() + data)
+    return digest.hexdigest()
+
+
+def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> list[str]:
+    """Compare recipes.
+
+    Args:
+        saved: of the run that was begun.
+        now: of the run that would go on.
+        where: the folder they meet in, for the message.
+        accept: ``checkpoint.accept_changes``.
+
+    Returns:
+        Each change in words.
+
+    Raises:
+        CheckpointError: they differ and that was not accepted; names the keys.
+    """
+    changes = list(differences(saved, now))
+    if changes and not accept:
+        num_unnamed = len(changes) - _NUM_NAMED
+        more = f"\n  and {num_unnamed} more" if num_unnamed > 0 else ""
+        raise CheckpointError(
+            f"{where} holds a run with other settings:\n  "
+            + "\n  ".join(changes[:_NUM_NAMED])
+            + f"{more}\nSet trainer.run_dir to a new folder, trainer.overwrite=true to replace it, "
+            "or checkpoint.accept_changes=true to go on with the new settings"
+        )
+    return changes
+
+
+def check_fingerprints(
+    saved: RunFingerprint, now: RunFingerprint, *, where: Path, accept: bool
+) -> list[str]:
+    """Compare model configuration and tokenizer; as `check_recipe`."""
+    changes = list(differences(saved.fingerprints, now.fingerprints))
+    if changes and not accept:
+        raise CheckpointError(
+            f"{where} was made with another model.path: {'; '.join(changes)}. Bring the old "
+            "folder back, set trainer.run_dir to a new folder, or set "
+            "checkpoint.accept_changes=true"
+        )
+    return changes
+
+
+def differences(saved: Mapping[str, object], now: Mapping[str, object]) -> Iterable[str]:
+    """Yield each key whose values differ, in words."""
+    for key in sorted(saved.keys() | now.keys()):
+        if saved.get(key) != now.get(key):
+            yield f"{key}: {saved.get(key)!r} there, {now.get(key)!r} here"
+
+
+def processor_name() -> str:
+    """Name the processor as Linux does."""
+    return _cpu_info().get("model name") or platform.processor() or platform.machine()
+
+
+def _processor() -> str:
+    """Name the processor with what its vector units can: kernels choose by that."""
+    flags = _cpu_info().get("flags", "").split()
+    vectors = sorted(flag for flag in flags if "avx" in flag or "amx" in flag)
+    return " ".join([processor_name(), *vectors])
+
+
+def _cpu_info() -> Mapping[str, str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}
+    fields = (line.partition(":") for line in lines)
+    return {name.strip(): value.strip() for name, _, value in fields}

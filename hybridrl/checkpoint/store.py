@@ -1,0 +1,136 @@
+"""The folder of a run's checkpoints: which there are, which is the newest whole one, which go."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridrl.atomic_io import rename_into_place
+from hybridrl.checkpoint.manifest import Manifest
+from hybridrl.errors import CheckpointError, TornCheckpointError
+
+log = logging.getLogger(__name__)
+
+_STEP = re.compile(r"step-(\d{9})")
+_UNFINISHED = ".unfinished"
+_TORN = ".torn"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that is whole as far as its manifest and its files' sizes tell."""
+
+    folder: Path
+    manifest: Manifest
+
+
+class CheckpointStore:
+    """``<run_dir>/checkpoints``: one folder ``step-000000040`` a checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        """Look at ``folder``, which need not exist yet."""
+        self._folder = folder
+
+    def newest(self) -> Checkpoint | None:
+        """Return the newest whole checkpoint. Torn ones are skipped, with a word in the log.
+
+        Returns:
+            None if there never was one.
+
+        Raises:
+            CheckpointError: all are torn, and a run may not begin anew unasked; or the newest is
+                of another format.
+        """
+        for folder in reversed(self._folders()):
+            try:
+                return Checkpoint(folder, Manifest.read(folder))
+            except TornCheckpointError as error:
+                log.warning("%s; the checkpoint before it is used", error)
+        torn = [*self._folders(), *self._folder.glob(f"*{_TORN}")]
+        if torn:
+            raise CheckpointError(
+                f"all checkpoints in {self._folder} are torn: "
+                f"{', '.join(sorted(folder.name for folder in torn))}; set trainer.run_dir to a "
+                "new folder, or trainer.overwrite=true to begin anew"
+            )
+        return None
+
+    def steps(self) -> list[int]:
+        """Return the steps of all checkpoints, torn ones too, in order."""
+        return [int(folder.name.removeprefix("step-")) for folder in self._folders()]
+
+    def at(self, step: int) -> Checkpoint | None:
+        """Return the checkpoint of a step, if there is one.
+
+        Raises:
+            CheckpointError: it is torn, or of another format.
+        """
+        folder = self._folder / f"step-{step:09}"
+        return Checkpoint(folder, Manifest.read(folder)) if folder.is_dir() else None
+
+    def begin(self, step: int) -> Path:
+        """Make an empty folder for what ranks write; `commit` makes a checkpoint of it.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        folder = self._folder / f"step-{step:09}{_UNFINISHED}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        return folder
+
+    def commit(self, unfinished: Path, manifest: Manifest) -> Checkpoint:
+        """Write the manifest and give the folder its name: the checkpoint appears whole.
+
+        Raises:
+            OSError: the disk is full or gone.
+        """
+        manifest.write(unfinished)
+        folder = unfinished.with_suffix("")
+        shutil.rmtree(folder, ignore_errors=True)  # of the same step, before a run was rolled back
+        rename_into_place(unfinished, folder)
+        return Checkpoint(folder, manifest)
+
+    def quarantine(self, torn: Path) -> None:
+        """Rename a checkpoint whose bytes have changed, so that nobody tries it again."""
+        aside = torn.with_name(torn.name + _TORN)
+        shutil.rmtree(aside, ignore_errors=True)
+        torn.rename(aside)
+
+    def discard_unfinished(self) -> None:
+        """Delete what a run that died was writing."""
+        for folder in self._folder.glob(f"*{_UNFINISHED}"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def prune(self, *, keep_last: int, keep_best: int) -> None:
+        """Delete all but the newest ``keep_last`` and, of the others, the best ``keep_best``.
+
+        Torn ones are neither counted, or a new checkpoint would be deleted for them, nor deleted.
+        """
+        complete: list[Path] = []
+        scored: list[tuple[float, Path]] = []
+        for folder in self._folders():
+            try:
+                score = Manifest.read(folder).score
+            except TornCheckpointError:
+                continue
+            complete.append(folder)
+            if score is not None:
+                scored.append((score, folder))
+        kept = set(complete[-keep_last:])
+        kept |= {folder for _, folder in sorted(scored, reverse=True)[:keep_best]}
+        for folder in complete:
+            if folder not in kept:
+                # Renamed first: killed in the middle, it may not look like a whole checkpoint.
+                doomed = folder.with_name(folder.name + _UNFINISHED)
+                folder.rename(doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
+
+    def _folders(self) -> list[Path]:
+        if not self._folder.is_dir():
+            return []
+        folders = [path for path in self._folder.iterdir() if _STEP.fullmatch(path.name)]
+        return sorted(folders)

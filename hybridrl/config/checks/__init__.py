@@ -1,0 +1,1 @@
+"""Rules across keys of the configuration, one subject a file."""

@@ -1,0 +1,127 @@
+"""Rules about machines and the Ray cluster."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.python_files import ANYTHING, flaw_of_function, names_at_top_level
+from hybridrl.config.setup_hook import KEY, REMOVE
+from hybridrl.errors import ConfigError, suggest_name
+
+_SMALLEST_STORE_MIB = 80
+
+
+def check_nodes_have_a_cluster(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Ray, started on this machine alone, has one node."""
+    cluster = config.cluster
+    if cluster.num_nodes > 1 and cluster.address is None:
+        yield ConfigError(
+            "cluster.num_nodes",
+            cluster.num_nodes,
+            "cluster.ray_address=null starts Ray on this machine alone",
+            remedies=[("cluster.ray_address=auto",), ("cluster.num_nodes=1",)],
+        )
+
+
+def check_ray_address(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The address is one that Ray understands."""
+    address = config.cluster.ray_address
+    if address is not None and not re.fullmatch(r"auto|(ray://)?[^/:\s]+:\d+", address):
+        yield ConfigError(
+            "cluster.ray_address",
+            address,
+            "must be auto, HOST:PORT or ray://HOST:PORT",
+            remedies=[("cluster.ray_address=auto",)],
+        )
+
+
+def check_object_store(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The store's size is said to whoever starts Ray, and Ray has a smallest one."""
+    key, size_mib = "cluster.object_store_mib", config.cluster.object_store_mib
+    if size_mib and config.cluster.address is not None:
+        yield ConfigError(
+            key,
+            size_mib,
+            "would be ignored: Ray runs already; `ray start --object-store-memory=BYTES` sets it",
+            remedies=[(f"{key}=0",)],
+        )
+    if 0 < size_mib < _SMALLEST_STORE_MIB:
+        yield ConfigError(
+            key,
+            size_mib,
+            f"Ray's object store takes at least {_SMALLEST_STORE_MIB} MiB",
+            remedies=[(f"{key}={_SMALLEST_STORE_MIB}",), (f"{key}=0",)],
+        )
+
+
+def check_worker_setup_hook(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The module of the hook is found from here, and its file defines the function.
+
+    Only the packages above the module are imported, and the file is parsed: what it does, it is to
+    do in the workers.
+    """
+    path = config.cluster.worker_setup_hook
+    if path is None:
+        return
+    module_name, _, name = path.rpartition(".")
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path):
+        rule = "must be package.module.function, with dots between names"
+        yield ConfigError(
+            KEY, path, rule, fix=f"write it so, or set {REMOVE[0]}", remedies=[REMOVE]
+        )
+        return
+    missing, file = _find_module(module_name)
+    if missing:
+        yield ConfigError(
+            KEY,
+            path,
+            f"there is no module {missing}",
+            fix=f"correct it, put its folder on PYTHONPATH, or set {REMOVE[0]}",
+            remedies=[REMOVE],
+        )
+    elif file is not None:
+        yield from _check_function(path, name, file)
+
+
+def _check_function(path: str, name: str, file: Path) -> Iterator[ConfigError]:
+    try:
+        known = names_at_top_level(file)
+    except SyntaxError as err:
+        rule = f"{file} is not a Python file: {err}"
+        yield ConfigError(KEY, path, rule, fix=f"mend it, or set {REMOVE[0]}", remedies=[REMOVE])
+        return
+    if name not in known and ANYTHING not in known:
+        yield ConfigError(
+            KEY,
+            path,
+            f"{file} defines no {name!r} at its top level",
+            fix=f"{suggest_name(name, list(known))} Or set {REMOVE[0]}",
+            remedies=[REMOVE],
+        )
+    elif name in known and (flaw := flaw_of_function(known[name], keywords=())):
+        fix = f"mend it, or set {REMOVE[0]}"
+        yield ConfigError(KEY, path, f"it {flaw}", fix=fix, remedies=[REMOVE])
+
+
+def _find_module(name: str) -> tuple[str, Path | None]:
+    """Return the first part of a dotted name that is missing, and the Python file if all are there.
+
+    Modules that are no Python file, such as extensions, have neither.
+    """
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        part = ".".join(parts[:end])
+        try:
+            spec = find_spec(part)
+        except (Exception, SystemExit) as err:  # the package above is a module, or does not load
+            return f"{part} ({err})", None
+        if spec is None:
+            return part, None
+        if spec.submodule_search_locations is None and end < len(parts):
+            return f"{part}.{parts[end]}", None  # or the next turn would run that module
+    origin = spec.origin if spec is not None else None
+    return "", Path(origin) if origin is not None and origin.endswith(".py") else None

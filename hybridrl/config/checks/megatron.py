@@ -1,0 +1,309 @@
+"""Rules about models that train on megatron-core; they say nothing where none does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib.util import find_spec
+
+from hybridrl.config.checks.batch_sizes import BatchSizes
+from hybridrl.config.checks.critic import check_critic_batch_sizes
+from hybridrl.config.checks.lora import model_values
+from hybridrl.config.checks.megatron_args import keys_of_transformer_engine
+from hybridrl.config.checks.megatron_shapes import (
+    ShapeFacts,
+    broken_sizes,
+    legal_shapes,
+    value_of,
+)
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.megatron import MegatronConfig
+from hybridrl.config.model import MEGATRON_MODEL_TYPES
+from hybridrl.config.spelling import resetting
+from hybridrl.errors import ConfigError, instruction
+
+INSTALL_TRANSFORMER_ENGINE = "pip install 'hybridrl[transformer-engine]'"
+
+UNUSED = MegatronConfig(
+    tensor_parallel_size=1,
+    sequence_parallel=False,
+    pipeline_parallel_size=1,
+    num_virtual_stages=1,
+    num_layers_in_first_stage=None,
+    num_layers_in_last_stage=None,
+    context_parallel_size=1,
+    expert_parallel_size=1,
+    expert_tensor_parallel_size=1,
+    layers="auto",
+    attention="auto",
+    recompute_modules=(),
+    overlap_communication="auto",
+    load_balance_coefficient=0.0,
+    replay_routing=False,
+    transformer_args={},
+    optimizer_args={},
+    ddp_args={},
+)
+"""The section as it is where nobody changed it: hydra_configs/megatron/default.yaml."""
+
+
+def check_megatron_is_used(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The section is changed only where a model trains on megatron-core."""
+    if config.megatron_worlds:
+        return
+    values = asdict(config.megatron)
+    for name, usual in asdict(UNUSED).items():
+        value = values[name]
+        if value != usual:
+            reset = resetting(f"megatron.{name}", value, usual)
+            yield ConfigError(
+                f"megatron.{name}",
+                value,
+                "would be ignored: neither actor.engine nor the engine of a critic that is asked "
+                "is megatron",
+                remedies=[reset],
+                fix=f"{instruction(reset)}, or set actor=megatron",
+            )
+
+
+def check_megatron_is_installed(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """megatron-core is an extra: a run should not learn that it is missing from its workers.
+
+    ``mode=check`` may be another machine's than the run; it says itself what it could not check.
+    """
+    if not config.megatron_worlds or config.mode in ("check", "plan"):
+        return
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        key = _engine_key(config)
+        reset = f"{key}=fsdp2"
+        yield ConfigError(
+            key,
+            "megatron",
+            "megatron-core is not installed",
+            fix=f"pip install 'hybridrl[megatron]', or set {reset}",
+            remedies=[(reset,)],
+        )
+
+
+def check_megatron_reads_the_model(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """There is a converter for the model's architecture."""
+    model_type = model_values(config).get("model_type")
+    if not config.megatron_worlds or model_type in (None, *MEGATRON_MODEL_TYPES):
+        return
+    yield ConfigError(
+        "model.path",
+        config.model.path,
+        f"its model_type={model_type!r} is not converted to megatron-core: there are converters "
+        f"for {', '.join(MEGATRON_MODEL_TYPES)}",
+        fix="set model.path to such a model; others are to come by the extra 'bridge' "
+        "(megatron-bridge), which does not exist yet",
+    )
+
+
+def check_parallel_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Ranks, heads, layers and experts divide: everything that does not is told at once.
+
+    Each violation comes with the nearest shapes in which everything divides.
+    """
+    broken = list(broken_sizes(config, ShapeFacts.of(config)))
+    if not broken:
+        return
+    shapes = legal_shapes(config, is_fit=_divides_rows)
+    remedies = [tuple(f"{key}={_spell(n)}" for key, n in shape.items()) for shape in shapes]
+    for key, rule in broken:
+        yield ConfigError(key, value_of(config, key), rule, remedies=remedies)
+
+
+def _divides_rows(config: ExperimentConfig) -> bool:
+    """Say whether rows divide over the data-parallel ranks that a shape leaves."""
+    if config.mode == "sft":
+        return config.sft.batch_size % config.num_train_groups == 0
+    # Not check_batch_sizes, which looks for remedies: this is asked of hundreds of shapes.
+    return BatchSizes.of(config).are_legal and next(check_critic_batch_sizes(config), None) is None
+
+
+def has_transformer_engine() -> bool:
+    """Look whether TransformerEngine is installed, without importing it."""
+    return find_spec("transformer_engine") is not None
+
+
+def check_layer_kernels(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Kernels that are asked for are there, and run on the device.
+
+    ``mode=check`` may be another machine's than the run; its rehearsal says what is missing here.
+    """
+    if not config.megatron_worlds:
+        return
+    is_cuda = config.cluster.device == "cuda"
+    is_elsewhere = config.mode in ("check", "plan")
+    missing = ""
+    if not is_cuda:
+        missing = "runs on CUDA alone, and cluster.device=cpu"
+    elif not has_transformer_engine() and not is_elsewhere:
+        missing = "is not installed"
+    if missing:
+        yield from _needs_transformer_engine(config, missing)
+    if config.megatron.layers == "local":
+        yield from _few_bits(config)
+    if config.megatron.layers == "local" and config.megatron.attention == "transformer_engine":
+        yield ConfigError(
+            "megatron.attention",
+            config.megatron.attention,
+            "TransformerEngine's attention comes with its layers, and megatron.layers=local",
+            remedies=[("megatron.attention=auto",), ("megatron.attention=packed",)],
+        )
+    if config.megatron.overlap_communication is True and not is_cuda:
+        yield ConfigError(
+            "megatron.overlap_communication",
+            got=True,
+            rule="collectives overlap with computation on CUDA streams, and cluster.device=cpu",
+            remedies=[("megatron.overlap_communication=auto",)],
+        )
+
+
+def _needs_transformer_engine(config: ExperimentConfig, missing: str) -> Iterator[ConfigError]:
+    how = "" if config.cluster.device == "cpu" else f"{INSTALL_TRANSFORMER_ENGINE}, or "
+    for key, value in keys_of_transformer_engine(config.megatron).items():
+        if value == "transformer_engine":
+            other = "local" if key == "megatron.layers" else "packed"
+            remedies = [(f"{key}=auto",), (f"{key}={other}",)]
+            fix = f"set {key}=auto, or set {key}={other}"
+            yield ConfigError(
+                key, value, f"TransformerEngine {missing}", f"{how}{fix}", remedies=remedies
+            )
+        elif config.megatron.layers != "local" or "transformer_args" not in key:
+            rule = f"it is TransformerEngine's, which {missing}"
+            fix = f"{how}leave it out, or add ~{key}"
+            yield ConfigError(key, value, rule, fix, remedies=[(f"~{key}",)])
+
+
+def _few_bits(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Matrix products of 8 and 4 bits are TransformerEngine's; without it nobody would do them."""
+    for key, value in keys_of_transformer_engine(config.megatron).items():
+        if key.startswith("megatron.transformer_args."):
+            yield ConfigError(
+                key,
+                value,
+                "such matrix products are TransformerEngine's, and megatron.layers=local",
+                fix=f"leave it out, or add ~{key}",
+                remedies=[(f"~{key}",)],
+            )
+
+
+def check_recompute_modules(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """What is recomputed is there, and something is recomputed at all."""
+    key, modules = "megatron.recompute_modules", config.megatron.recompute_modules
+    if not config.megatron_worlds or not modules:
+        return
+    keys = [key_of for key_of, is_on in _checkpointing(config).items() if not is_on]
+    if len(keys) == len(_checkpointing(config)):
+        yield ConfigError(
+            key,
+            [*modules],
+            f"would be ignored, because {keys[0]}=false",
+            remedies=[(f"{key}=[]",), (f"{keys[0]}=true",)],
+        )
+    lacking = [*_lacking_modules(config)]
+    if lacking:
+        kept = [module for module in modules if module not in dict(lacking)]
+        yield ConfigError(
+            key,
+            [*modules],
+            "; ".join(f"{module} needs {what}" for module, what in lacking),
+            remedies=[(f"{key}=[{','.join(kept)}]",)] if kept else [(f"{key}=[]",)],
+        )
+
+
+def _checkpointing(config: ExperimentConfig) -> dict[str, bool]:
+    """Return whether models on megatron-core recompute anything, by key."""
+    keys = {}
+    if config.actor.engine == "megatron":
+        keys["actor.gradient_checkpointing"] = config.actor.gradient_checkpointing
+    if config.mode != "sft" and config.has_critic and config.critic.engine == "megatron":
+        keys["critic.gradient_checkpointing"] = config.critic.gradient_checkpointing
+    return keys
+
+
+def _lacking_modules(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
+    modules, values = config.megatron.recompute_modules, model_values(config)
+    has_experts = bool(values.get("num_experts")) or not values
+    is_fused = config.cluster.device == "cuda" and config.megatron.layers != "local"
+    if "moe" in modules and not has_experts:
+        yield "moe", "a model with experts"
+    if "moe_act" in modules and not (has_experts and is_fused):
+        yield "moe_act", "experts grouped by TransformerEngine"
+    if "layernorm" in modules and not is_fused:
+        yield "layernorm", "TransformerEngine, which megatron-core asks when it recomputes one"
+
+
+def check_master_weights(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The optimizer keeps float32 weights; a frozen base beside adapters needs none."""
+    has_critic = config.mode != "sft" and config.has_critic
+    trains_policy = config.actor.engine == "megatron" and not config.lora.enabled
+    trains_critic = has_critic and config.critic.engine == "megatron"
+    if config.model.dtype != "float32" and (trains_policy or trains_critic):
+        yield ConfigError(
+            "model.dtype",
+            config.model.dtype,
+            "what learns on megatron-core keeps its weights in float32 in the optimizer; they are "
+            "computed with in actor.compute_dtype (critic.compute_dtype)",
+            remedies=[("model.dtype=float32",)],
+        )
+
+
+def check_routing(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Only layers with experts have routes to balance or to replay."""
+    megatron, values = config.megatron, model_values(config)
+    if not config.megatron_worlds or not values or values.get("num_experts"):
+        return
+    for name, value, off in (
+        ("load_balance_coefficient", megatron.load_balance_coefficient, 0.0),
+        ("replay_routing", megatron.replay_routing, False),
+    ):
+        if value:
+            yield ConfigError(
+                f"megatron.{name}",
+                value,
+                "the model has no experts to route tokens to",
+                remedies=[(f"megatron.{name}={_spell(off)}",)],
+            )
+
+
+def check_routing_replay(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """To replay routes someone must have recorded them."""
+    rollout = config.rollout
+    if not config.megatron_worlds or not config.megatron.replay_routing:
+        return
+    if rollout.engine == "sglang" and rollout.routed_experts:
+        return
+    records: tuple[str, ...] = ("rollout.routed_experts=true",)
+    if rollout.engine != "sglang":
+        records = ("rollout=sglang", *records)
+    yield ConfigError(
+        "megatron.replay_routing",
+        got=True,
+        rule=f"rollout.engine={rollout.engine} with rollout.routed_experts="
+        f"{_spell(rollout.routed_experts)} does not say which experts it used",
+        remedies=[records, ("megatron.replay_routing=false",)],
+    )
+
+
+def check_routes_were_sampled(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Nobody recorded the routes of examples in a file. Of supervised fine-tuning alone."""
+    if config.megatron_worlds and config.megatron.replay_routing:
+        yield ConfigError(
+            "megatron.replay_routing",
+            got=True,
+            rule="mode=sft learns from a file, which does not say which experts were used",
+            remedies=[("megatron.replay_routing=false",)],
+        )
+
+
+def _engine_key(config: ExperimentConfig) -> str:
+    return "actor.engine" if config.actor.engine == "megatron" else "critic.engine"
+
+
+def _spell(value: object) -> str:
+    if value is None:
+        return "null"
+    return "[]" if value == () else str(value).lower()

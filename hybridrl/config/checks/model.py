@@ -1,0 +1,211 @@
+"""Rules about the model: where it comes from, its shape, its context."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from hybridrl.config.checks.divisors import divisors_of, multiples_near
+from hybridrl.config.checks.lora import model_values
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.model import MEGATRON_MODEL_TYPES, TRANSFORMERS_MODEL_TYPES
+from hybridrl.config.model_folder import problem_of
+from hybridrl.config.paths import flaw_of_file, flaw_of_folder
+from hybridrl.errors import ConfigError
+
+_FOLDERS = (".", "..", "models", "model", "weights", "checkpoints", "runs")
+"""First parts of a path that are no owner of a model on the Hugging Face Hub."""
+
+
+def check_model_source(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Weights come from a folder or are made, not both, not neither."""
+    model = config.model
+    if model.path is None and model.starter is None:
+        yield ConfigError(
+            "model.path",
+            None,
+            "a run needs a model folder, or the shape of a model to make",
+            remedies=[("model=starter",)],
+            fix="set model=starter, or model=hf_folder model.path=FOLDER",
+        )
+    if model.path is not None and model.starter is not None:
+        yield ConfigError(
+            "model.starter",
+            "{...}",
+            f"would be ignored, because model.path={model.path} gives the weights",
+            remedies=[("model.starter=null",), ("model.path=null",)],
+        )
+
+
+def check_starter_shape(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Heads of the made model divide, and rotary embedding finds pairs in each."""
+    starter = config.model.starter
+    if starter is None:
+        return
+    num_heads, num_kv_heads = starter.num_attention_heads, starter.num_key_value_heads
+    if starter.hidden_size % (2 * num_heads):
+        below, above = multiples_near(starter.hidden_size, 2 * num_heads)
+        legal = below or above
+        yield ConfigError(
+            "model.starter.hidden_size",
+            starter.hidden_size,
+            f"must be a multiple of {2 * num_heads}: num_attention_heads={num_heads} heads of an "
+            "even size",
+            remedies=[(f"model.starter.hidden_size={legal}",)],
+        )
+    if num_heads % num_kv_heads:
+        legal = min(divisors_of(num_heads), key=lambda n: abs(n - num_kv_heads))
+        yield ConfigError(
+            "model.starter.num_key_value_heads",
+            num_kv_heads,
+            f"must divide num_attention_heads={num_heads}",
+            remedies=[(f"model.starter.num_key_value_heads={legal}",)],
+        )
+
+
+def check_starter_context(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The longest row fits into the context of the made model."""
+    starter = config.model.starter
+    if starter is None or config.max_row_tokens <= starter.max_position_embeddings:
+        return
+    yield ConfigError(
+        "model.starter.max_position_embeddings",
+        starter.max_position_embeddings,
+        f"the longest row has {config.max_row_tokens} tokens: data.max_prompt_tokens="
+        f"{config.data.max_prompt_tokens} + rollout.max_response_tokens="
+        f"{config.rollout.max_response_tokens}",
+        remedies=[(f"model.starter.max_position_embeddings={config.max_row_tokens}",)],
+    )
+
+
+def check_starter_reads_plain_text(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The made tokenizer has no chat template."""
+    if config.model.path is None and config.data.use_chat_template:
+        yield ConfigError(
+            "data.use_chat_template",
+            got=True,
+            rule="the tokenizer of the made model (model.path=null) has no chat template",
+            remedies=[("data.use_chat_template=false",)],
+        )
+
+
+def check_chat_template(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """A model folder has the chat template that prompts are to be wrapped with."""
+    path = config.model.path
+    if path is None or not config.data.use_chat_template or flaw_of_folder(path):
+        return
+    file = Path(path, "tokenizer_config.json")
+    if flaw_of_file(file) or any(Path(path).glob("chat_template*")):
+        return
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return  # of a tokenizer, which says so itself
+    if isinstance(settings, dict) and not settings.get("chat_template"):
+        yield ConfigError(
+            "data.use_chat_template",
+            got=True,
+            rule=f"the tokenizer in model.path={path} has no chat template",
+            fix="set data.use_chat_template=false, or add chat_template.jinja to the folder",
+            remedies=[("data.use_chat_template=false",)],
+        )
+
+
+def check_attention_runs_on_device(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Variable-length attention is a CUDA kernel for bfloat16."""
+    device, dtype = config.cluster.device, config.actor.compute_dtype
+    if config.model.attention == "varlen" and (device, dtype) != ("cuda", "bfloat16"):
+        yield ConfigError(
+            "model.attention",
+            "varlen",
+            f"runs on CUDA in bfloat16, not with cluster.device={device} and "
+            f"actor.compute_dtype={dtype}",
+            remedies=[("model.attention=auto",), ("model.attention=padded",)],
+        )
+
+
+def check_model_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """A model folder exists, can be read, and its context holds the longest row."""
+    path = config.model.path
+    if path is None:
+        return
+    file = Path(path) / "config.json"
+    flaw = flaw_of_folder(path) or (flaw_of_file(file) and f"it has no config.json: {file}")
+    if flaw:
+        yield ConfigError(
+            "model.path",
+            path,
+            rule=f"must be a Hugging Face model folder; {flaw}",
+            fix=f"{_download(path)}, or set model=starter",
+        )
+        return
+    if problem := problem_of(Path(path)):
+        yield ConfigError("model.path", path, problem, fix="download the folder again")
+        return
+    context = model_values(config).get("max_position_embeddings")
+    if isinstance(context, int) and config.max_row_tokens > context:
+        yield ConfigError(
+            "model.path",
+            path,
+            rule=f"its context is {context} tokens, fewer than data.max_prompt_tokens="
+            f"{config.data.max_prompt_tokens} + rollout.max_response_tokens="
+            f"{config.rollout.max_response_tokens}",
+            remedies=_shorter_rows(config, context),
+        )
+
+
+def check_engines_know_the_model(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """An architecture is known, and one that megatron-core alone trains is given to no other."""
+    model_type = model_values(config).get("model_type")
+    if model_type is None or model_type in TRANSFORMERS_MODEL_TYPES:
+        return
+    if model_type not in MEGATRON_MODEL_TYPES:
+        yield ConfigError(
+            "model.path",
+            config.model.path,
+            f"its model_type={model_type!r} is not supported yet: attention and weights are known "
+            f"of {', '.join(MEGATRON_MODEL_TYPES)}",
+            fix="set model.path to such a model",
+        )
+        return
+    samples = config.mode != "sft"
+    for key, engine, remedy, is_asked in (
+        ("actor.engine", config.actor.engine, "actor=megatron", True),
+        ("critic.engine", config.critic.engine, "critic=megatron", samples and config.has_critic),
+        ("rollout.engine", config.rollout.engine, "rollout=sglang", samples),
+    ):
+        if is_asked and engine in ("fsdp2", "hf"):
+            yield ConfigError(
+                key,
+                engine,
+                f"knows dense models alone ({', '.join(TRANSFORMERS_MODEL_TYPES)}), and "
+                f"model.path={config.model.path} is a mixture of experts ({model_type}), which "
+                f"{'SGLang serves' if engine == 'hf' else 'megatron-core trains'}",
+                remedies=[(remedy,)],
+            )
+
+
+def _download(path: str) -> str:
+    """Say how to get the model that ``path`` means: a folder, or a name on the Hugging Face Hub."""
+    name = path.removeprefix("hf://").removeprefix("https://huggingface.co/").rstrip("/")
+    owner = name.partition("/")[0]
+    if owner in _FOLDERS or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return f"download one (hf download NAME --local-dir {path})"
+    folder = f"models/{name.rpartition('/')[2]}"
+    return f"type hf download {name} --local-dir {folder}, then set model.path={folder}"
+
+
+def _shorter_rows(config: ExperimentConfig, context: int) -> list[tuple[str, ...]]:
+    """Spell the overrides with which the longest row fits into ``context`` tokens."""
+    num_response, num_prompt = config.rollout.max_response_tokens, config.data.max_prompt_tokens
+    remedies: list[tuple[str, ...]] = []
+    if num_prompt < context:
+        remedies.append((f"rollout.max_response_tokens={context - num_prompt}",))
+    if num_response < context:
+        remedies.append((f"data.max_prompt_tokens={context - num_response}",))
+    half = context // 2
+    return remedies or [
+        (f"data.max_prompt_tokens={half}", f"rollout.max_response_tokens={context - half}")
+    ]

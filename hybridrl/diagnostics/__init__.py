@@ -1,0 +1,1 @@
+"""What processes do, while they run, hang and end."""

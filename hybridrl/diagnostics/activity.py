@@ -1,0 +1,252 @@
+"""What this process is doing, written where others read it while it is stuck and after its death.
+
+A rank that waits in C code, loops, or was killed answers nobody. So each rank keeps a record in
+three small files, and whoever asks (``diagnostics/process_report.py``) needs only the files:
+
+``STEM.activity``  the open `doing` blocks with their beginning, and what `watching` says
+``STEM.memory``    the last 10 minutes of memory, one sample a second
+``STEM.stacks``    the stacks of all threads, written by a signal handler in C when asked for
+
+Times are of ``time.monotonic``, which on Linux all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from hybridrl.json_text import to_json_text
+
+STACKS_SIGNAL = signal.SIGUSR1
+"""Makes a recorded rank write its stacks. Sent to it alone: elsewhere the signal kills."""
+
+SAMPLE = struct.Struct("=dqq")
+"""One line of STEM.memory: monotonic seconds, resident bytes, bytes in /dev/shm."""
+
+_ACTIVITY_BYTES = 4096
+_MAX_TEXT = 240
+_NUM_SAMPLES = 600
+_SAMPLE_EVERY_S = 1.0
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_SHARED_MEMORY = Path("/dev/shm")  # where Ray keeps its object store on Linux
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFiles:
+    """Where to read about a process, and how to tell it from a later one of the same number."""
+
+    pid: int
+    start_ticks: int
+    """When the process started, in clock ticks since boot; 0 where /proc does not say."""
+    stem: str
+    """Path of the record's files without their suffix."""
+    logs: tuple[str, ...]
+    """Files behind its standard output and error; empty if these are no files."""
+
+
+NO_RECORD = RecordFiles(pid=0, start_ticks=0, stem="", logs=())
+"""Of a process that keeps none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    what: str
+    since: float
+    waits: bool
+
+    @property
+    def as_json(self) -> str:
+        return f"[{_quoted(self.what)}, {self.since!r}, {'true' if self.waits else 'false'}]"
+
+
+_quoted = lru_cache(maxsize=64)(to_json_text)
+
+
+class _Activity:
+    """The one record of this process; until `start` it is kept in memory alone."""
+
+    def __init__(self) -> None:
+        self.files: RecordFiles | None = None
+        self._lock = threading.Lock()
+        self._blocks: list[_Block] = []
+        self._head = ""
+        self._last = "null"
+        self._watched: dict[str, Callable[[], str]] = {}
+        self._file = -1
+        self._num_written = 0
+
+    def start(self, folder: Path) -> RecordFiles:
+        if self.files is None:
+            pid = os.getpid()
+            stem = folder / f"hybridrl-{pid}"
+            # Of an earlier process of this number: nobody asks for it any more.
+            for suffix in (".activity", ".memory", ".stacks"):
+                stem.with_suffix(suffix).unlink(missing_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            self._file = os.open(stem.with_suffix(".activity"), flags, 0o600)
+            thread = threading.main_thread().ident
+            self._head = f'"thread": {thread}, "oom_kills": {count_oom_kills()}'
+            self.files = RecordFiles(pid, start_ticks(pid), str(stem), log_files())
+            self.write()
+            # Appending, so that a reader may empty the file between two dumps.
+            stacks = os.open(stem.with_suffix(".stacks"), flags | os.O_APPEND, 0o600)
+            faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+            sampler = threading.Thread(target=self._sample, daemon=True, name="activity")
+            sampler.start()
+        return self.files
+
+    def enter(self, block: _Block) -> None:
+        with self._lock:
+            self._blocks.append(block)
+            self.write()
+
+    def leave(self, block: _Block) -> None:
+        with self._lock:
+            self._blocks.remove(block)  # not pop: coroutines leave in any order
+            self._last = f"[{_quoted(block.what)}, {time.monotonic()!r}]"
+            self.write()
+
+    def watch(self, name: str, describe: Callable[[], str]) -> None:
+        with self._lock:
+            self._watched[name] = describe
+
+    def unwatch(self, name: str) -> None:
+        with self._lock:
+            self._watched.pop(name, None)
+
+    def write(self) -> None:
+        """Write STEM.activity, in one system call."""
+        if self._file < 0:
+            return
+        notes = {name: describe()[:_MAX_TEXT] for name, describe in self._watched.items()}
+        scope = ", ".join(block.as_json for block in self._blocks[-8:])
+        # JSON by hand: this runs twice in every call, and most of it is the same each time.
+        text = (
+            f'{{{self._head}, "doing": [{scope}], "last": {self._last}, '
+            f'"notes": {to_json_text(notes) if notes else "{}"}}}'
+        )[:_ACTIVITY_BYTES]
+        # Blanks over what was there; all 4 KiB each time would cost more than the call it is about.
+        data = text.ljust(self._num_written).encode()
+        self._num_written = len(text)
+        # Whatever befalls the disk of the record, the work that it is about goes on.
+        with suppress(OSError):
+            os.pwrite(self._file, data, 0)
+
+    def _sample(self) -> None:
+        path = Path(f"{self.files.stem}.memory") if self.files is not None else Path(os.devnull)
+        with suppress(OSError), path.open("wb", buffering=0) as file:
+            for number in range(1 << 62):
+                file.seek(number % _NUM_SAMPLES * SAMPLE.size)
+                file.write(SAMPLE.pack(time.monotonic(), resident_bytes(), _shared_bytes()))
+                with self._lock:
+                    if self._watched:
+                        self.write()
+                time.sleep(_SAMPLE_EVERY_S)
+
+
+_activity = _Activity()
+
+
+def start_recording(folder: Path) -> RecordFiles:
+    """Keep the record of this process in ``folder`` from now on. Twice is a no-op.
+
+    Takes SIGUSR1 for itself, so it is for ranks, and not for a process that has other owners.
+    """
+    return _activity.start(folder)
+
+
+@contextmanager
+def scope(what: str, *, waits: bool = False) -> Iterator[None]:
+    """Say what this process does while the block lasts; blocks nest. Costs about 30 us.
+
+    Args:
+        what: for a person, for example ``update()``.
+        waits: True if the block does nothing but wait for other ranks, as a barrier does. Told
+            apart so that a rank that waits is not taken for the one that is waited for.
+    """
+    block = _Block(what[:_MAX_TEXT], time.monotonic(), waits)
+    _activity.enter(block)
+    try:
+        yield
+    finally:
+        _activity.leave(block)
+
+
+@contextmanager
+def watching(name: str, describe: Callable[[], str]) -> Iterator[None]:
+    """Let a thread write down once a second what ``describe`` says: free for what is described.
+
+    Args:
+        name: of what is described, for example ``rollout engine``.
+        describe: called from another thread; reads plain numbers, and does not raise.
+    """
+    _activity.watch(name, describe)
+    try:
+        yield
+    finally:
+        _activity.unwatch(name)
+
+
+def start_ticks(pid: int) -> int:
+    """Return when process ``pid`` started, in clock ticks since boot; 0 if it cannot be told."""
+    fields = process_stat(pid)
+    return int(fields[19]) if fields else 0
+
+
+def process_stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the third (state) on; empty if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()  # the name in parentheses may hold anything
+
+
+def resident_bytes() -> int:
+    """Return the memory of this process that is in RAM; 0 where /proc does not say."""
+    try:  # by system calls: a file object costs three times as much, and each call asks
+        statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return 0
+    try:
+        return int(os.read(statm, 128).split()[1]) * _PAGE_BYTES
+    finally:
+        os.close(statm)
+
+
+def count_oom_kills() -> int:
+    """Return how many processes this machine's kernel has killed for want of memory; 0 unknown."""
+    with suppress(OSError):
+        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return 0
+
+
+def _shared_bytes() -> int:
+    try:
+        usage = os.statvfs(_SHARED_MEMORY)
+    except OSError:
+        return 0
+    return (usage.f_blocks - usage.f_bfree) * usage.f_frsize
+
+
+def log_files() -> tuple[str, ...]:
+    """Return the files behind this process's standard output and error."""
+    paths = []
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            path = Path(f"/proc/self/fd/{descriptor}").readlink()
+            if path.is_file():
+                paths.append(str(path))
+    return tuple(dict.fromkeys(paths))

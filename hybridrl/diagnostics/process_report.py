@@ -1,0 +1,253 @@
+"""What can be found out about ranks on this machine, whether they answer, hang or are gone.
+
+Reads the files that `hybridrl.diagnostics.activity` leaves, /proc, and the logs that Ray keeps of its workers.
+Runs on the machine of the ranks: on the driver's in the driver, elsewhere as a Ray task.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridrl.diagnostics import activity
+from hybridrl.diagnostics.activity import RecordFiles
+
+GONE = "gone"
+UNREACHABLE = "unreachable"
+_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "in a system call that cannot be interrupted, mostly of a disk",
+    "T": "stopped by a signal",
+    "t": "stopped by a debugger",
+    "Z": GONE,
+    "X": GONE,
+}
+NO_MEMORY = "for want of memory"
+_LOG_BYTES = 16_384
+_STACK_BYTES = 262_144
+_POLL_S = 0.05
+_RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
+_THREAD = re.compile(
+    r"^(?:Current thread|Thread) 0x([0-9a-f]+).*\(most recent call first\):\n((?:  .*\n?)*)",
+    re.MULTILINE,
+)
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_INSTALLED = ("/site-packages/", "/dist-packages/", "/lib/python3")
+_COLLECTIVES = "/torch/distributed/"
+_FATAL = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class MonitoredRank:
+    """A rank and where its process keeps its record."""
+
+    rank: int
+    host: str
+    node_id: str
+    files: RecordFiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """What one rank did when somebody looked."""
+
+    rank: int
+    host: str
+    pid: int
+    state: str
+    """Of its process: running, sleeping, ..., gone, or unreachable with the reason."""
+    doing: tuple[tuple[str, float], ...] = ()
+    """Open blocks with their age in seconds, the outermost first; empty if it idled."""
+    last: tuple[str, float] | None = None
+    """The last block that ended, and seconds since."""
+    waits: bool = False
+    """It waited for other ranks."""
+    top: str = ""
+    """Where its main thread stood."""
+    notes: Mapping[str, str] | None = None
+    """For example the queues of its engine."""
+    stacks: str = ""
+    """Of all threads."""
+    log_tail: str = ""
+    """Last lines of its standard output and error."""
+    memory: tuple[tuple[float, int, int], ...] = ()
+    """(age in seconds, resident bytes, bytes in /dev/shm), the oldest first."""
+    exit: str = ""
+    """How its process ended, as far as that can be told; empty while it lives."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process has ended."""
+        return self.state == GONE
+
+    @property
+    def where(self) -> str:
+        """What it did and for how long, for example ``generate() for 3.2 s > sync for 0.1 s``."""
+        if self.doing:
+            return " > ".join(f"{what} for {age_s:.1f} s" for what, age_s in self.doing)
+        return "idle" if self.last is None else f"idle, after {self.last[0]}"
+
+    def describe(self) -> str:
+        """Say in one line where the rank is."""
+        state = f"{self.state}: {self.exit}" if self.exit else self.state
+        who = f"rank {self.rank} ({self.host}, pid {self.pid}, {state})"
+        verb = "waits for other ranks in " if self.waits else ""
+        at = f", at {self.top}" if self.top else ""
+        notes = "".join(f"; {name}: {text}" for name, text in (self.notes or {}).items())
+        return f"{who}: {verb}{self.where}{at}{notes}"
+
+
+def read_ranks(ranks: Sequence[MonitoredRank], *, wait_s: float) -> list[RankReport]:
+    """Look at ranks of this machine.
+
+    Args:
+        ranks: they all run here.
+        wait_s: seconds that living ones get to write their stacks.
+    """
+    alive = [rank for rank in ranks if _is_alive(rank.files)]
+    for rank in alive:
+        _ask_for_stacks(rank.files)
+    _wait_for_stacks([rank.files for rank in alive], wait_s)
+    return [_read_rank(rank) for rank in ranks]
+
+
+def _is_alive(files: RecordFiles) -> bool:
+    stat = activity.process_stat(files.pid)
+    return bool(stat) and stat[0] not in "ZX" and int(stat[19]) == files.start_ticks
+
+
+def _ask_for_stacks(files: RecordFiles) -> None:
+    with suppress(OSError):
+        handle = os.pidfd_open(files.pid)
+        try:
+            # Once more: from here on the number cannot pass to another process, which would die.
+            if _is_alive(files):
+                os.truncate(f"{files.stem}.stacks", 0)
+                signal.pidfd_send_signal(handle, activity.STACKS_SIGNAL)
+        finally:
+            os.close(handle)
+
+
+def _wait_for_stacks(records: Sequence[RecordFiles], wait_s: float) -> None:
+    """Wait until each living one has written something, and no more for a moment."""
+    deadline = time.monotonic() + wait_s
+    before: list[int] = []
+    while time.monotonic() < deadline:
+        sizes = [_size(f"{files.stem}.stacks") for files in records if _is_alive(files)]
+        if all(sizes) and sizes == before:
+            return
+        before = sizes
+        time.sleep(_POLL_S)
+
+
+def _read_rank(rank: MonitoredRank) -> RankReport:
+    files = rank.files
+    record = _read_activity(files)
+    now = time.monotonic()
+    stacks = _read_end(f"{files.stem}.stacks", _STACK_BYTES) if _is_alive(files) else ""
+    top, path = _innermost(stacks, record.get("thread"))
+    log_tail = "".join(_read_log(log) for log in files.logs)
+    doing = record.get("doing", [])
+    last = record.get("last")
+    is_alive = _is_alive(files)
+    return RankReport(
+        rank=rank.rank,
+        host=rank.host,
+        pid=files.pid,
+        state=_describe_state(files.pid) if is_alive else GONE,
+        doing=tuple((what, now - since) for what, since, _ in doing),
+        last=None if last is None else (last[0], now - last[1]),
+        waits=is_alive and (_COLLECTIVES in path or bool(doing and doing[-1][2])),
+        top=top,
+        notes=record.get("notes"),
+        stacks=stacks,
+        log_tail=log_tail,
+        memory=_read_memory(files, now),
+        exit="" if is_alive else _guess_exit(log_tail, record.get("oom_kills", 0)),
+    )
+
+
+def _describe_state(pid: int) -> str:
+    stat = activity.process_stat(pid)
+    return _STATES.get(stat[0], stat[0]) if stat else GONE
+
+
+def _read_activity(files: RecordFiles) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = json.loads(_read_end(f"{files.stem}.activity", 1 << 16))
+    except ValueError:  # read while it was being written
+        return {}
+    return record
+
+
+def _read_memory(files: RecordFiles, now: float) -> tuple[tuple[float, int, int], ...]:
+    try:
+        data = Path(f"{files.stem}.memory").read_bytes()
+    except OSError:
+        return ()
+    num_bytes = len(data) - len(data) % activity.SAMPLE.size
+    samples = sorted(activity.SAMPLE.iter_unpack(data[:num_bytes]))
+    return tuple((now - at_s, resident, shared) for at_s, resident, shared in samples)
+
+
+def _guess_exit(log_tail: str, oom_kills_before: int) -> str:
+    fatal = _FATAL.search(log_tail)
+    if fatal:
+        return fatal[1]
+    killed = activity.count_oom_kills() - oom_kills_before
+    if killed > 0:
+        return f"the kernel killed {killed} processes here {NO_MEMORY} meanwhile"
+    return "without a word, as after kill -9"
+
+
+def _innermost(stacks: str, thread: int | None) -> tuple[str, str]:
+    """Return where a thread stands, for a person, and the file of its innermost frame."""
+    for number, frames in _THREAD.findall(stacks):
+        if int(number, 16) == thread:
+            frames_of_code = _FRAME.findall(frames)
+            if not frames_of_code:
+                return "", ""
+            top = _frame(frames_of_code[0])
+            own = [
+                frame
+                for frame in frames_of_code
+                if not any(part in frame[0] for part in _INSTALLED)
+            ]
+            came_from = f" from {_frame(own[0])}" if own and own[0] is not frames_of_code[0] else ""
+            return top + came_from, frames_of_code[0][0]
+    return "", ""
+
+
+def _frame(frame: tuple[str, str, str]) -> str:
+    path, line, function = frame
+    return f"{function} ({Path(path).name}:{line})"
+
+
+def _read_log(path: str) -> str:
+    lines = _read_end(path, _LOG_BYTES).splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith(_RAY_MARKS))
+
+
+def _read_end(path: str, num_bytes: int) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, _size(path) - num_bytes))
+            return file.read(num_bytes).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _size(path: str) -> int:
+    try:
+        return Path(path).stat().st_size
+    except OSError:
+        return 0

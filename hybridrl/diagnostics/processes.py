@@ -1,0 +1,73 @@
+"""Processes that belong together and end together: those of a session, or below a guard."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hybridrl import guard
+from hybridrl.diagnostics.activity import process_stat
+
+log = logging.getLogger(__name__)
+
+_KILL_WAIT_S = 10.0
+_POLL_S = 0.02
+_GUARD_WAIT_S = 15.0
+
+
+def members_of(session: int) -> list[int]:
+    """Return the living processes of a session, its leader first."""
+    pids = sorted(int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    return [pid for pid in pids if _lives_in(session, process_stat(pid))]
+
+
+def kill_session(leader: subprocess.Popen[bytes]) -> None:
+    """Kill a child that leads a session, and all processes in it, as a loss of power does.
+
+    Twice is a no-op. The child's exit status stays with ``leader``.
+    """
+    deadline = time.monotonic() + _KILL_WAIT_S
+    while (members := members_of(leader.pid)) and time.monotonic() < deadline:
+        for pid in members:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        leader.poll()  # what is dead and not asked for stays in the list
+        time.sleep(_POLL_S)
+
+
+def guarded(command: Sequence[str]) -> list[str]:
+    """Return what to start so that ``command`` leaves nothing behind, however it or we end.
+
+    Start it with a pipe as its standard input, in a session of its own; end it with `end_guarded`.
+    Its exit status is the command's.
+    """
+    return [sys.executable, "-S", "-E", guard.__file__, *command]
+
+
+def end_guarded(process: subprocess.Popen[bytes]) -> None:
+    """Kill a guarded command and all that it started, in whatever session. Twice is a no-op.
+
+    The exit status stays with ``process``.
+    """
+    if process.stdin is not None:
+        process.stdin.close()  # which the guard waits for
+    try:
+        process.wait(_GUARD_WAIT_S)
+    except subprocess.TimeoutExpired:
+        log.warning("process %d did not end what is below it", process.pid)
+    kill_session(process)  # of a guard that was killed itself
+    process.wait()
+
+
+def _lives_in(session: int, stat: Sequence[str]) -> bool:
+    if not stat:  # it ended meanwhile
+        return False
+    state, _, _, its_session = stat[:4]
+    return int(its_session) == session and state != "Z"

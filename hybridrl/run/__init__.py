@@ -1,0 +1,1 @@
+"""What runs a run: processes, its folder, resuming, the terminal."""

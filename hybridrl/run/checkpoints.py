@@ -1,0 +1,200 @@
+"""Saving a run now and then while it goes on, and taking it up again."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from hybridrl.checkpoint.manifest import FileEntry, Manifest, RunFingerprint, RunState
+from hybridrl.checkpoint.store import Checkpoint, CheckpointStore
+from hybridrl.config.checkpoint import CheckpointConfig
+from hybridrl.errors import CheckpointError, RemoteCallError
+from hybridrl.metrics import Max, Metrics, Sum
+
+log = logging.getLogger(__name__)
+
+_MAX_FAILED_SAVES = 3
+
+
+class Saver(Protocol):
+    """A worker group whose engines are saved: one of ``CheckpointedWorker``."""
+
+    def save(self, folder: Path) -> list[None]:
+        """Copy to the host, and begin to write."""
+        ...
+
+    def collect_saved(self, waits: bool) -> list[FileEntry | None]:  # noqa: FBT001
+        """Return what each rank wrote; None from those that still write."""
+        ...
+
+    def find_torn(self, folder: Path, files: Sequence[FileEntry]) -> list[list[str]]:
+        """Name the files whose bytes have changed."""
+        ...
+
+    def load(self, folder: Path) -> list[None]:
+        """Go to where the ranks were that wrote the folder."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Unfinished:
+    folder: Path
+    run: RunState
+    score: float | None
+
+
+class Checkpointer:
+    """Begins a checkpoint after a step, and makes it whole some steps later.
+
+    Ranks copy their state to the host, which the step waits for, and write it in threads of their
+    own. What they wrote is a checkpoint once the manifest lies beside it under the final name.
+    """
+
+    def __init__(
+        self,
+        shelf: CheckpointStore,
+        savers: Mapping[str, Saver],
+        *,
+        config: CheckpointConfig,
+        origin: RunFingerprint,
+        capture: Callable[[int], RunState],
+    ) -> None:
+        """Get ready.
+
+        Args:
+            shelf: of the run.
+            savers: worker groups by role; a role is a folder in the checkpoint.
+            config: how often, and how many to keep.
+            origin: what a resumed run is compared with.
+            capture: returns the driver's state after a step.
+        """
+        self._shelf = shelf
+        self._savers = savers
+        self._config = config
+        self._origin = origin
+        self._capture = capture
+        self._unfinished: _Unfinished | None = None
+        self._last_begun = 0
+        self._num_failed = 0
+
+    def after_step(self, step: int, metrics: Metrics, *, is_last: bool) -> Metrics:
+        """Finish the checkpoint before if it is written, and begin one if it is time.
+
+        Args:
+            step: that was just recorded.
+            metrics: of the step, perhaps with an evaluation's.
+            is_last: of the run, or before an interruption: then wait until all is on the disk.
+
+        Returns:
+            What it cost, for the next step's line.
+
+        Raises:
+            CheckpointError: three checkpoints in a row could not be written.
+        """
+        if not self._config.every_num_steps:
+            return {}
+        begin = time.perf_counter()
+        cost = self._finish(waits=False)
+        is_due = step % self._config.every_num_steps == 0 or is_last
+        if is_due and step != self._last_begun:
+            cost |= self._finish(waits=True)
+            self._begin(step, metrics)
+        if is_last:
+            cost |= self._finish(waits=True)
+        return cost | {"time/checkpoint_s": Max(time.perf_counter() - begin)}
+
+    def restore(self) -> RunState | None:
+        """Put all workers where the newest whole checkpoint was taken; None if there is none.
+
+        Every byte is compared with what was written before it is used.
+
+        Raises:
+            CheckpointError: it is of another model, or all are torn.
+        """
+        self._shelf.discard_unfinished()
+        while (checkpoint := self._shelf.newest()) is not None:
+            torn = [name for role in self._savers for name in self._find_torn(checkpoint, role)]
+            if not torn:
+                for role, saver in self._savers.items():
+                    saver.load(checkpoint.folder / role)
+                self._last_begun = checkpoint.manifest.run.step
+                return checkpoint.manifest.run
+            log.warning(
+                "%s is torn: the bytes of %s have changed since they were written; it is set "
+                "aside and the checkpoint before it is used",
+                *(checkpoint.folder, ", ".join(torn)),
+            )
+            self._shelf.quarantine(checkpoint.folder)
+        return None
+
+    def _find_torn(self, checkpoint: Checkpoint, role: str) -> list[str]:
+        files = [entry for entry in checkpoint.manifest.files if entry.name.startswith(f"{role}/")]
+        torn = self._savers[role].find_torn(checkpoint.folder, files)
+        return [name for names in torn for name in names]
+
+    def _begin(self, step: int, metrics: Metrics) -> None:
+        try:
+            folder = self._shelf.begin(step)
+        except OSError as err:
+            self._note_failure(f"checkpoint of step {step}: {err}")
+            return
+        for role, saver in self._savers.items():
+            saver.save(folder / role)
+        self._unfinished = _Unfinished(folder, self._capture(step), _score(metrics))
+        self._last_begun = step
+
+    def _finish(self, *, waits: bool) -> Metrics:
+        """Make the checkpoint that is being written whole, if all ranks have written."""
+        unfinished = self._unfinished
+        if unfinished is None:
+            return {}
+        try:
+            files = self._collect(waits=waits)
+            if files is None:
+                return {}
+            manifest = Manifest(
+                run=unfinished.run, origin=self._origin, files=files, score=unfinished.score
+            )
+            self._shelf.commit(unfinished.folder, manifest)
+        except (RemoteCallError, OSError) as err:
+            if isinstance(err, RemoteCallError) and not isinstance(err.__cause__, CheckpointError):
+                raise  # not the disk: a rank is in trouble
+            self._unfinished = None
+            self._shelf.discard_unfinished()  # gives its bytes back to a disk that is full
+            self._note_failure(f"checkpoint of step {unfinished.run.step}: {err}")
+            return {}
+        self._unfinished = None
+        self._num_failed = 0
+        self._shelf.prune(keep_last=self._config.keep_last, keep_best=self._config.keep_best)
+        return {"memory/checkpoint_bytes": Sum(sum(entry.num_bytes for entry in files))}
+
+    def _collect(self, *, waits: bool) -> tuple[FileEntry, ...] | None:
+        files = []
+        for role, saver in self._savers.items():
+            for entry in saver.collect_saved(waits):
+                if entry is None:
+                    return None
+                files.append(replace(entry, name=f"{role}/{entry.name}"))
+        return tuple(files)
+
+    def _note_failure(self, what: str) -> None:
+        self._num_failed += 1
+        if self._num_failed == _MAX_FAILED_SAVES:
+            raise CheckpointError(
+                f"{what}\n{_MAX_FAILED_SAVES} checkpoints in a row could not be written; free "
+                "space or mend the disk and give the same command again: it goes on from the last "
+                "whole checkpoint"
+            )
+        log.warning("%s; training goes on, the next checkpoint tries again", what)
+
+
+def _score(metrics: Metrics) -> float | None:
+    """Return the evaluation's result in these metrics, higher is better."""
+    if "eval/reward/mean" in metrics:
+        return metrics["eval/reward/mean"].value
+    loss = metrics.get("eval/loss_nats")
+    return None if loss is None else -loss.value

@@ -1,0 +1,257 @@
+"""From the ``cluster`` section to Ray, a resource pool and a worker group."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private import services
+from ray._private.ray_logging import global_worker_stdstream_dispatcher
+
+from hybridrl import env
+from hybridrl.config.cluster import ClusterConfig
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.setup_hook import SetupHook
+from hybridrl.diagnostics import trace
+from hybridrl.errors import ResourceError
+from hybridrl.run.ray_token import keep_token_private
+from hybridrl.single_controller import (
+    OnFailure,
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    Worker,
+    create_colocated_worker_cls,
+)
+from hybridrl.single_controller.head import require_head
+from hybridrl.trainer.interrupt import hangups_ignored
+
+log = logging.getLogger(__name__)
+
+_NVIDIA = Path("/dev/nvidiactl")
+_MIB = 1024 * 1024
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_WORKER_OUTPUT = "ray_print_logs"  # as ray.init names what writes it to stderr
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+@contextmanager
+def ray_cluster(cluster: ClusterConfig, *, num_more_ranks: int = 0) -> Iterator[None]:
+    """Connect to ``cluster.address``, or start Ray on this machine and end it afterwards.
+
+    Args:
+        cluster: where, and for how many ranks.
+        num_more_ranks: processes beside them: a critic that has a pool of its own.
+
+    Raises:
+        ResourceError: no cluster answers at the address, or this machine lacks what is asked for.
+    """
+    if ray.is_initialized():  # the caller's own: a test, a notebook
+        yield
+        return
+    with trace.span("start Ray"):
+        if cluster.address is None:
+            require_device(cluster)
+            _start_ray(cluster, num_ranks=cluster.num_ranks_per_node + num_more_ranks)
+        else:
+            _connect(cluster.address)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def show_workers_no_more() -> None:
+    """Stop Ray's copy of what workers write: one that is ended while it starts dumps C++ stacks."""
+    global_worker_stdstream_dispatcher.remove_handler(_WORKER_OUTPUT)
+
+
+def require_device(cluster: ClusterConfig) -> None:
+    """Say at once what Ray would only find out by waiting for a node that has a GPU.
+
+    Raises:
+        ResourceError: GPUs are asked for, of this machine alone, and it has none.
+    """
+    if cluster.address is None and cluster.device == "cuda" and not _NVIDIA.exists():
+        raise ResourceError(
+            "cluster.device=cuda, but this machine has no NVIDIA device; set cluster=cpu, or "
+            "cluster.ray_address to a Ray cluster that has GPUs"
+        )
+
+
+def _start_ray(cluster: ClusterConfig, *, num_ranks: int) -> None:
+    # A GPU is visible to a rank only if Ray gives it; ranks on CPUs see none, and that is no news.
+    env.set_default("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ranks import what this process does, whether hybridrl is installed or run from a checkout.
+    env.set_value("PYTHONPATH", env.python_path())
+    # Ray's idle processes import what ranks need while this one still imports: 3 s less to step 1.
+    env.set_default("RAY_preload_python_modules", "hybridrl.workers.actor_rollout")
+    arguments: dict[str, Any] = {
+        "address": "local",
+        # As many as the ranks ask for: more ranks than cores is a choice, not an error.
+        "num_cpus": max(1, round(num_ranks * cluster.num_cpus_per_rank)),
+        "include_dashboard": False,
+        "logging_level": logging.WARNING,
+    }
+    if cluster.object_store_mib:
+        arguments["object_store_memory"] = cluster.object_store_mib * _MIB
+    keep_token_private()
+    with hangups_ignored():
+        ray.init(**arguments)
+    _require_gpus(cluster)
+
+
+def _require_gpus(cluster: ClusterConfig) -> None:
+    # No node will ever join this Ray, so there is nothing to wait for.
+    num_gpus = int(ray.cluster_resources().get("GPU", 0))
+    if cluster.device == "cuda" and num_gpus < cluster.num_ranks_per_node:
+        ray.shutdown()
+        raise ResourceError(
+            f"cluster.num_ranks_per_node={cluster.num_ranks_per_node} needs as many GPUs, and Ray "
+            f"sees {num_gpus} on this machine; set cluster.num_ranks_per_node={num_gpus}, or "
+            "cluster.ray_address to a Ray cluster that has more"
+        )
+
+
+def _connect(address: str) -> None:
+    key = f"cluster.ray_address={address}"
+    remedy = (
+        "start a cluster with `ray start --head`, correct the address, or set "
+        "cluster.ray_address=null to start Ray on this machine"
+    )
+    # Ray tries to reach a head that is there and refuses, for example for lack of a token, 20
+    # times, of up to 41 s each.
+    env.set_default("RAY_gcs_server_port_wait_time_s", "2")
+    try:
+        require_head(_resolve(address))
+        ray.init(address=address, logging_level=logging.WARNING)
+    except ResourceError as error:
+        raise ResourceError(f"no Ray cluster answers at {key}: {error}; {remedy}") from error
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ResourceError(
+            f"no Ray cluster takes this driver at {key}: {error}; if it asks for a token, set "
+            f"RAY_AUTH_MODE=token and give the token that its nodes have; else {remedy}"
+        ) from error
+
+
+def _resolve(address: str) -> str:
+    """Return HOST:PORT of ``auto``, which is the cluster last started on this machine."""
+    if address != "auto":
+        return address
+    # Ray has no public name for this question; its answer on another machine's cluster is None.
+    host_port = services.canonicalize_bootstrap_address(address)
+    if host_port is None:
+        raise ResourceError("no Ray runs on this machine")
+    return str(host_port)
+
+
+def rank_variables(config: ExperimentConfig) -> dict[str, str]:
+    """Return the environment variables that the way in which models are cut asks for.
+
+    Tensor-parallel layers of megatron-core put a collective on its way before the matrix product
+    that hides it. A device with one hardware queue takes them in that order; with several the
+    product may come first. It is read once, when CUDA starts. What the user has set stays.
+    """
+    cuts_matrices = config.megatron_worlds and config.megatron.tensor_parallel_size > 1
+    if not cuts_matrices or config.cluster.device != "cuda" or env.get(_QUEUES):
+        return {}
+    return {_QUEUES: "1"}
+
+
+def _rank_environment(cluster: ClusterConfig) -> dict[str, str]:
+    """Return what ranks need set and do not inherit.
+
+    On this machine they inherit all of this process's environment; then there is nothing to set,
+    and Ray can give them its idle processes, which one with an environment of its own cannot be.
+    On other machines they inherit what `ray start` was given there.
+    """
+    needed = env.process_environment(cluster.num_threads_per_rank)
+    if cluster.address is None and len(ray.nodes()) == 1:
+        return {name: value for name, value in needed.items() if env.get(name) != value}
+    if not any(name in env.ROOT.parts for name in _INSTALLED):
+        # A checkout on a folder that all machines share; elsewhere the entry does nothing.
+        needed["PYTHONPATH"] = str(env.ROOT)
+    return needed
+
+
+def start_group(
+    cluster: ClusterConfig,
+    worker: type[Worker],
+    *args: object,
+    on_failure: OnFailure | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> RayWorkerGroup:
+    """Start one process per rank and construct ``worker(*args)`` in each.
+
+    ``cluster.num_nodes`` are that many machines: no two of them are the same Ray node.
+
+    Args:
+        cluster: machines, processes and deadlines.
+        worker: the class.
+        args: of its constructor.
+        on_failure: see `RayWorkerGroup`.
+        variables: more of the processes' environment; see `rank_variables`.
+
+    Raises:
+        ResourceError: the cluster lacks the resources; names what is asked for and what there is.
+        RemoteCallError: a constructor raised, or ``cluster.worker_setup_hook``.
+    """
+    made = RayClassWithInitArgs(worker, *args)
+    return _start_group(cluster, made, on_failure, variables=variables or {})
+
+
+def start_fused_group(
+    cluster: ClusterConfig,
+    roles: Mapping[str, tuple[type[Worker], object]],
+    *,
+    on_failure: OnFailure | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> RayWorkerGroup:
+    """Start one process per rank that holds a worker of each role.
+
+    Args:
+        cluster: how many ranks, and what each gets.
+        roles: by prefix, the worker's class and the argument of its constructor.
+        on_failure: see `RayWorkerGroup`.
+        variables: as for `start_group`.
+
+    Raises:
+        ResourceError: the cluster lacks the resources; names what is asked for and what there is.
+        RemoteCallError: a constructor raised, or ``cluster.worker_setup_hook``.
+    """
+    classes = {prefix: RayClassWithInitArgs(cls, spec) for prefix, (cls, spec) in roles.items()}
+    made = create_colocated_worker_cls(classes)
+    return _start_group(cluster, made, on_failure, variables=variables or {})
+
+
+def _start_group(
+    cluster: ClusterConfig,
+    worker: RayClassWithInitArgs,
+    on_failure: OnFailure | None,
+    *,
+    variables: Mapping[str, str],
+) -> RayWorkerGroup:
+    pool = RayResourcePool(
+        process_on_nodes=[cluster.num_ranks_per_node] * cluster.num_nodes,
+        use_gpu=cluster.device == "cuda",
+        num_cpus_per_rank=cluster.num_cpus_per_rank,
+        wait_s=cluster.start_timeout_s,
+        is_spread=True,
+    )
+    with trace.span("start workers"):
+        group = RayWorkerGroup(
+            resource_pool=pool,
+            ray_cls_with_init=worker,
+            env_vars={**_rank_environment(cluster), **variables},
+            timeout_s=cluster.call_timeout_s,
+            start_timeout_s=cluster.start_timeout_s,
+            on_failure=on_failure,
+            set_up=SetupHook(cluster.worker_setup_hook) if cluster.worker_setup_hook else None,
+        )
+    if len(ray.nodes()) > 1:
+        log.info("%s", group.describe_places())
+    return group

@@ -1,0 +1,249 @@
+"""What a person sees while a run goes on: a live table in a terminal, plain lines elsewhere.
+
+The loop says ``live.begin_step(3)``, ``live.phase("generate")`` and ``live.step(3, ...)``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+
+_SHOWN = (
+    *("reward/mean", "eval/reward/mean", "loss/supervised_nats", "eval/loss_nats"),
+    *("length/response_tokens/mean", "rollout/truncated_fraction"),
+    *("policy/entropy_nats/mean", "policy/kl_to_reference_nats/mean", "policy/grad_norm"),
+    *("critic/explained_variance", "policy/sampler_mismatch_nats/mean", "policy/skipped_updates"),
+    *("time/step_s", "throughput/tokens_per_s"),
+)
+"""Metrics worth a glance, in this order; all of them are in ``metrics.jsonl``."""
+
+_IN_LINE = 4  # of them, those that fit into a line
+_HEARTBEAT_S = 5.0
+_TREND_WIDTH = 32
+_PACE_STEPS = 10
+_SMOOTHED_STEPS = 10
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+class LiveView:
+    """Knows what a run does, and shows nothing. The loop writes; a display's thread may read."""
+
+    def __init__(self, num_steps: int) -> None:
+        """Begin before the first of ``num_steps`` steps."""
+        self.num_steps = num_steps
+        self.num_done = 0
+        self.trends: dict[str, list[float]] = {}
+        self._running_step: int | None = None
+        self._phase = "start"
+        self._phase_began = time.monotonic()
+        # From the first end of a step on: the time until then is start-up, no measure of the pace.
+        self._ends: deque[float] = deque(maxlen=_PACE_STEPS + 1)
+
+    def phase(self, name: str) -> None:
+        """Begin a phase, for example ``generate``."""
+        # The time first: a reader in between then sees an old phase as young, never as old.
+        self._phase_began = time.monotonic()
+        self._phase = name
+
+    def begin_step(self, step: int) -> None:
+        """Begin step ``step``, counted from 1."""
+        self._running_step = step
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """End step ``step`` with its metrics; 0 is what comes before the first."""
+        self.num_done = step
+        self._running_step = None
+        self.phase(f"after step {step}")
+        if step:
+            self._ends.append(time.monotonic())
+        self._remember(values)
+
+    def break_off(self) -> None:
+        """Leave the running step: what follows is a new start, no measure of the pace."""
+        self._running_step = None
+        self._ends.clear()
+
+    def rewind(self, step: int, history: Iterable[Mapping[str, float]]) -> None:
+        """Go back to the end of ``step``; ``history`` is the metrics of the steps until then."""
+        self.break_off()
+        self.num_done = step
+        self.trends = {}
+        for values in history:
+            self._remember(values)
+
+    def _remember(self, values: Mapping[str, float]) -> None:
+        for name in _SHOWN:
+            if name in values:
+                self.trends.setdefault(name, []).append(values[name])
+
+    def describe_phase(self) -> str:
+        """Say which step runs, if one does, and for how long its present phase has."""
+        running = self._running_step
+        where = "" if running is None else f"step {running}/{self.num_steps}: "
+        return f"{where}{self._phase}, {time.monotonic() - self._phase_began:.0f} s"
+
+    def describe_time_left(self) -> str:
+        """Say how long the other steps take at the pace of the last ones; empty if unknown."""
+        num_timed = len(self._ends) - 1
+        if num_timed < 1:
+            return ""
+        pace_s = (self._ends[-1] - self._ends[0]) / num_timed
+        return f"{format_duration((self.num_steps - self.num_done) * pace_s)} left"
+
+    def smoothed(self, name: str) -> str:
+        """Write the mean of a metric's last 10 values; empty where one value says as much."""
+        values = self.trends[name][-_SMOOTHED_STEPS:]
+        is_single = len(values) < 2 or name.startswith("eval/")
+        return "" if is_single else format_value(sum(values) / len(values))
+
+
+class LiveLines(LiveView):
+    """One line a step, and one every 5 s of silence that says what takes so long."""
+
+    def __init__(
+        self, num_steps: int, *, stream: TextIO, heartbeat_s: float = _HEARTBEAT_S
+    ) -> None:
+        """Write to ``stream``; call ``start`` to begin."""
+        super().__init__(num_steps)
+        self._stream = stream
+        self._heartbeat_s = heartbeat_s
+        self._spoke = threading.Event()
+        self._is_over = False
+        self._thread = threading.Thread(target=self._beat, daemon=True, name="live-lines")
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the line of a step."""
+        super().step(step, values)
+        shown = [name for name in _SHOWN if name in values][:_IN_LINE]
+        parts = [f"step {step}/{self.num_steps}"]
+        parts += [f"{name} {format_value(values[name])}" for name in shown]
+        if shown and (smoothed := self.smoothed(shown[0])):
+            parts[1] += f" (mean of {_SMOOTHED_STEPS}: {smoothed})"
+        if "time/step_s" in values and "time/step_s" not in shown:
+            parts.append(f"{values['time/step_s']:.2f} s")
+        self._say("  ".join([*parts, self.describe_time_left()]).rstrip())
+        self._spoke.set()
+
+    def start(self) -> None:
+        """Begin to say what takes long."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; no line comes afterwards."""
+        self._is_over = True
+        self._spoke.set()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        while not self._is_over:
+            if self._spoke.wait(self._heartbeat_s):
+                self._spoke.clear()
+            else:
+                self._say(self.describe_phase())
+
+    def _say(self, line: str) -> None:
+        try:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+        except BrokenPipeError:  # nobody reads any more, as after `| head`: no reason to stop
+            self._is_over = True
+
+
+class LiveTable(LiveView):
+    """A table that redraws itself: progress, the present phase, and each metric with its trend."""
+
+    def __init__(self, num_steps: int) -> None:
+        """Hold an empty table; rich draws it."""
+        super().__init__(num_steps)
+        self._spinner = Spinner("dots")
+
+    def __rich__(self) -> Group:
+        self._spinner.update(text=f"{self.describe_phase()}   {self.describe_time_left()}")
+        bar = Table.grid()  # a bar alone does not end its line
+        bar.add_row(ProgressBar(self.num_steps, self.num_done, width=_TREND_WIDTH))
+        table = Table(box=None, pad_edge=False)
+        table.add_column("metric")
+        for title in ("first", "last", f"mean of {_SMOOTHED_STEPS}"):
+            table.add_column(title, justify="right")
+        table.add_column("since the start")
+        for name in _SHOWN:
+            if name in self.trends:
+                trend = self.trends[name]
+                ends = (format_value(trend[0]), format_value(trend[-1]), self.smoothed(name))
+                table.add_row(name, *ends, sparkline(squeeze(trend, width=_TREND_WIDTH)))
+        return Group(self._spinner, bar, table)
+
+
+@contextmanager
+def open_live(mode: str, *, num_steps: int, stream: TextIO) -> Iterator[LiveView]:
+    """Show a run while the block lasts.
+
+    Args:
+        mode: ``tracking.live``: ``table``, ``lines``, ``off``, or ``auto``, which is a table if
+            ``stream`` is a terminal, else lines.
+        num_steps: of the run.
+        stream: usually ``sys.stdout``.
+    """
+    console = Console(file=stream)
+    if mode == "off":
+        yield LiveView(num_steps)
+    elif mode == "table" or (mode == "auto" and console.is_terminal):
+        table = LiveTable(num_steps)
+        with Live(table, console=console, refresh_per_second=8):
+            yield table
+    else:
+        lines = LiveLines(num_steps, stream=stream)
+        lines.start()
+        try:
+            yield lines
+        finally:
+            lines.stop()
+
+
+def squeeze(values: Sequence[float], *, width: int) -> list[float]:
+    """Return at most ``width`` values: each the mean of a stretch, all stretches nearly equal."""
+    if len(values) <= width:
+        return list(values)
+    edges = [len(values) * index // width for index in range(width + 1)]
+    spans = (values[begin:end] for begin, end in pairwise(edges))
+    return [sum(stretch) / len(stretch) for stretch in spans]
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Draw values as blocks between their minimum and maximum; equal values lie in the middle."""
+    finite = [value for value in values if abs(value) < float("inf")]
+    if not finite:
+        return " " * len(values)
+    low, high = min(finite), max(finite)
+    return "".join(_block((v - low) / (high - low) if high > low else 0.5) for v in values)
+
+
+def _block(share: float) -> str:
+    if not 0.0 <= share <= 1.0:  # also not a number
+        return " "
+    return _BLOCKS[min(int(share * len(_BLOCKS)), len(_BLOCKS) - 1)]
+
+
+def format_value(value: float) -> str:
+    """Write a number with about four digits."""
+    is_large = 1000 <= abs(value) < 1e15
+    return f"{value:,.0f}" if is_large else f"{value:.4g}"
+
+
+def format_duration(seconds: float) -> str:
+    """Write seconds as ``42 s``, ``3 min`` or ``2 h 05 min``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,102 @@
+"""What a run says at its end: how far it came, what it learned, where all is, how it goes on."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hybridrl.checkpoint.store import CheckpointStore
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.run.display import format_duration, format_value
+from hybridrl.run.run_folder import METRICS
+
+_SCORES: Sequence[tuple[str, Callable[[list[float]], float]]] = (
+    ("eval/reward/mean", max),
+    ("eval/loss_nats", min),
+    ("reward/mean", max),
+    ("loss/supervised_nats", min),
+)
+"""What a run is judged by, and which of its values is the best."""
+
+_NUM_SMOOTHED = 10
+
+
+def read_metrics(run_folder: Path) -> list[dict[str, float]]:
+    """Return the whole lines of ``metrics.jsonl``, without values that are not finite."""
+    lines = []
+    with suppress(OSError), (run_folder / METRICS).open(encoding="utf-8") as file:
+        for line in file:
+            with suppress(ValueError):  # the last line, cut off by a crash
+                values = json.loads(line)
+                lines.append({name: value for name, value in values.items() if value is not None})
+    return lines
+
+
+def describe_end(
+    config: ExperimentConfig, *, command: Sequence[str], error: BaseException | None
+) -> str:
+    """Return some lines about a run that ended.
+
+    Args:
+        config: of the run, whose folder is there.
+        command: that started it; empty if it was started by code.
+        error: what ended it before its last step; None is a run that is done.
+    """
+    folder = Path(config.trainer.run_dir)
+    lines = read_metrics(folder)
+    num_done = int(lines[-1]["step"]) if lines else 0
+    seconds = f", {format_duration(lines[-1]['elapsed_s'])}" if lines else ""
+    verb = "finished" if error is None else "stopped"
+    where = f"after step {num_done}" if num_done else "before step 1"
+    rows = [(verb, f"{where} of {config.num_steps}{seconds}")]
+    rows += [(name, text) for name, best in _SCORES if (text := _describe_score(lines, name, best))]
+    steps = CheckpointStore(folder / "checkpoints").steps()
+    places = {
+        "model": folder / "hf",
+        "adapter": folder / "adapter",
+        "report": folder / "report.html",
+        "checkpoint": folder / "checkpoints" / f"step-{steps[-1]:09}" if steps else folder / "no",
+    }
+    rows += [(label, str(path)) for label, path in places.items() if path.exists()]
+    if command and (steps or config.checkpoint.every_num_steps):
+        more = () if error else (f"{config.num_steps_key}={2 * config.num_steps}",)
+        rows.append(("to go on", resume_command(command, run_dir=str(folder), changes=more)))
+    return "".join(f"{label:<20} {text}\n" for label, text in rows)
+
+
+def resume_command(command: Sequence[str], *, run_dir: str, changes: Sequence[str]) -> str:
+    """Return the command that continues the run in ``run_dir``, quoted for a shell.
+
+    Args:
+        command: that started the run.
+        run_dir: of the run.
+        changes: overrides that take the place of former ones.
+    """
+    given = (f"trainer.run_dir={run_dir}", *changes)
+    replaced = {"trainer.overwrite", *(override.partition("=")[0] for override in given)}
+    kept = [part for part in command if part.partition("=")[0] not in replaced]
+    return shlex.join([*kept, *given])
+
+
+def _describe_score(
+    lines: Sequence[Mapping[str, float]], name: str, best_of: Callable[[list[float]], float]
+) -> str:
+    """Say from where to where a metric went; empty where it was not measured twice."""
+    values = [(int(line["step"]), line[name]) for line in lines if name in line]
+    if len(values) < 2:
+        return ""
+    if not name.startswith("eval/"):
+        num = min(_NUM_SMOOTHED, len(values) // 2)
+        first, last = (_mean(part) for part in (values[:num], values[-num:]))
+        return f"{first} -> {last} (means of {num} steps)"
+    best = best_of([value for _, value in values])
+    step = next(step for step, value in values if value == best)
+    first, last = format_value(values[0][1]), format_value(values[-1][1])
+    return f"{first} -> {last}, best {format_value(best)} after step {step}"
+
+
+def _mean(values: Sequence[tuple[int, float]]) -> str:
+    return format_value(sum(value for _, value in values) / len(values))

@@ -1,0 +1,92 @@
+"""Start of a run: what is slow to start starts at the same time.
+
+Importing torch takes seconds, and so does starting Ray; neither needs the other, so a thread
+imports while Ray starts. (Not the other way round: Ray's processes end with the thread that
+started them.) This module therefore imports neither torch nor what does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from importlib import import_module
+
+from hybridrl import env
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.diagnostics import trace
+from hybridrl.run.certify import certify
+from hybridrl.run.cluster import ray_cluster, show_workers_no_more
+from hybridrl.run.driver_watchdog import driver_watchdog
+from hybridrl.run.record import open_record
+from hybridrl.run.resume import finished_message, should_resume
+from hybridrl.run.supervise import supervise
+from hybridrl.trainer.interrupt import ended_by_signals
+
+_COMPOSITION_ROOT = "hybridrl.run.build"
+_DIED = (
+    "ClusterLostError: the driver was ended without an exception. Ray does that when the head or "
+    "the raylet beside the driver is gone (cluster.ray_address={address}); else it was killed. "
+    "Look at `ray status --address={address}`, start the cluster again if need be, then the run"
+)
+
+
+def run_supervised(
+    config: ExperimentConfig, *, resolved_yaml: str, command: Sequence[str] = ()
+) -> None:
+    """Run a checked configuration in a child process, again if that dies; see `supervise`."""
+    has_begun = config.mode != "certify" and supervise(config)
+    run(config, resolved_yaml=resolved_yaml, has_begun=has_begun, command=command)
+
+
+def run(
+    config: ExperimentConfig,
+    *,
+    resolved_yaml: str,
+    has_begun: bool = False,
+    command: Sequence[str] = (),
+) -> None:
+    """Run a checked configuration in its own run folder.
+
+    Args:
+        config: has passed every check.
+        resolved_yaml: what the run folder keeps as config.yaml.
+        has_begun: the run in the folder is this one, and goes on.
+        command: that started it, as it is typed; empty if code did.
+
+    Raises:
+        RunFolderError: the folder exists already and cannot go on, or cannot be written.
+        CertificateError: with ``mode=certify``, resuming was not bit by bit.
+        CheckpointError: the folder's run was begun with other settings.
+        RunStopped: a signal ended it before its last step, after it was saved.
+        RunInterrupted: a signal ended it at once.
+        ResourceError: there is no Ray cluster, or it lacks what the run asks for.
+    """
+    env.prepare_process(config.cluster.num_threads_per_rank)  # the thread below imports torch
+    if config.mode == "certify":
+        with open_record(config, resolved_yaml=resolved_yaml) as record:
+            certify(config, record=record)
+        return
+    resumes = has_begun or should_resume(config)
+    if resumes and (message := finished_message(config)):
+        sys.stdout.write(f"{message}\n")
+        return
+    with ExitStack() as opened:
+        record = opened.enter_context(
+            open_record(config, resolved_yaml=resolved_yaml, resumes=resumes, command=command)
+        )
+        if (address := config.cluster.address) is not None:
+            words = _DIED.format(address=address)
+            opened.enter_context(driver_watchdog(words, log_file=record.run_log.log_file))
+        record.phase("start Ray")
+        thread = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="import"))
+        imported = thread.submit(import_module, _COMPOSITION_ROOT)
+        num_more_ranks = config.num_critic_ranks if config.has_critic_pool else 0
+        with (
+            ray_cluster(config.cluster, num_more_ranks=num_more_ranks),
+            ended_by_signals(show_workers_no_more),
+        ):
+            with trace.span("import"):
+                root = imported.result()
+            root.run(config, record=record)

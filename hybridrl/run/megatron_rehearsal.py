@@ -1,0 +1,46 @@
+"""What ``mode=check`` asks of megatron-core itself, where it can be imported on this machine."""
+
+from __future__ import annotations
+
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config.checks.lora import model_values
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.json_text import to_json_text
+
+_MEGATRON = "hybridrl.workers.train.mcore.rehearsal"
+"""Imported by name if asked for: it takes 5 s, and megatron-core need not be installed."""
+
+
+def rehearse_megatron(config: ExperimentConfig) -> list[str]:
+    """Let megatron-core look at what the run would give it; nothing where no model trains on it.
+
+    Returns:
+        Lines for the user: what was looked at, what was not, and what megatron-core said.
+
+    Raises:
+        ConfigErrors: what megatron-core would refuse when the run starts.
+        ModelError: it cannot compute the model.
+    """
+    if not config.megatron_worlds:
+        return []
+    try:
+        rehearsal = import_module(_MEGATRON)
+    except ImportError as err:
+        return [
+            f"not checked: what megatron-core takes, for it cannot be imported here ({err}); "
+            "pip install 'hybridrl[megatron]'"
+        ]
+    if config.model.path is not None:
+        lines: list[str] = rehearsal.rehearse(config, Path(config.model.path))
+        return lines
+    with tempfile.TemporaryDirectory() as scratch:
+        # The made model is not made yet: this is its shape.
+        sizes: dict[str, Any] = dict(model_values(config))
+        sizes["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
+        (Path(scratch) / "config.json").write_text(to_json_text(sizes), encoding="utf-8")
+        lines = rehearsal.rehearse(config, Path(scratch))
+        return lines

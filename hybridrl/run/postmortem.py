@@ -1,0 +1,224 @@
+"""What a crash leaves: ``RUN_DIR/postmortem/TIME``, for whoever looks into it later.
+
+``what.txt``            the error, where the run was, how processes ended, a line per rank
+``stacks.txt``          stacks of all threads, of the driver and of every rank
+``log_tail.txt``        last lines of log.txt, and of what each rank wrote
+``memory.csv``          memory of each rank over the last minutes
+``versions.txt``        software and machine
+``config.yaml``         the resolved configuration
+``metrics_tail.jsonl``  the last steps
+
+The folder is there whole or not at all, and nothing that goes wrong with it hides the error.
+"""
+
+from __future__ import annotations
+
+import csv
+import faulthandler
+import os
+import platform
+import shutil
+import socket
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import metadata
+from io import StringIO
+from pathlib import Path
+
+import hybridrl
+from hybridrl.atomic_io import free_name, rename_into_place
+from hybridrl.checkpoint.fingerprint import processor_name
+from hybridrl.diagnostics import activity
+from hybridrl.errors import (
+    ConfigError,
+    ConfigErrors,
+    DataError,
+    ModelError,
+    ResourceError,
+    RunFolderError,
+    TrackerError,
+    is_restartable,
+)
+from hybridrl.run.run_folder import CONFIG, LOG, METRICS
+from hybridrl.single_controller import RankReport
+
+WHERE = ("in step ", "before step ")
+"""How the note begins that says where a run was."""
+
+_MAX_FILE_CHARACTERS = 8 * 2**20
+_TAIL_LINES = 200
+_NUM_METRIC_LINES = 20
+_PACKAGES = (
+    *("torch", "ray", "transformers", "tensordict", "numpy", "peft", "safetensors"),
+    *("sglang", "torch_memory_saver"),
+)
+_SELF_EXPLAINING = (
+    ConfigError,
+    ConfigErrors,
+    DataError,
+    ModelError,
+    ResourceError,
+    RunFolderError,
+    TrackerError,
+    SystemExit,
+    GeneratorExit,
+)
+
+
+def is_crash(error: BaseException) -> bool:
+    """Whether ``error`` leaves something to look into: it is no refusal that says it all."""
+    return not isinstance(error, _SELF_EXPLAINING)
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a run is."""
+
+    num_steps: int
+    num_done: int = 0
+    """Last step that is on record."""
+    has_begun: bool = False
+    """Whether this process has begun a step."""
+    phase: str = "start"
+    began_s: float = field(default_factory=time.monotonic)
+
+    def begin(self, phase: str) -> None:
+        """Note that a phase begins."""
+        self.phase, self.began_s = phase, time.monotonic()
+
+    def describe(self) -> str:
+        """Say step and phase, as the live view does."""
+        step = min(self.num_done + 1, self.num_steps)
+        age_s = time.monotonic() - self.began_s
+        where = WHERE[0] if self.has_begun else WHERE[1]
+        return f"{where}{step} of {self.num_steps}, {self.phase}, {age_s:.1f} s after that began"
+
+
+@dataclass(frozen=True, slots=True)
+class PostMortem:
+    """What is known when a run crashes."""
+
+    run_folder: Path
+    error: BaseException
+    progress: Progress
+    ranks: tuple[RankReport, ...]
+    """Of all ranks, as they were before they were stopped; empty if none had started."""
+
+    def write(self, *, limit_s: float = 5.0) -> str:
+        """Write the folder, within ``limit_s`` seconds; return its path, or why there is none."""
+        outcome = [f"not written, {self.run_folder} did not take it within {limit_s:g} s"]
+
+        def attempt() -> None:
+            try:
+                outcome[0] = str(self._write())
+            except OSError as error:
+                outcome[0] = f"not written, {error}"
+
+        # In a thread that may be left behind: a write to a lost disk returns never.
+        thread = threading.Thread(target=attempt, daemon=True, name="post-mortem")
+        thread.start()
+        thread.join(limit_s)
+        return outcome[0]
+
+    def _write(self) -> Path:
+        parent = self.run_folder / "postmortem"
+        parent.mkdir(exist_ok=True)
+        # Of this process alone: two that crash in one folder do not meet.
+        partial = parent / f".partial-{os.getpid()}"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        try:
+            for name, text in self._texts().items():
+                shortened = text[:_MAX_FILE_CHARACTERS]
+                (partial / name).write_text(shortened, encoding="utf-8", errors="replace")
+            # A name may be taken: the clock may have been set back.
+            target = free_name(parent / time.strftime("%Y-%m-%d_%H-%M-%S"))
+            rename_into_place(partial, target)
+        except OSError:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        return target
+
+    def _texts(self) -> dict[str, str]:
+        metric_lines = _tail(self.run_folder / METRICS, _NUM_METRIC_LINES)
+        return {
+            "what.txt": self._describe_what(),
+            "stacks.txt": self._stacks(),
+            "log_tail.txt": self._log_tails(),
+            "memory.csv": self._memory(),
+            "versions.txt": describe_versions(),
+            CONFIG: _read(self.run_folder / CONFIG),
+            "metrics_tail.jsonl": metric_lines,
+        }
+
+    def _describe_what(self) -> str:
+        lines = [
+            *traceback.format_exception_only(self.error),
+            f"\nwhere:       {self.progress.describe()}",
+            f"when:        {time.strftime('%Y-%m-%d %H:%M:%S %z')}",
+            f"driver:      pid {os.getpid()} on {socket.gethostname()}",
+            f"restartable: {'yes' if is_restartable(self.error) else 'no'}",
+            "\nranks, before they were stopped:",
+            *(f"  {rank.describe()}" for rank in self.ranks),
+            "\n",
+        ]
+        return "\n".join(lines) + "".join(traceback.format_exception(self.error))
+
+    def _stacks(self) -> str:
+        parts = [("the driver, after the error was raised", _own_stacks())]
+        parts += [(rank.describe(), rank.stacks or "none\n") for rank in self.ranks]
+        return "".join(f"==== {title}\n{text}\n" for title, text in parts)
+
+    def _log_tails(self) -> str:
+        parts = [(LOG, _tail(self.run_folder / LOG, _TAIL_LINES))]
+        parts += [(rank.describe(), rank.log_tail or "nothing\n") for rank in self.ranks]
+        return "".join(f"==== {title}\n{text}\n" for title, text in parts)
+
+    def _memory(self) -> str:
+        text = StringIO()
+        table = csv.writer(text, lineterminator="\n")
+        table.writerow(["process", "host", "seconds", "resident_bytes", "shared_memory_used_bytes"])
+        table.writerow(["driver", socket.gethostname(), "0.0", activity.resident_bytes(), ""])
+        for rank in self.ranks:
+            for age_s, resident, shared in rank.memory:
+                who = [f"rank {rank.rank}", rank.host]
+                table.writerow([*who, f"{-age_s:.1f}", resident, shared])
+        return text.getvalue()
+
+
+def describe_versions() -> str:
+    """Return a line for each package and part of the machine that results may depend on."""
+    lines = [f"hybridrl {hybridrl.__version__}", f"python {sys.version.split()[0]}"]
+    for package in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            lines.append(f"{package} {metadata.version(package)}")
+    lines += [
+        f"platform {platform.platform()}",
+        f"processor {processor_name()}, {os.cpu_count()} CPUs",
+    ]
+    driver = _read(Path("/proc/driver/nvidia/version")).splitlines()
+    return "\n".join([*lines, *driver[:1]]) + "\n"
+
+
+def _own_stacks() -> str:
+    read_end, write_end = os.pipe()
+    with os.fdopen(read_end, errors="replace") as reader, os.fdopen(write_end, "wb") as writer:
+        os.set_blocking(write_end, False)  # past 64 KiB the rest is dropped
+        faulthandler.dump_traceback(writer, all_threads=True)
+        writer.close()
+        return reader.read()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _tail(path: Path, num_lines: int) -> str:
+    return "".join(_read(path).splitlines(keepends=True)[-num_lines:])

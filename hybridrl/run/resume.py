@@ -1,0 +1,231 @@
+"""Whether a run folder's run goes on: decided before Ray starts, and before workers do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import yaml
+
+from hybridrl.checkpoint.fingerprint import (
+    check_fingerprints,
+    check_recipe,
+    differences,
+    environment_of,
+    folder_fingerprints,
+    recipe_of,
+)
+from hybridrl.checkpoint.manifest import RunFingerprint, RunState
+from hybridrl.checkpoint.store import CheckpointStore
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.load import read_config
+from hybridrl.data.sampler import SamplerState
+from hybridrl.errors import DataError, RunFolderError
+from hybridrl.run.checkpoints import Checkpointer, Saver
+from hybridrl.run.line_files import lost_lines
+from hybridrl.trainer.loop import Loop
+
+log = logging.getLogger(__name__)
+
+
+class Stream(Protocol):
+    """The run's stream of rows."""
+
+    def state(self) -> SamplerState:
+        """Return where it stands."""
+        ...
+
+    def restore(self, state: SamplerState) -> None:
+        """Go on where ``state`` was taken."""
+        ...
+
+
+class Record(Protocol):
+    """The run's files."""
+
+    def phase(self, name: str) -> None:
+        """Say what begins."""
+        ...
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds that the run has taken."""
+        ...
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of each file that grows by lines."""
+        ...
+
+    def rewind(self, run: RunState | None) -> None:
+        """Go back to where a checkpoint was taken."""
+        ...
+
+
+def checkpoint_store(config: ExperimentConfig) -> CheckpointStore:
+    """Return the checkpoints of the run folder."""
+    # Ranks have a working folder of their own.
+    return CheckpointStore(Path(config.trainer.run_dir).absolute() / "checkpoints")
+
+
+def newest_step(config: ExperimentConfig) -> int:
+    """Return the step of the newest whole checkpoint; 0 if there is none."""
+    checkpoint = checkpoint_store(config).newest()
+    return 0 if checkpoint is None else checkpoint.manifest.run.step
+
+
+def finished_message(config: ExperimentConfig) -> str:
+    """Say that a run has nothing left to do, and what can be done; empty if it has."""
+    key, num_steps = config.num_steps_key, config.num_steps
+    folder = Path(config.trainer.run_dir)
+    is_exported = config.mode == "sft" or config.trainer.export_hf
+    lacks_export = is_exported and not (folder / "hf").is_dir()
+    if newest_step(config) < num_steps or lacks_export:
+        return ""
+    return (
+        f"the run in {folder} is finished: step {num_steps} of {num_steps}. Raise {key} to go on, "
+        "or set trainer.run_dir to a new folder"
+    )
+
+
+def should_resume(config: ExperimentConfig) -> bool:
+    """Say whether the run in the run folder is to be continued, from a checkpoint or from step 0.
+
+    Raises:
+        CheckpointError: it was begun with another recipe, and that was not accepted.
+        RunFolderError: it made no checkpoints, so it cannot be told whether it is of use.
+    """
+    folder = Path(config.trainer.run_dir)
+    former = folder / "config.yaml"
+    if config.trainer.overwrite or config.checkpoint.resume == "never" or not former.is_file():
+        return False
+    checkpoint = checkpoint_store(config).newest()
+    accept = config.checkpoint.accept_changes
+    if checkpoint is not None:
+        saved = checkpoint.manifest.origin.recipe
+        check_recipe(saved, recipe_of(config), where=folder, accept=accept)
+        return True
+    begun, _ = read_config(yaml.safe_load(former.read_text(encoding="utf-8")) or {})
+    if begun is None or not begun.checkpoint.every_num_steps:
+        raise RunFolderError(
+            f"run folder {folder} holds a run without checkpoints, which cannot go on; set "
+            "trainer.run_dir to a new folder, or trainer.overwrite=true to replace it"
+        )
+    check_recipe(recipe_of(begun), recipe_of(config), where=folder, accept=accept)
+    return True
+
+
+def run_fingerprint(config: ExperimentConfig, model_folder: Path) -> RunFingerprint:
+    """Return what the numbers of this run depend on."""
+    reads_weights = config.lora.enabled or config.algorithm.kl.placement != "none"
+    return RunFingerprint(
+        recipe=recipe_of(config),
+        model_folder=str(model_folder.absolute()),
+        fingerprints=folder_fingerprints(model_folder, with_weights=reads_weights),
+        environment=environment_of(config),
+    )
+
+
+def check_resumable(
+    config: ExperimentConfig, origin: RunFingerprint, *, rows: SamplerState
+) -> None:
+    """Compare the newest checkpoint, if there is one, with the run that would go on from it.
+
+    What is different and was accepted, or costs no more than the last bit, is logged.
+
+    Args:
+        config: of the run.
+        origin: of the run.
+        rows: the state of its sampler, which holds the fingerprint of its rows.
+
+    Raises:
+        CheckpointError: recipe, tokenizer or model have changed, and that was not accepted.
+        DataError: the rows have.
+        RunFolderError: lines of the run's files are lost, and that was not accepted.
+    """
+    checkpoint = checkpoint_store(config).newest()
+    if checkpoint is None:
+        return
+    saved, where, accept = (
+        checkpoint.manifest.origin,
+        checkpoint.folder,
+        config.checkpoint.accept_changes,
+    )
+    changes = check_recipe(saved.recipe, origin.recipe, where=where, accept=accept)
+    changes += check_fingerprints(saved, origin, where=where, accept=accept)
+    former = checkpoint.manifest.run.sampler.fingerprint
+    if former != rows.fingerprint:
+        changes.append(f"rows: {former[:12]} there, {rows.fingerprint[:12]} here")
+        if not accept:
+            raise DataError(
+                f"{where}: the data has changed ({changes[-1]}); bring the old data.train_files "
+                "back, set trainer.run_dir to a new folder, or set checkpoint.accept_changes=true "
+                "to go on at the same place of the new rows"
+            )
+    changes += _check_lines(checkpoint.manifest.run, Path(config.trainer.run_dir), accept=accept)
+    for change in changes:
+        log.warning("resuming with a change that was accepted: %s", change)
+    for change in differences(saved.environment, origin.environment):
+        log.warning("resuming, but not bit by bit: %s", change)
+
+
+def _check_lines(run: RunState, folder: Path, *, accept: bool) -> list[str]:
+    lost = lost_lines(folder, run.log_sizes)
+    if lost and not accept:
+        raise RunFolderError(
+            f"run folder {folder} has lost lines that were written before the checkpoint of step "
+            f"{run.step}: {'; '.join(lost)}. Bring the files back from a copy, set "
+            "checkpoint.accept_changes=true to go on with the whole lines that are left, or set "
+            "trainer.run_dir to a new folder"
+        )
+    return lost
+
+
+def run_resumable(
+    config: ExperimentConfig,
+    loop: Loop,
+    savers: Mapping[str, Saver],
+    *,
+    origin: RunFingerprint,
+    stream: Stream,
+    record: Record,
+) -> bool:
+    """Run ``loop`` from the newest whole checkpoint, or from the beginning, and save now and then.
+
+    Args:
+        config: of the run.
+        loop: the whole of it; it enters at the step after the checkpoint.
+        savers: worker groups by role.
+        origin: of the run.
+        stream: of its rows; goes back to where the checkpoint was taken.
+        record: of the run; goes back likewise.
+
+    Returns:
+        Whether a step was done: a run that was finished has nothing left to do.
+    """
+
+    def capture(step: int) -> RunState:
+        return RunState(
+            step=step,
+            sampler=stream.state(),
+            num_skipped=loop.guard.num_skipped,
+            elapsed_s=record.elapsed_s,
+            log_sizes=record.sizes(),
+        )
+
+    checkpointer = Checkpointer(
+        checkpoint_store(config), savers, config=config.checkpoint, origin=origin, capture=capture
+    )
+    record.phase("resume")
+    run = checkpointer.restore()
+    fingerprint = stream.state().fingerprint
+    sampler = SamplerState(0, fingerprint) if run is None else run.sampler
+    stream.restore(replace(sampler, fingerprint=fingerprint))  # other rows were accepted before
+    loop.guard.num_skipped = 0 if run is None else run.num_skipped
+    record.rewind(run)
+    num_done = 0 if run is None else run.step
+    if run is not None:
+        log.info("going on from the checkpoint of step %d", num_done)
+    return replace(loop, save=checkpointer.after_step, first_step=num_done + 1).run() > num_done

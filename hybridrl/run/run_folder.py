@@ -1,0 +1,308 @@
+"""The run folder: the one place that a run writes to.
+
+``config.yaml``    the resolved configuration
+``log.txt``        the log
+``metrics.jsonl``  one line a step
+``samples.jsonl``  some responses of each step and evaluation: text, reward, log-probs of tokens
+``trace.json``     what driver and ranks did when, for ui.perfetto.dev
+``report.html``    all of it to look at, made at the end or by ``python -m hybridrl.report FOLDER``
+``postmortem/``    what a crash leaves, see ``run/postmortem.py``
+``tensorboard/``   the same metrics as events, if that tracker is on
+``checkpoints/``   see ``hybridrl/checkpoint``
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+import os
+import shutil
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from io import SEEK_END, FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Protocol
+
+from filelock import FileLock, Timeout
+
+from hybridrl.atomic_io import atomic_write_text, free_name
+from hybridrl.config.tracking import TrackingConfig
+from hybridrl.errors import RunFolderError
+from hybridrl.json_text import to_json_text
+from hybridrl.metrics import Metrics, check_declared
+from hybridrl.run.line_files import lost_lines, whole_lines
+
+log = logging.getLogger(__name__)
+
+CONFIG, METRICS, SAMPLES, LOG = "config.yaml", "metrics.jsonl", "samples.jsonl", "log.txt"
+"""Files of a run folder."""
+
+_LOCK = ".lock"
+
+
+class Tracker(Protocol):
+    """Where metrics go besides the run folder; see ``trainer/trackers``."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the finite metrics of one step."""
+        ...
+
+    def rewind(self, step: int) -> None:
+        """Forget, where that is possible, what came after ``step``: it will come again."""
+        ...
+
+    def close(self) -> None:
+        """Flush and end."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One response as ``samples.jsonl`` shows it."""
+
+    prompt: str
+    response: str
+    answer: str
+    reward: float
+    is_truncated: bool
+    split: Literal["train", "eval"] = "train"
+    """Whether it was sampled to learn from, or on a held-out prompt."""
+
+    tokens: tuple[str, ...] = ()
+    """Text of each sampled token, special ones too; at most the first 512."""
+
+    logprobs: tuple[float, ...] = ()
+    """Of those tokens, nats, by the sampler, to 3 decimals."""
+
+
+class RunLogger:
+    """Owns a run folder and the trackers; close it, or use it in a ``with``."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        overwrite: bool,
+        resumes: bool = False,
+        resolved_yaml: str,
+        settings: Mapping[str, object],
+        config: TrackingConfig,
+    ) -> None:
+        """Create the folder, or open the one of a run that goes on, and start the trackers.
+
+        Args:
+            folder: new, empty, or with ``overwrite`` a former run folder, which is deleted.
+            overwrite: ``trainer.overwrite``.
+            resumes: the folder's run goes on; call `rewind` before the first step.
+            resolved_yaml: text of ``config.yaml``.
+            settings: the same configuration as a mapping, for trackers that show it.
+            config: the tracking section.
+
+        Raises:
+            RunFolderError: it exists, it is no run folder though ``overwrite`` is given, another
+                process writes it, or it cannot be written.
+            ImportError: a tracker is not installed; says how to.
+        """
+        self.folder = folder
+        self._config = config
+        self._began = time.monotonic()
+        self._trackers: list[Tracker] = []
+        # Before the folder: a run that could not begin must not leave one that is in its own way.
+        modules = [
+            importlib.import_module(f"hybridrl.run.trackers.{name}") for name in config.trackers
+        ]
+        with ExitStack() as opened, _naming(folder):
+            opened.enter_context(_lock(folder))
+            if not resumes:
+                _empty_folder(folder, overwrite=overwrite)
+            atomic_write_text(folder / CONFIG, resolved_yaml)
+            # Unbuffered: a line is on its way to the disk before the next step begins.
+            self._metrics = opened.enter_context((folder / METRICS).open("a+b", buffering=0))
+            self._samples = opened.enter_context((folder / SAMPLES).open("a+b", buffering=0))
+            for module in modules:
+                tracker = module.open_tracker(folder, project=config.project, settings=settings)
+                opened.callback(tracker.close)
+                self._trackers.append(tracker)
+            self._opened = opened.pop_all()
+
+    def __enter__(self) -> RunLogger:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds that the run has taken, over all its processes."""
+        return time.monotonic() - self._began
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of each file that grows by lines; `rewind` goes back there.
+
+        They are on the disk then: a checkpoint may not outlive the lines before it.
+
+        Raises:
+            RunFolderError: the disk is gone.
+        """
+        files = {METRICS: self._metrics, SAMPLES: self._samples}
+        with _naming(self.folder):
+            for file in files.values():
+                os.fsync(file.fileno())
+        return {name: file.seek(0, SEEK_END) for name, file in files.items()}
+
+    def rewind(self, step: int, *, sizes: Mapping[str, int], elapsed_s: float) -> None:
+        """Go back to where a checkpoint was taken: what was written since will be written again.
+
+        A file that is shorter than it was then keeps its whole lines, and the log names it.
+
+        Args:
+            step: of the checkpoint; 0 is before the first.
+            sizes: as `sizes` returned them then; a file that is not named is emptied.
+            elapsed_s: as it was then.
+
+        Raises:
+            RunFolderError: the disk is gone.
+        """
+        self._began = time.monotonic() - elapsed_s
+        with _naming(self.folder):
+            for lost in lost_lines(self.folder, sizes):
+                log.warning("lines before step %d are lost: %s", step + 1, lost)
+            for name, file in ((METRICS, self._metrics), (SAMPLES, self._samples)):
+                file.truncate(whole_lines(file, sizes.get(name, 0)))
+            for tracker in self._trackers:
+                tracker.rewind(step)
+
+    @property
+    def log_file(self) -> Path:
+        """Where ``log.configure(file=...)`` is to write."""
+        return self.folder / LOG
+
+    def log_step(self, step: int, metrics: Metrics) -> dict[str, float]:
+        """Write one step's metrics everywhere.
+
+        A value that is not finite is ``null`` in the file, and is not sent to trackers.
+
+        Returns:
+            Each metric's value.
+
+        Raises:
+            MetricError: a name that ``hybridrl/metrics.py`` does not declare.
+            RunFolderError: the disk is full or gone, or somebody deleted the folder.
+        """
+        check_declared(metrics)
+        values = {name: metric.value for name, metric in metrics.items()}
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        line = {"step": step, "elapsed_s": round(self.elapsed_s, 3)}
+        with _naming(self.folder):
+            self._require_folder()
+            _append(self._metrics, line | {name: finite.get(name) for name in values})
+            for tracker in self._trackers:
+                tracker.log(step, finite)
+        return values
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Write the first ``tracking.num_samples_per_step`` of ``samples``, compactly.
+
+        Raises:
+            RunFolderError: the disk is full or gone.
+        """
+        with _naming(self.folder):
+            for sample in samples[: self._config.num_samples_per_step]:
+                _append(self._samples, {"step": step} | asdict(sample))
+
+    def _require_folder(self) -> None:
+        """Notice that somebody deleted the folder: writing to files that are open goes on for ever.
+
+        Raises:
+            RunFolderError: ``metrics.jsonl`` has no longer its name.
+        """
+        path = self.folder / METRICS
+        try:
+            is_there = os.path.samestat(path.stat(), os.fstat(self._metrics.fileno()))
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
+            raise RunFolderError(
+                f"run folder {self.folder} was deleted, moved or replaced while the run wrote it: "
+                f"{METRICS} is not the file that was opened; nothing more can be kept. Give the "
+                "command again, and leave the folder where it is"
+            )
+
+    def log_error(self, error: BaseException) -> None:
+        """Write to the log alone how the run ended; a disk that refuses is no second error."""
+        with suppress(OSError), self.log_file.open("a", encoding="utf-8") as file:
+            text = "".join(traceback.format_exception(error))
+            file.write(f"the run ended with an error\n{text}")
+
+    def close(self) -> None:
+        """End the trackers and close the files. Twice is a no-op."""
+        self._opened.close()
+
+
+def _append(file: FileIO, record: Mapping[str, object]) -> None:
+    """Write a line whole or not at all."""
+    data = to_json_text(record, keeps_unicode=True).encode(errors="replace") + b"\n"
+    end = file.seek(0, SEEK_END)
+    if file.write(data) != len(data):  # an unbuffered file may take a part of it
+        file.truncate(end)
+        raise OSError("no space left on the disk")
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Turn what the operating system says into an error that names the folder and the remedy."""
+    try:
+        yield
+    except RunFolderError:
+        raise
+    except OSError as error:
+        raise RunFolderError(
+            f"cannot write run folder {folder}: {error}; free space there, or set trainer.run_dir "
+            "to a folder that can be written"
+        ) from error
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Keep other processes out of the folder; the lock ends with this process, however it ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        held = FileLock(folder / _LOCK).acquire(timeout=0)
+    except Timeout as err:
+        raise RunFolderError(
+            f"another process is writing run folder {folder}; wait for it, end it, or set "
+            f"trainer.run_dir={free_name(folder)}"
+        ) from err
+    with held:
+        yield
+
+
+def _empty_folder(folder: Path, *, overwrite: bool) -> None:
+    former = [path for path in folder.iterdir() if path.name != _LOCK]
+    if not former:
+        return
+    if not overwrite:
+        raise RunFolderError(
+            f"run folder {folder} exists; set trainer.run_dir={free_name(folder)}, or "
+            "trainer.overwrite=true to replace it"
+        )
+    if not all((folder / name).exists() for name in (CONFIG, METRICS)):
+        raise RunFolderError(
+            f"{folder} holds files, but no {CONFIG} and {METRICS}: it is no run folder "
+            f"and will not be replaced; set trainer.run_dir={free_name(folder)}"
+        )
+    for path in former:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

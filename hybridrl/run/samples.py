@@ -1,0 +1,82 @@
+"""A look at what the policy writes: one response for each of the first prompts."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.batch import RolloutBatch, row_offsets
+from hybridrl.data.source import PromptStep
+from hybridrl.data.tokenizer import decode_responses
+from hybridrl.rewards.scorer import Scores
+from hybridrl.run.run_folder import Sample
+
+_MAX_TOKENS = 512
+_DECIMALS = 3
+
+
+class SampleTaker:
+    """Takes the first response to each of the first prompts of a rollout."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        num_samples: int,
+        split: Literal["train", "eval"],
+    ) -> None:
+        """Take ``num_samples`` each time; ``split`` says what for the prompts are sampled."""
+        self._tokenizer = tokenizer
+        self._num_samples = num_samples
+        self._split: Literal["train", "eval"] = split
+        self._texts: dict[int, str] = {}
+
+    def take(self, task: PromptStep, rollouts: RolloutBatch, scores: Scores) -> list[Sample]:
+        """Return one sample per prompt, at most ``num_samples``.
+
+        Args:
+            task: P prompts.
+            rollouts: P * G rows, siblings adjacent.
+            scores: rewards of those rows.
+        """
+        num_responses = len(rollouts) // len(task.rows)
+        rows = [prompt * num_responses for prompt in range(min(self._num_samples, len(task.rows)))]
+        if not rows:
+            return []
+        texts = decode_responses(rollouts[rows], self._tokenizer)
+        return [
+            Sample(
+                prompt=prompt.prompt_text,
+                response=text,
+                answer=prompt.row.answer,
+                reward=float(scores.rewards_B[row]),
+                is_truncated=bool(rollouts.is_truncated_B[row]),
+                split=self._split,
+                tokens=tokens,
+                logprobs=logprobs,
+            )
+            for row, text, prompt in zip(rows, texts, task.rows, strict=False)
+            for tokens, logprobs in [self._tokens_of(rollouts, row)]
+        ]
+
+    def _tokens_of(
+        self, rollouts: RolloutBatch, row: int
+    ) -> tuple[tuple[str, ...], tuple[float, ...]]:
+        """Return the first response tokens of a row as text, and their log-probs."""
+        begin, end = row_offsets(rollouts.token_ids_BL)[row : row + 2].tolist()
+        mask_L = rollouts.response_mask_BL.values()[begin:end]
+        token_ids, logprobs = (
+            column_BL.values()[begin:end][mask_L][:_MAX_TOKENS].tolist()
+            for column_BL in (rollouts.token_ids_BL, rollouts.sampler_logprobs_BL)
+        )
+        return (
+            tuple(self._text_of(token_id) for token_id in token_ids),
+            tuple(round(logprob, _DECIMALS) for logprob in logprobs),
+        )
+
+    def _text_of(self, token_id: int) -> str:
+        """Decode one token; a part of a character shows as its replacement sign."""
+        if token_id not in self._texts:
+            self._texts[token_id] = self._tokenizer.decode([token_id])
+        return self._texts[token_id]

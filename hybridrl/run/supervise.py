@@ -1,0 +1,167 @@
+"""A run goes on in a child process, so that somebody is left when its driver ends without a word.
+
+Ray ends the process of a driver from C++ when the raylet beside it is gone: at once, with status 1
+and no exception (Ray 2.60). No code of the driver can tell of it, nor go on. So the process that
+the user started forks before Ray and torch have begun, hands signals on and waits. It ends as the
+driver does; if that died, it ends what is left of Ray, says what happened, and starts another one,
+which goes on from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from hybridrl import guard, log
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.errors import DriverDiedError
+from hybridrl.run.postmortem import PostMortem, Progress
+from hybridrl.run.restarts import with_restarts
+from hybridrl.run.resume import newest_step
+from hybridrl.run.run_folder import LOG, METRICS
+from hybridrl.trainer.interrupt import SIGNALS, exit_status
+
+_WATCHED = {*SIGNALS, signal.SIGCHLD}
+_WORD = b"."
+_TAIL_BYTES = 1 << 16
+
+
+def supervise(config: ExperimentConfig) -> bool:
+    """Fork. Returns in the child, which is to run ``config``; the parent ends as its children do.
+
+    With ``cluster.ray_address`` nothing is forked: a Ray of others cannot be started again here.
+
+    Returns:
+        Whether the run has begun before, in a child that died, and is to go on.
+
+    Raises:
+        DriverDiedError: in the parent; children died ``checkpoint.max_restarts`` times in a row.
+        SystemExit: in the parent, with the status of a child that ended in order.
+    """
+    if config.cluster.address is not None:
+        return False
+    supervisor = _Supervisor(config)
+    with_restarts(
+        supervisor.attempt,
+        explain=supervisor.explain,
+        newest_step=lambda: newest_step(config),
+        max_in_a_row=config.checkpoint.max_restarts,
+    )
+    return supervisor.num_deaths > 0
+
+
+class _Supervisor:
+    """The parent of a run."""
+
+    def __init__(self, config: ExperimentConfig) -> None:
+        self.num_deaths = 0
+        self._config = config
+        self._folder = Path(config.trainer.run_dir)
+        self._was_asked_to_stop = False
+
+    def attempt(self) -> None:
+        """Fork; return in the child.
+
+        Raises:
+            DriverDiedError: in the parent; the child ended without a word.
+            SystemExit: in the parent; it ended in order, or as somebody asked.
+        """
+        guard.adopt_orphans()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        read_end, write_end = os.pipe()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+        child = os.fork()
+        if child == 0:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            os.close(read_end)
+            _become_driver(write_end)
+            return
+        os.close(write_end)
+        status = self._wait(child)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with os.fdopen(read_end, "rb", buffering=0) as pipe:
+            has_said_goodbye = pipe.read(1) == _WORD
+        if status < 0 and (self._was_asked_to_stop or -status in SIGNALS):
+            raise SystemExit(exit_status(-status))
+        if has_said_goodbye or self._was_asked_to_stop:
+            raise SystemExit(status)
+        self.num_deaths += 1
+        raise _describe_death(child, status)
+
+    def explain(self, error: BaseException) -> None:
+        """Say on ``error`` where the run was, write the post-mortem, and end what is left of it."""
+        guard.kill_all()
+        log.configure(file=self._folder / LOG if self._folder.is_dir() else None)
+        num_done = _last_step(self._folder)
+        progress = Progress(
+            self._config.num_steps, num_done, has_begun=num_done > 0, phase="end of the driver"
+        )
+        error.add_note(progress.describe())
+        outcome = PostMortem(self._folder, error, progress, ranks=()).write()
+        error.add_note(f"post-mortem: {outcome}")
+
+    def _wait(self, child: int) -> int:
+        """Return how the child ended; hand on meanwhile what somebody sends to this process."""
+        while True:
+            signalled = signal.sigwaitinfo(_WATCHED)
+            if signalled.si_signo != signal.SIGCHLD:
+                self._was_asked_to_stop = True
+                if signalled.si_code <= 0:  # of a process; a terminal sends it to the child itself
+                    with suppress(ProcessLookupError):
+                        os.kill(child, signalled.si_signo)
+                continue
+            with suppress(ChildProcessError):
+                while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # orphans are children, too
+                    if ended[0] == child:
+                        return os.waitstatus_to_exitcode(ended[1])
+
+
+def _become_driver(write_end: int) -> None:
+    """In the child: end with the parent, and say so when the end is in order."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(guard.SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died in between
+        os._exit(1)
+    # Called last, since it is the first; not at all when C++ or a signal ends the process.
+    atexit.register(os.write, write_end, _WORD)
+
+
+def _describe_death(pid: int, status: int) -> DriverDiedError:
+    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+    below = [name for other in guard.descendants() if (name := _name_of(other))]
+    if "raylet" not in below:
+        how += ": Ray does that when the raylet beside it is gone, and it is gone"
+    return DriverDiedError(
+        f"the driver (process {pid}) ended without an exception, {how}. It was killed, or ran out "
+        "of memory; look at the memory of the machine first"
+    )
+
+
+def _name_of(pid: int) -> str:
+    """Return the name of a living process; empty of a dead one."""
+    try:
+        name, _, fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
+    except OSError:
+        return ""
+    return "" if fields.split()[0] in "ZX" else name.partition("(")[2]
+
+
+def _last_step(folder: Path) -> int:
+    """Return the last step on record; 0 if there is none."""
+    try:
+        with (folder / METRICS).open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            lines = file.read().splitlines(keepends=True)
+    except OSError:
+        return 0
+    complete = [line for line in lines if line.endswith(b"\n")]
+    with suppress(ValueError, KeyError, IndexError):
+        return int(json.loads(complete[-1])["step"])
+    return 0

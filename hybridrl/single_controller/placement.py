@@ -1,0 +1,157 @@
+"""Room for a pool: what nodes have, what is asked of them, and the difference in words."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util import placement_group, placement_group_table, remove_placement_group
+
+from hybridrl.errors import ResourceError
+
+log = logging.getLogger(__name__)
+
+_PROGRESS_S = 5.0
+_NODE_ID = "ray.io/node-id"
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceRequest:
+    """What a pool asks for."""
+
+    process_on_nodes: tuple[int, ...]
+    """Ranks of each node entry."""
+    bundle: Mapping[str, float]
+    """Resources of one rank."""
+    is_spread: bool
+    """Whether each entry wants a node of its own."""
+
+    def unmet_reason(self) -> str:
+        """Say why the cluster cannot hold this even when it is idle; empty if it can."""
+        nodes = _alive_nodes()
+        largest = max(self.process_on_nodes)
+        num_fit = sum(_holds(node, self.bundle, largest) for node in nodes)
+        if num_fit == 0:
+            return f"no node has {_spell(self.bundle, largest)}, which {largest} ranks of it need"
+        # Entries of different sizes: the largest first, each on the smallest node that holds it.
+        num_places = self._num_placed(nodes)
+        if num_places < len(self.process_on_nodes):
+            return (
+                f"only {num_places} of {len(self.process_on_nodes)} node entries fit on the "
+                f"{len(nodes)} {'node' if len(nodes) == 1 else 'nodes'} that are there"
+            )
+        return ""
+
+    def describe(self) -> str:
+        """Spell what is asked, what nodes have, and what is free."""
+        free = ray.available_resources()
+        has = "; ".join(
+            ", ".join(f"{node.get(name, 0):g} {name}" for name in self.bundle)
+            for node in _alive_nodes()
+        )
+        where = ", each entry on a node of its own" if self.is_spread else ""
+        return (
+            f"{list(self.process_on_nodes)} processes per node of {_spell(self.bundle)} each"
+            f"{where}: nodes have {has}; free in the cluster are "
+            + ", ".join(f"{free.get(name, 0.0):g} {name}" for name in self.bundle)
+        )
+
+    def _num_placed(self, nodes: Sequence[Mapping[str, float]]) -> int:
+        left = [dict(node) for node in nodes]
+        num_placed = 0
+        for count in sorted(self.process_on_nodes, reverse=True):
+            fitting = [node for node in left if _holds(node, self.bundle, count)]
+            if not fitting:
+                return num_placed
+            chosen = min(fitting, key=lambda node: [node.get(name, 0) for name in self.bundle])
+            num_placed += 1
+            if self.is_spread:
+                left.remove(chosen)
+            else:
+                for name, amount in self.bundle.items():
+                    chosen[name] -= amount * count
+        return num_placed
+
+
+def reserve(wish: ResourceRequest, *, wait_s: float) -> list[Any]:
+    """Return one placement group per node entry, all of them ready.
+
+    What is missing is said at once, and every 5 s, because a node may yet join, or another run end.
+
+    Raises:
+        ResourceError: there was no room within ``wait_s`` seconds; nothing stays reserved.
+    """
+    deadline_s = time.monotonic() + wait_s
+    groups: list[Any] = []
+    taken: list[str] = []
+    try:
+        for count in wish.process_on_nodes:
+            group = _request(wish, count, avoid=taken if wish.is_spread else [])
+            groups.append(group)
+            _wait(group, wish, deadline_s=deadline_s, wait_s=wait_s)
+            taken += set(placement_group_table(group)["bundles_to_node_id"].values())
+    except BaseException:
+        remove(groups)
+        raise
+    return groups
+
+
+def remove(groups: Sequence[Any]) -> None:
+    """Give the resources of placement groups back."""
+    for group in groups:
+        remove_placement_group(group)
+
+
+def _request(wish: ResourceRequest, count: int, *, avoid: Sequence[str]) -> Any:  # noqa: ANN401 - Ray's
+    # STRICT_SPREAD spreads the bundles of one group, and ranks of an entry have to be together:
+    # so a group per entry, kept off the nodes of those before it.
+    selector = {_NODE_ID: f"!in({','.join(avoid)})"} if avoid else None
+    return placement_group(
+        [dict(wish.bundle)] * count,
+        strategy="STRICT_PACK",
+        bundle_label_selector=[selector] * count if selector else None,
+    )
+
+
+def _wait(group: Any, wish: ResourceRequest, *, deadline_s: float, wait_s: float) -> None:  # noqa: ANN401
+    pause_s = 1.0  # an idle cluster needs 10 ms
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        if group.wait(math.ceil(min(pause_s, left_s))):  # Ray cuts the fraction off
+            return
+        pause_s = _PROGRESS_S
+        if (waited_s := wait_s - deadline_s + time.monotonic()) < wait_s:
+            log.warning("no room yet, %.0f of %g s: %s", waited_s, wait_s, _why_not_yet(wish))
+    unmet_reason = wish.unmet_reason()
+    why = f"{unmet_reason}; " if unmet_reason else "others hold it; "
+    raise ResourceError(
+        f"no room after {wait_s:g} s for {wish.describe()}; {why}"
+        "lower cluster.num_nodes or cluster.num_ranks_per_node, add nodes, free resources, or "
+        "raise cluster.start_timeout_s (in code: process_on_nodes and wait_s of the pool)"
+    )
+
+
+def _why_not_yet(wish: ResourceRequest) -> str:
+    unmet_reason = wish.unmet_reason()
+    cause = (
+        f"{unmet_reason}, waiting for nodes to join"
+        if unmet_reason
+        else "waiting for others to end"
+    )
+    return f"{cause}; asked for {wish.describe()}"
+
+
+def _alive_nodes() -> list[dict[str, float]]:
+    return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+
+
+def _holds(node: Mapping[str, float], bundle: Mapping[str, float], count: int) -> bool:
+    return all(node.get(name, 0.0) >= amount * count for name, amount in bundle.items())
+
+
+def _spell(bundle: Mapping[str, float], count: int = 1) -> str:
+    return ", ".join(f"{amount * count:g} {name}" for name, amount in bundle.items())

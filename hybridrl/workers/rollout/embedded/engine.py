@@ -1,0 +1,330 @@
+"""The embedded rollout engine: a Hugging Face causal model that samples in this process.
+
+Runs everywhere, on one device. Tokens do not depend on neighbours, slots or batch size as far as
+random numbers go; logits do, by rounding (about 1e-6 in float32), because matrix kernels are not
+batch-invariant. So equal calls give equal bits, and other batches the same tokens unless a random
+number falls within that rounding of the border between two tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybridrl.batch import PromptBatch
+from hybridrl.config.lora import LoraConfig
+from hybridrl.config.rollout import RolloutConfig
+from hybridrl.diagnostics import activity
+from hybridrl.errors import EngineError, LedgerError, PhaseError, suggest_name
+from hybridrl.metrics import Max, Metrics, merge
+from hybridrl.models.dtypes import DTYPES
+from hybridrl.models.load import WeightFiles
+from hybridrl.workers.rollout.embedded.adapted_layers import LoadedAdapter
+from hybridrl.workers.rollout.embedded.decoding import Decoding, RolloutStats
+from hybridrl.workers.rollout.embedded.forward import Forward, TransformersForward
+from hybridrl.workers.rollout.embedded.fused_model import fuse
+from hybridrl.workers.rollout.embedded.kv_slots import KVSlots
+from hybridrl.workers.rollout.embedded.model import allocate_kv, build_model, load_config
+from hybridrl.workers.rollout.embedded.tensor_memory import TensorMemory, checksum
+from hybridrl.workers.rollout.protocol import (
+    MemoryTag,
+    Response,
+    SamplingParams,
+    WeightMemory,
+    mismatch,
+)
+from hybridrl.workers.rollout.request_gate import RequestGate
+from hybridrl.workers.rollout.sampling import check_prompts, check_sampling
+
+
+class HFRolloutEngine:
+    """A ``RolloutEngine`` over any transformers causal model with full attention.
+
+    Weights are NaN until they are sent: of the model folder only the configuration is read.
+    """
+
+    frees_memory = True
+
+    def __init__(
+        self,
+        model_folder: Path,
+        *,
+        config: RolloutConfig,
+        max_context_tokens: int,
+        device: torch.device,
+        lora: LoraConfig | None = None,
+    ) -> None:
+        """Build the model and its KV cache: ``config.num_slots`` rows of ``max_context_tokens``.
+
+        Args:
+            model_folder: a Hugging Face folder; only its config.json is read.
+            config: ``num_slots`` and ``dtype`` are used; sampling comes with each call.
+            max_context_tokens: longest prompt + response of a run, in tokens.
+            device: where everything lies; any device of torch.
+            lora: the adapter that must be loaded before each generate call; None: there is none.
+
+        Raises:
+            ModelError: the folder has no usable configuration, the architecture is not supported,
+                or its context is shorter than ``max_context_tokens``.
+        """
+        self._folder = model_folder
+        self._config = config
+        self._max_context_tokens = max_context_tokens
+        self._device = device
+        self._lora = lora
+        self._metrics: Metrics = {}
+        self._expected: dict[str, int] = {}
+        self.last_stats: RolloutStats | None = None
+        """Of the last generate call that ended well."""
+        self.version = -1
+        """Policy version of the weights, from the last ``finish_update``; -1 before the first."""
+        self._boot()
+
+    def _boot(self) -> None:
+        model_config = load_config(self._folder, max_context_tokens=self._max_context_tokens)
+        self._model = build_model(model_config, DTYPES[self._config.dtype], self._device)
+        parameters = dict(self._model.named_parameters())
+        every_name = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        self._tied_names = every_name - parameters.keys()
+        self._buffer_names = frozenset(name for name, _ in self._model.named_buffers())
+        self._tensors: dict[str, Tensor] = {**parameters, **dict(self._model.named_buffers())}
+        self._adapter = None if self._lora is None else LoadedAdapter(self._model, self._lora)
+        adapted = {} if self._adapter is None else self._adapter.tensors
+        self._fused = fuse(self._model)
+        TensorMemory("new weights", parameters | adapted, lost_value=float("nan")).fill_lost()
+        self._all_tensors = self._tensors | adapted
+        kv = allocate_kv(self._model, self._config.num_slots, self._max_context_tokens)
+        self._slots = KVSlots(kv)
+        self._memory = {
+            MemoryTag.WEIGHTS: TensorMemory("weights", self._all_tensors, lost_value=float("nan")),
+            MemoryTag.KV_CACHE: TensorMemory("the KV cache", {"kv": kv}, lost_value=0.0),
+            # No graphs are captured: a part of no bytes, with the same rules as the others.
+            MemoryTag.CUDA_GRAPH: TensorMemory("CUDA graphs", {}, lost_value=0.0),
+        }
+        self._gate = RequestGate()
+
+    def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> list[Response]:
+        """Sample; returns P * G responses on the CPU, siblings adjacent, in prompt order.
+
+        A response is also cut (and truncated) where it and its prompt fill ``max_context_tokens``.
+
+        Raises:
+            PhaseError: paused, already generating, or a part of the memory is released.
+            EngineError: a prompt is empty, too long or not in the vocabulary; sampling parameters
+                mean nothing; logits are not finite; or the call was aborted by ``drain``.
+        """
+        num_responses = len(prompts) * sampling.num_responses_per_prompt
+        with self._gate.admit(num_responses) as ticket:
+            self._require_resident("generate", *MemoryTag)
+            if self._adapter is not None:
+                self._adapter.require_loaded()
+            check_sampling(sampling, vocab_size=self._model.config.vocab_size)
+            check_prompts(
+                prompts,
+                max_context_tokens=self._max_context_tokens,
+                vocab_size=self._model.config.vocab_size,
+            )
+            decoding = Decoding(
+                self._begin_forward(),
+                self._slots,
+                vocab_size=self._model.config.vocab_size,
+                prompts=prompts,
+                sampling=sampling,
+                on_step=ticket.check,
+            )
+            begin = time.perf_counter()
+            try:
+                with (
+                    _threads(self._config.num_threads),
+                    activity.watching("rollout engine", decoding.describe_queue),
+                ):
+                    self.last_stats = decoding.run()
+            except BaseException:
+                # Whatever went wrong, no NaN stays behind in a slot: KVSlots says why.
+                self._memory[MemoryTag.KV_CACHE].fill_lost()
+                raise
+            self._count(self.last_stats, seconds=time.perf_counter() - begin)
+            return decoding.responses()
+
+    def _begin_forward(self) -> Forward:
+        if self._fused is None:
+            return TransformersForward(self._model)
+        return self._fused.begin(self._max_context_tokens)
+
+    def take_metrics(self) -> Metrics:
+        """Return what the generate calls since the last time did, and start anew."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def _count(self, stats: RolloutStats, *, seconds: float) -> None:
+        sampled = {"time/sample_s": Max(seconds)}
+        self._metrics = merge([self._metrics, stats.metrics(), sampled])
+
+    def _require_resident(self, what: str, *parts: MemoryTag) -> None:
+        for part in parts:
+            if not self._memory[part].is_resident:
+                raise PhaseError(f"{what} was refused: {part.name} is released; resume it first")
+
+    def weight_memory(self) -> tuple[WeightMemory, ...]:
+        """List parameters, tied ones once under their saved name, buffers, and the adapter."""
+        return tuple(
+            WeightMemory(name, tensor.nbytes, is_buffer=name in self._buffer_names)
+            for name, tensor in self._all_tensors.items()
+        )
+
+    def checksums(self) -> dict[str, int]:
+        """Return a CRC-32 of each tensor under the weights tag, to compare with the trainer's."""
+        return {name: checksum(tensor) for name, tensor in self._all_tensors.items()}
+
+    @torch.no_grad()
+    def update_weights(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Copy a bucket of full tensors in, by HF name, cast from any float type. All or nothing.
+
+        Raises:
+            PhaseError: the weights are released, or requests are running.
+            EngineError: a name, shape or integer type that does not fit; nothing was copied.
+        """
+        self._gate.require_idle("update_weights")
+        self._require_resident("update_weights", MemoryTag.WEIGHTS)
+        for name, tensor in tensors:
+            self._check_fits(name, tensor)
+        for name, tensor in tensors:
+            self._tensors[name].copy_(tensor)
+
+    def _check_fits(self, name: str, tensor: Tensor) -> None:
+        if name in self._tied_names:
+            raise EngineError(f"weight {name!r} is tied to another; send that one alone")
+        target = self._tensors.get(name)
+        if target is None:
+            raise EngineError(
+                f"the rollout model has no weight {name!r}: {suggest_name(name, list(self._tensors))}"
+            )
+        if target.shape != tensor.shape:
+            raise EngineError(
+                f"weight {name!r} came with shape {list(tensor.shape)}, the rollout model has "
+                f"{list(target.shape)}; send full tensors of the model in {self._folder}"
+            )
+        if target.is_floating_point() != tensor.is_floating_point():
+            raise EngineError(
+                f"weight {name!r} came as {tensor.dtype}, which does not cast to {target.dtype}; "
+                "send it as a float type"
+            )
+
+    def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the adapter; all of it comes at once. All or nothing.
+
+        Raises:
+            PhaseError: the weights are released, or requests are running.
+            EngineError: the engine was built without adapters, or these do not fit it.
+        """
+        self._gate.require_idle("load_adapter")
+        self._require_resident("load_adapter", MemoryTag.WEIGHTS)
+        if self._adapter is None:
+            raise EngineError(
+                f"an adapter of {len(tensors)} tensors came, and this engine was built without; "
+                "set lora.enabled=true and lora.sync=adapter"
+            )
+        self._adapter.load(tensors)
+
+    def unload_adapter(self) -> None:
+        """Forget the adapter; nothing is generated until the next is loaded. Idempotent."""
+        self._gate.require_idle("unload_adapter")
+        if self._adapter is not None:
+            self._adapter.unload()
+
+    def finish_update(self, *, version: int) -> None:
+        """Note the version. Nothing is derived from weights, and no cache outlives a call."""
+        self.version = version
+
+    def load_reference_weights(self, folder: Path) -> None:
+        """Note the sums of the weights in ``folder``, as they are in this engine's type.
+
+        Raises:
+            ModelError: a file is broken, or holds another shape.
+        """
+        files = WeightFiles(folder)
+        self._expected = {
+            name: checksum(files.read(name, shape=tensor.shape, dtype=tensor.dtype))
+            for name, tensor in self._tensors.items()
+            if name in files.names
+        }
+
+    def verify_weights(self) -> None:
+        """Compare.
+
+        Raises:
+            LedgerError: names the tensors that differ.
+        """
+        sums = self.checksums()
+        wrong = [name for name, expected in self._expected.items() if sums[name] != expected]
+        if wrong:
+            raise LedgerError(mismatch(wrong))
+
+    def pause(self) -> None:
+        """Admit no new request. Idempotent."""
+        self._gate.pause()
+
+    def drain(self, *, timeout_s: float) -> int:
+        """Wait until nothing is running; at the deadline abort the rest, and return its number.
+
+        The thread inside ``generate`` gets an EngineError then, at its next decode step.
+        """
+        return self._gate.drain(timeout_s)
+
+    def release(self, part: MemoryTag, *, backup: frozenset[str] = frozenset()) -> None:
+        """Free a part's storages; tensors named in ``backup`` are copied to the host first.
+
+        Raises:
+            PhaseError: the part is released already, or requests are running.
+            EngineError: ``backup`` names what the part does not have; nothing was freed.
+        """
+        self._gate.require_idle(f"release of {part.name}")
+        self._memory[part].release(backup)
+        if part is MemoryTag.WEIGHTS and self._adapter is not None:
+            self._adapter.lose_all_but(backup)
+
+    def resume(self, part: MemoryTag) -> None:
+        """Allocate a part again; what was backed up returns, lost weights become NaN.
+
+        Raises:
+            PhaseError: the part is not released.
+            EngineError: there is no room.
+        """
+        self._memory[part].resume()
+
+    def continue_generation(self) -> None:
+        """Admit requests again. Idempotent."""
+        self._gate.resume()
+
+    def resident_bytes(self, part: MemoryTag) -> int:
+        """Measure the storages of a part, in bytes; tied weights count once."""
+        return self._memory[part].resident_bytes()
+
+    def restart(self) -> None:
+        """Abort what is running, throw everything away and build it anew; weights are NaN again."""
+        self.shutdown()
+        self.version = -1
+        self._boot()
+
+    def shutdown(self) -> None:
+        """Abort what is running and free all memory; idempotent."""
+        self.pause()
+        self.drain(timeout_s=0.0)
+        for memory in self._memory.values():
+            memory.free()
+
+
+@contextmanager
+def _threads(num_threads: int) -> Iterator[None]:
+    """Use so many threads of this process for CPU kernels, meanwhile; 0 leaves them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

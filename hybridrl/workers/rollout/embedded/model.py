@@ -1,0 +1,68 @@
+"""What the embedded engine boots from: a model without weights, and the memory of its KV cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from hybridrl.errors import ModelError
+from hybridrl.models.load import load_model_config, read_model_type
+from hybridrl.workers.rollout.embedded.kv_slots import ATTENTION_NAME
+
+
+def load_config(folder: Path, *, max_context_tokens: int) -> PretrainedConfig:
+    """Read and check config.json.
+
+    Raises:
+        ModelError: it is not usable, the architecture is not supported, or its context is shorter
+            than ``max_context_tokens``.
+    """
+    read_model_type(folder)  # names what transformers would stumble over
+    config = load_model_config(folder)
+    settings = config.to_dict()
+    layer_types = set(settings.get("layer_types") or ()) - {"full_attention"}
+    rope_type = (settings.get("rope_parameters") or {}).get("rope_type", "default")
+    if layer_types or rope_type in ("dynamic", "longrope"):
+        raise ModelError(
+            f"rollout=hf does not support {sorted(layer_types) or rope_type} of {folder}: it knows "
+            "full attention and rotary angles that ignore the length; use another model.path"
+        )
+    if max_context_tokens > config.max_position_embeddings:
+        raise ModelError(
+            f"prompt + response may take {max_context_tokens} tokens, the model in {folder} takes "
+            f"{config.max_position_embeddings}; lower data.max_prompt_tokens or "
+            "rollout.max_response_tokens"
+        )
+    return config
+
+
+def build_model(
+    config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """Build on the device with empty parameters and the right buffers."""
+    with no_init_weights(), device:
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=ATTENTION_NAME
+        )
+    model.tie_weights()  # part of the initialisation that was left out
+    return model.to(device).eval().requires_grad_(requires_grad=False)
+
+
+def allocate_kv(model: PreTrainedModel, num_slots: int, max_context_tokens: int) -> Tensor:
+    """Return zeros for ``KVSlots``: [layers, 2, slots, key-value heads, tokens, head size]."""
+    config = model.config
+    head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
+    return torch.zeros(
+        config.num_hidden_layers,
+        2,
+        num_slots,
+        config.num_key_value_heads,
+        max_context_tokens,
+        head_dim,
+        dtype=model.dtype,
+        device=model.device,
+    )

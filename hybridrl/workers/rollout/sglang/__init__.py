@@ -1,0 +1,1 @@
+"""The rollout engine that is an SGLang server."""

@@ -1,0 +1,178 @@
+"""Weights through a process group of one leader and the ranks of its server."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridrl.errors import DeadlineError, EngineError
+from hybridrl.workers.rollout.protocol import StagedBucket
+from hybridrl.workers.rollout.sglang.process import free_port
+from hybridrl.workers.rollout.sglang.server import Server
+from hybridrl.workers.rollout.sglang.transports import LeaderBuffers
+
+_POLL_S = 0.0005
+_LOCAL_HOST = "127.0.0.1"
+
+
+class JoinGroup(Protocol):
+    """Makes a process group beside the default one, as the server makes its end."""
+
+    def __call__(
+        self,
+        *,
+        backend: str,
+        init_method: str,
+        timeout: timedelta,
+        world_size: int,
+        rank: int,
+        group_name: str,
+    ) -> dist.ProcessGroup:
+        """Meet all others and return the group."""
+        ...
+
+
+class BroadcastTransport(LeaderBuffers):
+    """One broadcast a bucket, from the leader to all ranks of its server: nccl, on a CPU gloo.
+
+    NCCL refuses two processes of a group on one GPU, so the server must be on others.
+    """
+
+    in_session = True
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        leads: bool,
+        num_ranks: int,
+        timeout_s: float,
+        join: JoinGroup,
+        dtype: torch.dtype,
+    ) -> None:
+        """Connect when first used.
+
+        Args:
+            device: of this rank.
+            leads: whether this rank is the one that sends.
+            num_ranks: of the server.
+            timeout_s: seconds that one broadcast may take.
+            join: makes the group.
+            dtype: of the server's weights.
+        """
+
+        def allocate(num_bytes: int) -> Tensor:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+        super().__init__(leads=leads, allocate=allocate, dtype=dtype)
+        self._num_ranks = num_ranks
+        self._timeout_s = timeout_s
+        self._join = join
+        self._backend = "nccl" if device.type == "cuda" else "gloo"
+        self._name = ""
+        self._group: dist.ProcessGroup | None = None
+
+    def deliver(self, server: Server, offer: StagedBucket, handles: Sequence[str]) -> None:
+        """Broadcast a bucket while the server is told what comes.
+
+        A server that refuses does not take part, so its answer is watched from the beginning. After
+        any refusal the group is left: what it holds half-sent would be taken for the next bucket.
+
+        Raises:
+            EngineError: the server refuses, or is gone.
+            DeadlineError: it does not answer.
+        """
+        if offer.flat is None:
+            return
+        group = self._group or self._connect(server)
+        answer = server.start(
+            "/update_weights_from_distributed",
+            names=[slot.name for slot in offer.slots],
+            dtypes=[str(slot.dtype).removeprefix("torch.") for slot in offer.slots],
+            shapes=[list(slot.shape) for slot in offer.slots],
+            group_name=self._name,
+            load_format="flattened_bucket",
+            flush_cache=False,
+        )
+        work = dist.broadcast(offer.flat, src=0, group=group, async_op=True)
+        while not (answer.done() or work.is_completed()):
+            time.sleep(_POLL_S)
+        try:
+            answer.result()
+            _wait(work)
+        except (EngineError, DeadlineError) as error:
+            self._leave(server, work, asks=not isinstance(error, DeadlineError))
+            raise
+
+    def finish(self, server: Server) -> None:
+        """Nothing is left to do."""
+
+    def forget(self) -> None:
+        """Drop the group; the other end is gone or about to be."""
+        self.free()
+        if self._group is not None:
+            group, self._group = self._group, None
+            dist.destroy_process_group(group)
+
+    def _connect(self, server: Server) -> dist.ProcessGroup:
+        self._name = f"hybridrl-{uuid.uuid4().hex[:12]}"
+        port, world_size = free_port(), 1 + self._num_ranks
+        answer = server.start(
+            "/init_weights_update_group",
+            master_address=_LOCAL_HOST,
+            master_port=port,
+            rank_offset=1,
+            world_size=world_size,
+            group_name=self._name,
+            backend=self._backend,
+        )
+        try:
+            group = self._join(
+                backend=self._backend,
+                init_method=f"tcp://{_LOCAL_HOST}:{port}",
+                timeout=timedelta(seconds=self._timeout_s),
+                world_size=world_size,
+                rank=0,
+                group_name=self._name,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise EngineError(
+                f"no {self._backend} group with the {self._num_ranks} ranks of the server: "
+                f"{_said(answer) or error}"
+            ) from error
+        answer.result()
+        self._group = group
+        return group
+
+    def _leave(self, server: Server, work: dist.Work, *, asks: bool) -> None:
+        """End both ends of the group, and with the server's whatever ours still waits for."""
+        if asks:
+            with suppress(EngineError, DeadlineError):  # gone, and its sockets with it
+                server.require_success("/destroy_weights_update_group", group_name=self._name)
+        if self._backend == "nccl" and self._group is not None:
+            self._group.abort()
+        with suppress(EngineError):
+            _wait(work)
+        self.forget()
+
+
+def _wait(work: dist.Work) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise EngineError(f"the broadcast of a bucket of weights broke off: {error}") from error
+
+
+def _said(answer: Future[Any]) -> str:
+    """Return why the server refused, if it has answered."""
+    error = answer.exception() if answer.done() else None
+    return "" if error is None else str(error)

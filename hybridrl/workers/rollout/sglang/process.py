@@ -1,0 +1,168 @@
+"""A server as a child of this process: started, watched, ended with all its own children.
+
+Knows nothing of what is served. A guard ends all of it when its standard input closes: that pipe is
+held by this process alone, so no death of ours leaves anything behind. The child should do so too
+(see ``end_with_parent``), for the case that the guard is killed with this process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hybridrl import env
+from hybridrl.diagnostics import activity
+from hybridrl.diagnostics.processes import end_guarded, guarded
+from hybridrl.errors import DeadlineError, EngineError, ServerDiedError
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.1
+_TELL_EVERY_S = 5.0
+_NUM_LINES = 25
+_LOCAL_HOST = "127.0.0.1"
+_STDIN = 0
+_NOISE = re.compile(r"Ignore import error|DeprecationWarning|FutureWarning|UserWarning|^\s*warn")
+"""What servers say at every start about packages that they do without."""
+
+_PORTS = (20_000, 32_000)
+
+
+class ServerProcess:
+    """One server in a session of its own."""
+
+    def __init__(
+        self, command: Sequence[str], *, name: str, variables: Mapping[str, str] | None = None
+    ) -> None:
+        """Start it.
+
+        Args:
+            command: program and arguments.
+            name: what messages call it.
+            variables: environment on top of this process's.
+        """
+        self.name = name
+        handle, path = tempfile.mkstemp(prefix="hybridrl-server-", suffix=".log")
+        self.log_file = Path(path)
+        with os.fdopen(handle, "wb") as log_handle:
+            self._process = subprocess.Popen(
+                guarded(command),
+                stdin=subprocess.PIPE,
+                stdout=log_handle,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=env.everything() | {"PYTHONPATH": env.python_path()} | dict(variables or {}),
+            )
+        self._begin = time.monotonic()
+        self._num_boring_bytes = 0
+        """Of its log: what was said before it was ready."""
+
+    @property
+    def pid(self) -> int:
+        """Of the guard (`hybridrl.guard`), which leads the session and ends as the server does."""
+        return self._process.pid
+
+    def exit_status(self) -> int | None:
+        """Return how it ended; None while it runs. Negative is the signal that killed it."""
+        return self._process.poll()
+
+    def require_alive(self, what: str) -> None:
+        """Refuse to go on with a server that is gone.
+
+        Raises:
+            ServerDiedError: how it ended, and the last lines of its log.
+        """
+        status = self.exit_status()
+        if status is not None:
+            raise ServerDiedError(
+                f"{what}: {self.name} (process {self.pid}) {_ended(status)}\n{self.tail()}"
+            )
+
+    def wait_until_ready(self, is_ready: Callable[[], bool], *, timeout_s: float) -> float:
+        """Poll ``is_ready`` until it is true, and return the seconds since the start.
+
+        Raises:
+            EngineError: the server ended before; with the last lines of its log.
+            DeadlineError: it was not ready in time; likewise.
+        """
+        try:
+            took_s = self._wait(is_ready, timeout_s)
+            self._num_boring_bytes = self.log_file.stat().st_size
+            return took_s
+        except ServerDiedError as error:  # it would do so again: no restart can be expected to help
+            raise EngineError(str(error)) from error
+
+    def _wait(self, is_ready: Callable[[], bool], timeout_s: float) -> float:
+        last_word_s = self._begin
+        with activity.scope(f"wait for {self.name} to start"):
+            while not is_ready():
+                self.require_alive("it did not start")
+                now = time.monotonic()
+                if now - self._begin > timeout_s:
+                    raise DeadlineError(
+                        f"{self.name} did not answer within rollout.start_timeout_s="
+                        f"{timeout_s:g} s; raise it if the server is only slow\n{self.tail()}"
+                    )
+                if now - last_word_s > _TELL_EVERY_S:
+                    last_word_s = now
+                    log.info("starting %s: took_s=%.0f", self.name, now - self._begin)
+                time.sleep(_POLL_S)
+        return time.monotonic() - self._begin
+
+    def tail(self, num_lines: int = _NUM_LINES) -> str:
+        """Return the last lines of its log; of a server that was ready those since then."""
+        try:
+            log = self.log_file.read_bytes()[self._num_boring_bytes :]
+        except OSError as error:
+            return f"(its log cannot be read: {error})"
+        text = log.decode("utf-8", errors="replace")
+        lines = [line for line in text.splitlines() if line.strip() and not _NOISE.search(line)]
+        return "\n".join(["last lines of its log:", *(f"  {line}" for line in lines[-num_lines:])])
+
+    def end(self) -> None:
+        """Kill it with all its children, and forget its log. Idempotent."""
+        end_guarded(self._process)
+        self.log_file.unlink(missing_ok=True)
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now; whoever takes it may still come too late.
+
+    It lies below the range from which systems give ports to whoever asks for none: a server binds
+    its own many seconds after it was chosen.
+    """
+    while True:
+        port = random.randrange(*_PORTS)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):
+                probe.bind((_LOCAL_HOST, port))
+                return port
+
+
+def end_with_parent() -> None:
+    """In the child: kill the own session as soon as standard input closes."""
+
+    def wait() -> None:
+        while os.read(_STDIN, 1):  # not sys.stdin, whose lock an ending interpreter asks for
+            pass
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="end-with-parent", daemon=True).start()
+
+
+def _ended(status: int) -> str:
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"ended with status {status}"

@@ -1,0 +1,146 @@
+"""Shows SGLang the arguments of its servers before a run starts: what it refuses is said now.
+
+The arguments are those that a start sends (``server_arguments.py``), and what is made of them is
+SGLang's own code (``server_start.py``), in a child process: importing it takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config.checks.server import TYPED
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.model import StarterConfig
+from hybridrl.errors import ConfigError, ConfigErrors
+from hybridrl.json_text import to_json_text
+from hybridrl.workers.rollout.sglang.arguments import (
+    Arguments,
+    ServerSpec,
+    build_arguments,
+    environment,
+)
+from hybridrl.workers.rollout.sglang.process import ServerProcess, free_port
+
+log = logging.getLogger(__name__)
+
+_CHILD = "hybridrl.workers.rollout.sglang.start"
+_NAME = "rehearsal"
+
+
+def rehearse_server(config: ExperimentConfig) -> str:
+    """Have SGLang complete and check the arguments of this configuration's servers.
+
+    Returns:
+        One line that says what was shown, and what was not.
+
+    Raises:
+        ConfigErrors: SGLang refuses them; under our keys.
+        EngineError: SGLang ended the rehearsal; with the end of its log.
+        DeadlineError: it took longer than ``rollout.start_timeout_s``.
+    """
+    with tempfile.TemporaryDirectory(prefix="hybridrl-rehearsal-") as name:
+        folder = Path(name)
+        spec = spec_of(config, _model_folder(config, folder))
+        case = case_of(spec)
+        result = _run(spec, case, folder)
+    arguments = case["arguments"]
+    if "unimportable" in result:
+        return f"not rehearsed, it cannot be imported here: {result['unimportable']}"
+    if refusals := result["refusals"]:
+        raise ConfigErrors([violation_of(each, arguments, result["version"]) for each in refusals])
+    if not result["has_device"]:
+        return (
+            f"{result['version']} has all arguments; the rest is rehearsed where there is a GPU: "
+            "run mode=check there too"
+        )
+    return f"{result['version']} accepts the arguments of its servers; no model was loaded"
+
+
+def spec_of(config: ExperimentConfig, folder: Path) -> ServerSpec:
+    """Say what a server of this configuration serves."""
+    return ServerSpec(
+        model_folder=folder,
+        rollout=config.rollout,
+        lora=config.lora if config.lora.sends_adapters else None,
+        max_context_tokens=config.max_row_tokens,
+        seed=config.seed,
+        device=config.cluster.device,
+    )
+
+
+def case_of(spec: ServerSpec) -> dict[str, Any]:
+    """Write down what the child is asked: all arguments, and those that are not the user's own."""
+    given = replace(spec, rollout=replace(spec.rollout, engine_args={}))
+    port = free_port()
+    return {
+        "arguments": build_arguments(spec, name=_NAME, port=port, key=_NAME),
+        "ours": build_arguments(given, name=_NAME, port=port, key=_NAME),
+        "own": list(spec.rollout.engine_args),
+        "device": spec.device,
+    }
+
+
+def _run(spec: ServerSpec, case: Mapping[str, object], folder: Path) -> Any:  # noqa: ANN401 - JSON
+    case_file, result_file = folder / "case.json", folder / "result.json"
+    case_file.write_text(to_json_text(case), encoding="utf-8")
+    process = ServerProcess(
+        [sys.executable, "-m", _CHILD, str(case_file), str(result_file)],
+        name="the rehearsal of SGLang's start",
+        variables=environment(spec),
+    )
+    try:
+        process.wait_until_ready(result_file.exists, timeout_s=spec.rollout.start_timeout_s)
+        return json.loads(result_file.read_text(encoding="utf-8"))
+    finally:
+        process.end()
+
+
+def violation_of(refusal: Mapping[str, Any], arguments: Arguments, version: str) -> ConfigError:
+    """Word a refusal under the key that the first argument at fault comes from."""
+    names = refusal["names"]
+    rule = f"SGLang {version} refuses it: {refusal['reason']}"
+    if not names:
+        return ConfigError("rollout.engine", "sglang", rule, "see what it says")
+    first, *others = names
+    if first in TYPED:
+        key = TYPED[first].split()[0].rstrip(",")
+        return ConfigError(key, arguments[first], rule, f"change {key}")
+    keys = [f"rollout.engine_args.{name}" for name in (first, *others)]
+    removal = " ".join(f"~{key}" for key in keys)
+    fix = refusal["fix"] or f"give another value, or add {removal}"
+    return ConfigError(keys[0], arguments[first], rule, fix, remedies=[tuple(removal.split())])
+
+
+def _model_folder(config: ExperimentConfig, scratch: Path) -> Path:
+    """Return the model's folder; of a model that is yet to be made, one with its config.json."""
+    if config.model.path is not None:
+        return Path(config.model.path).absolute()
+    if config.model.starter is not None:
+        values = _starter_values(config.model.starter, dtype=config.rollout.dtype)
+        (scratch / "config.json").write_text(to_json_text(values), encoding="utf-8")
+    return scratch
+
+
+def _starter_values(starter: StarterConfig, *, dtype: str) -> dict[str, object]:
+    """Write config.json as far as SGLang reads it; run/starter.py makes the whole model."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": starter.hidden_size,
+        "num_hidden_layers": starter.num_layers,
+        "num_attention_heads": starter.num_attention_heads,
+        "num_key_value_heads": starter.num_key_value_heads,
+        "head_dim": starter.hidden_size // starter.num_attention_heads,
+        "intermediate_size": starter.intermediate_size,
+        "vocab_size": starter.vocab_size,
+        "max_position_embeddings": starter.max_position_embeddings,
+        "tie_word_embeddings": True,
+        "dtype": dtype,
+    }

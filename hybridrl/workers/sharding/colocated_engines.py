@@ -1,0 +1,132 @@
+"""The training side of the device: all roles' training state, which leaves and returns together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from hybridrl.errors import PhaseError
+from hybridrl.metrics import Max, Metrics, merge
+from hybridrl.workers.sharding.control import ControlGroup
+from hybridrl.workers.sharding.memory import DeviceMemory
+from hybridrl.workers.sharding.memory_table import Holder
+from hybridrl.workers.train.protocol import TrainState
+
+_MAY_STAY_BYTES = 2**30
+"""Of torch's memory, besides what tenants list: tables, workspaces of cuBLAS and of kernels."""
+
+
+class ColocatedEngine(Protocol):
+    """Training state that shares the device: a training engine, trainable or frozen."""
+
+    def offload(self, part: TrainState) -> None:
+        """Move a part to host memory. Twice is a no-op."""
+        ...
+
+    def restore(self, part: TrainState) -> None:
+        """Bring a part back. Twice is a no-op."""
+        ...
+
+    def resident_bytes(self, part: TrainState) -> int:
+        """Return the bytes that the part holds on the device."""
+        ...
+
+
+class ColocatedEngines:
+    """All tenants of this process's device; each verb runs on all ranks and fails on all alike."""
+
+    def __init__(self, *, device: torch.device, control: ControlGroup) -> None:
+        self._tenants: dict[str, ColocatedEngine] = {}
+        self._control = control
+        self._metrics: Metrics = {}
+        self.memory = DeviceMemory(device)
+        """Of the device, as torch's allocator sees it."""
+        self.engine_bytes: Callable[[], int] = int
+        """What a rollout engine in this very process holds of torch's memory."""
+
+    def register(self, name: str, tenant: ColocatedEngine) -> None:
+        """Add a tenant.
+
+        Raises:
+            PhaseError: the name is taken.
+        """
+        if name in self._tenants:
+            raise PhaseError(f"tenant {name!r} is registered already; one training engine per role")
+        self._tenants[name] = tenant
+
+    def holders(self) -> list[Holder]:
+        """Return what each tenant holds on the device, part by part."""
+        return [
+            Holder(f"{name} {part.value}", tenant.resident_bytes(part))
+            for name, tenant in self._tenants.items()
+            for part in TrainState
+        ]
+
+    def offload_optimizer(self) -> None:
+        """Gradients and optimizer state leave."""
+        self._control.everywhere("offload_optimizer", self._offload_all_but_parameters)
+
+    def offload_parameters(self) -> None:
+        """Parameters leave.
+
+        Raises:
+            StageError: on all ranks, if anything of any tenant is still on a device, or more of
+                torch's memory than anybody lists.
+        """
+        self._control.everywhere("offload_parameters", self._offload_parameters)
+
+    def onload_training(self) -> None:
+        """Everything returns; what never left stays."""
+        self._control.everywhere("onload_training", self._restore)
+
+    def _offload_all_but_parameters(self) -> None:
+        for tenant in self._tenants.values():
+            tenant.offload(TrainState.GRADIENTS)
+            tenant.offload(TrainState.OPTIMIZER)
+        self.memory.empty_cache()
+
+    def _offload_parameters(self) -> None:
+        for tenant in self._tenants.values():
+            tenant.offload(TrainState.PARAMETERS)
+        self.memory.empty_cache()
+        left = [
+            f"{holder.name} {holder.num_bytes / 2**20:.1f} MiB"
+            for holder in self.holders()
+            if holder.num_bytes
+        ]
+        if left:
+            raise PhaseError(
+                "the KV cache may not wake while training state is on the device: "
+                + ", ".join(left)
+            )
+        self._require_nothing_unlisted()
+
+    def _require_nothing_unlisted(self) -> None:
+        """Hold what tenants list against torch's own count: a list forgets what it never knew."""
+        allocated = self.memory.allocated_bytes()
+        if allocated is None:
+            return
+        unlisted = allocated - self.engine_bytes()
+        metrics: Metrics = {"memory/left_allocated_bytes/max": Max(unlisted)}
+        self._metrics = merge([self._metrics, metrics])
+        if unlisted > _MAY_STAY_BYTES:
+            raise PhaseError(
+                "the KV cache may not wake while training state is on the device: "
+                f"{', '.join(self._tenants)} list nothing, and torch has {unlisted / 2**20:,.1f} "
+                f"MiB of {self.memory.device} allocated, of which {_MAY_STAY_BYTES / 2**20:,.0f} "
+                "may stay (tables, workspaces). Something keeps tensors that offload() does not "
+                "know: see torch.cuda.memory_snapshot(), or set rollout.sleep=false and a lower "
+                "rollout.memory_fraction"
+            )
+
+    def take_metrics(self) -> Metrics:
+        """Return what was left since the last call, and start anew."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def _restore(self) -> None:
+        for tenant in self._tenants.values():
+            for part in TrainState:
+                tenant.restore(part)
