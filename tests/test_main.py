@@ -106,6 +106,9 @@ def test_neither_torch_nor_ray_is_imported_before_the_checks_passed(
     [
         ("recipes=clip_higher_cpu", ["recipes='clip_higher_cpu'", "'clip_higher_kl_cpu'"]),
         ("actor=fdsp2", ["actor='fdsp2'", "'fsdp2'"]),
+        ("recipes=dapo_cpu", ["it is called recipes=clip_higher_kl_cpu now"]),
+        ("algorithm=rloo", ["not supported yet; set algorithm=grpo"]),
+        ("rollout.n=8", ["set rollout.num_responses_per_prompt"]),
         ("rollout.temprature=1", ["rollout.temprature='1'", "'temperature'"]),
         ("rollot.temperature=1", ["rollot.temperature", "'rollout.temperature'"]),
         ("actr=fsdp2", ["actr", "'actor'"]),

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 from ray._private import services
+from ray._private.ray_logging import global_worker_stdstream_dispatcher
 
 from hybridrl import env
 from hybridrl.config.cluster import ClusterConfig
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 _NVIDIA = Path("/dev/nvidiactl")
 _MIB = 1024 * 1024
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_WORKER_OUTPUT = "ray_print_logs"  # as ray.init names what writes it to stderr
 _INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -63,6 +65,11 @@ def ray_cluster(cluster: ClusterConfig, *, num_more_ranks: int = 0) -> Iterator[
             yield
     finally:
         ray.shutdown()
+
+
+def show_workers_no_more() -> None:
+    """Stop Ray's copy of what workers write: one that is ended while it starts dumps C++ stacks."""
+    global_worker_stdstream_dispatcher.remove_handler(_WORKER_OUTPUT)
 
 
 def require_device(cluster: ClusterConfig) -> None:

@@ -17,7 +17,7 @@ from hybridrl import env
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.diagnostics import trace
 from hybridrl.run.certify import certify
-from hybridrl.run.cluster import ray_cluster
+from hybridrl.run.cluster import ray_cluster, show_workers_no_more
 from hybridrl.run.driver_watchdog import driver_watchdog
 from hybridrl.run.record import open_record
 from hybridrl.run.resume import finished_message, should_resume
@@ -83,7 +83,10 @@ def run(
         thread = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="import"))
         imported = thread.submit(import_module, _COMPOSITION_ROOT)
         num_more_ranks = config.num_critic_ranks if config.has_critic_pool else 0
-        with ray_cluster(config.cluster, num_more_ranks=num_more_ranks), ended_by_signals():
+        with (
+            ray_cluster(config.cluster, num_more_ranks=num_more_ranks),
+            ended_by_signals(show_workers_no_more),
+        ):
             with trace.span("import"):
                 root = imported.result()
             root.run(config, record=record)

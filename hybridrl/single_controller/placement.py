@@ -130,8 +130,8 @@ def _wait(group: Any, wish: ResourceRequest, *, deadline_s: float, wait_s: float
     why = f"{unmet_reason}; " if unmet_reason else "others hold it; "
     raise ResourceError(
         f"no room after {wait_s:g} s for {wish.describe()}; {why}"
-        "lower RayResourcePool(process_on_nodes=) (cluster.num_nodes, cluster.num_ranks_per_node), "
-        "add nodes, free resources, or raise wait_s (cluster.start_timeout_s)"
+        "lower cluster.num_nodes or cluster.num_ranks_per_node, add nodes, free resources, or "
+        "raise cluster.start_timeout_s (in code: process_on_nodes and wait_s of the pool)"
     )
 
 

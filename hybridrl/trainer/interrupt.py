@@ -97,13 +97,13 @@ class Interrupt:
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
+def ended_by_signals(on_signal: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Let the signals end what is no step at once, and in order: workers and Ray end with it.
 
-    Ray's own handlers, which this replaces, end the driver with other statuses. As `listening`, it
-    does nothing outside the main thread.
+    ``on_signal`` is called before anything ends. Ray's own handlers, which this replaces, end the
+    driver with other statuses. As `listening`, it does nothing outside the main thread.
     """
-    with _handled_by(_InterruptOnce()):
+    with _handled_by(_InterruptOnce(on_signal)):
         yield
 
 
@@ -123,13 +123,15 @@ def hangups_ignored() -> Iterator[None]:
 class _InterruptOnce:
     """Raises at the first signal, and not at its echo, which would hit the clearing up."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_signal: Callable[[], None]) -> None:
         self._since_s = -math.inf
+        self._on_signal = on_signal
 
     def __call__(self, number: int, _: FrameType | None) -> None:
         now_s = time.monotonic()
         if now_s - self._since_s > _ECHO_S:
             self._since_s = now_s
+            self._on_signal()
             raise RunInterrupted(number)
 
 

@@ -86,3 +86,10 @@ def test_a_model_of_the_hub_is_answered_with_its_download(path: str) -> None:
     folder = "models/Qwen3-8B"
     words = f"hf download Qwen/Qwen3-8B --local-dir {folder}, then set model.path={folder}"
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("path", ["models/Qwen3-8B", "../Qwen3-8B", "/models/Qwen3-8B"])
+def test_a_folder_that_is_missing_is_not_taken_for_a_name_of_the_hub(path: str) -> None:
+    with pytest.raises(ConfigErrors) as refused:
+        load_config(values_of("model.starter=null", f"model.path='{path}'"))
+    assert f"download one (hf download NAME --local-dir {path})" in str(refused.value)

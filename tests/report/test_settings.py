@@ -20,9 +20,9 @@ def test_the_defaults_are_those_that_hydra_composes() -> None:
     ("override", "change"),
     [
         ("seed=3", {"seed": (0, 3)}),
-        ("actor.optimizer.lr=2e-4", {"actor.optimizer.lr": ("1e-4", 2e-4)}),
+        ("actor.optimizer.lr=2e-4", {"actor.optimizer.lr": ("3e-5", 2e-4)}),
         ("tracking.trackers=[]", {"tracking.trackers": (["tensorboard"], [])}),
-        ("actor.optimizer.lr=0.0001", {}),
+        ("actor.optimizer.lr=0.00003", {}),
     ],
 )
 def test_what_differs_from_the_defaults_is_found(

@@ -67,7 +67,8 @@ def test_too_few_resources_say_what_was_asked_and_what_there_is(ray_cluster: Non
     pool = RayResourcePool([2], use_gpu=True, num_cpus_per_rank=100, wait_s=0.3)
     with pytest.raises(
         ResourceError,
-        match=r"no room after 0.3 s for \[2\] .* 100 CPU, 1 GPU each: nodes have 8 CPU, 0 GPU; fre",
+        match=r"no room after 0.3 s for \[2\] .* 100 CPU, 1 GPU each: nodes have 8 CPU, 0 GPU; fre"
+        r".* lower cluster.num_nodes or cluster.num_ranks_per_node, .* cluster.start_timeout_s ",
     ):
         RayWorkerGroup(pool, RayClassWithInitArgs(Scaler))
     assert _num_placement_groups("PENDING") == 0

@@ -1,19 +1,23 @@
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ray._private.ray_logging import global_worker_stdstream_dispatcher
 
 from hybridrl.errors import ResourceError
 from hybridrl.run.cluster import (
     rank_variables,
     require_device,
+    show_workers_no_more,
     start_fused_group,
     start_group,
 )
 from hybridrl.single_controller import Dispatch, Worker, register
+from hybridrl.trainer.interrupt import RunInterrupted, ended_by_signals
 from tests.config.values import config_of
 from tests.runs.small import small_config
 
@@ -25,6 +29,16 @@ def test_a_missing_gpu_is_named_before_ray_would_wait_for_one(tmp_path: Path) ->
         require_device(cluster)
     require_device(replace(cluster, ray_address="auto"))  # that cluster's nodes may have some
     require_device(replace(cluster, device="cpu"))
+
+
+def test_a_start_that_is_stopped_shows_no_output_of_workers_any_more() -> None:
+    # A worker that is ended while it starts writes C++ stacks, which Ray copies to the terminal.
+    shown: list[object] = []
+    global_worker_stdstream_dispatcher.add_handler("ray_print_logs", shown.append)
+    with pytest.raises(RunInterrupted), ended_by_signals(show_workers_no_more):
+        os.kill(os.getpid(), signal.SIGINT)
+    global_worker_stdstream_dispatcher.emit("*** SIGTERM received")
+    assert shown == []
 
 
 def test_tensor_parallel_ranks_on_cuda_get_one_hardware_queue(

@@ -15,6 +15,9 @@ from hybridrl.config.model_folder import problem_of
 from hybridrl.config.paths import flaw_of_file, flaw_of_folder
 from hybridrl.errors import ConfigError
 
+_FOLDERS = (".", "..", "models", "model", "weights", "checkpoints", "runs")
+"""First parts of a path that are no owner of a model on the Hugging Face Hub."""
+
 
 def check_model_source(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Weights come from a folder or are made, not both, not neither."""
@@ -187,7 +190,8 @@ def check_engines_know_the_model(config: ExperimentConfig) -> Iterator[ConfigErr
 def _download(path: str) -> str:
     """Say how to get the model that ``path`` means: a folder, or a name on the Hugging Face Hub."""
     name = path.removeprefix("hf://").removeprefix("https://huggingface.co/").rstrip("/")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    owner = name.partition("/")[0]
+    if owner in _FOLDERS or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return f"download one (hf download NAME --local-dir {path})"
     folder = f"models/{name.rpartition('/')[2]}"
     return f"type hf download {name} --local-dir {folder}, then set model.path={folder}"
