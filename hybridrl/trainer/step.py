@@ -68,7 +68,7 @@ class PolicyOptimization:
     on_phase: Callable[[str], None] | None = None
 
     def step(self, task: PromptStep) -> StepReport:
-        """Sample, score, compare siblings, update."""
+        """Sample, score, compare responses to the same prompt, update."""
         clock = Clock(self.on_phase)
         with clock("generate"):
             rollouts = self.policy.generate(task.prompts, self.sampling)  # syncs weights, samples
