@@ -23,7 +23,7 @@ import ctypes, faulthandler, json, sys, time
 from dataclasses import asdict
 from pathlib import Path
 from hybridrl.diagnostics import activity
-from hybridrl.diagnostics.activity import doing, watching
+from hybridrl.diagnostics.activity import scope, watching
 
 faulthandler.enable()
 files = activity.start_recording(Path(sys.argv[1]))
@@ -73,7 +73,7 @@ def _look(*ranks: MonitoredRank, wait_s: float = 5.0) -> list[RankReport]:
 
 
 def test_a_loop_is_found_with_its_function_line_and_block(start: Start) -> None:
-    rank = start("with doing('update()'):\n    spin()")
+    rank = start("with scope('update()'):\n    spin()")
     wait_until(lambda: "in say_ready" not in _look(rank)[0].stacks)
     for _ in range(2):  # the second look does not show the stacks of the first
         [report] = _look(rank)
@@ -87,8 +87,8 @@ def test_a_loop_is_found_with_its_function_line_and_block(start: Start) -> None:
 
 def test_open_blocks_are_told_from_closed_ones(start: Start) -> None:
     [idle, busy] = _look(
-        start("with doing('update()'):\n    pass\nnap()"),
-        start("with doing('generate()'), doing('sync', waits=True):\n    nap()"),
+        start("with scope('update()'):\n    pass\nnap()"),
+        start("with scope('generate()'), scope('sync', waits=True):\n    nap()"),
     )
     assert idle.where == "idle, after update()"
     assert [what for what, _ in busy.doing] == ["generate()", "sync"]
@@ -103,7 +103,7 @@ def test_what_is_watched_is_written_while_the_process_is_stuck(start: Start) -> 
 
 
 def test_a_stopped_process_is_told_without_stacks_in_the_time_given(start: Start) -> None:
-    rank = start("with doing('update()'):\n    nap()")
+    rank = start("with scope('update()'):\n    nap()")
     psutil.Process(rank.files.pid).suspend()
     [report] = _look(rank, wait_s=0.2)
     assert (report.state, report.stacks) == ("stopped by a signal", "")
@@ -111,12 +111,12 @@ def test_a_stopped_process_is_told_without_stacks_in_the_time_given(start: Start
 
 
 def test_a_short_record_leaves_nothing_of_a_longer_one(start: Start) -> None:
-    rank = start("with doing('a' * 200):\n    pass\nwith doing('sync \"é\"'):\n    nap()")
+    rank = start("with scope('a' * 200):\n    pass\nwith scope('sync \"é\"'):\n    nap()")
     assert [what for what, _ in _look(rank)[0].doing] == ['sync "é"']
 
 
 def test_the_record_outlives_a_killed_process(start: Start) -> None:
-    rank = start("with doing('update()'), doing('all_reduce', waits=True):\n    nap()")
+    rank = start("with scope('update()'), scope('all_reduce', waits=True):\n    nap()")
     wait_until(lambda: len(_look(rank)[0].memory) >= 2)
     psutil.Process(rank.files.pid).kill()
     wait_until(lambda: _look(rank)[0].is_gone)

@@ -50,9 +50,9 @@ def test_a_value_that_is_not_finite_is_no_point_of_a_counter(tmp_path: Path) -> 
 _WRITE_FOR_EVER = """
 import sys
 from pathlib import Path
-from hybridrl.diagnostics.trace import Recorder
+from hybridrl.diagnostics.trace import SpanRecorder
 from hybridrl.run.trace_file import TraceFile
-recorder, file = Recorder(), TraceFile(Path(sys.argv[1]))
+recorder, file = SpanRecorder(), TraceFile(Path(sys.argv[1]))
 while True:
     for number in range(50):
         with recorder.span("outer"), recorder.span("inner", text="x" * 100):
