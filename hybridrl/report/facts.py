@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
@@ -16,6 +15,7 @@ from hybridrl.atomic_io import atomic_write_text
 from hybridrl.checkpoint.fingerprint import processor_name
 from hybridrl.config.model import ModelConfig, StarterConfig
 from hybridrl.errors import ModelError
+from hybridrl.json_text import to_json_text
 from hybridrl.planning.shapes import shape_of
 from hybridrl.report.history import parse_row
 from hybridrl.report.run import Run
@@ -37,7 +37,7 @@ def try_machine(folder: Path) -> None:
         "memory": f"{memory_gib:.0f} GiB",
     }
     try:
-        atomic_write_text(folder / MACHINE, json.dumps(facts) + "\n")
+        atomic_write_text(folder / MACHINE, to_json_text(facts) + "\n")
     except OSError as error:
         log.warning("%s was not written: %s", folder / MACHINE, error)
 

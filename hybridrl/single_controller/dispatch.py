@@ -65,7 +65,8 @@ class RankLayout:
             raise DispatchError(
                 f"ranks say dp_rank {list(self.dp_rank_of)} and is_output_rank "
                 f"{list(self.collects)}; "
-                f"give dp ranks 0..{self.dp_size - 1} and is_output_rank=True on one rank each"
+                f"give dp ranks 0..{self.dp_size - 1} and is_output_rank=True on exactly one "
+                "rank each"
             )
 
     @classmethod

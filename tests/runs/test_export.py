@@ -68,7 +68,7 @@ def test_the_command_names_the_folder_it_wrote_and_what_it_cannot_do(
         export_checkpoint(folder)
     elsewhere = tmp_path / "models" / "digits"
     result = _command(str(folder), "--output", str(elsewhere))
-    assert (result.returncode, result.stdout.strip()) == (0, str(elsewhere)), result.stderr
+    assert (result.returncode, result.stdout.splitlines()[:1]) == (0, [str(elsewhere)])
     ours, own = (load_file(f / "model.safetensors") for f in (elsewhere, folder / "hf-step-3"))
     assert all(torch.equal(ours[name], own[name]) for name in own)
     with pytest.raises(RunFolderError, match="no run folder"):

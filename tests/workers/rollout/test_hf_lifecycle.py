@@ -156,7 +156,7 @@ def test_a_drain_past_its_deadline_aborts_the_rollout_in_the_other_thread(tiny_m
 
 def test_memory_and_weights_are_not_touched_under_a_running_rollout(tiny_model: Path) -> None:
     engine = ready_engine(tiny_model)
-    with engine._admission.admit(1):
+    with engine._gate.admit(1):
         with pytest.raises(PhaseError, match="release of WEIGHTS was refused"):
             engine.release(MemoryTag.WEIGHTS)
         with pytest.raises(PhaseError, match="update_weights was refused"):
