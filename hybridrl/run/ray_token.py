@@ -29,13 +29,23 @@ def keep_token_private() -> None:
     path = Path.home() / ".ray" / "auth_token"
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _PRIVATE)
-        except FileExistsError:
+        if path.exists():
             _warn_of_readers(path)
-            return
+        else:
+            _write_token(path)
+
+
+def _write_token(path: Path) -> None:
+    # Whole at once: another Ray may start at this moment, and would take an empty one.
+    unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
+    try:
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _PRIVATE)
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32))
+        with suppress(FileExistsError):  # another one was faster; both take its token
+            path.hardlink_to(unfinished)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _warn_of_readers(path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,21 @@ def test_a_token_that_is_there_is_kept_and_its_readers_are_told(
     assert token.read_text() == "mine"
     [message] = caplog.messages
     assert f"chmod 600 {token}" in message
+
+
+def test_a_token_appears_whole(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = home / ".ray" / "auth_token"
+    is_there_before = []
+
+    def draw(num_bytes: int) -> str:
+        is_there_before.append(token.exists())
+        return "7" * 2 * num_bytes
+
+    monkeypatch.setattr(secrets, "token_hex", draw)
+    keep_token_private()
+    assert is_there_before == [False]
+    assert token.read_text() == "7" * 64
+    assert [path.name for path in token.parent.iterdir()] == ["auth_token"]
 
 
 @pytest.mark.parametrize(
