@@ -39,7 +39,6 @@ from hybridrl.config.load import load_config
 from hybridrl.config.summary import summarize
 from hybridrl.config.unknown_keys import unknown_key
 from hybridrl.config.yaml_text import flaw_of_yaml
-from hybridrl.data.rehearsal import check_rows_are_read
 from hybridrl.errors import (
     ConfigError,
     ConfigErrors,
@@ -60,6 +59,7 @@ _ROOT = _PACKAGE if (_PACKAGE / "hydra_configs").is_dir() else _PACKAGE.parent
 _CONFIG_DIR = str(_ROOT / "hydra_configs")
 _BY_NAME_TO_KEEP_RAY_OUT = "hybridrl.run.launch"
 _MEGATRON_REHEARSAL = "hybridrl.run.megatron_rehearsal"
+_ROWS_REHEARSAL = "hybridrl.data.rehearsal"  # pyarrow takes a quarter of a second
 _SEARCH_PATH = "hydra.searchpath="
 _EXIT_CONFIG = 2
 _HELP_FLAGS = {"--help", "-h"}
@@ -257,7 +257,7 @@ def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:
     config = load_config(_as_mapping(composed))
     if config.mode == "check":
         check_reward_loads(config.reward)
-        check_rows_are_read(config.data)
+        import_module(_ROWS_REHEARSAL).check_rows_are_read(config.data)
         sys.stdout.write(f"{summarize(config)}\n{peak_line(config)}\n")
         sys.stdout.flush()
         for line in _rehearse(config):
