@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.run.display import format_duration, format_value
-from hybridrl.run.run_folder import METRICS
-
-_SCORES: Sequence[tuple[str, Callable[[list[float]], float]]] = (
-    ("eval/reward/mean", max),
-    ("eval/loss_nats", min),
-    ("reward/mean", max),
-    ("loss/supervised_nats", min),
-)
-"""What a run is judged by, and which of its values is the best."""
+from hybridrl.run.scores import SCORES, read_metrics
 
 _NUM_SMOOTHED = 10
-
-
-def read_metrics(run_folder: Path) -> list[dict[str, float]]:
-    """Return the whole lines of ``metrics.jsonl``, without values that are not finite."""
-    lines = []
-    with suppress(OSError), (run_folder / METRICS).open(encoding="utf-8") as file:
-        for line in file:
-            with suppress(ValueError):  # the last line, cut off by a crash
-                values = json.loads(line)
-                lines.append({name: value for name, value in values.items() if value is not None})
-    return lines
 
 
 def describe_end(
@@ -52,7 +31,7 @@ def describe_end(
     verb = "finished" if error is None else "stopped"
     where = f"after step {num_done}" if num_done else "before step 1"
     rows = [(verb, f"{where} of {config.num_steps}{seconds}")]
-    rows += [(name, text) for name, best in _SCORES if (text := _describe_score(lines, name, best))]
+    rows += [(name, text) for name, best in SCORES if (text := _describe_score(lines, name, best))]
     steps = CheckpointStore(folder / "checkpoints").steps()
     places = {
         "model": folder / "hf",
@@ -82,7 +61,7 @@ def resume_command(command: Sequence[str], *, run_dir: str, changes: Sequence[st
 
 
 def _describe_score(
-    lines: Sequence[Mapping[str, float]], name: str, best_of: Callable[[list[float]], float]
+    lines: Sequence[Mapping[str, float]], name: str, best_of: Callable[[Sequence[float]], float]
 ) -> str:
     """Say from where to where a metric went; empty where it was not measured twice."""
     values = [(int(line["step"]), line[name]) for line in lines if name in line]

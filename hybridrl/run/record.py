@@ -17,9 +17,10 @@ from hybridrl.metrics import Metrics
 from hybridrl.report.facts import try_machine
 from hybridrl.report.page import try_report
 from hybridrl.run.display import LiveView, open_live
-from hybridrl.run.final_summary import describe_end, read_metrics
+from hybridrl.run.final_summary import describe_end
 from hybridrl.run.postmortem import WHERE, PostMortem, Progress, is_crash
 from hybridrl.run.run_folder import RunLogger, Sample
+from hybridrl.run.scores import read_metrics
 from hybridrl.run.tracing import Tracing
 from hybridrl.single_controller import RankReport
 from hybridrl.single_controller.spans import SpanCollector

@@ -7,7 +7,6 @@ without, each starts and ends its own Ray.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import signal
@@ -22,18 +21,11 @@ from typing import Literal
 
 from hybridrl.atomic_io import atomic_write_text
 from hybridrl.json_text import to_json_text
+from hybridrl.run.scores import SCORES, read_metrics
 from hybridrl.trainer.interrupt import SIGNALS
 from hybridrl.trainer.interrupt import exit_status as exit_status_of
 
 log = logging.getLogger(__name__)
-
-_SCORES: tuple[tuple[str, Callable[[Sequence[float]], float]], ...] = (
-    ("eval/reward/mean", max),
-    ("reward/mean", max),
-    ("eval/loss_nats", min),
-    ("loss/supervised_nats", min),
-)
-"""What runs are compared by, the first that a run has; and which value is the best."""
 
 _STOPPED = {exit_status_of(number): number for number in SIGNALS}
 
@@ -181,9 +173,9 @@ def _run_job(job: SweepJob, command: Sequence[str]) -> SweepResult:
 
 
 def _find_score(folder: Path) -> Mapping[str, object]:
-    steps = _read_metrics(folder)
-    for name, best_of in _SCORES:
-        values = {int(s["step"] or 0): v for s in steps if (v := s.get(name)) is not None}
+    steps = read_metrics(folder)
+    for name, best_of in SCORES:
+        values = {int(line["step"]): line[name] for line in steps if name in line}
         if values:
             best = best_of(list(values.values()))
             return {
@@ -191,16 +183,9 @@ def _find_score(folder: Path) -> Mapping[str, object]:
                 "last": list(values.values())[-1],
                 "best": best,
                 "best_step": next(step for step, value in values.items() if value == best),
-                "num_steps": int(steps[-1]["step"] or 0),
+                "num_steps": int(steps[-1]["step"]),
             }
     return {}
-
-
-def _read_metrics(folder: Path) -> list[dict[str, float | None]]:
-    file = folder / "metrics.jsonl"
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    # A run that was killed may leave half a line, without its newline.
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _find_error(folder: Path, exit_status: int) -> str:
@@ -234,5 +219,5 @@ def _row(result: SweepResult) -> str:
 def _rank(result: SweepResult) -> tuple[bool, float, int]:
     if result.last is None:
         return (True, 0.0, result.number)
-    is_lower_better = dict(_SCORES)[result.score] is min
+    is_lower_better = dict(SCORES)[result.score] is min
     return (False, result.last if is_lower_better else -result.last, result.number)
