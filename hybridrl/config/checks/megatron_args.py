@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
+from hybridrl.config.checks.passed_arguments import Reasons, refuse_own_arguments
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.config.megatron import MegatronConfig
 from hybridrl.errors import ConfigError
-
-Reasons = Mapping[str, str]
-"""By the name of a field: the key that says it, or why it is not to be chosen."""
 
 _SPLIT = "megatron.num_layers_in_first_stage and num_layers_in_last_stage"
 _RECOMPUTED = "actor.gradient_checkpointing with megatron.recompute_modules"
@@ -223,7 +221,9 @@ def check_transformer_args(config: ExperimentConfig) -> Iterator[ConfigError]:
     if not config.megatron_worlds:
         return
     given, section = config.megatron.transformer_args, "megatron.transformer_args"
-    yield from _refused(given, section, typed=_TRANSFORMER_TYPED, taken=_TRANSFORMER_OURS)
+    yield from refuse_own_arguments(
+        given, section, typed=_TRANSFORMER_TYPED, taken=_TRANSFORMER_OURS
+    )
     for name, value in given.items():
         key = f"{section}.{name}"
         if name in _OF_THE_MODEL:
@@ -245,7 +245,7 @@ def check_optimizer_args(config: ExperimentConfig) -> Iterator[ConfigError]:
     if not config.megatron_worlds:
         return
     given, section = config.megatron.optimizer_args, "megatron.optimizer_args"
-    yield from _refused(given, section, typed=_OPTIMIZER_TYPED, taken=_OPTIMIZER_OURS)
+    yield from refuse_own_arguments(given, section, typed=_OPTIMIZER_TYPED, taken=_OPTIMIZER_OURS)
     offload = f"{section}.optimizer_cpu_offload"
     if given.get("optimizer_cpu_offload") and config.cluster.device == "cpu":
         rule = "the optimizer is on the host already, for cluster.device=cpu"
@@ -265,20 +265,6 @@ def check_optimizer_args(config: ExperimentConfig) -> Iterator[ConfigError]:
 def check_ddp_args(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Likewise of its DistributedDataParallelConfig."""
     if config.megatron_worlds:
-        yield from _refused(
+        yield from refuse_own_arguments(
             config.megatron.ddp_args, "megatron.ddp_args", typed=_DDP_TYPED, taken=_DDP_OURS
         )
-
-
-def _refused(
-    given: Mapping[str, ArgumentValue], section: str, *, typed: Reasons, taken: Reasons
-) -> Iterator[ConfigError]:
-    for name, value in given.items():
-        key = f"{section}.{name}"
-        if name in typed:
-            rule, fix = f"{typed[name]} says that", f"set {typed[name]}, and ~{key}"
-        elif name in taken:
-            rule, fix = f"is not to be chosen: {taken[name]}", f"leave it out, or add ~{key}"
-        else:
-            continue
-        yield ConfigError(key, value, rule, fix, remedies=[(f"~{key}",)])

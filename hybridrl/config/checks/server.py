@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 
 from hybridrl.config.checks.lora import model_values
+from hybridrl.config.checks.passed_arguments import refuse_own_arguments
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.rollout import ABORT_GRACE_S, FLUSH_TIMEOUT_S
 from hybridrl.config.spelling import resetting
@@ -70,15 +71,9 @@ def check_engine_args(config: ExperimentConfig) -> Iterator[ConfigError]:
             fix=f"{instruction(reset)}, or set rollout=sglang",
         )
         return
-    for name, value in rollout.engine_args.items():
-        key = f"rollout.engine_args.{name}"
-        if name in TYPED:
-            rule, fix = f"{TYPED[name]} says that", f"set {TYPED[name]}, and ~{key}"
-        elif name in _OURS:
-            rule, fix = f"is not to be chosen: {_OURS[name]}", f"leave it out, or add ~{key}"
-        else:
-            continue
-        yield ConfigError(key, value, rule, fix, remedies=[(f"~{key}",)])
+    yield from refuse_own_arguments(
+        rollout.engine_args, "rollout.engine_args", typed=TYPED, taken=_OURS
+    )
 
 
 def check_graphs_can_be_released(config: ExperimentConfig) -> Iterator[ConfigError]:

@@ -1,0 +1,33 @@
+"""Arguments that pass through to another package: those that follow from keys are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from hybridrl.config.limits import ArgumentValue
+from hybridrl.errors import ConfigError
+
+Reasons = Mapping[str, str]
+"""By the name of an argument: the key that says it, or why it is not to be chosen."""
+
+
+def refuse_own_arguments(
+    given: Mapping[str, ArgumentValue], section: str, *, typed: Reasons, taken: Reasons
+) -> Iterator[ConfigError]:
+    """Yield an error for each argument that a key says, or that is not to be chosen.
+
+    Args:
+        given: arguments by their names in the other package.
+        section: dotted key that holds them.
+        typed: names of arguments that a key says.
+        taken: names of arguments that are not to be chosen.
+    """
+    for name, value in given.items():
+        key = f"{section}.{name}"
+        if name in typed:
+            rule, fix = f"{typed[name]} says that", f"set {typed[name]}, and ~{key}"
+        elif name in taken:
+            rule, fix = f"is not to be chosen: {taken[name]}", f"leave it out, or add ~{key}"
+        else:
+            continue
+        yield ConfigError(key, value, rule, fix, remedies=[(f"~{key}",)])
