@@ -100,7 +100,7 @@ FIGURES = (
     Figures(
         name="megatron",
         arguments=("--rounds", "7"),
-        measured=("hybridrl/workers/train/mcore/*.py", "hybridrl/models/onednn.py"),
+        measured=("hybridrl/workers/train/megatron/*.py", "hybridrl/models/onednn.py"),
     ),
 )
 

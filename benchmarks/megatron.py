@@ -24,8 +24,8 @@ from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from tests.config.values import config_of
 from tests.megatron.stand_ins import install
-from tests.models import make_tiny_model
 from tests.ranks import run_ranks
+from tests.tiny_models import make_tiny_model
 from tests.workers.train.engines import (
     ACTOR,
     CPU,
@@ -111,8 +111,8 @@ def _measure(_rank: int, folder: Path, sizes: dict[str, int], rounds: int) -> Ti
 
 def _build_megatron(folder: Path, sizes: dict[str, int]) -> PolicyEngine:
     install()
-    from hybridrl.workers.train.mcore.backend import MegatronBackend
-    from hybridrl.workers.train.mcore.setting import MegatronContext
+    from hybridrl.workers.train.megatron.backend import MegatronBackend
+    from hybridrl.workers.train.megatron.setting import MegatronContext
 
     megatron = replace(config_of().megatron, **sizes)  # type: ignore[arg-type]
     setting = MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)

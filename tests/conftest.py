@@ -86,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
         keep_token_private()  # workers that began at once would each make one
 
 
-_LONG = ("tests/runs", "tests/benchmarks", "tests/single_controller", "tests/trainer")
+_LONG = ("tests/end_to_end", "tests/benchmarks", "tests/single_controller", "tests/run")
 """Folders whose files take long: they go first, so that no worker ends long after the other."""
 
 

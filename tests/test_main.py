@@ -13,7 +13,7 @@ import hybridrl
 from hybridrl.errors import ConfigError, ConfigErrors
 from hybridrl.main import compose
 from tests.command_line import call_main
-from tests.runs.small import read_metrics, small_overrides
+from tests.end_to_end.small import read_metrics, small_overrides
 
 ROOT = Path(hybridrl.__file__).parents[1]
 

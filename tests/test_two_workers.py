@@ -13,7 +13,7 @@ SGLANG = Path(__file__).parent / "sglang"
 @pytest.mark.parametrize(
     ("nodeid", "group"),
     [
-        ("tests/runs/test_train.py::test_a[x]", "tests/runs/test_train.py"),
+        ("tests/end_to_end/test_train.py::test_a[x]", "tests/end_to_end/test_train.py"),
         ("tests/contract/test_scores.py::test_a[fsdp2-2-True]", "fsdp2-2"),
         ("tests/contract/test_scores.py::test_a[fsdp2-2x2-True]", "fsdp2-2x2"),
         ("tests/contract/test_weights.py::test_a[fsdp2-2x2]", "fsdp2-2x2"),

@@ -11,7 +11,7 @@ from hybridrl.config.checks.lora import model_values
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.json_text import to_json_text
 
-_MEGATRON = "hybridrl.workers.train.mcore.rehearsal"
+_MEGATRON = "hybridrl.workers.train.megatron.rehearsal"
 """Imported by name if asked for: it takes 5 s, and megatron-core need not be installed."""
 
 

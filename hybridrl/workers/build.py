@@ -25,7 +25,7 @@ from hybridrl.workers.train.backend import Backend
 from hybridrl.workers.train.critic_engine import CriticEngine
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.losses import PolicyGradientLoss
-from hybridrl.workers.train.mcore.setting import MegatronContext
+from hybridrl.workers.train.megatron.setting import MegatronContext
 from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
 from hybridrl.workers.train.protocol import TokenLoss
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _ADAPTER = "hybridrl.models.adapter"
 """Imported by name if asked for: peft takes 2 s, which a run without adapters need not wait for."""
 
-_MEGATRON = "hybridrl.workers.train.mcore.backend"
+_MEGATRON = "hybridrl.workers.train.megatron.backend"
 """Likewise; it need not be installed."""
 
 _SGLANG = "hybridrl.workers.rollout.sglang.engine"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.run.starter import write_random_model
-from tests.runs.small import SMALL, small_config
+from tests.end_to_end.small import SMALL, small_config
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = {"__init__", "figure_stamps", "source_tree"}

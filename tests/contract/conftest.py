@@ -9,7 +9,7 @@ import pytest
 
 from tests.contract.layouts import Layout
 from tests.contract.ranks_under_test import RanksUnderTest
-from tests.models import Family, make_tiny_model
+from tests.tiny_models import Family, make_tiny_model
 
 MakeModel = Callable[..., Path]
 

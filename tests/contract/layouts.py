@@ -14,7 +14,7 @@ from typing import Literal
 import pytest
 
 from tests.megatron.stand_ins import install
-from tests.models import Family
+from tests.tiny_models import Family
 
 
 @dataclass(frozen=True, kw_only=True)

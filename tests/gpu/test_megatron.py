@@ -22,7 +22,7 @@ from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState
 from tests.config.values import config_of
-from tests.models import Family, make_tiny_model
+from tests.tiny_models import Family, make_tiny_model
 from tests.workers.train.engines import (
     ACTOR,
     MODEL,
@@ -44,8 +44,8 @@ pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs meg
 
 def build(folder: Path, device: torch.device, **sizes: Any) -> Any:
     # Imported by ranks alone: megatron-core is an extra, and asks for CUDA while it is imported.
-    from hybridrl.workers.train.mcore.backend import MegatronBackend
-    from hybridrl.workers.train.mcore.setting import MegatronContext
+    from hybridrl.workers.train.megatron.backend import MegatronBackend
+    from hybridrl.workers.train.megatron.setting import MegatronContext
 
     megatron = replace(config_of().megatron, **sizes)
     setting = MegatronContext(megatron=megatron, model=MODEL, device=device, seed=0, timeout_s=60.0)

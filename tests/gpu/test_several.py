@@ -15,7 +15,7 @@ from hybridrl.workers.process_group import end_process_group, start_process_grou
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState
-from tests.models import make_tiny_model
+from tests.tiny_models import make_tiny_model
 from tests.workers.train.engines import ACTOR, MODEL, make_rows, rows_of, update
 
 MIXED = replace(ACTOR, compute_dtype="bfloat16")

@@ -43,7 +43,7 @@ HALF = replace(ACTOR, compute_dtype="bfloat16", optimizer=replace(ACTOR.optimize
 
 def setting_of(**megatron: Any) -> Any:
     install()
-    from hybridrl.workers.train.mcore.setting import MegatronContext
+    from hybridrl.workers.train.megatron.setting import MegatronContext
 
     section = replace(config_of().megatron, **megatron)
     return MegatronContext(megatron=section, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
@@ -51,7 +51,7 @@ def setting_of(**megatron: Any) -> Any:
 
 def build(folder: Path, layers: str, config: ActorConfig = ACTOR, **megatron: Any) -> Any:
     setting = setting_of(layers=layers, **megatron)
-    from hybridrl.workers.train.mcore.backend import MegatronBackend
+    from hybridrl.workers.train.megatron.backend import MegatronBackend
 
     config = replace(config, engine="megatron")
     backend = MegatronBackend(folder, config=config, setting=setting, num_total_steps=10)
@@ -60,7 +60,7 @@ def build(folder: Path, layers: str, config: ActorConfig = ACTOR, **megatron: An
 
 def build_adapted(folder: Path, layers: str) -> Any:
     setting = setting_of(layers=layers)
-    from hybridrl.workers.train.mcore.backend import MegatronBackend
+    from hybridrl.workers.train.megatron.backend import MegatronBackend
 
     config = replace(ACTOR, engine="megatron")
     adapter = Adapter(LORA, seed=0)
@@ -179,7 +179,7 @@ def main(folder: Path, case: str, target: Path) -> None:
 def main_of_all(words: Sequence[str]) -> None:
     """Learn each case in a process of its own; what one of them raises is printed."""
     setting_of()
-    importlib.import_module("hybridrl.workers.train.mcore.lora")  # once for all forks
+    importlib.import_module("hybridrl.workers.train.megatron.lora")  # once for all forks
     for at in range(0, len(words), 3):
         folder, case, target = words[at : at + 3]
         child = os.fork()

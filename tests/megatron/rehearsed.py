@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.run.megatron_rehearsal import rehearse_megatron
-from hybridrl.workers.train.mcore import rehearsal
+from hybridrl.workers.train.megatron import rehearsal
 from tests.config.test_megatron_recipes import config_of
 
 _FIELDS = (

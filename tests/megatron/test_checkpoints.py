@@ -17,8 +17,8 @@ from hybridrl.workers.train.checkpoint import CheckpointWriter
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import LearningEngine
 from tests.megatron.stand_ins import install
-from tests.models import Family, make_tiny_model
 from tests.ranks import run_ranks
+from tests.tiny_models import Family, make_tiny_model
 from tests.workers.train.engines import (
     ACTOR,
     CPU,
@@ -36,8 +36,8 @@ ALONE = replace(UNUSED, layers="local")
 
 def _build(folder: Path, sizes: dict[str, int]) -> Any:
     install()
-    from hybridrl.workers.train.mcore.backend import MegatronBackend
-    from hybridrl.workers.train.mcore.setting import MegatronContext
+    from hybridrl.workers.train.megatron.backend import MegatronBackend
+    from hybridrl.workers.train.megatron.setting import MegatronContext
 
     megatron = replace(ALONE, **sizes)  # type: ignore[arg-type]
     setting = MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)

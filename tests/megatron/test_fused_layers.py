@@ -20,7 +20,7 @@ from torch import Tensor
 from hybridrl.errors import ConfigError
 from tests.config.values import config_of
 from tests.megatron.stand_ins import install
-from tests.models import Family, make_tiny_model
+from tests.tiny_models import Family, make_tiny_model
 
 _ROOT = Path(__file__).parents[2]
 _PACKAGES = Path(__file__).parent / "packages"
@@ -122,8 +122,8 @@ def test_an_optimizer_that_keeps_its_state_elsewhere_takes_the_same_steps(
 
 def test_auto_is_megatron_cores_own_layers_without_cuda_or_without_the_package() -> None:
     install()
-    from hybridrl.workers.train.mcore.megatron_core import HAVE_TE
-    from hybridrl.workers.train.mcore.transformer import fuses_layers
+    from hybridrl.workers.train.megatron.megatron_core import HAVE_TE
+    from hybridrl.workers.train.megatron.transformer import fuses_layers
 
     megatron = config_of().megatron
     assert megatron.layers == "auto"
@@ -134,8 +134,8 @@ def test_auto_is_megatron_cores_own_layers_without_cuda_or_without_the_package()
 
 def test_what_cannot_be_imported_is_refused_by_the_key() -> None:
     install()
-    from hybridrl.workers.train.mcore.megatron_core import HAVE_TE
-    from hybridrl.workers.train.mcore.transformer import fuses_layers
+    from hybridrl.workers.train.megatron.megatron_core import HAVE_TE
+    from hybridrl.workers.train.megatron.transformer import fuses_layers
 
     if HAVE_TE:
         pytest.skip("TransformerEngine is installed")
@@ -146,8 +146,8 @@ def test_what_cannot_be_imported_is_refused_by_the_key() -> None:
 
 def test_packs_have_a_length_that_eight_bit_products_take(tmp_path: Path) -> None:
     install()
-    from hybridrl.workers.train.mcore.architecture import read_architecture
-    from hybridrl.workers.train.mcore.transformer import (
+    from hybridrl.workers.train.megatron.architecture import read_architecture
+    from hybridrl.workers.train.megatron.transformer import (
         Kernels,
         token_multiple,
         transformer_config,

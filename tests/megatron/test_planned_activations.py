@@ -14,12 +14,12 @@ from hybridrl.planning.megatron import MegatronMemory
 from hybridrl.planning.megatron_cut import Cut
 from hybridrl.planning.roles import ModelPrecision, PlannedModel
 from hybridrl.planning.shapes import read_shape
-from hybridrl.workers.train.mcore.backend import MegatronBackend
-from hybridrl.workers.train.mcore.setting import MegatronContext
+from hybridrl.workers.train.megatron.backend import MegatronBackend
+from hybridrl.workers.train.megatron.setting import MegatronContext
 from tests.config.values import config_of
-from tests.models import Family, make_tiny_model
 from tests.planning.test_memory import make_pack, workload_of
 from tests.ranks import run_ranks
+from tests.tiny_models import Family, make_tiny_model
 from tests.workers.train.engines import ACTOR, CPU, MODEL
 
 TENSOR = "megatron.tensor_parallel_size=2"

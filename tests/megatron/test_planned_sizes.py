@@ -9,10 +9,10 @@ import pytest
 from hybridrl.planning.megatron_cut import Cut
 from hybridrl.planning.roles import PlannedModel
 from hybridrl.planning.shapes import read_shape
-from hybridrl.workers.train.mcore.architecture import read_architecture
+from hybridrl.workers.train.megatron.architecture import read_architecture
 from tests.megatron.models import build_local_model
-from tests.models import Family, make_tiny_model
 from tests.ranks import run_ranks
+from tests.tiny_models import Family, make_tiny_model
 
 
 def _count(_rank: int, folder: Path, tp: int, pp: int, ep: int, etp: int) -> tuple[int, int]:

@@ -77,7 +77,7 @@ def test_a_machine_without_megatron_says_what_it_could_not_check(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in list(sys.modules):
-        if name.startswith(("megatron", "hybridrl.workers.train.mcore")):
+        if name.startswith(("megatron", "hybridrl.workers.train.megatron")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "megatron", None)
     [line] = rehearse_megatron(config_of(*CHECK))
@@ -126,7 +126,7 @@ def test_megatron_takes_each_recipe_with_transformer_engine_and_all_fusions(tmp_
 
 
 def test_ranks_talk_while_they_compute_on_cuda_and_adapters_are_gathered_at_once() -> None:
-    from hybridrl.workers.train.mcore.training import ddp_config
+    from hybridrl.workers.train.megatron.training import ddp_config
 
     megatron = config_of("actor=megatron").megatron
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
@@ -140,7 +140,7 @@ def test_ranks_talk_while_they_compute_on_cuda_and_adapters_are_gathered_at_once
 
 def test_what_megatron_warns_of_when_it_is_imported_is_kept() -> None:
     program = (
-        "from hybridrl.workers.train.mcore import megatron_core as m; print(m.IMPORT_WARNINGS)"
+        "from hybridrl.workers.train.megatron import megatron_core as m; print(m.IMPORT_WARNINGS)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -155,7 +155,7 @@ def test_what_megatron_warns_of_when_it_is_imported_is_kept() -> None:
 def test_a_missing_transformer_engine_is_told_once_on_cuda_with_what_megatron_said(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hybridrl.workers.train.mcore import transformer
+    from hybridrl.workers.train.megatron import transformer
 
     monkeypatch.setattr(transformer, "HAVE_TE", False)
     monkeypatch.setattr(transformer, "IMPORT_WARNINGS", ("it falls back",))

@@ -13,15 +13,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hybridrl.models.load import WeightFiles
-from hybridrl.workers.train.mcore.architecture import inverse_frequencies, read_architecture
-from hybridrl.workers.train.mcore.blocks import blocks_of
-from hybridrl.workers.train.mcore.export import WeightExport
-from hybridrl.workers.train.mcore.hf_tensors import hf_tensors
-from hybridrl.workers.train.mcore.load import load_weights
+from hybridrl.workers.train.megatron.architecture import inverse_frequencies, read_architecture
+from hybridrl.workers.train.megatron.blocks import blocks_of
+from hybridrl.workers.train.megatron.export import WeightExport
+from hybridrl.workers.train.megatron.hf_tensors import hf_tensors
+from hybridrl.workers.train.megatron.load import load_weights
 from tests.megatron.models import build_local_model, global_parameters, this_rank
-from tests.models import Family, make_tiny_model
 from tests.ranks import run_ranks
-from tests.workers.train.mcore.test_architecture import LLAMA3
+from tests.tiny_models import Family, make_tiny_model
+from tests.workers.train.megatron.test_architecture import LLAMA3
 
 
 def _go_there_and_back(_rank: int, folder: Path, tp: int, pp: int, ep: int, etp: int) -> int:

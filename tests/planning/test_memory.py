@@ -20,7 +20,7 @@ from hybridrl.planning.workload import Workload
 from hybridrl.workers.train.microbatcher import lay_out
 from hybridrl.workers.train.shards import build_critic, build_policy
 from tests.config.values import config_of
-from tests.models import Family, make_tiny_model
+from tests.tiny_models import Family, make_tiny_model
 from tests.workers.train.critics import CRITIC
 from tests.workers.train.engines import ACTOR, CPU
 from tests.workers.train.lora_engines import with_lora

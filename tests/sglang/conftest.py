@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
-from tests.models import make_tiny_model
 from tests.sglang.engines import make_ready, running_engine, server_spec
 from tests.sglang.lora_device import ForgetfulEngine, wake_up
+from tests.tiny_models import make_tiny_model
 from tests.workers.train.lora_engines import LORA
 
 FOLDER = Path(__file__).parent

@@ -17,7 +17,6 @@ from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.protocol import Response
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from tests.contract.ranks_under_test import Rank, learn
-from tests.models import Family, make_tiny_model
 from tests.sglang.engines import (
     greedy_of_hugging_face,
     running_engine,
@@ -25,8 +24,9 @@ from tests.sglang.engines import (
     sync,
     weights_of,
 )
+from tests.tiny_models import Family, make_tiny_model
 from tests.workers.rollout.engines import make_prompts, sampling_params, tokens_of
-from tests.workers.train.mcore.expert_layouts import running
+from tests.workers.train.megatron.expert_layouts import running
 
 PROMPTS = make_prompts((1, 7, 33, 12, 2))
 # SGLang gives a Qwen3-MoE an output embedding of its own, whatever config.json says: it cannot be

@@ -24,9 +24,9 @@ from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
 from hybridrl.workers.rollout.sglang.process import free_port
 from hybridrl.workers.rollout.stage_time import stage_time
-from tests.models import make_tiny_model
 from tests.sglang.engines import running_engine, server_spec, sync, weights_of
 from tests.sglang.recorded_server import MODULE, calls_in
+from tests.tiny_models import make_tiny_model
 from tests.workers.train.lora_engines import LORA
 
 Start = Callable[..., AbstractContextManager[SGLangEngine]]

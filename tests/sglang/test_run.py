@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from hybridrl.env import ROOT
-from tests.runs.small import SMALL, read_metrics
+from tests.end_to_end.small import SMALL, read_metrics
 
 NUM_STEPS = 40  # of the default 100; the mean reward of a step goes 0.33 -> 0.47 here
 TIMEOUT_S = 400  # 25 s of CPU for the server, 1 to 2 s a step

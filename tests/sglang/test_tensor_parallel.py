@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.models import make_tiny_model
 from tests.sglang.engines import (
     greedy_of_hugging_face,
     running_engine,
@@ -15,6 +14,7 @@ from tests.sglang.engines import (
     sync,
     weights_of,
 )
+from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import make_prompts, sampling_params, tokens_of
 
 PROMPTS = make_prompts((5, 33, 2))

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine, weight_sender
-from tests.models import make_tiny_model
 from tests.ranks import run_ranks
 from tests.sglang.engines import running_engine, server_spec, weights_of
 from tests.sglang.test_tensor_parallel import one_core_each
 from tests.sglang.weights import assert_serves, broken_off, stream
+from tests.tiny_models import make_tiny_model
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,6 @@ from hybridrl.errors import EngineError, PhaseError
 from hybridrl.workers.rollout.protocol import StagedBucket
 from hybridrl.workers.rollout.sglang.engine import HOOKS, SGLangEngine
 from hybridrl.workers.rollout.sglang.weight_senders import build_transport
-from tests.models import make_tiny_model
 from tests.sglang.engines import greedy_of_hugging_face, sglang_config, weights_of
 from tests.sglang.weights import (
     assert_serves,
@@ -27,6 +26,7 @@ from tests.sglang.weights import (
     stream,
     use_transport,
 )
+from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import make_prompts, sampling_params, tokens_of
 
 TRANSPORTS = ["shared", "broadcast", "disk"]

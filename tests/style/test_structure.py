@@ -18,7 +18,7 @@ ONE_DOOR = {
     "hydra": "hybridrl.main",
     "omegaconf": "hybridrl.main",
     "sglang": "hybridrl.workers.rollout.sglang.engine",
-    "megatron": "hybridrl.workers.train.mcore.megatron_core",
+    "megatron": "hybridrl.workers.train.megatron.megatron_core",
     "peft": "hybridrl.models.adapter",
     "liger_kernel": "hybridrl.models.liger",
 }

@@ -13,8 +13,8 @@ from hybridrl.workers.rollout.embedded.tensor_memory import checksum
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.config.values import config_of
-from tests.models import make_tiny_model
 from tests.ranks import run_ranks
+from tests.tiny_models import make_tiny_model
 from tests.workers.train.engines import make_rows, update
 
 

@@ -16,8 +16,8 @@ from hybridrl.metrics import Metrics, check_declared
 from hybridrl.workers.canary import Canary
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import Response, SamplingParams
-from tests.models import make_tiny_model
 from tests.ranks import run_ranks
+from tests.tiny_models import make_tiny_model
 from tests.workers.device import Device
 from tests.workers.rollout.engines import make_prompts, rollout_config
 from tests.workers.train.engines import CPU, build_fsdp2

@@ -18,8 +18,8 @@ from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.train.protocol import TrainState
 from tests.config.values import config_of
-from tests.models import make_tiny_model
 from tests.ranks import run_ranks
+from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import make_prompts, sampling_params
 from tests.workers.train.engines import make_rows, to_rollouts
 

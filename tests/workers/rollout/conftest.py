@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.models import make_tiny_model
+from tests.tiny_models import make_tiny_model
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,8 @@ from hybridrl.workers.rollout.embedded.forward import Forward, TransformersForwa
 from hybridrl.workers.rollout.embedded.fused_model import fuse
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots, KVStep
 from hybridrl.workers.rollout.embedded.model import allocate_kv, build_model, load_config
-from tests.models import Family, make_tiny_model
-from tests.models_.test_onednn import Recorder
+from tests.models.test_onednn import Recorder
+from tests.tiny_models import Family, make_tiny_model
 from tests.workers.rollout.engines import make_prompts, ready_engine, sampling_params
 
 NUM_SLOTS, NUM_PLACES = 5, 16

@@ -14,7 +14,7 @@ from hybridrl.errors import EngineError, PhaseError
 from hybridrl.models.adapter_names import matrix_names
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import MemoryTag
-from tests.models import make_tiny_model
+from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import (
     CPU,
     make_prompts,

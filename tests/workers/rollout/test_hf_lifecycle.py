@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from hybridrl.errors import EngineError, ModelError, PhaseError
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import MemoryTag
-from tests.models import make_tiny_model
+from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import (
     make_prompts,
     ready_engine,

@@ -13,7 +13,7 @@ from hybridrl.errors import EngineError
 from hybridrl.metrics import check_declared
 from hybridrl.workers.rollout.embedded import prefill
 from hybridrl.workers.rollout.protocol import Response, SamplingParams
-from tests.models import Family, make_tiny_model
+from tests.tiny_models import Family, make_tiny_model
 from tests.workers.rollout.engines import (
     make_prompts,
     prompt_batch,

@@ -14,7 +14,7 @@ from hybridrl.workers.rollout.sglang.memory import (
     list_weights,
 )
 from tests.config.values import config_of
-from tests.models import make_tiny_model
+from tests.tiny_models import make_tiny_model
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

@@ -31,7 +31,7 @@ from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import WeightSet
-from tests.models import make_tiny_model
+from tests.tiny_models import make_tiny_model
 from tests.workers.device import PROMPTS, SAMPLING, largest_mismatch_nats
 from tests.workers.rollout.engines import (
     ready_engine,

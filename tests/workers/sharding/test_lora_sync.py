@@ -19,8 +19,8 @@ from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.states import State
 from hybridrl.workers.train.protocol import TrainState, WeightSet
-from tests.models import make_tiny_model
 from tests.ranks import run_ranks
+from tests.tiny_models import make_tiny_model
 from tests.workers.device import WAYS, Journalling, LoraDevice
 from tests.workers.rollout.engines import rollout_config, tokens_of
 from tests.workers.train.engines import CPU, build_fsdp2

@@ -12,8 +12,8 @@ from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.train.protocol import TrainState
-from tests.models import make_tiny_model
 from tests.ranks import run_ranks
+from tests.tiny_models import make_tiny_model
 from tests.workers.device import PROMPTS, SAMPLING, Device
 from tests.workers.rollout.engines import rollout_config
 from tests.workers.train.engines import CPU, build_fsdp2

@@ -15,8 +15,8 @@ from hybridrl.workers.sharding import fused_engines
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.weight_proof import make_weight_folder
-from tests.models import make_tiny_model
 from tests.ranks import run_ranks
+from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import make_prompts, rollout_config, sampling_params
 from tests.workers.sharding.faulty_streams import tearing
 from tests.workers.train.engines import CPU, build_fsdp2

@@ -16,7 +16,7 @@ from hybridrl.errors import CheckpointError
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter
 from hybridrl.workers.train.protocol import LearningEngine
-from tests.models import make_tiny_model
+from tests.tiny_models import make_tiny_model
 from tests.workers.train.engines import build_fsdp2, with_optimizer
 
 COSINE = {"schedule": "cosine", "num_warmup_steps": 1, "lr": 0.1, "eps": 1e-3}

@@ -16,8 +16,8 @@ from hybridrl.metrics import Metrics
 from hybridrl.workers.train.checkpoint import CheckpointWriter
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TokenLossInputs
-from tests.models import make_tiny_model
 from tests.ranks import run_ranks
+from tests.tiny_models import make_tiny_model
 from tests.workers.train.engines import ACTOR, FSDP2, LOSS, build_fsdp2, make_rows
 
 

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from hybridrl.metrics import Metrics
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TokenLossInputs, TrainState
-from tests.models import make_tiny_model
 from tests.ranks import run_ranks
+from tests.tiny_models import make_tiny_model
 from tests.workers.train.engines import (
     ACTOR,
     FSDP2,

@@ -16,8 +16,8 @@ from hybridrl.config.lora import LINEAR_MODULES
 from hybridrl.errors import ModelError
 from hybridrl.workers.train.policy_engine import BaseModelReference
 from hybridrl.workers.train.protocol import TrainState, WeightSet
-from tests.models import Family, make_tiny_model
 from tests.ranks import run_ranks
+from tests.tiny_models import Family, make_tiny_model
 from tests.workers.train.engines import (
     ACTOR,
     assert_same_weights,

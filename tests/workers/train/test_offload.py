@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from hybridrl.workers.train.export import configs_of, write_hf_folder
 from hybridrl.workers.train.offload import OffloadedTensors, copy_to_host, resident_bytes
 from hybridrl.workers.train.protocol import WeightSpec
-from tests.models import make_tiny_model
+from tests.tiny_models import make_tiny_model
 
 
 def test_views_share_one_storage_and_survive() -> None:

@@ -10,7 +10,7 @@ from hybridrl.errors import ModelError
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState
-from tests.models import make_tiny_model
+from tests.tiny_models import make_tiny_model
 from tests.workers.train.engines import ACTOR, CPU, MODEL, make_rows, to_rollouts, update
 
 

@@ -1,0 +1,293 @@
+"""The training back end on megatron-core.
+
+Legend: S scored (response) tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoConfig, GenerationConfig
+
+from hybridrl.batch import RolloutBatch, TrainBatch
+from hybridrl.config.actor import ActorConfig
+from hybridrl.config.critic import CriticConfig
+from hybridrl.diagnostics import activity
+from hybridrl.errors import ModelError
+from hybridrl.metrics import Metrics, merge
+from hybridrl.models.adapter_names import file_name
+from hybridrl.workers.train.backend import Compute, LossOf, Output, Rows, StepOutcome, as_columns
+from hybridrl.workers.train.export import Configuration
+from hybridrl.workers.train.megatron.architecture import read_architecture
+from hybridrl.workers.train.megatron.balance import LoadBalance
+from hybridrl.workers.train.megatron.checkpoint import checkpoint_tensors
+from hybridrl.workers.train.megatron.export import WeightExport
+from hybridrl.workers.train.megatron.learner import StageLearner
+from hybridrl.workers.train.megatron.lora import StageAdapter
+from hybridrl.workers.train.megatron.routing import require_routes
+from hybridrl.workers.train.megatron.schedule import Schedule
+from hybridrl.workers.train.megatron.setting import MegatronContext
+from hybridrl.workers.train.megatron.stages import Stages
+from hybridrl.workers.train.megatron.transformer import Duty
+from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches
+from hybridrl.workers.train.places import CheckpointTensor
+from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
+
+if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait for
+    from hybridrl.models.adapter import Adapter
+
+
+class MegatronBackend:
+    """A model on megatron-core, split as the ``megatron`` section says; a ``Backend``.
+
+    Args:
+        folder: the Hugging Face folder that the model comes from.
+        config: types, token budget, optimizer. An actor's makes a policy, a critic's a value model
+            whose head begins as zeros.
+        setting: parallel sizes and device, the same for all models of a process.
+        num_total_steps: optimizer steps of the run, where the schedule ends; None does not learn.
+        adapter: learns in place of the policy's weights, in float32.
+
+    Raises:
+        ModelError: the folder is not usable, or the adapter does not fit the model.
+        ConfigError: see ``Stages``.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        config: ActorConfig | CriticConfig,
+        setting: MegatronContext,
+        num_total_steps: int | None = None,
+        adapter: Adapter | None = None,
+    ) -> None:
+        self.folder = folder
+        self.device = setting.device
+        self.adapter = adapter
+        self._config = config
+        architecture = read_architecture(folder)
+        duty: Duty = "scores" if num_total_steps is None else "learns"
+        self._stage_adapter: StageAdapter | None = None
+        if adapter is not None:
+            self._stage_adapter = StageAdapter(adapter, architecture)
+            duty = self._stage_adapter.duty
+        self.stages = Stages(
+            architecture, config=config, setting=setting, duty=duty, adapter=self._stage_adapter
+        )
+        self.parallel = self.stages.parallel
+        self.data_ranks = self.stages.batcher.ranks
+        self.is_output_rank = self.parallel.leads
+        self._learner: StageLearner | None = None
+        if num_total_steps is None:
+            modules: list[nn.Module] = [*self.stages.models]
+            for module in modules:
+                module.requires_grad_(requires_grad=False)
+            self.stages.fill(folder)
+        else:
+            self._learner = StageLearner(
+                self.stages, folder, config=config, num_total_steps=num_total_steps, duty=duty
+            )
+            modules = self._learner.replicas
+        self._export = self._plan_export(self.stages.model_tensors())
+        if self._stage_adapter is not None:
+            self._adapter_export = self._plan_export(self.stages.adapter_tensors())
+            self._stage_adapter.require_all_adapted(self._adapter_export.specs)
+        sends_adapter = adapter is not None and adapter.config.sync == "adapter"
+        self.weight_parts = (WeightSet.BASE, WeightSet.ADAPTER)[: 1 + sends_adapter]
+        self._schedule = Schedule(modules, max_tokens=config.max_tokens_per_microbatch)
+
+    @property
+    def learner(self) -> StageLearner:
+        """The optimizer, and the buffers in which gradients are summed.
+
+        Raises:
+            ModelError: the model does not learn.
+        """
+        if self._learner is None:
+            raise ModelError(f"the model of {self.folder} was built without an optimizer")
+        return self._learner
+
+    def microbatches(self, rows: Rows) -> MicroBatches:
+        """Divide this rank's rows; every data-parallel rank gets as many micro-batches.
+
+        Raises:
+            DataError: see ``Backend.microbatches``; or experts are to be replayed, and the rows do
+                not name them.
+        """
+        return self.stages.batcher.divide(
+            rows.token_ids_BL, rows.response_mask_BL, self._routes(rows)
+        )
+
+    def forward(self, microbatches: MicroBatches, compute: Compute, *, num_columns: int) -> Tensor:
+        """Compute without gradient; see ``Backend.forward``."""
+        self._gather_weights()
+        outputs = self._schedule.score(
+            microbatches,
+            compute,
+            lambda microbatch, output: (microbatch.token_index_S, as_columns(output, num_columns)),
+        )
+        columns = torch.zeros(num_columns, microbatches.num_values, device=self.device)
+        for token_index_S, scores in outputs:
+            columns[:, token_index_S.to(self.device)] = scores
+        if self.parallel.is_last_stage:
+            self.parallel.ranks_with_other_tokens().sum(columns)
+        pipeline = self.parallel.pipeline
+        if pipeline.size > 1:
+            with activity.scope("broadcast", waits=True):
+                dist.broadcast(columns, group=pipeline.group, group_src=pipeline.size - 1)
+        return columns.cpu()
+
+    def train_step(
+        self, microbatches: MicroBatches, compute: Compute, loss_of: LossOf
+    ) -> StepOutcome:
+        """Compute forward and backward and take one step; see ``Backend.train_step``."""
+        optimizer = self.learner.optimizer
+
+        def finish(microbatch: MicroBatch, output: Output) -> tuple[Tensor, tuple[Tensor, Metrics]]:
+            share, metrics = loss_of(microbatch, output)
+            return share, (share.detach().clone(), metrics)
+
+        optimizer.drop_gradients()  # of an update that a loss broke off
+        optimizer.gradients.allocate()
+        balance = self._measure_balance(microbatches)
+        with optimizer.gather.in_background():
+            losses = self._schedule.train(microbatches, compute, finish)
+        total_loss = torch.zeros((), device=self.device)
+        for share, _ in losses:
+            total_loss += share
+        result = optimizer.step(total_loss)
+        loss_metrics: Metrics = {}
+        if self.parallel.counts:
+            of_own_tokens = merge(metrics for _, metrics in losses)
+            loss_metrics = self.parallel.ranks_with_other_tokens().merge(of_own_tokens)
+        return StepOutcome(
+            result,
+            loss_metrics if self.is_output_rank else {},
+            {} if balance is None else balance.metrics(),
+        )
+
+    def weight_specs(self, part: WeightSet) -> tuple[WeightSpec, ...]:
+        """Name what ``full_weights`` will yield, in its order."""
+        if part is WeightSet.BASE:
+            return self._export.specs
+        return tuple(
+            WeightSpec(file_name(spec.name), spec.shape, spec.num_bytes)
+            for spec in self._adapter_export.specs
+        )
+
+    def full_weights(self, part: WeightSet) -> NamedTensors:
+        """Yield each weight of a part, gathered from its shards, in the type that computes."""
+        if part is WeightSet.BASE and WeightSet.ADAPTER not in self.weight_parts:
+            yield from self.merged_weights()
+            return
+        self._gather_weights()
+        if part is WeightSet.BASE:
+            yield from self._export.full_weights(self.stages.model_tensors())
+            return
+        for name, tensor in self._adapter_export.full_weights(self.stages.adapter_tensors()):
+            yield file_name(name), tensor
+
+    def merged_weights(self) -> NamedTensors:
+        """Yield what a model without adapters needs to be this one, one tensor at a time."""
+        self._gather_weights()
+        weights: Mapping[str, Tensor] = self.stages.model_tensors()
+        if self._stage_adapter is not None:
+            weights = self._stage_adapter.merged_with(weights)
+        yield from self._export.full_weights(weights)
+
+    def hf_configs(self) -> Sequence[Configuration]:
+        """Return the configurations that an exported folder holds."""
+        if isinstance(self._config, CriticConfig):
+            config = AutoConfig.from_pretrained(self.folder, local_files_only=True, num_labels=1)
+            config.dtype = self.stages.transformer.params_dtype
+            classifier = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(config)]
+            config.architectures = [classifier.__name__]
+            return [config]
+        config = AutoConfig.from_pretrained(self.folder, local_files_only=True)
+        config.dtype = self.stages.transformer.params_dtype
+        if not (self.folder / "generation_config.json").is_file():
+            return [config]
+        return [config, GenerationConfig.from_pretrained(self.folder, local_files_only=True)]
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """Compute as the model that was loaded, meanwhile."""
+        adapter = self._stage_adapter
+        return nullcontext() if adapter is None else adapter.switched_off()
+
+    def tensors(self, state: TrainState) -> list[Tensor]:
+        """Return this rank's plain tensors of a state, those that can leave the device."""
+        if state is TrainState.PARAMETERS:
+            self._gather_weights()
+            return [parameter.detach() for _, parameter in self.stages.named_tensors()]
+        if self._learner is None:
+            return []
+        if state is TrainState.GRADIENTS:
+            return self._learner.optimizer.gradients.tensors()
+        return self._learner.state_besides_weights()
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps taken, skipped ones not counted."""
+        return self.learner.optimizer.num_steps
+
+    def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
+        """Name parameters that learn, and their moments; see ``LearningEngine``."""
+        is_adapted = self._stage_adapter is not None
+        return checkpoint_tensors(
+            self.learner.optimizer,
+            names={parameter: name for name, parameter in self.stages.named_tensors()},
+            specs=self._adapter_export.specs if is_adapted else self._export.specs,
+            architecture=self.stages.architecture,
+            parallel=self.parallel.rank,
+        )
+
+    def begin_restore(self, *, num_updates: int) -> None:
+        """Go to ``num_updates``, with moments that are still to be filled."""
+        self.learner.optimizer.begin_restore(num_steps=num_updates)
+
+    def end_restore(self) -> None:
+        """Let all ranks have what each has filled; a collective call."""
+        self.learner.optimizer.end_restore()
+
+    def _gather_weights(self) -> None:
+        """Wait for weights that are gathered in the background; a collective call if they are."""
+        if self._learner is not None:
+            self._learner.optimizer.gather.finish()
+
+    def _plan_export(self, local: Mapping[str, Tensor]) -> WeightExport:
+        return WeightExport(
+            local,
+            architecture=self.stages.architecture,
+            parallel=self.parallel.rank,
+            group=self.parallel.replica.group,
+        )
+
+    def _routes(self, rows: Rows) -> Tensor | None:
+        """Return the experts that tokens are to go through; None leaves it to the model."""
+        is_policy = isinstance(self._config, ActorConfig)
+        if not (is_policy and self._learner is not None and self.parallel.config.replay_routing):
+            return None
+        experts = rows.routed_experts_BLJK if isinstance(rows, RolloutBatch | TrainBatch) else None
+        return require_routes(experts, self.stages.architecture)
+
+    def _measure_balance(self, microbatches: MicroBatches) -> LoadBalance | None:
+        """Begin to measure how tokens fall on experts, if there are any; a collective call."""
+        experts = self.stages.architecture.experts
+        if experts is None:
+            return None
+        balance = LoadBalance(
+            experts,
+            coefficient=self.parallel.config.load_balance_coefficient,
+            num_tokens=int(self.data_ranks.gather([microbatches.num_tokens]).sum()),
+            device=self.device,
+        )
+        for model in self.stages.models:
+            model.balance = balance
+        return balance

@@ -1,0 +1,115 @@
+"""Names, shapes and order of the tensors in a model's files: what all ranks know without asking.
+
+The order is that of ``named_parameters`` of the Hugging Face model, so that a weight sync sends the
+same stream whichever engine trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import lru_cache
+
+from hybridrl.models.adapter_names import ADAPTER_NAME
+from hybridrl.workers.train.megatron.architecture import Architecture
+
+Shapes = dict[str, tuple[int, ...]]
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+LAST_NORM = "model.norm.weight"
+
+
+def layer_prefix(layer: int) -> str:
+    """Return what the names of a layer's tensors begin with; layers count from 0."""
+    return f"model.layers.{layer}."
+
+
+@lru_cache(maxsize=8)
+def hf_tensors(architecture: Architecture) -> Shapes:
+    """Return the whole shape of every tensor, tied ones once, in order. Not to be changed."""
+    vocabulary = (architecture.vocab_size, architecture.hidden_size)
+    shapes: Shapes = {EMBEDDING: vocabulary}
+    for layer in range(architecture.num_layers):
+        shapes |= _layer(architecture, layer)
+    shapes[LAST_NORM] = (architecture.hidden_size,)
+    if not architecture.is_tied:
+        shapes[HEAD] = vocabulary
+    return shapes
+
+
+def critic_tensors(architecture: Architecture) -> Shapes:
+    """Return the whole shape of every tensor of a critic: a value head instead of the other."""
+    body = {name: shape for name, shape in hf_tensors(architecture).items() if name != HEAD}
+    return body | {"score.weight": (1, architecture.hidden_size), "score.bias": (1,)}
+
+
+def adapter_tensors(architecture: Architecture, leaves: Collection[str], rank: int) -> Shapes:
+    """Return the whole shape of the matrices A and B of an adapter, in order.
+
+    Args:
+        architecture: of the model beside which it stands.
+        leaves: last parts of the names of the layers that have one, as ``q_proj``.
+        rank: of A and B.
+    """
+    shapes: Shapes = {}
+    for name, shape in hf_tensors(architecture).items():
+        module = name.removesuffix(".weight")
+        if module != name and module.rpartition(".")[2] in leaves:
+            outputs, inputs = shape
+            shapes[f"{module}.lora_A.{ADAPTER_NAME}.weight"] = (rank, inputs)
+            shapes[f"{module}.lora_B.{ADAPTER_NAME}.weight"] = (outputs, rank)
+    return shapes
+
+
+def _layer(architecture: Architecture, layer: int) -> Shapes:
+    prefix, hidden = layer_prefix(layer), architecture.hidden_size
+    mlp = _experts if architecture.is_sparse(layer) else _dense_mlp
+    shapes = _attention(architecture) | mlp(architecture)
+    shapes |= {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    return {prefix + name: shape for name, shape in shapes.items()}
+
+
+def _attention(architecture: Architecture) -> Shapes:
+    hidden, query, key = (
+        architecture.hidden_size,
+        architecture.query_size,
+        architecture.key_size,
+    )
+    shapes: Shapes = {}
+    for leaf, outputs in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
+        shapes |= _linear(f"self_attn.{leaf}", outputs, hidden, has_bias=architecture.has_qkv_bias)
+    shapes |= _linear("self_attn.o_proj", hidden, query, has_bias=architecture.has_linear_bias)
+    if architecture.has_head_norms:
+        shapes |= {f"self_attn.{leaf}.weight": (architecture.head_size,) for leaf in _HEAD_NORMS}
+    return shapes
+
+
+def _dense_mlp(architecture: Architecture) -> Shapes:
+    return _mlp("mlp", architecture, architecture.intermediate_size)
+
+
+def _experts(architecture: Architecture) -> Shapes:
+    experts = architecture.experts
+    shapes: Shapes = {}
+    if experts is not None:
+        for expert in range(experts.num_experts):
+            shapes |= _mlp(f"mlp.experts.{expert}", architecture, experts.intermediate_size)
+        shapes["mlp.gate.weight"] = (experts.num_experts, architecture.hidden_size)
+    return shapes
+
+
+def _mlp(module: str, architecture: Architecture, inner: int) -> Shapes:
+    hidden, has_bias = architecture.hidden_size, architecture.has_linear_bias
+    return (
+        _linear(f"{module}.gate_proj", inner, hidden, has_bias=has_bias)
+        | _linear(f"{module}.up_proj", inner, hidden, has_bias=has_bias)
+        | _linear(f"{module}.down_proj", hidden, inner, has_bias=has_bias)
+    )
+
+
+def _linear(module: str, outputs: int, inputs: int, *, has_bias: bool) -> Shapes:
+    shapes: Shapes = {f"{module}.weight": (outputs, inputs)}
+    return shapes | {f"{module}.bias": (outputs,)} if has_bias else shapes
+
+
+_HEAD_NORMS = ("q_norm", "k_norm")

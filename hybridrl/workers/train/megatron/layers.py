@@ -1,0 +1,178 @@
+"""The layers that megatron-core's decoder is put together from.
+
+Legend: T packed tokens (of this rank), N query heads and J key-value heads of this rank, D size of
+a head, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+
+from hybridrl.workers.train.megatron.architecture import Architecture
+from hybridrl.workers.train.megatron.attention import FusedAttention, PackedAttention
+from hybridrl.workers.train.megatron.megatron_core import (
+    AttnBackend,
+    ColumnParallelLinear,
+    ModuleSpec,
+    MoELayer,
+    RowParallelLinear,
+    TENorm,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    TransformerLayer,
+    VocabParallelEmbedding,
+    checkpoint,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+    get_num_layers_to_build,
+    get_transformer_layer_offset,
+    set_tensor_model_parallel_attributes,
+)
+from hybridrl.workers.train.megatron.packed_rows import PackedRows
+from hybridrl.workers.train.megatron.routing import PackRouter
+
+
+class RoutedLayer(TransformerLayer):
+    """A layer with experts. It is told what the pack is, and what is inside of it is not."""
+
+    def forward(self, *args: Any, packed_seq_params: PackedRows, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Compute the layer; see TransformerLayer."""
+        router: PackRouter = self.mlp.router
+        router.pack = packed_seq_params.routing
+        try:
+            return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        finally:
+            router.pack = None
+
+
+class PackExperts(MoELayer):
+    """The experts of a layer, computed again in the backward pass as the pack went before."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        super().__init__(*args, **kwargs)
+        self.moe_layer_recompute = False  # its own would ask a router that was told nothing
+
+    def forward(self, hidden_T1H: Tensor, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Compute the experts; see MoELayer."""
+        if not self.training:
+            return super().forward(hidden_T1H, **kwargs)
+        router: PackRouter = self.router
+        pack, compute = router.pack, super().forward
+
+        def compute_pack(hidden_T1H: Tensor) -> Any:  # noqa: ANN401
+            before, router.pack = router.pack, pack
+            try:
+                return compute(hidden_T1H, **kwargs)
+            finally:
+                router.pack = before
+
+        return checkpoint(compute_pack, False, hidden_T1H)  # noqa: FBT003 - megatron's
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm (arXiv:1910.07467) whose weight may see a part of the tokens alone.
+
+    Megatron-core's own, without TransformerEngine, refuses sequence parallelism. The mark on the
+    weight makes it sum the gradient over the tensor-parallel ranks.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float, **_: object
+    ) -> None:
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=device)
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._eps = eps
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Normalise the last dimension, in float32."""
+        wide = rms_norm(states.float(), states.shape[-1:], eps=self._eps)
+        return self.weight * wide.to(states.dtype)
+
+
+def decoder_layers(
+    config: TransformerConfig, architecture: Architecture, *, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """Return the layers of one stage.
+
+    They are made as ``config.transformer_impl`` says, with the attention of
+    ``config.attention_backend``: ``local`` is ours.
+    """
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    is_fused = config.transformer_impl == "transformer_engine"
+    layer_of = _fused_layer if is_fused else _local_layer
+    is_ours = config.attention_backend is AttnBackend.local
+    attention = PackedAttention if is_ours else FusedAttention
+    is_selective = config.recompute_granularity == "selective"
+    recomputes_experts = is_selective and "moe" in config.recompute_modules
+    specs = []
+    for layer in range(first, first + num_layers):
+        is_sparse = architecture.is_sparse(layer)
+        spec = layer_of(config, is_sparse=is_sparse)
+        spec.submodules.self_attention.submodules.core_attention = attention
+        if is_sparse:
+            spec.module = RoutedLayer
+            if recomputes_experts:
+                spec.submodules.mlp.module = PackExperts
+            spec.submodules.mlp.submodules.router = PackRouter
+        specs.append(spec)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm if is_fused else RMSNorm)
+
+
+def _fused_layer(config: TransformerConfig, *, is_sparse: bool) -> ModuleSpec:
+    """Return a layer of TransformerEngine's: norms within linear layers, experts grouped."""
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts if is_sparse else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+    )
+
+
+def _local_layer(config: TransformerConfig, *, is_sparse: bool) -> ModuleSpec:
+    """Return a layer of megatron-core's own with our norms."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if is_sparse else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    spec.submodules.input_layernorm = RMSNorm
+    spec.submodules.pre_mlp_layernorm = RMSNorm
+    if config.qk_layernorm:
+        attention = spec.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec
+
+
+def mark_shards(model: nn.Module) -> None:
+    """Tell megatron-core which weights are shards; it does so itself only for those it draws.
+
+    Without the mark a gradient norm counts the shard of the first tensor-parallel rank alone.
+    """
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear) and _is_whole(module):
+            # Megatron-core sums what experts learn over expert-parallel ranks, or not at all.
+            module.weight.sequence_parallel = module.config.sequence_parallel
+        elif isinstance(module, RowParallelLinear):
+            _mark(module.weight, dim=1)
+        elif isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+            _mark(module.weight, dim=0)
+
+
+def _is_whole(layer: ColumnParallelLinear | RowParallelLinear) -> bool:
+    """Whether a layer is of an expert that each tensor-parallel rank has, for its own tokens."""
+    return layer.is_expert and not layer.expert_parallel and layer.tp_group.size() == 1
+
+
+def _mark(weight: nn.Parameter | None, *, dim: int) -> None:
+    # A tied output layer has no weight of its own.
+    if weight is not None and not hasattr(weight, "tensor_model_parallel"):
+        set_tensor_model_parallel_attributes(weight, True, dim, 1)  # noqa: FBT003 - megatron's

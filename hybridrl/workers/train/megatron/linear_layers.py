@@ -1,0 +1,154 @@
+"""The linear layers of a transformer layer: which outputs and inputs of them a rank has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from hybridrl.errors import ModelError
+from hybridrl.models.adapter_names import ADAPTER_NAME
+from hybridrl.workers.train.megatron.architecture import Architecture
+from hybridrl.workers.train.megatron.hf_tensors import hf_tensors
+from hybridrl.workers.train.megatron.parallel_rank import ParallelRank
+from hybridrl.workers.train.places import TensorRange
+
+Boxes = list[tuple[str, tuple[int, ...], TensorRange]]
+"""Name and whole shape of a Hugging Face tensor, and a box of it."""
+
+_Rows = list[tuple[str, int, int]]
+"""Linear layer, as the files call it within their layer, and begin and end of its outputs."""
+
+_GATED = ("gate_proj", "up_proj")
+
+_LINEAR = re.compile(
+    r"(?:self_attention|mlp(?P<is_expert>\.experts(?:\.local_experts\.(?P<sequential>\d+))?)?)"
+    r"\.(?P<linear>linear_qkv|linear_proj|linear_fc1|linear_fc2)"
+    r"\.(?:lora\.(?P<adapted>\w+)\.(?P<matrix>[AB])|(?P<leaf>weight|bias))(?P<grouped>\d+)?"
+)
+
+
+def linear_boxes(
+    name: str,
+    local_shape: Sequence[int],
+    prefix: str,
+    *,
+    architecture: Architecture,
+    rank: ParallelRank,
+) -> Boxes | None:
+    """Say what the rows of a linear layer's tensor are, in their order.
+
+    Args:
+        name: megatron-core's, within the layer.
+        local_shape: of this rank's tensor.
+        prefix: of the layer's Hugging Face names.
+        architecture: of the model.
+        rank: this one.
+
+    Returns:
+        None if the model has no such tensor.
+
+    Raises:
+        ModelError: a size does not divide.
+    """
+    match = _LINEAR.fullmatch(name)
+    if match is None:
+        return None
+    try:
+        return _Linear(match, architecture, rank).boxes(prefix, local_shape)
+    except KeyError:
+        return None
+
+
+class _Linear:
+    """One linear layer as this rank has it, found by a match of ``_LINEAR``."""
+
+    def __init__(
+        self, match: re.Match[str], architecture: Architecture, parallel: ParallelRank
+    ) -> None:
+        self._architecture = architecture
+        self._linear, self._adapted = match["linear"], match["adapted"]
+        self._leaf = match["leaf"] or match["matrix"]
+        self._rank, self._size = parallel.tp_rank, parallel.tp_size
+        self._mlp = "mlp"
+        self._inner = architecture.intermediate_size
+        if match["is_expert"] and architecture.experts is not None:
+            self._rank, self._size = parallel.etp_rank, parallel.etp_size
+            per_rank = _share(architecture.experts.num_experts, parallel.ep_size)
+            local = int(match["sequential"] or match["grouped"] or 0)
+            self._mlp = f"mlp.experts.{parallel.ep_rank * per_rank + local}"
+            self._inner = architecture.experts.intermediate_size
+
+    def boxes(self, prefix: str, local_shape: Sequence[int]) -> Boxes:
+        """Return what its rows are; ``prefix`` is that of the layer."""
+        whole_shapes = hf_tensors(self._architecture)
+        if self._adapted is not None:
+            return self._adapter_boxes(prefix, local_shape)
+        boxes: Boxes = []
+        for module, begin, end in self._rows():
+            name = f"{prefix}{module}.{self._leaf}"
+            full_shape = whole_shapes[name]
+            columns = tuple(self._columns(inputs) for inputs in full_shape[1:])
+            boxes.append((name, full_shape, ((begin, end), *columns)))
+        return boxes
+
+    def _adapter_boxes(self, prefix: str, local_shape: Sequence[int]) -> Boxes:
+        module = f"{self._mlp if 'fc' in self._linear else 'self_attn'}.{self._adapted}"
+        outputs, inputs = hf_tensors(self._architecture)[f"{prefix}{module}.weight"]
+        name = f"{prefix}{module}.lora_{self._leaf}.{ADAPTER_NAME}.weight"
+        if self._leaf == "A":
+            rank = local_shape[0]
+            return [(name, (rank, inputs), ((0, rank), self._columns(inputs)))]
+        rank = local_shape[1]
+        own_rows = [(begin, end) for of, begin, end in self._rows() if of == module]
+        return [(name, (outputs, rank), (rows, (0, rank))) for rows in own_rows]
+
+    def _columns(self, inputs: int) -> tuple[int, int]:
+        return self._cut(inputs) if self._is_row_parallel else (0, inputs)
+
+    @property
+    def _is_row_parallel(self) -> bool:
+        return self._linear in ("linear_proj", "linear_fc2")
+
+    def _rows(self) -> _Rows:
+        """Return this rank's outputs, in their order."""
+        hidden = self._architecture.hidden_size
+        if self._linear == "linear_qkv":
+            return self._queries_keys_values()
+        if self._linear == "linear_proj":
+            return [("self_attn.o_proj", 0, hidden)]
+        if self._linear == "linear_fc2":
+            return [(f"{self._mlp}.down_proj", 0, hidden)]
+        return [(f"{self._mlp}.{leaf}", *self._cut(self._inner)) for leaf in _GATED]
+
+    def _queries_keys_values(self) -> _Rows:
+        """Interleave q, k and v group by group and keep this rank's share of the rows.
+
+        A rank's share ends within a group where there are fewer groups than ranks.
+        """
+        sizes = self._architecture
+        num_groups, head = sizes.num_key_value_heads, sizes.head_size
+        begin, end = self._cut(sizes.query_size + 2 * sizes.key_size)
+        rows: _Rows = []
+        start = 0
+        for group in range(num_groups):
+            for leaf, height in (("q", sizes.query_size // num_groups), ("k", head), ("v", head)):
+                low, high = max(begin, start), min(end, start + height)
+                if low < high:
+                    shift = group * height - start
+                    rows.append((f"self_attn.{leaf}_proj", low + shift, high + shift))
+                start += height
+        return rows
+
+    def _cut(self, total: int) -> tuple[int, int]:
+        share = _share(total, self._size)
+        return self._rank * share, (self._rank + 1) * share
+
+
+def _share(total: int, num_ranks: int) -> int:
+    if total % num_ranks:
+        raise ModelError(
+            f"{total} rows, columns or experts of a layer cannot be shared by {num_ranks} ranks; "
+            "set megatron.tensor_parallel_size, expert_parallel_size and "
+            "expert_tensor_parallel_size to divisors of the model's sizes"
+        )
+    return total // num_ranks

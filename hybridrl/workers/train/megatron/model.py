@@ -1,0 +1,291 @@
+"""One stage of a decoder on megatron-core, from packed tokens to log-probs or values.
+
+Legend: T packed tokens, S scored tokens, H hidden, D size of a head. With sequence parallelism a
+rank has T divided by the tensor-parallel size of the hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from hybridrl.models.logprobs import VocabShard, token_logprobs
+from hybridrl.models.packed_model import PackedTokens
+from hybridrl.workers.train.megatron.architecture import Architecture, inverse_frequencies
+from hybridrl.workers.train.megatron.balance import LoadBalance
+from hybridrl.workers.train.megatron.blocks import padded_vocab_size
+from hybridrl.workers.train.megatron.layers import decoder_layers
+from hybridrl.workers.train.megatron.megatron_core import (
+    ColumnParallelLinear,
+    LanguageModelEmbedding,
+    LanguageModule,
+    ModelType,
+    TransformerBlock,
+    TransformerConfig,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    get_transformer_layer_offset,
+    parallel_state,
+)
+from hybridrl.workers.train.megatron.packed_rows import PackedRows
+from hybridrl.workers.train.megatron.parallel import Parallel
+from hybridrl.workers.train.megatron.routing import PackRouting, route
+
+
+class PackedStage(LanguageModule):
+    """The layers of one (virtual) pipeline stage; subclasses add what the last one ends in.
+
+    Parameters are named as in megatron-core's GPTModel.
+
+    Args:
+        config: what megatron-core computes.
+        architecture: of the whole model.
+        parallel: this rank's place.
+        vp_stage: which of this rank's stretches of layers; None where there is one.
+        is_tied: whether the output embedding is the input embedding.
+    """
+
+    model_type = ModelType.encoder_or_decoder  # megatron-core's schedules ask for it
+
+    balance: LoadBalance | None
+    """Of the optimizer step that is taken; None outside of one, and in a dense model."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        architecture: Architecture,
+        *,
+        parallel: Parallel,
+        vp_stage: int | None,
+        is_tied: bool,
+    ) -> None:
+        super().__init__(config=config)
+        self.architecture = architecture
+        self.parallel = parallel
+        self.vp_stage = vp_stage
+        self.balance = None
+        self.share_embeddings_and_output_weights = is_tied
+        self.pre_process = parallel_state.is_pipeline_first_stage(
+            ignore_virtual=False, vp_stage=vp_stage
+        )
+        self.post_process = parallel_state.is_pipeline_last_stage(
+            ignore_virtual=False, vp_stage=vp_stage
+        )
+        if self.pre_process:
+            self.embedding = LanguageModelEmbedding(
+                config=config,
+                vocab_size=padded_vocab_size(architecture, tp_size=parallel.tensor.size),
+                max_sequence_length=architecture.max_positions,
+                position_embedding_type="rope",
+            )
+        self.decoder = TransformerBlock(
+            config=config,
+            spec=decoder_layers(config, architecture, vp_stage=vp_stage),
+            pre_process=self.pre_process,
+            post_process=self.post_process,
+            vp_stage=vp_stage,
+        )
+        self.first_layer: int = get_transformer_layer_offset(config, vp_stage=vp_stage)
+        self.inverse_frequencies = nn.Buffer(
+            inverse_frequencies(architecture).to(parallel.device), persistent=False
+        )
+
+    def set_input_tensor(self, input_tensor: Sequence[Tensor | None]) -> None:
+        """Take what the stage before sent; megatron-core's schedules call it."""
+        self.decoder.set_input_tensor(input_tensor[0])
+
+    def hidden_states(self, tokens: PackedTokens) -> Tensor:
+        """Compute this stage's layers [T, 1, H]."""
+        embedded_T1H = None
+        if self.pre_process:
+            embedded_T1H = self.embedding(input_ids=tokens.token_ids_T[None], position_ids=None)
+            if self.config.recompute_granularity is not None and torch.is_grad_enabled():
+                # Layers that are recomputed learn only if their input has a gradient, which that
+                # of a frozen embedding has not.
+                embedded_T1H.requires_grad_()
+        angles_TD = tokens.positions_T[:, None] * self.inverse_frequencies
+        hidden_T1H: Tensor = self.decoder(
+            hidden_states=embedded_T1H,
+            attention_mask=None,
+            rotary_pos_emb=torch.cat([angles_TD, angles_TD], dim=1)[:, None, None],
+            packed_seq_params=PackedRows(layout=tokens.layout, routing=self._route(tokens)),
+        )
+        return hidden_T1H
+
+    def _route(self, tokens: PackedTokens) -> PackRouting | None:
+        if self.architecture.experts is None:
+            return None
+        return route(
+            tokens,
+            layers=range(self.first_layer, self.first_layer + len(self.decoder.layers)),
+            shares=self.parallel.tensor if self.config.sequence_parallel else None,
+            balance=self.balance,
+            device=self.parallel.device,
+        )
+
+    def whole_hidden(self, hidden_T1H: Tensor, *, is_shared: bool) -> Tensor:
+        """Return the hidden states of all tokens [T, H].
+
+        Args:
+            hidden_T1H: of this rank's tokens, with sequence parallelism.
+            is_shared: True if each tensor-parallel rank computes another part of what follows:
+                their gradients are summed. False if all compute the same.
+        """
+        if self.config.sequence_parallel:
+            hidden_T1H = gather_from_sequence_parallel_region(
+                hidden_T1H, tensor_parallel_output_grad=is_shared
+            )
+        return hidden_T1H[:, 0]
+
+
+class PolicyStage(PackedStage):
+    """A stage of a policy; the last one scores tokens."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        architecture: Architecture,
+        *,
+        parallel: Parallel,
+        vp_stage: int | None,
+        chunk_tokens: int,
+    ) -> None:
+        super().__init__(
+            config,
+            architecture,
+            parallel=parallel,
+            vp_stage=vp_stage,
+            is_tied=architecture.is_tied,
+        )
+        if self.post_process:
+            self.output_layer = PolicyHead(
+                config,
+                architecture,
+                parallel=parallel,
+                chunk_tokens=chunk_tokens,
+                has_weight=not (self.pre_process and architecture.is_tied),
+            )
+        if self.pre_process or self.post_process:
+            self.setup_embeddings_and_output_layer()
+
+    def forward(
+        self, tokens: PackedTokens, temperature: float, *, needs_entropy_gradient: bool = False
+    ) -> Tensor:
+        """Return hidden states, or on the last stage log-probs and entropies, float32 [2, S]."""
+        hidden_T1H = self.hidden_states(tokens)
+        if not self.post_process:
+            return hidden_T1H
+        hidden_SH = self.whole_hidden(hidden_T1H, is_shared=True).index_select(0, tokens.scored_S)
+        if not self.config.sequence_parallel:
+            hidden_SH = copy_to_tensor_model_parallel_region(hidden_SH)
+        tied = self.share_embeddings_and_output_weights
+        scored: Tensor = self.output_layer(
+            hidden_SH,
+            tokens.targets_S,
+            temperature,
+            tied_weight=self.shared_embedding_or_output_weight() if tied else None,
+            needs_entropy_gradient=needs_entropy_gradient,
+        )
+        return scored
+
+
+class PolicyHead(ColumnParallelLinear):
+    """The output embedding, whose rows the tensor-parallel ranks share.
+
+    Logits of all tokens are never made: see ``models/logprobs.py``.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        architecture: Architecture,
+        *,
+        parallel: Parallel,
+        chunk_tokens: int,
+        has_weight: bool,
+    ) -> None:
+        num_rows = padded_vocab_size(architecture, tp_size=parallel.tensor.size)
+        config = copy(config)
+        # Autograd gives this weight its gradient; megatron-core's own kernel for it is Apex's.
+        config.gradient_accumulation_fusion = False
+        super().__init__(
+            config.hidden_size,
+            num_rows,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            skip_weight_param_allocation=not has_weight,
+        )
+        self._chunk_tokens = chunk_tokens
+        num_own_rows = num_rows // parallel.tensor.size
+        begin = parallel.tensor.rank * num_own_rows
+        self._num_rows = max(min(architecture.vocab_size - begin, num_own_rows), 0)
+        self._shard = None
+        if parallel.tensor.size > 1:
+            self._shard = VocabShard(begin, parallel.tensor.group)
+
+    def forward(
+        self,
+        hidden_SH: Tensor,
+        targets_S: Tensor,
+        temperature: float,
+        *,
+        tied_weight: Tensor | None,
+        needs_entropy_gradient: bool,
+    ) -> Tensor:
+        """Return log-probs and entropies, float32 [2, S] nats."""
+        weight_VH = self.weight if tied_weight is None else tied_weight
+        scored = token_logprobs(
+            hidden_SH,
+            weight_VH[: self._num_rows],  # what pads the vocabulary is no token
+            targets_S,
+            temperature=temperature,
+            chunk_tokens=self._chunk_tokens,
+            needs_entropy_gradient=needs_entropy_gradient,
+            shard=self._shard,
+        )
+        return torch.stack(scored)
+
+
+class CriticStage(PackedStage):
+    """A stage of a critic; the last one values states."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        architecture: Architecture,
+        *,
+        parallel: Parallel,
+        vp_stage: int | None,
+    ) -> None:
+        super().__init__(config, architecture, parallel=parallel, vp_stage=vp_stage, is_tied=False)
+        if self.post_process:
+            self.score = ValueHead(config, parallel.device)
+
+    def forward(self, tokens: PackedTokens) -> Tensor:
+        """Return hidden states, or on the last stage the value of each scored state, [S]."""
+        hidden_T1H = self.hidden_states(tokens)
+        if not self.post_process:
+            return hidden_T1H
+        hidden_TH = self.whole_hidden(hidden_T1H, is_shared=False)
+        values_S: Tensor = self.score(hidden_TH.index_select(0, tokens.scored_S))
+        return values_S
+
+
+class ValueHead(nn.Module):
+    """One number for each state; begins as zeros, and every tensor-parallel rank has all of it."""
+
+    def __init__(self, config: TransformerConfig, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(
+            torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device)
+        )
+        self.bias = nn.Parameter(torch.zeros(1, dtype=config.params_dtype, device=device))
+
+    def forward(self, hidden_SH: Tensor) -> Tensor:
+        """Return values, float32 [S] reward units."""
+        return linear(hidden_SH.float(), self.weight.float(), self.bias.float())[:, 0]

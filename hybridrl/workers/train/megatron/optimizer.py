@@ -1,0 +1,229 @@
+"""AdamW on megatron-core's distributed optimizer, behind our schedule, clip and guard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hybridrl.config.actor import EngineConfig
+from hybridrl.workers.train.megatron.megatron_core import (
+    ChainedOptimizer,
+    DistributedDataParallel,
+    get_megatron_optimizer,
+)
+from hybridrl.workers.train.megatron.optimizer_state import OptimizerState
+from hybridrl.workers.train.megatron.parallel import Parallel
+from hybridrl.workers.train.megatron.training import optimizer_config
+from hybridrl.workers.train.optimizer import StepResult, learning_rate
+
+
+class GradientBuffers:
+    """The flat buffers in which gradients are summed. They take memory within a step alone."""
+
+    def __init__(self, stages: Sequence[DistributedDataParallel]) -> None:
+        self._stages = stages
+        self._data = [
+            buffer.grad_data
+            for stage in stages
+            for buffer in (*stage.buffers, *stage.expert_parallel_buffers)
+        ]
+        self._sizes = [data.untyped_storage().nbytes() for data in self._data]
+
+    def allocate(self) -> None:
+        """Have memory, all zeros."""
+        for data, size in zip(self._data, self._sizes, strict=True):
+            data.untyped_storage().resize_(size)
+        for stage in self._stages:
+            _forget_broken_pass(stage)
+            stage.zero_grad_buffer()
+
+    def free(self) -> None:
+        """Have no memory. Twice is a no-op."""
+        for data in self._data:
+            data.untyped_storage().resize_(0)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the buffers, empty or not."""
+        return self._data
+
+
+class WeightGather:
+    """Weights that a step changed, on their way to all data-parallel ranks.
+
+    With ``overlap_param_gather`` a step leaves them where they were changed; the first layers of
+    the next one compute while those of the others arrive. Whoever needs them before that asks for
+    all of them at once.
+    """
+
+    def __init__(self, stages: Sequence[DistributedDataParallel]) -> None:
+        self._stages = [stage for stage in stages if stage.use_forward_hook]
+        self._is_pending = False
+        for stage in self._stages:
+            stage.disable_forward_pre_hook(param_sync=False)
+
+    def postpone(self) -> None:
+        """A step changed this rank's share."""
+        self._is_pending = bool(self._stages)
+
+    def finish(self) -> None:
+        """Have all weights on all ranks; a collective call if a step was taken since the last."""
+        if self._is_pending:
+            for stage in self._stages:
+                stage.start_param_sync(force_sync=True)
+        self._is_pending = False
+
+    @contextmanager
+    def in_background(self) -> Iterator[None]:
+        """Let each layer wait for its own weights, in the passes of a step."""
+        if not self._is_pending:
+            yield
+            return
+        for stage in self._stages:
+            stage.enable_forward_pre_hook()
+        try:
+            yield
+            self._is_pending = False
+        finally:
+            for stage in self._stages:
+                stage.disable_forward_pre_hook(param_sync=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of a parameter that this rank steps: a stretch of its flattened elements."""
+
+    parameter: nn.Parameter
+
+    begin: int
+    """First element."""
+
+    end: int
+    """One past the last."""
+
+    master: Tensor
+    """The values that a step changes, flat; float32."""
+
+    moments: Mapping[str, Tensor]
+    """AdamW's two by name, flat; empty before the first step."""
+
+
+class DistributedAdamW:
+    """Takes a step of AdamW (arXiv:1711.05101), or leaves everything as it was.
+
+    Each data-parallel rank has moments, and float32 masters of weights in another type, of an equal
+    share of the weights (arXiv:1910.02054); a step ends with weights gathered on all.
+
+    Args:
+        stages: what this rank has of the model, loaded.
+        config: rates, limits and types.
+        num_total_steps: optimizer steps of the run, for the schedule.
+        parallel: this rank's place.
+    """
+
+    num_steps: int
+    """Optimizer steps taken, skipped ones not counted: the whole state of the schedule."""
+
+    def __init__(
+        self,
+        stages: Sequence[DistributedDataParallel],
+        *,
+        config: EngineConfig,
+        num_total_steps: int,
+        parallel: Parallel,
+    ) -> None:
+        self._config = config.optimizer
+        self._num_total_steps = num_total_steps
+        self._parallel = parallel
+        self._stages = stages
+        self.gradients = GradientBuffers(stages)
+        self.gather = WeightGather(stages)
+        self._chained: ChainedOptimizer = get_megatron_optimizer(
+            optimizer_config(config, parallel.config),
+            list(stages),
+            use_gloo_process_groups=False,
+        )
+        # Where experts alone learn, the optimizer of all else has nothing to do and is a shell.
+        self._optimizers = [
+            (optimizer, OptimizerState(optimizer))
+            for optimizer in self._chained.chained_optimizers
+            if not optimizer.is_stub_optimizer
+        ]
+        self.gradients.free()
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self, loss: Tensor) -> StepResult:
+        """Clip and apply the gradients, unless they or the loss are not finite; then drop them.
+
+        Args:
+            loss: the share of this rank's tokens, a scalar; see ``Parallel.counts``.
+        """
+        self._chained.prepare_grads()
+        total_loss = loss.double() if self._parallel.counts else torch.zeros_like(loss).double()
+        dist.all_reduce(total_loss)
+        grad_norm = float(self._chained.get_grad_norm())
+        lr = learning_rate(self._config, step=self.num_steps, num_total_steps=self._num_total_steps)
+        is_skipped = not (math.isfinite(total_loss.item()) and math.isfinite(grad_norm))
+        if not is_skipped:
+            self._clip(grad_norm)
+            for group in self._chained.param_groups:
+                group["lr"] = lr * group["lr_mult"]
+                group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
+            self._chained.step_with_ready_grads()
+            self.gather.postpone()
+            self.num_steps += 1
+        self.drop_gradients()
+        return StepResult(grad_norm, lr, is_skipped)
+
+    def drop_gradients(self) -> None:
+        """Free all gradients."""
+        self._chained.zero_grad(set_to_none=True)
+        self.gradients.free()
+
+    def state_tensors(self) -> list[Tensor]:
+        """Return masters and moments of this rank's share; no moments before the first step."""
+        return [tensor for _, state in self._optimizers for tensor in state.tensors()]
+
+    def shares(self) -> Iterator[Share]:
+        """Yield what this rank steps of each parameter; the moments are there after a step."""
+        for optimizer, state in self._optimizers:
+            for parameter in optimizer.model_param_group_index_map:
+                group, order = optimizer.model_param_group_index_map[parameter]
+                shard = optimizer.optimizer.param_groups[group]["params"][order]
+                span = optimizer._get_model_param_range_map(parameter)["param"]
+                master = state.master(shard).detach()
+                yield Share(parameter, span.start, span.end, master, state.moments(shard))
+
+    def begin_restore(self, *, num_steps: int) -> None:
+        """Be where ``num_steps`` steps lead to, with moments of 0 for the caller to fill."""
+        self.num_steps = num_steps
+        for _, state in self._optimizers:
+            state.begin(num_steps)
+
+    @torch.no_grad()
+    def end_restore(self) -> None:
+        """Bring what was filled into the masters to all data-parallel ranks' weights."""
+        for _, state in self._optimizers:
+            state.write_back()
+        for stage in self._stages:
+            stage.start_param_sync(force_sync=True)
+        self.gather.finish()
+
+    def _clip(self, grad_norm: float) -> None:
+        grads = [grad for _, state in self._optimizers for grad in state.gradients()]
+        if grad_norm > self._config.max_grad_norm and grads:
+            torch._foreach_mul_(grads, self._config.max_grad_norm / grad_norm)
+
+
+def _forget_broken_pass(stage: DistributedDataParallel) -> None:
+    """Drop what a backward pass that broke off half-way left counted and waiting."""
+    for group in (*stage.bucket_groups, *stage.expert_parallel_bucket_groups):
+        if len(group.per_param_grad_ready_counts) < len(group.params):
+            group.per_param_grad_ready_counts = {}
+            group.grad_reduce_handle = None

@@ -1,0 +1,105 @@
+"""MicroBatches through the stages of a model, by megatron-core's schedules.
+
+Without pipeline parallelism that is a loop; with it 1F1B, or the interleaved schedule where a rank
+has several stretches of layers (arXiv:2104.04473).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hybridrl.diagnostics import trace
+from hybridrl.workers.train.backend import Compute, Output
+from hybridrl.workers.train.megatron.megatron_core import get_forward_backward_func
+from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches
+
+Taken = TypeVar("Taken")
+"""From each micro-batch, on the last stage."""
+
+
+class Schedule:
+    """Runs the stages that this rank has, in step with the ranks that have the others.
+
+    Args:
+        stages: one, or the virtual ones in order.
+        max_tokens: of a micro-batch, usually.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], *, max_tokens: int) -> None:
+        self.stages = list(stages)
+        self._max_tokens = max_tokens
+
+    def train(
+        self,
+        microbatches: MicroBatches,
+        compute: Compute,
+        finish: Callable[[MicroBatch, Tensor], tuple[Tensor, Taken]],
+    ) -> list[Taken]:
+        """Compute forward and backward; gradients are *summed*, over ranks too.
+
+        Args:
+            microbatches: the same on all ranks that share a model; laid out as they are needed.
+            compute: computes a stage.
+            finish: makes of the last stage's output a scalar, and what else is wanted of it.
+
+        Returns:
+            What else ``finish`` made, by micro-batch, on the last stage; elsewhere nothing.
+        """
+        return self._run(microbatches, compute, finish, is_training=True)
+
+    @torch.no_grad()
+    def score(
+        self,
+        microbatches: MicroBatches,
+        compute: Compute,
+        take: Callable[[MicroBatch, Tensor], Taken],
+    ) -> list[Taken]:
+        """Compute forward alone; returns what ``take`` makes of the last stage's outputs."""
+
+        def finish(microbatch: MicroBatch, output: Tensor) -> tuple[Tensor, Taken]:
+            return output, take(microbatch, output)
+
+        for stage in self.stages:
+            stage.eval()
+        try:
+            return self._run(microbatches, compute, finish, is_training=False)
+        finally:
+            for stage in self.stages:
+                stage.train()
+
+    def _run(
+        self,
+        microbatches: MicroBatches,
+        compute: Compute,
+        finish: Callable[[MicroBatch, Tensor], tuple[Tensor, Taken]],
+        *,
+        is_training: bool,
+    ) -> list[Taken]:
+        def finish_one(microbatch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Taken]:
+            result, taken = finish(microbatch, output)
+            # By 0 tokens megatron-core divides nothing: weights are shares of the global loss.
+            return result, torch.zeros((), dtype=torch.int, device=output.device), taken
+
+        def step(
+            remaining: Iterator[MicroBatch], stage: nn.Module
+        ) -> tuple[Output, Callable[[Tensor], tuple[Tensor, Tensor, Taken]]]:
+            microbatch = next(remaining)
+            return compute(stage, microbatch.tokens), partial(finish_one, microbatch)
+
+        traced = iter(trace.each("microbatch", microbatches))
+        all_taken: list[Taken] = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[traced, *(iter(microbatches) for _ in self.stages[1:])],
+            model=self.stages,
+            num_microbatches=len(microbatches),
+            seq_length=self._max_tokens,
+            micro_batch_size=1,
+            forward_only=not is_training,
+        )
+        next(traced, None)  # ends the last one's span
+        return all_taken

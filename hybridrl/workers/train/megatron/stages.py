@@ -1,0 +1,144 @@
+"""This rank's stages of a model on megatron-core, split as the ``megatron`` section says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+
+from hybridrl.config.actor import ActorConfig
+from hybridrl.config.critic import CriticConfig
+from hybridrl.models.load import WeightFiles
+from hybridrl.workers.train.backend import choose_kernel
+from hybridrl.workers.train.megatron.architecture import Architecture
+from hybridrl.workers.train.megatron.layers import mark_shards
+from hybridrl.workers.train.megatron.load import load_weights
+from hybridrl.workers.train.megatron.lora import StageAdapter
+from hybridrl.workers.train.megatron.model import CriticStage, PackedStage, PolicyStage
+from hybridrl.workers.train.megatron.names import global_name, is_of_adapter
+from hybridrl.workers.train.megatron.parallel import start_parallel
+from hybridrl.workers.train.megatron.setting import MegatronContext
+from hybridrl.workers.train.megatron.transformer import (
+    Duty,
+    choose_kernels,
+    tell_once,
+    token_multiple,
+    transformer_config,
+)
+from hybridrl.workers.train.microbatcher import MicroBatcher
+
+
+class Stages:
+    """The layers that this rank has: one stage of a pipeline, or several virtual ones.
+
+    Parameters have no values before ``fill``; until then they may move into other memory.
+
+    Args:
+        architecture: of the whole model.
+        config: types and token budget. An actor's makes a policy, a critic's a value model.
+        setting: parallel sizes and device.
+        duty: what of the model learns.
+        adapter: to put beside the layers.
+
+    Raises:
+        ConfigError: ``model.attention`` does not run on the device in the compute type, or
+            megatron-core refuses ``megatron.transformer_args``.
+    """
+
+    models: list[PackedStage]
+    """In the order in which micro-batches go through them."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        *,
+        config: ActorConfig | CriticConfig,
+        setting: MegatronContext,
+        duty: Duty,
+        adapter: StageAdapter | None,
+    ) -> None:
+        megatron, device = setting.megatron, setting.device
+        self.architecture = architecture
+        self._config = config
+        self._adapter = adapter
+        self.parallel = start_parallel(
+            megatron, device=device, seed=setting.seed, timeout_s=setting.timeout_s
+        )
+        kernels = choose_kernels(
+            architecture,
+            megatron=megatron,
+            model=setting.model,
+            engine=config,
+            device=device,
+            duty=duty,
+        )
+        self.transformer = transformer_config(
+            architecture, megatron=megatron, engine=config, device=device, kernels=kernels
+        )
+        if dist.get_rank() == 0:
+            tell_once(megatron, device)
+        num_virtual = megatron.num_virtual_stages
+        self.batcher = MicroBatcher(
+            kernel="varlen"
+            if kernels.has_attention
+            else choose_kernel(setting.model.attention, config.compute_dtype, device),
+            max_tokens=config.max_tokens_per_microbatch,
+            ranks=self.parallel.ranks_with_other_rows(),
+            device=device,
+            multiple=token_multiple(self.transformer),
+            share=self.parallel.token_share,
+            group_size=megatron.pipeline_parallel_size if num_virtual > 1 else 1,
+        )
+        self.models = [
+            self._build(number).to(device)
+            for number in (range(num_virtual) if num_virtual > 1 else [None])
+        ]
+        for model in self.models:
+            mark_shards(model)
+
+    def fill(self, folder: Path) -> None:
+        """Give parameters their values.
+
+        Args:
+            folder: the Hugging Face folder; its architecture is this one.
+        """
+        load_weights(
+            dict(self.named_tensors()),
+            WeightFiles(folder),
+            architecture=self.architecture,
+            parallel=self.parallel.rank,
+        )
+        if self._adapter is not None:
+            self._adapter.fill(self.adapter_tensors(), self.parallel.rank)
+
+    def named_tensors(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters under megatron-core's names with global layer numbers."""
+        for model in self.models:
+            for name, parameter in model.named_parameters():
+                yield global_name(name, model.first_layer), parameter
+
+    def model_tensors(self) -> dict[str, nn.Parameter]:
+        """Return those of this rank's parameters that a Hugging Face folder holds."""
+        return {name: p for name, p in self.named_tensors() if not is_of_adapter(name)}
+
+    def adapter_tensors(self) -> dict[str, nn.Parameter]:
+        """Return those of this rank's parameters that an adapter's folder holds."""
+        return {name: p for name, p in self.named_tensors() if is_of_adapter(name)}
+
+    def _build(self, vp_stage: int | None) -> PackedStage:
+        if isinstance(self._config, CriticConfig):
+            return CriticStage(
+                self.transformer, self.architecture, parallel=self.parallel, vp_stage=vp_stage
+            )
+        stage = PolicyStage(
+            self.transformer,
+            self.architecture,
+            parallel=self.parallel,
+            vp_stage=vp_stage,
+            chunk_tokens=self._config.logprob_chunk_tokens,
+        )
+        if self._adapter is not None:
+            self._adapter.inject(stage)
+        return stage

@@ -1,0 +1,118 @@
+"""The command as a user types it, with what can befall it while it runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hybridrl.checkpoint.store import CheckpointStore
+from tests.end_to_end.small import read_metrics, small_overrides
+from tests.waiting import wait_until
+
+_DEADLINE_S = 200.0
+
+
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGHUP, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, signal.SIGTERM))],
+)
+def test_a_signal_ends_the_run_after_its_step_saved_and_with_its_status(
+    tmp_path: Path, number: int
+) -> None:
+    folder = tmp_path / "run"
+    with _started(folder, "trainer.num_steps=100000", "trainer.export_hf=true") as process:
+        wait_until(lambda: _num_steps(folder) >= 3, deadline_s=_DEADLINE_S, process=process)
+        if number == signal.SIGHUP:  # of a terminal: it goes to the processes of Ray, too
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        output, _ = process.communicate(timeout=_DEADLINE_S)
+    assert process.returncode == 128 + number, output
+    assert "stopped on request" in output
+    assert "the run ended with an error" not in (folder / "log.txt").read_text()
+    newest = CheckpointStore(folder / "checkpoints").newest()
+    assert newest is not None
+    assert newest.manifest.run.step == _num_steps(folder) - 1  # step 0 is an evaluation
+    assert (folder / "hf" / "config.json").is_file()
+
+
+def test_a_killed_worker_ends_the_run_by_name_and_leaves_no_process(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    endless = ("trainer.num_steps=100000", "cluster.num_ranks_per_node=2")
+    with _started(folder, *endless, "checkpoint.max_restarts=0") as process:
+        wait_until(lambda: _num_steps(folder) >= 2, deadline_s=_DEADLINE_S, process=process)
+        family = psutil.Process(process.pid).children(recursive=True)
+        ranks = [child for child in family if "ActorRolloutWorker" in " ".join(child.cmdline())]
+        assert len(ranks) == 2
+        ranks[1].kill()
+        output, _ = process.communicate(timeout=_DEADLINE_S)
+    assert process.returncode == 1, output
+    assert "WorkerDiedError: rank" in output
+    *_, where, post_mortem = output.splitlines()
+    assert where.startswith("in step ")
+    assert Path(post_mortem.removeprefix("post-mortem: "), "what.txt").is_file()
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert not alive
+
+
+def test_a_killed_raylet_is_named_and_the_run_goes_on_to_its_end(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with _started(folder, "trainer.num_steps=8", "checkpoint.every_num_steps=2") as process:
+        wait_until(lambda: _num_steps(folder) >= 4, deadline_s=_DEADLINE_S, process=process)
+        family = psutil.Process(process.pid).children(recursive=True)
+        [raylet] = [one for one in family if one.name() == "raylet"]
+        raylet.kill()
+        output, _ = process.communicate(timeout=_DEADLINE_S)
+    assert process.returncode == 0, output
+    assert "DriverDiedError: the driver " in output
+    assert "raylet ended" in output
+    assert "(restart 1 of 3)" in output
+    [post_mortem] = (folder / "postmortem").iterdir()
+    assert "DriverDiedError" in (post_mortem / "what.txt").read_text()
+    assert [line["step"] for line in read_metrics(folder)] == list(range(9))
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert not alive  # not even the agents of Ray's own
+
+
+def test_a_run_folder_is_not_overwritten_without_being_asked(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("mine")
+    with _started(folder) as process:
+        output, _ = process.communicate(timeout=_DEADLINE_S)
+    assert process.returncode != 0
+    assert "trainer.run_dir" in output
+    assert "Traceback" not in output
+    assert (folder / "thesis.txt").read_text() == "mine"
+
+
+@contextmanager
+def _started(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hybridrl.main", *small_overrides(folder, *overrides)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        process_group=0,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            family = psutil.Process(process.pid).children(recursive=True)
+            for one in [*family, psutil.Process(process.pid)]:
+                one.kill()
+            process.wait(timeout=60)
+
+
+def _num_steps(folder: Path) -> int:
+    return len(read_metrics(folder)) if (folder / "metrics.jsonl").is_file() else 0

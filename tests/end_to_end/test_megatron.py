@@ -1,0 +1,106 @@
+"""Whole runs that train on megatron-core, cut over two ranks; stand-ins take CUDA's place."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hybridrl.errors import WorkerDiedError
+from hybridrl.run.launch import run
+from tests.end_to_end.small import VARIED, read_metrics, small_config
+from tests.end_to_end.test_faults import run_into
+
+MEGATRON = (
+    "actor=megatron",
+    "cluster.num_ranks_per_node=2",
+    "cluster.worker_setup_hook=tests.megatron.stand_ins.install",
+    "model.starter.num_layers=2",
+)
+TENSOR = "megatron.tensor_parallel_size=2"
+PIPELINE = "megatron.pipeline_parallel_size=2"
+SEQUENCE = "megatron.sequence_parallel=true"
+NUM_STEPS = 40  # of the default 100; the mean reward of a step goes 0.3 -> 0.5 here
+
+
+def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
+    overrides = (VARIED, "actor.optimizer.lr=1e-2", *overrides)
+    run(small_config(folder, *MEGATRON, *overrides), resolved_yaml="")
+    return read_metrics(folder)
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(folder / "hf").state_dict())
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_the_default_task_is_learnt_over_two_tensor_parallel_ranks(tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-m", "hybridrl.main", "recipes=megatron_cpu", "tracking.live=off"),
+        *(f"trainer.run_dir={tmp_path / 'run'}", f"trainer.num_steps={NUM_STEPS}"),
+        *(f"eval.every_num_steps={NUM_STEPS}", "checkpoint.every_num_steps=0"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=390, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rewards = [m["reward/mean"] for m in read_metrics(tmp_path / "run") if "reward/mean" in m]
+    assert fmean(rewards[-15:]) > fmean(rewards[:10]) + 0.05
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_run_sleeps_resumes_and_goes_on_cut_in_another_way(tmp_path: Path) -> None:
+    """Two steps tensor-parallel with sleeping engines, two more in pipeline stages."""
+    folder, still = tmp_path / "run", ("rollout.sleep=true", "checkpoint.every_num_steps=1")
+    still += ("rollout.canary_every_steps=1",)  # each rank has an engine, and both score for both
+    train(folder, *still, TENSOR, SEQUENCE, "trainer.num_steps=2")
+    lines = train(folder, *still, PIPELINE, "trainer.num_steps=4", "checkpoint.resume=auto")
+    assert [line["policy/updates"] for line in lines[1:]] == [1, 1, 1, 1]
+    assert all(line["memory/released_bytes"] > 0 for line in lines[1:])
+    assert all(line["policy/canary_drift_nats/max"] < 1e-4 for line in lines[1:])
+    straight = train(tmp_path / "straight", TENSOR, "trainer.num_steps=4")
+    first, second = ([line["reward/mean"] for line in run[1:]] for run in (lines, straight))
+    assert first == second
+    one, other = weights_of(folder), weights_of(tmp_path / "straight")
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], atol=1e-4, rtol=0)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_ppo_trains_policy_and_critic_in_pipeline_stages_of_one_process(tmp_path: Path) -> None:
+    lines = train(
+        tmp_path / "run",
+        PIPELINE,
+        *("algorithm=ppo", "critic=megatron"),
+        *("critic.num_warmup_steps=1", "critic.num_minibatches=1", "algorithm.num_minibatches=1"),
+        *("algorithm.kl.placement=loss", "algorithm.kl.coefficient=0.1"),
+    )
+    assert [line.get("critic/updates") for line in lines] == [None, 1, 1, 1]
+    assert [line.get("policy/updates") for line in lines] == [None, None, 1, 1]
+    assert lines[3]["policy/kl_to_reference_nats/mean"] > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("ray_cluster")
+def test_supervised_fine_tuning_lowers_the_loss_on_held_out_rows(tmp_path: Path) -> None:
+    lines = train(
+        tmp_path / "run",
+        TENSOR,
+        *("mode=sft", "sft.num_steps=8", "sft.batch_size=8", "sft.eval_every_num_steps=4"),
+        "actor.optimizer.lr=1e-2",
+    )
+    losses = [line["eval/loss_nats"] for line in lines[::4]]
+    assert losses[0] > losses[1] > losses[2]
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_rank_that_dies_within_a_pipeline_ends_the_run_by_name(tmp_path: Path) -> None:
+    error = run_into(tmp_path / "run", *MEGATRON, PIPELINE, at="update", number=signal.SIGKILL)
+    assert isinstance(error, WorkerDiedError)
+    assert "killed by signal 9" in str(error)

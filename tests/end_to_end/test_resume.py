@@ -1,0 +1,286 @@
+"""Runs that are broken off and go on as if they never had been."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from filelock import FileLock
+from safetensors.torch import load_file
+
+from hybridrl.checkpoint.compare import compare_runs
+from hybridrl.checkpoint.store import CheckpointStore
+from hybridrl.errors import CheckpointError, DataError, RemoteCallError, RunFolderError
+from hybridrl.run.child import to_yaml
+from hybridrl.run.launch import run
+from tests.end_to_end.small import VARIED, change_one_bit, read_metrics, small_config
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+TIMED = ("time/", "throughput/", "memory/")
+TWO_RANKS = (
+    *("cluster.num_ranks_per_node=2", "rollout.sleep=true"),
+    *("algorithm.num_minibatches=2", "algorithm.old_logprobs=recompute"),
+)
+SAVING = ("checkpoint.every_num_steps=2", "actor.optimizer.lr=1e-2")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path:
+    """Two runs that nobody breaks off: of 5 steps, and of 2 steps."""
+    folder = tmp_path_factory.mktemp("made")
+    _run(folder / "whole", "trainer.num_steps=5")
+    _run(folder / "begun", "trainer.num_steps=2")
+    return folder
+
+
+@pytest.fixture
+def whole(made: Path) -> Path:
+    return made / "whole"
+
+
+@pytest.fixture
+def begun(made: Path, tmp_path: Path) -> Path:
+    """A run with a checkpoint of step 2, for a test to go on with."""
+    return shutil.copytree(made / "begun", tmp_path / "run")
+
+
+def test_a_run_in_two_parts_is_bit_by_bit_the_run_in_one(begun: Path, whole: Path) -> None:
+    _run(begun, "trainer.num_steps=5")
+    assert _metrics(begun) == _metrics(whole)
+    assert _samples(begun) == _samples(whole)
+    _assert_same_state(begun, whole)
+    ours, theirs = (load_file(folder / "hf" / "model.safetensors") for folder in (begun, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert not any(finding.differences for finding in compare_runs(whole, begun))
+    for name, path in (
+        ("weights", max((begun / "checkpoints").glob("step-*/actor/*"))),
+        ("samples", begun / "samples.jsonl"),
+        ("metrics", begun / "metrics.jsonl"),
+    ):
+        change_one_bit(path)
+        different = {f.what for f in compare_runs(whole, begun) if f.differences}
+        assert name in different
+
+
+def test_a_rank_that_is_killed_is_started_again_and_no_bit_is_different(tmp_path: Path) -> None:
+    whole = _run(tmp_path / "whole", "trainer.num_steps=6", *TWO_RANKS)
+    folder = tmp_path / "killed"
+    killer = threading.Thread(target=_kill_a_rank, args=(folder / "metrics.jsonl",))
+    killer.start()
+    _run(folder, "trainer.num_steps=6", *TWO_RANKS)
+    killer.join()
+    told = (folder / "log.txt").read_text()
+    assert "workers are started again and go on from step" in told
+    assert "WorkerDiedError" in told
+    assert _metrics(folder) == _metrics(whole)
+    assert _samples(folder) == _samples(whole)
+    _assert_same_state(folder, whole)
+
+
+def test_onto_another_number_of_ranks_a_run_goes_on_and_says_that_bits_may_differ(
+    begun: Path, whole: Path
+) -> None:
+    _run(begun, "trainer.num_steps=4", "cluster.num_ranks_per_node=2")
+    told = (begun / "log.txt").read_text()
+    assert "not bit by bit: cluster.num_ranks_per_node: '1' there, '2' here" in told
+    _run(begun, "trainer.num_steps=5")
+    assert [line["step"] for line in read_metrics(begun)] == [0, 1, 2, 3, 4, 5]
+    ours, theirs = (_drawn(folder) for folder in (begun, whole))
+    assert ours == theirs  # no prompt lost or doubled
+
+
+def test_a_finished_run_says_so_and_starts_nothing(
+    begun: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in begun.rglob("*")}
+    _run(begun, "trainer.num_steps=2")
+    assert "is finished: step 2 of 2. Raise trainer.num_steps" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in begun.rglob("*")} == before
+    shutil.rmtree(begun / "hf")  # killed before its export
+    _run(begun, "trainer.num_steps=2")
+    assert (begun / "hf" / "config.json").is_file()
+
+
+@pytest.fixture(scope="module")
+def repeated(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of 5 steps, its last checkpoint torn and killed while it wrote, run to its end."""
+    folder = shutil.copytree(made / "whole", tmp_path_factory.mktemp("repeated") / "run")
+    shutil.rmtree(folder / "hf")  # it ended before its export, or nobody would look
+    torn = folder / "checkpoints" / "step-000000005"
+    shard = next(torn.glob("actor/*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 1
+    shard.write_bytes(data)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "reward/me')
+    return _run(folder, "trainer.num_steps=5")
+
+
+def test_what_came_after_the_checkpoint_is_rolled_back_and_done_again(
+    repeated: Path, whole: Path
+) -> None:
+    assert [line["step"] for line in read_metrics(repeated)] == [0, 1, 2, 3, 4, 5]
+    _assert_same_state(repeated, whole)
+
+
+def test_a_torn_checkpoint_is_named_and_the_one_before_it_used(repeated: Path) -> None:
+    log = (repeated / "log.txt").read_text()
+    assert "step-000000005 is torn: the bytes of actor/rank-00000" in log
+    assert "going on from the checkpoint of step 4" in log
+
+
+CHANGED = ("trainer.num_steps=3", "actor.optimizer.weight_decay=0.5")
+
+
+@pytest.fixture(scope="module")
+def accepted(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that lost lines and goes on with other settings, both refused at first."""
+    folder = shutil.copytree(made / "begun", tmp_path_factory.mktemp("accepted") / "run")
+    metrics = folder / "metrics.jsonl"
+    first, *_ = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text(first + '{"step": 1, "rew')
+    return _run(folder, *CHANGED, "checkpoint.accept_changes=true")
+
+
+def test_other_settings_are_refused_key_by_key_unless_accepted(begun: Path, accepted: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"weight_decay: 0.0 there, 0.5 here.*\n.*accept"):
+        _run(begun, *CHANGED)
+    log = (accepted / "log.txt").read_text()
+    assert "change that was accepted: actor.optimizer.weight_decay" in log
+
+
+def test_other_rows_are_refused_before_a_worker_starts(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    overrides = ("data=files", f"data.train_files=[{data}]", "data.use_chat_template=false")
+    overrides += ("eval.every_num_steps=0", "data.max_prompt_tokens=8")
+    overrides += ("model.starter.num_warmup_steps=0",)
+    _write_rows(data, range(10, 30))
+    folder = _run(tmp_path / "run", "trainer.num_steps=2", *overrides)
+    _write_rows(data, range(11, 31))
+    with pytest.raises(DataError, match=r"the data has changed.*accept_changes=true"):
+        _run(folder, "trainer.num_steps=3", *overrides)
+
+
+def test_a_run_that_lost_lines_of_its_metrics_is_refused_unless_accepted(
+    begun: Path, accepted: Path
+) -> None:
+    metrics = begun / "metrics.jsonl"
+    first, *_ = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text(first + '{"step": 1, "rew')
+    with pytest.raises(RunFolderError, match=r"lost lines .* step 2: metrics\.jsonl has \d+ bytes"):
+        _run(begun, "trainer.num_steps=3")
+    assert metrics.read_text() == first + '{"step": 1, "rew'
+    assert [line["step"] for line in read_metrics(accepted)] == [0, 3]
+    assert "change that was accepted: metrics.jsonl has" in (accepted / "log.txt").read_text()
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_tensor_names(begun: Path) -> None:
+    other = ("trainer.num_steps=3", "model.starter.num_layers=2", "checkpoint.accept_changes=true")
+    with pytest.raises(RemoteCallError, match=r"another model: \d+ tensors: is missing.*layers\.1"):
+        _run(begun, *other)
+
+
+def test_a_run_without_checkpoints_is_never_taken_up(begun: Path) -> None:
+    shutil.rmtree(begun / "checkpoints")
+    config = small_config(begun, *SAVING, "checkpoint.every_num_steps=0")
+    (begun / "config.yaml").write_text(to_yaml(config))
+    with pytest.raises(RunFolderError, match=r"without checkpoints.*trainer\.overwrite=true"):
+        _run(begun, "trainer.num_steps=2")
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(begun: Path) -> None:
+    shutil.rmtree(begun / "checkpoints")
+    _run(begun, "trainer.num_steps=1")
+    assert [line["step"] for line in read_metrics(begun)] == [0, 1]
+
+
+def test_a_folder_that_another_process_writes_is_refused(begun: Path) -> None:
+    with (
+        FileLock(begun / ".lock"),
+        pytest.raises(RunFolderError, match="another process is writing"),
+    ):
+        _run(begun, "trainer.num_steps=3")
+
+
+@pytest.mark.nightly
+def test_supervised_fine_tuning_resumes_bit_by_bit(tmp_path: Path) -> None:
+    tuning = ("mode=sft", "sft.batch_size=8", "sft.eval_every_num_steps=2")
+    whole = _run(tmp_path / "whole", "sft.num_steps=4", *tuning)
+    parts = tmp_path / "parts"
+    for num_steps in (2, 4):
+        _run(parts, f"sft.num_steps={num_steps}", *tuning)
+    assert _metrics(parts) == _metrics(whole)
+    _assert_same_state(parts, whole)
+
+
+@pytest.mark.nightly
+def test_a_critic_and_an_adapter_resume_bit_by_bit(tmp_path: Path) -> None:
+    both = ("algorithm=ppo", "lora=default", "lora.rank=4", "critic.num_warmup_steps=1")
+    both += (VARIED, "trainer.export_hf=false")
+    whole = _run(tmp_path / "whole", "trainer.num_steps=4", *both)
+    parts = tmp_path / "parts"
+    for num_steps in (2, 4):
+        _run(parts, f"trainer.num_steps={num_steps}", *both)
+    assert _metrics(parts) == _metrics(whole)
+    assert _samples(parts) == _samples(whole)
+    _assert_same_state(parts, whole)
+    newest = max((parts / "checkpoints").glob("step-*[0-9]"))
+    adapter, critic = (
+        load_file(newest / role / "rank-00000-of-00001.safetensors") for role in ("actor", "critic")
+    )
+    assert all("lora_" in name for name in adapter)  # the frozen weights are read, not saved
+    assert not any("lora_" in name for name in critic)
+
+
+def _run(folder: Path, *overrides: str) -> Path:
+    config = small_config(folder, *SAVING, *overrides)
+    run(config, resolved_yaml=to_yaml(config))
+    return folder
+
+
+def _kill_a_rank(metrics: Path) -> None:
+    """Wait for the third step's line, and kill the last of this process's ranks."""
+    while not metrics.is_file() or metrics.read_bytes().count(b"\n") < 4:
+        time.sleep(0.01)
+    below = psutil.Process().children(recursive=True)
+    ranks = [process for process in below if process.name().startswith("ray::ActorRollout")]
+    ranks[-1].kill()
+
+
+def _metrics(folder: Path) -> list[dict[str, float]]:
+    return [
+        {k: v for k, v in line.items() if not k.startswith(TIMED) and k != "elapsed_s"}
+        for line in read_metrics(folder)
+    ]
+
+
+def _samples(folder: Path) -> bytes:
+    return (folder / "samples.jsonl").read_bytes()
+
+
+def _drawn(folder: Path) -> object:
+    found = CheckpointStore(folder / "checkpoints").newest()
+    assert found is not None
+    return found.manifest.run.sampler
+
+
+def _assert_same_state(first: Path, second: Path) -> None:
+    newest = [max((folder / "checkpoints").glob("step-*[0-9]")) for folder in (first, second)]
+    assert newest[0].name == newest[1].name
+    for path in newest[1].glob("*/*.safetensors"):
+        ours, theirs = (load_file(new / path.relative_to(newest[1])) for new in newest)
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            assert torch.equal(ours[name], theirs[name]), name
+
+
+def _write_rows(path: Path, numbers: range) -> None:
+    rows = [{"prompt": f"{n}=", "answer": str(n)} for n in numbers]
+    path.write_text("\n".join(json.dumps(row) for row in rows))

@@ -1,0 +1,131 @@
+"""``--multirun`` as a user types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridrl.run.sweep import SweepJob, build_jobs, describe, run_sweep
+from tests.end_to_end.small import SMALL, read_metrics
+from tests.waiting import wait_until
+
+_NOBODY = "127.0.0.1:9"
+
+
+def test_a_sweep_runs_every_job_compares_them_and_names_the_one_that_failed(
+    tmp_path: Path,
+) -> None:
+    done = _multirun(tmp_path, f"cluster.ray_address={_NOBODY},null", "trainer.num_steps=2")
+    assert done.returncode == 1, done.stdout + done.stderr
+    (sweep,) = (tmp_path / "sweeps").iterdir()
+    good, bad = sweep / "1_ray_address=null", sweep / "0_ray_address=127.0.0.1-9"
+    assert bad.is_dir()
+    entries = json.loads((sweep / "sweep.json").read_text())["runs"]
+    assert [entry["status"] for entry in entries] == ["failed", "done"]
+    assert entries[1]["last"] == read_metrics(good)[-1]["eval/reward/mean"]
+    assert entries[1]["num_steps"] == 2
+    assert (
+        f"ResourceError: no Ray cluster answers at cluster.ray_address={_NOBODY}"
+        in (entries[0]["error"])
+    )
+    table = (sweep / "sweep.md").read_text()
+    assert "| 1 | cluster.ray_address=null |" in table
+    assert "1 of 2 runs failed" in table
+    assert table.rstrip() in done.stdout
+    assert (good / "config.yaml").is_file()
+
+
+def test_a_mistake_in_any_job_is_told_before_the_first_begins(tmp_path: Path) -> None:
+    done = _multirun(tmp_path, "rollout.num_responses_per_prompt=4,1")
+    assert done.returncode == 2, done.stderr
+    assert "siblings" in done.stderr
+    assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_jobs_may_not_share_a_run_folder(tmp_path: Path) -> None:
+    done = _multirun(tmp_path, "seed=0,1", "trainer.run_dir=mine")
+    assert done.returncode == 2
+    assert "hydra.sweep.dir=FOLDER" in done.stderr
+
+
+def test_folders_are_named_after_what_jobs_do_not_share(tmp_path: Path) -> None:
+    jobs = build_jobs(
+        [["a.lr=1", "b.c=x/y z", "seed=0"], ["a.lr=2", "b.c=x/y z", "seed=0"]], folder=tmp_path
+    )
+    assert [job.folder.name for job in jobs] == ["0_lr=1", "1_lr=2"]
+    assert [job.swept for job in jobs] == [("a.lr=1",), ("a.lr=2",)]
+    [odd] = build_jobs([["b.c=x/y z"]], folder=tmp_path)
+    assert odd.folder.name == "0"
+
+
+def test_a_job_that_a_signal_ends_takes_no_other_along(tmp_path: Path) -> None:
+    jobs = build_jobs([["seed=0"], ["seed=1"]], folder=tmp_path)
+    programs = ["import os; os.kill(os.getpid(), 9)", "pass"]
+
+    def command(job: SweepJob) -> list[str]:
+        job.folder.mkdir(parents=True)
+        line = {"step": 3, "eval/reward/mean": 0.5 + job.number}
+        (job.folder / "metrics.jsonl").write_text(json.dumps(line) + '\n{"step": 4, "ev')
+        return [sys.executable, "-c", programs[job.number]]
+
+    assert run_sweep(jobs, folder=tmp_path, command=command) == 1
+    entries = json.loads((tmp_path / "sweep.json").read_text())["runs"]
+    assert [(e["status"], e["exit_status"], e["last"]) for e in entries] == [
+        ("failed", -9, 0.5),
+        ("done", 0, 1.5),
+    ]
+    assert entries[0]["error"] == "ended by SIGKILL"
+    table = (tmp_path / "sweep.md").read_text()
+    assert table.index("| 1 | seed=1 |") < table.index("| 0 | seed=0 |")  # the best comes first
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_stopping_a_sweep_lets_its_job_end_and_begins_no_other(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    program = f"""
+import pathlib, signal, sys
+from hybridrl.run.sweep import build_jobs, run_sweep
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+folder = pathlib.Path({str(tmp_path)!r})
+job = '''
+import pathlib, signal, sys, time
+signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
+pathlib.Path({str(tmp_path / "ready")!r}).touch()
+time.sleep(60)
+'''
+jobs = build_jobs([["seed=0"], ["seed=1"]], folder=folder)
+sys.exit(run_sweep(jobs, folder=folder, command=lambda _: [sys.executable, "-c", job]))
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL) as process:
+        wait_until((tmp_path / "ready").exists, deadline_s=120, process=process)
+        process.send_signal(number)
+        assert process.wait(timeout=60) == 128 + number
+    entries = json.loads((tmp_path / "sweep.json").read_text())["runs"]
+    assert [entry["status"] for entry in entries] == ["stopped"]
+    assert "1 of 2 runs were not started" in (tmp_path / "sweep.md").read_text()
+
+
+def test_a_sweep_of_which_no_run_took_a_step_still_has_a_table() -> None:
+    assert "| run | overrides | score, last |" in describe([], num_jobs=1)
+
+
+def _multirun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "hybridrl.main", "--multirun", *SMALL, *arguments),
+            f"hydra.sweep.dir={folder}/sweeps/s",
+        ],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )

@@ -1,0 +1,119 @@
+"""Blocks that are compiled, and blocks on Liger's kernels."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from hybridrl.models.compiled import compile_blocks
+from hybridrl.models.liger import use_liger_kernels
+from hybridrl.models.load import build_empty_model
+from hybridrl.models.policy import PolicyModel
+from hybridrl.workers.train.microbatcher import lay_out
+from hybridrl.workers.train.shards import build_policy
+from tests.config.values import config_of
+from tests.tiny_models import make_tiny_model
+from tests.workers.train.engines import ACTOR, CPU, FSDP2, make_rows
+from tests.workers.train.microbatchers import make_batcher
+
+
+def _build(folder: Path, *, compile_blocks: bool = False) -> PolicyModel:
+    config = replace(ACTOR, fsdp2=replace(FSDP2, compile_blocks=compile_blocks))
+    return build_policy(
+        folder, config=config, dtype=torch.float32, device=CPU, num_ranks=1, is_trainable=True
+    )
+
+
+def _learn(policy: PolicyModel, num_rows: int) -> tuple[Tensor, dict[str, Tensor]]:
+    batch = make_rows(num_rows, seed=num_rows, num_siblings=2)
+    batcher = make_batcher()
+    rows = batcher.read(batch.token_ids_BL, batch.response_mask_BL)
+    policy.zero_grad()
+    logprobs_S, _ = policy(lay_out(rows, range(num_rows), batcher).tokens, 1.0)
+    logprobs_S.sum().backward()
+    return logprobs_S.detach(), {n: p.grad for n, p in policy.named_parameters()}  # type: ignore[misc]
+
+
+# Dynamo asks for it, and hides what torch then says from those to whom a warning is no error.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_blocks_compute_the_same_with_one_graph_for_all_lengths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # megatron's stand-ins set it
+    folder = make_tiny_model(tmp_path, num_layers=3)
+    plain, compiled = _build(folder), _build(folder)
+    names = [name for name, _ in plain.named_parameters()]
+    compile_blocks(compiled.hf, backend="aot_eager")  # no C++ compiler: half a minute
+    assert [name for name, _ in compiled.named_parameters()] == names
+    counters.clear()
+    for num_rows in (4, 6, 12):  # other lengths, and other numbers of buckets
+        one, other = _learn(plain, num_rows), _learn(compiled, num_rows)
+        torch.testing.assert_close(one[0], other[0], atol=1e-5, rtol=0)
+        for name in names:
+            torch.testing.assert_close(one[1][name], other[1][name], atol=1e-4, rtol=1e-4, msg=name)
+    # What precedes attention in a block and what follows it; twice, where a number became a size.
+    assert 2 <= counters["stats"]["unique_graphs"] <= 4
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch's inductor
+@pytest.mark.parametrize("compiles", [True, False])
+def test_blocks_are_compiled_where_the_key_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiles: bool
+) -> None:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    blocks = _build(make_tiny_model(tmp_path), compile_blocks=compiles).hf.model.layers
+    assert {"_torchdynamo_orig_callable" in vars(block.forward) for block in blocks} == {compiles}
+
+
+_LIGER = """
+CALLS = []
+
+
+def _apply(**settings):
+    CALLS.append(settings)
+
+
+MODEL_TYPE_TO_APPLY_LIGER_FN = {"qwen3": _apply}
+"""
+
+
+@pytest.fixture
+def _liger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that records what it is asked for, under the names of liger-kernel 0.8."""
+    package = tmp_path / "site" / "liger_kernel" / "transformers"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("")
+    (package / "monkey_patch.py").write_text(_LIGER)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "liger_kernel"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.usefixtures("_liger")
+def test_liger_gets_the_model_and_leaves_the_loss_to_us(tmp_path: Path) -> None:
+    hf = build_empty_model(make_tiny_model(tmp_path / "model"), dtype=torch.float32)
+    use_liger_kernels(hf)
+    (settings,) = sys.modules["liger_kernel.transformers.monkey_patch"].CALLS
+    assert settings.pop("model") is hf
+    assert settings == {
+        "rope": True,
+        "rms_norm": True,
+        "swiglu": True,
+        "cross_entropy": False,
+        "fused_linear_cross_entropy": False,
+    }
+    for name in [name for name in sys.modules if name.partition(".")[0] == "liger_kernel"]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("_liger")
+def test_where_liger_is_installed_a_run_on_gpus_may_ask_for_it() -> None:
+    config = config_of("cluster=one_gpu", "actor.fsdp2.liger_kernels=true")
+    assert config.actor.fsdp2.liger_kernels

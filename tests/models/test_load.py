@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hybridrl.errors import ModelError
+from hybridrl.models.folder import require_usable_model
+from hybridrl.models.load import (
+    WeightFiles,
+    build_empty_model,
+    check_weights,
+    fill_weights,
+    finish_model,
+)
+from tests.tiny_models import make_tiny_model
+
+CPU = torch.device("cpu")
+
+
+def load(folder: Path) -> dict[str, Tensor]:
+    model = build_empty_model(folder, dtype=torch.float32)
+    files = WeightFiles(folder)
+    check_weights(model, files)
+    fill_weights(model, "", files, CPU)
+    finish_model(model, CPU)
+    assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def change_weights(folder: Path, **changes: Tensor | None) -> None:
+    weights = load_file(folder / "model.safetensors")
+    for name, tensor in changes.items():
+        if tensor is None:
+            del weights[name]
+        else:
+            weights[name] = tensor
+    save_file(weights, folder / "model.safetensors")
+
+
+def test_weights_in_several_files_are_those_in_one(tmp_path: Path) -> None:
+    one = make_tiny_model(tmp_path / "one")
+    AutoModelForCausalLM.from_pretrained(one).save_pretrained(
+        tmp_path / "many", max_shard_size="20KB"
+    )
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
+    whole, pieces = load(one), load(tmp_path / "many")
+    assert list(whole) == list(pieces)
+    assert all(torch.equal(whole[name], pieces[name]) for name in whole)
+
+
+def test_loaded_weights_are_our_own_and_not_the_file(tmp_path: Path) -> None:
+    weights = load(make_tiny_model(tmp_path))
+    for tensor in weights.values():
+        tensor.add_(1.0)  # a read-only memory map would end the process here
+    assert not torch.equal(load(tmp_path)["model.norm.weight"], weights["model.norm.weight"])
+
+
+def test_tied_weights_stored_twice_are_accepted(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    change_weights(folder, **{"lm_head.weight": embedding.clone()})
+    assert "lm_head.weight" not in load(folder)
+
+
+def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"nowhere is no folder; set model.path"):
+        build_empty_model(tmp_path / "nowhere", dtype=torch.float32)
+    with pytest.raises(ModelError, match=r"has no config.json; set model.path"):
+        build_empty_model(tmp_path, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("not json", r"config\.json cannot be read"),
+        ("[]", r"config\.json holds a JSON list, must be an object"),
+        ("[" * 100_000, r"config\.json is nested too deep"),
+        ('{"a":' * 100_000, r"config\.json is nested too deep"),
+        ("{}", "holds no model_type"),
+        ('{"model_type": ["qwen3"]}', "holds no model_type"),
+        ('{"model_type": "qwen3", "hidden_size": "wide"}', "hidden_size='wide' is no whole"),
+        (
+            '{"model_type": "qwen3", "rope_parameters": 5}',
+            r"transformers cannot read .*config\.json",
+        ),
+        (
+            '{"model_type": "qwen3", "vocab_size": 64, "pad_token_id": 64}',
+            "pad_token_id=64 is not in the vocabulary of vocab_size=64",
+        ),
+        (
+            '{"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}',
+            "weights are quantised",
+        ),
+        (json.dumps({"model_type": "quen3"}), "did you mean 'qwen3'"),
+        (json.dumps({"model_type": "gpt_neox"}), "known: llama, qwen2, qwen3"),
+    ],
+)
+def test_an_unusable_configuration_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=message):
+        build_empty_model(tmp_path, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("not json", "cannot be read"),
+        ("[]", "holds a JSON list"),
+        ("{}", "weight_map is None, must name the file"),
+        ('{"weight_map": {"model.norm.weight": 5}}', r"weight_map\['model.norm.weight'\]=5 is no"),
+        ('{"weight_map": {"model.norm.weight": "../x.safetensors"}}', "is no file beside it"),
+    ],
+)
+def test_a_broken_index_is_named(tmp_path: Path, text: str, words: str) -> None:
+    folder = make_tiny_model(tmp_path)
+    (folder / "model.safetensors.index.json").write_text(text)
+    for read in (load, require_usable_model):
+        with pytest.raises(ModelError, match=rf"model\.safetensors\.index\.json.* {words}"):
+            read(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.uint8, torch.bool])
+def test_quantised_weights_are_not_read_as_if_they_were_values(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    folder = make_tiny_model(tmp_path)
+    require_usable_model(folder)
+    change_weights(folder, **{"model.norm.weight": torch.ones(32).to(dtype)})
+    for read in (load, require_usable_model):
+        with pytest.raises(
+            ModelError, match=r"model\.safetensors: model\.norm\.weight is .*quantis"
+        ):
+            read(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_values_that_are_no_numbers_are_blamed_on_their_file(
+    tmp_path: Path, value: float, dtype: torch.dtype
+) -> None:
+    folder = make_tiny_model(tmp_path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    spoilt = load_file(folder / "model.safetensors")[name].to(dtype)
+    spoilt[3, 5] = value
+    change_weights(folder, **{name: spoilt})
+    with pytest.raises(ModelError, match=rf"model\.safetensors: {name} holds NaN or infinity"):
+        load(folder)
+    files = WeightFiles(folder)
+    with pytest.raises(ModelError, match=f"{name} holds NaN"):
+        files.read_box(name, [(3, 4), (0, 32)])
+    assert files.read_box(name, [(0, 3), (0, 32)]).isfinite().all()
+
+
+def test_a_tied_head_with_values_of_its_own_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    change_weights(folder, **{"lm_head.weight": embedding.clone()})
+    require_usable_model(folder)
+    other = embedding.clone()
+    other[-1, -1] += 1.0
+    for head in (other, embedding[:-1].clone()):
+        change_weights(folder, **{"lm_head.weight": head})
+        with pytest.raises(ModelError, match="the files hold another lm_head"):
+            require_usable_model(folder)
+    untied = make_tiny_model(tmp_path / "untied", tie_embeddings=False)
+    require_usable_model(untied)
+
+
+def test_missing_left_over_and_misshapen_weights_are_named(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    change_weights(folder, **{"model.norm.weight": None})
+    with pytest.raises(ModelError, match=r"1 missing weights .* first: model.norm.weight"):
+        load(folder)
+    change_weights(folder, **{"model.norm.weight": torch.ones(32), "more": torch.ones(2)})
+    with pytest.raises(ModelError, match=r"1 unexpected weights .* first: more"):
+        load(folder)
+    change_weights(folder, **{"model.norm.weight": torch.ones(33), "more": None})
+    with pytest.raises(ModelError, match=r"model.norm.weight is \[33\], and .* \[32\]"):
+        load(folder)
+
+
+def test_missing_and_broken_weight_files_are_named(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    (folder / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(ModelError, match="safetensors cannot be read"):
+        load(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"has no model.safetensors; download"):
+        load(folder)
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"has no model-00001-of-00002.safetensors"):
+        load(folder)

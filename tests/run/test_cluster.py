@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ray._private.ray_logging import global_worker_stdstream_dispatcher
+
+from hybridrl.errors import ResourceError
+from hybridrl.run.cluster import (
+    rank_variables,
+    require_device,
+    show_workers_no_more,
+    start_fused_group,
+    start_group,
+)
+from hybridrl.single_controller import Dispatch, Worker, register
+from hybridrl.trainer.interrupt import RunInterrupted, ended_by_signals
+from tests.config.values import config_of
+from tests.end_to_end.small import small_config
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU here")
+def test_a_missing_gpu_is_named_before_ray_would_wait_for_one(tmp_path: Path) -> None:
+    cluster = replace(small_config(tmp_path / "run").cluster, device="cuda")
+    with pytest.raises(ResourceError, match="no NVIDIA device; set cluster=cpu"):
+        require_device(cluster)
+    require_device(replace(cluster, ray_address="auto"))  # that cluster's nodes may have some
+    require_device(replace(cluster, device="cpu"))
+
+
+def test_a_start_that_is_stopped_shows_no_output_of_workers_any_more() -> None:
+    # A worker that is ended while it starts writes C++ stacks, which Ray copies to the terminal.
+    shown: list[object] = []
+    global_worker_stdstream_dispatcher.add_handler("ray_print_logs", shown.append)
+    with pytest.raises(RunInterrupted), ended_by_signals(show_workers_no_more):
+        os.kill(os.getpid(), signal.SIGINT)
+    global_worker_stdstream_dispatcher.emit("*** SIGTERM received")
+    assert shown == []
+
+
+def test_tensor_parallel_ranks_on_cuda_get_one_hardware_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    gpus = ("cluster=one_gpu", "cluster.num_ranks_per_node=8", "actor=megatron")
+    cut = config_of(*gpus, "megatron.tensor_parallel_size=2")
+    assert rank_variables(cut) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert rank_variables(config_of(*gpus)) == {}
+    assert rank_variables(replace(cut, cluster=replace(cut.cluster, device="cpu"))) == {}
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "4")
+    assert rank_variables(cut) == {}
+
+
+class Environment(Worker):
+    """Says what a variable was before its constructor ran."""
+
+    def __init__(self, *_: object) -> None:
+        self.queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def told(self) -> str | None:
+        return self.queues
+
+
+def test_variables_reach_ranks_before_their_workers_are_made(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    cluster = replace(small_config(tmp_path / "run").cluster, num_ranks_per_node=2)
+    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    with start_group(cluster, Environment, variables=variables) as group:
+        assert group.told() == ["1", "1"]
+    roles = {"first": (Environment, None), "second": (Environment, None)}
+    with start_fused_group(cluster, roles, variables=variables) as fused:
+        assert fused.second_told() == ["1", "1"]

@@ -1,0 +1,181 @@
+"""What a crash leaves, and what it does not: a second error."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import hybridrl
+from hybridrl.errors import ConfigError, WorkerDiedError
+from hybridrl.run.display import LiveView
+from hybridrl.run.postmortem import PostMortem, Progress, is_crash
+from hybridrl.run.record import RunFolder, open_record
+from hybridrl.run.run_folder import RunLogger
+from hybridrl.single_controller import RankReport
+from hybridrl.trainer.interrupt import RunInterrupted
+from tests.end_to_end.small import small_config
+
+RANKS = (
+    RankReport(
+        rank=0,
+        host="10.0.0.1",
+        pid=71,
+        state="sleeping",
+        doing=(("update()", 2.5),),
+        waits=True,
+        top="all_reduce (c10d.py:9)",
+        stacks="Thread 1: all_reduce",
+        log_tail="a last word\n",
+        memory=((1.5, 1000, 10), (0.5, 2000, 20)),
+    ),
+    RankReport(rank=1, host="10.0.0.2", pid=72, state="gone", exit="killed by signal 9 (SIGKILL)"),
+)
+
+
+def _raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except type(error):
+        return error
+
+
+def _death() -> BaseException:
+    return _raised(
+        WorkerDiedError(rank=1, host="10.0.0.2", method="update", cause="gone", traceback="")
+    )
+
+
+def _post_mortem(folder: Path) -> PostMortem:
+    progress = Progress(num_steps=30, num_done=11, has_begun=True, phase="update")
+    return PostMortem(folder, _death(), progress, RANKS)
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.yaml").write_text("mode: train\n")
+    (tmp_path / "log.txt").write_text("".join(f"line {n}\n" for n in range(1000)))
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in range(100)))
+    return tmp_path
+
+
+def test_a_post_mortem_holds_what_was_known(run_folder: Path) -> None:
+    folder = Path(_post_mortem(run_folder).write())
+    assert folder.parent == run_folder / "postmortem"
+    text = {path.name: path.read_text() for path in folder.iterdir()}
+    what = text["what.txt"]
+    assert "WorkerDiedError: rank 1 on 10.0.0.2: update() failed: gone" in what
+    assert "in step 12 of 30, update, " in what
+    assert "restartable: yes" in what
+    assert "rank 1 (10.0.0.2, pid 72, gone: killed by signal 9 (SIGKILL)): idle" in what
+    assert "in _raised" in what  # the traceback
+    assert "Thread 1: all_reduce" in text["stacks.txt"]
+    assert "in _own_stacks" in text["stacks.txt"]  # the driver's
+    assert "line 999\n" in text["log_tail.txt"]
+    assert "line 700\n" not in text["log_tail.txt"]
+    assert "a last word\n" in text["log_tail.txt"]
+    assert text["config.yaml"] == "mode: train\n"
+    assert text["metrics_tail.jsonl"].splitlines()[-1] == '{"step": 99}'
+    assert f"hybridrl {hybridrl.__version__}\n" in text["versions.txt"]
+    assert "\ntorch 2." in text["versions.txt"]
+    rows = list(csv.reader(text["memory.csv"].splitlines()))
+    assert rows[2:] == [
+        ["rank 0", "10.0.0.1", "-1.5", "1000", "10"],
+        ["rank 0", "10.0.0.1", "-0.5", "2000", "20"],
+    ]
+
+
+def test_crashes_of_the_same_second_do_not_overwrite_each_other(run_folder: Path) -> None:
+    folders = {_post_mortem(run_folder).write() for _ in range(3)}
+    assert {str(path) for path in (run_folder / "postmortem").iterdir()} == folders
+    assert len(folders) == 3
+
+
+def test_a_folder_that_cannot_be_written_is_told_and_is_no_error(run_folder: Path) -> None:
+    (run_folder / "postmortem").write_text("a file is in the way")
+    outcome = _post_mortem(run_folder).write()
+    assert outcome.startswith("not written, ")
+    assert (run_folder / "postmortem").read_text() == "a file is in the way"
+
+
+def test_half_a_post_mortem_is_none(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", _full_disk)  # the disk of a test cannot be filled
+    outcome = _post_mortem(run_folder).write()
+    assert outcome == "not written, [Errno 28] No space left on device"
+    assert list((run_folder / "postmortem").iterdir()) == []
+
+
+def _full_disk(_: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_disk_that_hangs_costs_the_time_given_and_no_more(run_folder: Path) -> None:
+    (run_folder / "config.yaml").unlink()
+    os.mkfifo(run_folder / "config.yaml")  # whoever reads it waits for a writer
+    outcome = _post_mortem(run_folder).write(limit_s=0.2)
+    assert "did not take it within 0.2 s" in outcome
+    os.close(os.open(run_folder / "config.yaml", os.O_RDWR))  # let the thread go
+
+
+def test_an_error_is_explained_once(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "run")
+    with RunLogger(
+        tmp_path / "run",
+        overwrite=False,
+        resolved_yaml="",
+        settings={},
+        config=config.tracking,
+    ) as run_log:
+        record = RunFolder(run_log, LiveView(3), None, Progress(num_steps=3, has_begun=True))
+        record.phase("generate")
+        record.keep_reports(RANKS)
+        error = _death()
+        for _ in range(2):
+            record.explain(error)
+        where, post_mortem = error.__notes__
+        assert where.startswith("in step 1 of 3, generate, ")
+        folder = Path(post_mortem.removeprefix("post-mortem: "))
+        assert "a last word" in (folder / "log_tail.txt").read_text()
+        another = _death()  # for example after a restart: the old ranks are not its ranks
+        record.explain(another)
+        folder = Path(another.__notes__[1].removeprefix("post-mortem: "))
+        assert "a last word" not in (folder / "log_tail.txt").read_text()
+
+
+def test_the_log_of_a_run_tells_where_its_post_mortem_is(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with (
+        pytest.raises(ZeroDivisionError) as caught,
+        open_record(small_config(folder), resolved_yaml="") as record,
+    ):
+        record.phase("load data")
+        raise ZeroDivisionError
+    assert caught.value.__notes__[-1] in (folder / "log.txt").read_text()
+    assert caught.value.__notes__[-1].startswith(f"post-mortem: {folder}")
+
+
+def test_a_start_that_somebody_stops_leaves_no_post_mortem(tmp_path: Path) -> None:
+    for name, has_begun in (("start", False), ("step", True)):
+        with (
+            pytest.raises(RunInterrupted),
+            open_record(small_config(tmp_path / name), resolved_yaml="") as record,
+        ):
+            record.phase("start workers")
+            if has_begun:
+                record.begin_step(1)
+            raise RunInterrupted(signal.SIGINT)
+        assert (tmp_path / name / "postmortem").exists() == has_begun
+
+
+def test_a_refusal_that_says_it_all_leaves_no_post_mortem(tmp_path: Path) -> None:
+    refusal = ConfigError("a.b", 1, rule="must be 2", fix="set a.b=2")
+    assert not is_crash(refusal)
+    with (
+        pytest.raises(ConfigError),
+        open_record(small_config(tmp_path / "run"), resolved_yaml=""),
+    ):
+        raise refusal
+    assert not (tmp_path / "run" / "postmortem").exists()

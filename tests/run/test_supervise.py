@@ -1,0 +1,122 @@
+"""What becomes of a run whose driver ends without a word; the driver here is a few lines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+_PROGRAM = """
+import os, pathlib, signal, subprocess, sys, time
+from hybridrl.errors import DriverDiedError
+from hybridrl.trainer.interrupt import Interrupt
+from hybridrl.run.supervise import supervise
+from tests.end_to_end.small import small_config
+folder = pathlib.Path(sys.argv[1])
+folder.mkdir()
+try:
+    has_begun = supervise(small_config(folder, *sys.argv[2:]))
+except DriverDiedError as error:
+    sys.exit("\\n".join([f"given up: {error}", *error.__notes__]))
+"""
+
+
+def _run(folder: Path, driver: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", _PROGRAM + driver, str(folder / "run"), *overrides],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@contextmanager
+def _started(folder: Path, driver: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", _PROGRAM + driver, str(folder / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("death", ["os._exit(1)", "os.kill(os.getpid(), 9)"])
+def test_a_driver_that_dies_is_named_kept_and_started_again(tmp_path: Path, death: str) -> None:
+    done = _run(tmp_path, f"print(has_begun, flush=True)\nif not has_begun:\n    {death}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "False\nTrue\n"
+    assert "DriverDiedError: the driver (process " in done.stderr
+    assert "go on from step 0 (restart 1 of 3)" in done.stderr
+    assert "DriverDiedError" in (tmp_path / "run" / "log.txt").read_text()
+    [folder] = (tmp_path / "run" / "postmortem").iterdir()
+    assert "restartable: yes" in (folder / "what.txt").read_text()
+
+
+def test_a_driver_that_always_dies_is_given_up(tmp_path: Path) -> None:
+    done = _run(tmp_path, "print('x', flush=True); os._exit(1)", "checkpoint.max_restarts=2")
+    assert done.returncode == 1
+    assert done.stdout == "x\n" * 3
+    assert "given up: the driver" in done.stderr
+
+
+def test_what_a_dead_driver_started_is_gone_before_the_next_one_begins(tmp_path: Path) -> None:
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    done = _run(
+        tmp_path,
+        "note = folder / 'pid'\n"
+        "if has_begun:\n"
+        "    print(os.path.exists('/proc/' + note.read_text()))\n"
+        "else:\n"
+        f"    note.write_text(str(subprocess.Popen({sleep}, start_new_session=True).pid))\n"
+        "    os._exit(1)",
+    )
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize(("end", "status"), [("sys.exit(7)", 7), ("raise ValueError", 1)])
+def test_an_end_in_order_is_the_end(tmp_path: Path, end: str, status: int) -> None:
+    done = _run(tmp_path, end)
+    assert done.returncode == status
+    assert "DriverDiedError" not in done.stderr
+
+
+_STEPS = """
+interrupt = Interrupt()
+with interrupt.listening():
+    print(os.getpid(), flush=True)
+    while not interrupt.is_set:
+        time.sleep(0.01)
+    time.sleep(0.2)  # the rest of the step, into which an echo of the signal falls
+    interrupt.note_unfinished()
+interrupt.raise_if_unfinished()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("whom", ["parent", "both"])
+def test_a_signal_stops_the_run_once_whoever_gets_it(
+    tmp_path: Path, number: signal.Signals, whom: str
+) -> None:
+    with _started(tmp_path, _STEPS) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        process.send_signal(number)
+        if whom == "both":
+            os.kill(child, number)
+        assert process.wait(timeout=60) == 128 + number
+
+
+def test_a_driver_ends_with_its_parent(tmp_path: Path) -> None:
+    with _started(tmp_path, _STEPS) as process:
+        assert process.stdout is not None
+        child = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+        assert child.wait(timeout=60) is None

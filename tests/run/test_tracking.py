@@ -1,0 +1,325 @@
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from hybridrl import log
+from hybridrl.config.tracking import TrackingConfig
+from hybridrl.errors import MetricError, RunFolderError
+from hybridrl.metrics import Max, Mean
+from hybridrl.run.run_folder import RunLogger, Sample
+from hybridrl.run.tracing import Tracing
+from hybridrl.run.trackers.tensorboard import TensorBoardTracker
+
+ROOT = Path(__file__).parents[2]
+
+
+def open_log(
+    folder: Path,
+    *,
+    overwrite: bool = False,
+    resumes: bool = False,
+    trackers: tuple[str, ...] = ("tensorboard",),
+) -> RunLogger:
+    return RunLogger(
+        folder,
+        overwrite=overwrite,
+        resumes=resumes,
+        resolved_yaml="seed: 7\n",
+        settings={"seed": 7},
+        config=TrackingConfig(
+            trackers=trackers,  # type: ignore[arg-type]
+            project="test",
+            num_samples_per_step=2,
+            trace=False,
+            live="off",
+        ),
+    )
+
+
+def read_lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def sample(text: str) -> Sample:
+    return Sample(prompt="31=", response=text, answer="13", reward=0.5, is_truncated=False)
+
+
+def test_a_run_folder_holds_configuration_metrics_and_samples(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "run"
+    with open_log(folder) as run:
+        values = run.log_step(1, {"reward/mean": Mean(3.0, 4)})
+        run.log_samples(1, [sample("13"), sample("é\n\ud800"), sample("third")])
+        # Already there while the run goes on.
+        assert read_lines(folder / "metrics.jsonl")[0]["reward/mean"] == 0.75
+        run.log_step(2, {"reward/mean": Mean(1.0), "policy/grad_norm": Max(float("inf"))})
+    assert values == {"reward/mean": 0.75}
+    assert (folder / "config.yaml").read_text() == "seed: 7\n"
+    first, second = read_lines(folder / "metrics.jsonl")
+    assert first["step"] == 1
+    assert second["policy/grad_norm"] is None
+    samples = read_lines(folder / "samples.jsonl")
+    assert [s["response"] for s in samples] == ["13", "é\n?"]
+    assert samples[0] == {
+        "step": 1,
+        "prompt": "31=",
+        "response": "13",
+        "answer": "13",
+        "reward": 0.5,
+        "is_truncated": False,
+        "split": "train",
+        "tokens": [],
+        "logprobs": [],
+    }
+
+
+def test_a_sample_that_is_not_finite_does_not_spoil_its_file(tmp_path: Path) -> None:
+    with open_log(tmp_path / "run") as run:
+        run.log_samples(1, [replace(sample("13"), reward=math.inf, logprobs=(-math.inf, -1.0))])
+    text = (tmp_path / "run" / "samples.jsonl").read_text()
+    assert "Infinity" not in text
+    (line,) = read_lines(tmp_path / "run" / "samples.jsonl")
+    assert (line["reward"], line["logprobs"]) == (None, [None, -1.0])
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    with open_log(tmp_path / "run") as run:
+        run.log_step(1, {"reward/mean": Mean(0.25), "policy/grad_norm": Max(float("nan"))})
+        run.log_step(2, {"reward/mean": Mean(0.5)})
+    (file,) = (tmp_path / "run" / "tensorboard").iterdir()
+    events = list(EventFileLoader(str(file)).Load())
+    assert [
+        (event.step, value.tag, round(value.tensor.float_val[0], 6))
+        for event in events
+        for value in event.summary.value
+    ] == [(1, "reward/mean", 0.25), (2, "reward/mean", 0.5)]
+
+
+def test_a_former_run_is_never_overwritten_without_being_asked(tmp_path: Path) -> None:
+    with open_log(tmp_path / "run") as run:
+        run.log_step(1, {"reward/mean": Mean(1.0)})
+    (tmp_path / "run-2").mkdir()
+    with pytest.raises(RunFolderError, match=r"exists; set trainer\.run_dir=.*run-3, or"):
+        open_log(tmp_path / "run")
+    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 1
+    with open_log(tmp_path / "run", overwrite=True):
+        assert read_lines(tmp_path / "run" / "metrics.jsonl") == []
+
+
+def test_a_folder_that_is_no_run_is_not_deleted_even_when_asked(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(RunFolderError, match="it is no run folder and will not be replaced"):
+        open_log(tmp_path, overwrite=True)
+    assert (tmp_path / "thesis.tex").read_text() == "precious"
+
+
+def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
+    with open_log(tmp_path):
+        assert (tmp_path / "config.yaml").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_the_key(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match=r"cannot write run folder .*set trainer\.run_dir"):
+        open_log(tmp_path / "file" / "run")
+
+
+@contextmanager
+def small_disk(num_bytes: int) -> Iterator[None]:
+    """Let the kernel refuse to write files beyond a size, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_named_at_the_step_that_met_it(tmp_path: Path) -> None:
+    with (
+        open_log(tmp_path / "run") as run,
+        small_disk(1000),
+        pytest.raises(RunFolderError, match=r"cannot write run folder .*; free space there"),
+    ):
+        for step in itertools.count():
+            run.log_step(step, {"reward/mean": Mean(step)})
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(
+        range(step)
+    )  # all whole, up to the one at fault
+
+
+def test_a_log_on_a_full_disk_says_so_once_and_goes_on_in_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = logging.getLogger("hybridrl.trainer.test")
+    log.configure(file=tmp_path / "log.txt")
+    try:
+        with small_disk(200):
+            for number in range(20):
+                logger.warning("message %02d of the run", number)
+    finally:
+        log.configure()
+    output = capsys.readouterr().err
+    assert output.count("message ") == 20
+    assert output.count("log.txt is not written any more: ") == 1
+    assert len(output.splitlines()) == 21  # and no traceback of the logging module
+    assert "message 00" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_trace_on_a_full_disk_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracing = Tracing.begin(tmp_path)
+    assert tracing is not None
+    with caplog.at_level(logging.WARNING, logger="hybridrl"), small_disk(100):
+        tracing.step({"memory/checkpoint_bytes": 1.0})
+        tracing.close()
+    assert [message.partition(":")[0] for message in caplog.messages] == ["the trace ends here"]
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_folder_that_is_deleted_midway_is_named_at_the_next_step(
+    tmp_path: Path, replace: bool
+) -> None:
+    with open_log(tmp_path / "run") as run:
+        run.log_step(1, {"reward/mean": Mean(1.0)})
+        shutil.rmtree(tmp_path / "run")
+        if replace:
+            (tmp_path / "run").mkdir()
+            (tmp_path / "run" / "metrics.jsonl").touch()
+        with pytest.raises(RunFolderError, match=r"run was deleted, moved or replaced while"):
+            run.log_step(2, {"reward/mean": Mean(1.0)})
+
+
+def test_tensorboard_reports_a_full_disk_itself(tmp_path: Path) -> None:
+    tracker = TensorBoardTracker(tmp_path, project="", settings={})
+    with small_disk(1000), pytest.raises(OSError, match="File too large"):
+        for step in range(1000):
+            tracker.log(step, {"reward/mean": 1.0})
+    tracker.close()
+
+
+def test_an_undeclared_metric_is_refused_and_not_written(tmp_path: Path) -> None:
+    with open_log(tmp_path / "run") as run:
+        with pytest.raises(MetricError, match="'reward/meen' is not declared"):
+            run.log_step(1, {"reward/meen": Mean(1.0)})
+        assert read_lines(tmp_path / "run" / "metrics.jsonl") == []
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_tracker_that_is_not_installed_says_how_to_install_it(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=rf"pip install 'hybridrl\[{name}\]'"):
+        open_log(tmp_path / "run", trackers=(name,))
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_came_after_a_checkpoint_is_taken_back_from_lines_and_curves(tmp_path: Path) -> None:
+    with open_log(tmp_path / "run") as run:
+        for step in (1, 2, 3, 4):
+            run.log_step(step, {"reward/mean": Mean(step)})
+            run.log_samples(step, [sample(str(step))])
+            if step == 2:
+                sizes, elapsed_s = run.sizes(), run.elapsed_s
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "rew')  # killed while it wrote
+    for again in (30.0, 40.0):
+        with open_log(tmp_path / "run", resumes=True) as run:
+            run.rewind(2, sizes=sizes, elapsed_s=elapsed_s + 100)
+            assert 100 <= run.elapsed_s < 100 + 60
+            run.log_step(3, {"reward/mean": Mean(again)})
+    assert _rewards(tmp_path) == [1.0, 2.0, 40.0]
+    assert [s["step"] for s in read_lines(tmp_path / "run" / "samples.jsonl")] == [1, 2]
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    curve = [(event.step, event.value) for event in events.Scalars("reward/mean")]
+    assert curve == [(1, 1.0), (2, 2.0), (3, 40.0)]
+    with open_log(tmp_path / "run", resumes=True) as run:
+        run.rewind(0, sizes={}, elapsed_s=0.0)  # there is no checkpoint any more
+    assert _rewards(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "num_left"),
+    [
+        (lambda data: data[:-40], 2),  # cut in a line
+        (lambda data: data.replace(b'"step": 2', b'"step":  2'), 2),  # edited: all lies elsewhere
+        (lambda data: b"", 0),
+    ],
+)
+def test_lines_that_are_lost_are_named_and_no_line_is_glued_to_another(
+    tmp_path: Path,
+    spoil: Callable[[bytes], bytes],
+    num_left: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with open_log(tmp_path / "run", trackers=()) as run:
+        for step in (1, 2, 3):
+            run.log_step(step, {"reward/mean": Mean(step)})
+        sizes = run.sizes()
+    file = tmp_path / "run" / "metrics.jsonl"
+    file.write_bytes(spoil(file.read_bytes()))
+    num_bytes = file.stat().st_size
+    with (
+        caplog.at_level(logging.WARNING, logger="hybridrl"),
+        open_log(tmp_path / "run", resumes=True, trackers=()) as run,
+    ):
+        run.rewind(3, sizes=sizes, elapsed_s=0.0)
+        run.log_step(4, {"reward/mean": Mean(4.0)})
+    assert _rewards(tmp_path) == [*[1.0, 2.0][:num_left], 4.0]
+    assert f"lines before step 4 are lost: metrics.jsonl has {num_bytes} bytes" in caplog.text
+
+
+def test_a_folder_is_written_by_one_process_at_a_time_and_free_however_that_ends(
+    tmp_path: Path,
+) -> None:
+    run = open_log(tmp_path / "run")
+    script = f"from tests.run.test_tracking import hold; hold({str(tmp_path / 'run')!r})"
+    command = [sys.executable, "-c", script]
+    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "another process is writing run folder" in refused.stderr
+    run.close()
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "holds it\n"
+            with pytest.raises(RunFolderError, match="another process is writing"):
+                open_log(tmp_path / "run", resumes=True)
+        finally:
+            holder.kill()
+    open_log(tmp_path / "run", resumes=True).close()
+
+
+def hold(folder: str) -> None:
+    """Open a run folder and keep it until somebody kills this process."""
+    with open_log(Path(folder), resumes=True, trackers=()):
+        sys.stdout.write("holds it\n")
+        sys.stdout.flush()
+        time.sleep(60)
+
+
+def _rewards(folder: Path) -> list[object]:
+    return [line["reward/mean"] for line in read_lines(folder / "run" / "metrics.jsonl")]
+
+
+def test_closing_twice_is_harmless(tmp_path: Path) -> None:
+    run = open_log(tmp_path / "run")
+    run.close()
+    run.close()

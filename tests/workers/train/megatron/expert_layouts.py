@@ -1,0 +1,101 @@
+"""Mixture-of-experts models, and the ways in which their tests cut them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.contract.layouts import Layout
+from tests.contract.ranks_under_test import RanksUnderTest
+from tests.tiny_models import make_tiny_model
+
+
+def _cut(name: str, *, num_ranks: int, dp_size: int = 1, **megatron: int | bool) -> Layout:
+    return Layout(
+        name=name,
+        engine="megatron",
+        num_ranks=num_ranks,
+        dp_size=dp_size,
+        family="qwen3_moe",
+        num_layers=4,
+        megatron=megatron,
+    )
+
+
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        _cut("1", num_ranks=1),
+        _cut("ep2", num_ranks=2, dp_size=2, expert_parallel_size=2),
+        _cut(
+            "tp2-sp-ep2",
+            num_ranks=2,
+            tensor_parallel_size=2,
+            sequence_parallel=True,
+            expert_parallel_size=2,
+        ),
+        _cut("pp2", num_ranks=2, pipeline_parallel_size=2),
+        _cut("cp2-ep2", num_ranks=2, context_parallel_size=2, expert_parallel_size=2),
+        _cut("pp2-vp2", num_ranks=2, pipeline_parallel_size=2, num_virtual_stages=2),
+        _cut("pp2-ep2", num_ranks=4, dp_size=2, pipeline_parallel_size=2, expert_parallel_size=2),
+    )
+}
+
+
+BY_NIGHT = {"ep2", "pp2-vp2", "pp2-ep2", "cp2-ep2"}
+"""What the others, or the contract suite, show in part."""
+
+
+def cut_as(*names: str, **megatron: float | bool) -> pytest.MarkDecorator:
+    """Run a test on the layouts of these names, with changes of the ``megatron`` section."""
+    params = [
+        pytest.param((name, megatron), id=name, marks=[pytest.mark.nightly] * (name in BY_NIGHT))
+        for name in names
+    ]
+    return pytest.mark.parametrize("ranks", params, indirect=True)
+
+
+@contextmanager
+def running(name: str, **megatron: object) -> Iterator[RanksUnderTest]:
+    layout = LAYOUTS[name]
+    changed = dict(layout.megatron) | megatron
+    ranks = RanksUnderTest(
+        Layout(
+            name=name,
+            engine="megatron",
+            num_ranks=layout.num_ranks,
+            dp_size=layout.dp_size,
+            family=layout.family,
+            num_layers=layout.num_layers,
+            megatron=changed,  # type: ignore[arg-type]
+        )
+    )
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def make_expert_model(folder: Path, **changes: object) -> Path:
+    """Four layers with four experts each, two of them for a token, unless told otherwise."""
+    make_tiny_model(
+        folder, "qwen3_moe", tie_embeddings=False, vocab_size=67, num_layers=4, **changes
+    )
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+MODELS: dict[str, dict[str, object]] = {
+    "normalised weights": {},
+    # Of four layers the second alone has experts: of two stages the last has none.
+    "weights as they are, one sparse layer": {
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+    },
+}

@@ -1,0 +1,147 @@
+"""Export with the names and shapes of megatron-core's tensors, without megatron-core."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hybridrl.errors import ModelError
+from hybridrl.models.load import WeightFiles
+from hybridrl.workers.train.megatron.architecture import Architecture, read_architecture
+from hybridrl.workers.train.megatron.blocks import blocks_of
+from hybridrl.workers.train.megatron.export import WeightExport
+from hybridrl.workers.train.megatron.hf_tensors import hf_tensors
+from hybridrl.workers.train.megatron.load import load_weights
+from hybridrl.workers.train.megatron.parallel_rank import ParallelRank
+from tests.ranks import run_ranks
+from tests.tiny_models import make_tiny_model
+from tests.workers.train.megatron.shards import local_shapes
+
+
+def _loaded(folder: Path, rank: ParallelRank, *, lora_rank: int = 0) -> dict[str, Tensor]:
+    architecture = read_architecture(folder)
+    shapes = local_shapes(architecture, rank, is_fused=True, lora_rank=lora_rank)
+    local = {name: torch.empty(shape) for name, shape in shapes.items()}
+    load_weights(local, WeightFiles(folder), architecture=architecture, parallel=rank)
+    return local
+
+
+def _number(local: dict[str, Tensor], architecture: Architecture, rank: ParallelRank) -> None:
+    """Give each value of an adapter a number that says where it stands in the whole matrix."""
+    for name, tensor in local.items():
+        cut = {"architecture": architecture, "parallel": rank}
+        for block in blocks_of(name, tensor.shape, **cut):
+            whole = torch.arange(float(torch.tensor(block.place.global_shape).prod()))
+            whole = whole.view(block.place.global_shape) + len(block.name)
+            tensor[block.begin : block.end] = whole[tuple(slice(*edge) for edge in block.box)]
+
+
+def _export_adapters(rank: int, folder: Path) -> list[str]:
+    architecture, parallel = read_architecture(folder), ParallelRank(tp_rank=rank, tp_size=2)
+    everything = _loaded(folder, parallel, lora_rank=3)
+    adapters = {name: tensor for name, tensor in everything.items() if ".lora." in name}
+    _number(adapters, architecture, parallel)
+    cut = {"architecture": architecture, "parallel": parallel, "group": dist.group.WORLD}
+    export = WeightExport(adapters, batch_bytes=1000, **cut)
+    for name, tensor in export.full_weights(adapters):
+        wanted = torch.arange(float(tensor.numel())).view(tensor.shape) + len(name)
+        assert torch.equal(tensor, wanted), name
+    together = WeightExport(everything, **cut)
+    assert sorted(spec.name for spec in together.specs) == sorted(
+        [*hf_tensors(architecture), *(spec.name for spec in export.specs)]
+    )
+    return [spec.name for spec in export.specs]
+
+
+def test_adapters_come_whole_beside_the_weights_that_they_change(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _export_adapters, make_tiny_model(tmp_path, num_layers=1))
+    leaves = [f"self_attn.{x}_proj" for x in "qkvo"]
+    leaves += [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+    assert (
+        first
+        == second
+        == [
+            f"model.layers.0.{leaf}.lora_{matrix}.default.weight"
+            for leaf in leaves
+            for matrix in "AB"
+        ]
+    )
+
+
+def _measure_batches(rank: int, folder: Path) -> list[int]:
+    parallel = ParallelRank(tp_rank=rank, tp_size=2)
+    local = _loaded(folder, parallel)
+    sizes = []
+    for batch_bytes in (1, 10_000, 2**30):
+        export = WeightExport(
+            local,
+            architecture=read_architecture(folder),
+            parallel=parallel,
+            group=dist.group.WORLD,
+            batch_bytes=batch_bytes,
+        )
+        kept = dict(export.full_weights(local))  # a batch overwrites none before it
+        wanted = load_file(folder / "model.safetensors")
+        assert all(torch.equal(kept[name], wanted[name]) for name in wanted)
+        sizes.append(export.buffer_bytes)
+    return sizes
+
+
+def test_no_more_is_gathered_at_once_than_a_batch_or_one_larger_tensor(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    tensors = load_file(folder / "model.safetensors").values()
+    matrices = [tensor.nbytes for tensor in tensors if tensor.ndim == 2]
+    for alone, some, everything in run_ranks(2, _measure_batches, folder):
+        assert alone == max(matrices)
+        assert max(matrices) <= some <= 10_000
+        assert everything == sum(matrices)  # norms are on every rank, so nobody sends them
+
+
+def _miss_a_layer(rank: int, folder: Path) -> str:
+    parallel = ParallelRank()
+    local = _loaded(folder, parallel)
+    here = {n: t for n, t in local.items() if rank == 0 and ".layers.1.mlp.linear_fc2" not in n}
+    cut = {"architecture": read_architecture(folder), "parallel": parallel}
+    with pytest.raises(ModelError, match=r"do not have all of model.layers.1.mlp.down_proj.weight"):
+        WeightExport(here, group=dist.group.WORLD, **cut)
+    half = dataclasses.replace(parallel, tp_rank=1, tp_size=2)
+    cut = {"architecture": read_architecture(folder), "parallel": half}
+    with pytest.raises(ModelError, match=r"model.layers.0.self_attn.q_proj.weight, model.lay"):
+        WeightExport(_loaded(folder, half), group=dist.group.WORLD, **cut)
+    return "both"
+
+
+def test_ranks_that_lack_something_between_them_say_so_before_the_first_tensor(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(2, _miss_a_layer, make_tiny_model(tmp_path)) == ["both"] * 2
+
+
+def test_without_a_group_tensors_are_written_from_where_they_are(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model", "qwen3_moe")
+    local = _loaded(folder, ParallelRank())
+    flat = torch.cat([tensor.view(-1) for tensor in local.values()])  # as in a gradient buffer
+    sizes = [tensor.numel() for tensor in local.values()]
+    live = {
+        name: part.view(tensor.shape)
+        for (name, tensor), part in zip(local.items(), flat.split(sizes), strict=True)
+    }
+    cut = {"architecture": read_architecture(folder), "parallel": ParallelRank()}
+    export = WeightExport(live, group=None, **cut)
+    assert export.buffer_bytes == 0
+    weights = dict(export.full_weights(live))
+    down = weights["model.layers.0.mlp.experts.3.down_proj.weight"]
+    assert down.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    save_file(weights, tmp_path / "again.safetensors")
+    again, wanted = (
+        load_file(tmp_path / "again.safetensors"),
+        load_file(folder / "model.safetensors"),
+    )
+    assert again.keys() == wanted.keys()
+    assert all(torch.equal(again[name], wanted[name]) for name in wanted)

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hybridrl.errors import ModelError
+from hybridrl.models.load import WeightFiles
+from hybridrl.workers.train.megatron.architecture import read_architecture
+from hybridrl.workers.train.megatron.load import check_files, load_weights
+from hybridrl.workers.train.megatron.parallel_rank import ParallelRank
+from tests.tiny_models import make_tiny_model
+from tests.workers.train.megatron.shards import local_shapes
+
+
+def _change(folder: Path, **tensors: torch.Tensor | None) -> Path:
+    path = folder / "model.safetensors"
+    changed = {**load_file(path), **{name.replace("__", "."): t for name, t in tensors.items()}}
+    save_file({n: t for n, t in changed.items() if t is not None}, path, metadata={"format": "pt"})
+    return folder
+
+
+def test_all_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    folder = _change(
+        make_tiny_model(tmp_path, "qwen3"),
+        model__layers__0__self_attn__q_proj__weight=None,
+        model__layers__1__mlp__up_proj__weight=None,
+        model__layers__2__input_layernorm__weight=torch.zeros(32),
+        model__layers__0__self_attn__q_proj__bias=torch.zeros(32),
+        model__norm__weight=torch.zeros(31),
+    )
+    with pytest.raises(ModelError) as raised:
+        check_files(WeightFiles(folder), read_architecture(folder))
+    message = str(raised.value)
+    assert "2 missing: model.layers.0.self_attn.q_proj.weight, model.layers.1.mlp.up_p" in message
+    assert "2 not of this architecture: model.layers.0.self_attn.q_proj.bias, model.l" in message
+    assert "1 of another shape: model.norm.weight [31] instead of [32]" in message
+
+
+def test_copies_of_tied_weights_and_old_frequencies_do_no_harm(tmp_path: Path) -> None:
+    extra = {"lm_head__weight": torch.zeros(64, 32), "a__rotary_emb__inv_freq": torch.zeros(4)}
+    tied = _change(make_tiny_model(tmp_path / "tied", "llama"), **extra)
+    check_files(WeightFiles(tied), read_architecture(tied))
+    untied = make_tiny_model(tmp_path / "untied", "llama", tie_embeddings=False)
+    _change(untied, lm_head__weight=None)
+    with pytest.raises(ModelError, match=r"1 missing: lm_head.weight"):
+        check_files(WeightFiles(untied), read_architecture(untied))
+
+
+def test_values_are_cast_and_what_is_in_no_file_is_left_alone(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, "qwen2", vocab_size=61)
+    architecture, parallel = read_architecture(folder), ParallelRank(tp_rank=1, tp_size=2)
+    shapes = local_shapes(architecture, parallel, is_fused=True, lora_rank=2)
+    local = {name: torch.full(s, 7.0, dtype=torch.bfloat16) for name, s in shapes.items()}
+    local["score.weight"] = torch.full((1, 32), 7.0)
+    load_weights(local, WeightFiles(folder), architecture=architecture, parallel=parallel)
+    wanted = load_file(folder / "model.safetensors")
+    embedding = local["embedding.word_embeddings.weight"]
+    assert torch.equal(embedding[:29], wanted["model.embed_tokens.weight"][32:].bfloat16())
+    assert not embedding[29:].any()
+    for name, tensor in local.items():
+        is_elsewhere = ".lora." in name or name == "score.weight"
+        assert bool((tensor == 7.0).all()) is is_elsewhere, name
+
+
+def test_no_more_is_read_than_the_rank_has(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, "llama")
+    architecture, parallel = read_architecture(folder), ParallelRank(tp_rank=3, tp_size=4)
+    num_read: list[int] = []
+
+    class Counting(WeightFiles):
+        def read_box(self, name: str, box: object) -> torch.Tensor:
+            part = super().read_box(name, box)  # type: ignore[arg-type]
+            num_read.append(part.numel())
+            return part
+
+    shapes = local_shapes(architecture, parallel, is_fused=False, lora_rank=0)
+    local = {name: torch.empty(shape) for name, shape in shapes.items()}
+    load_weights(local, Counting(folder), architecture=architecture, parallel=parallel)
+    assert sum(num_read) == sum(tensor.numel() for tensor in local.values())  # 64 needs no padding

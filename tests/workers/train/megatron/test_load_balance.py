@@ -1,0 +1,125 @@
+"""The load-balance loss is its formula, whatever the model is cut into, and is taken once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from hybridrl.batch import TrainBatch
+from hybridrl.metrics import Metrics
+from tests.contract.plain import PlainPolicy
+from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn, mute, together
+from tests.workers.train.engines import ACTOR, OPTIMIZER, make_rows, rows_of, weights_of
+from tests.workers.train.megatron.expert_layouts import MODELS, cut_as, make_expert_model
+
+COEFFICIENT = 0.7
+ALL = ("1", "ep2", "tp2-sp-ep2", "pp2", "pp2-vp2", "pp2-ep2", "cp2-ep2")
+ALONE = {"max_tokens_per_microbatch": 1}  # every row is a pack, on all layouts the same
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_expert_model(tmp_path_factory.mktemp("model"), **MODELS[request.param])
+
+
+def _lessons() -> list[TrainBatch]:
+    return [rows_of(make_rows(12, seed=seed), range(11)) for seed in range(2)]
+
+
+class PlainBalance(PlainPolicy):
+    """A policy whose routers are listened to."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, OPTIMIZER)
+        self._heard: list[Tensor] = []
+        layers = [layer.mlp for layer in self.model.model.layers]
+        self.routers = [mlp.gate for mlp in layers if hasattr(mlp, "gate")]
+        for router in self.routers:
+            router.register_forward_pre_hook(
+                lambda gate, args: self._heard.append(linear(args[0], gate.weight))
+            )
+
+    def listen(self, batch: TrainBatch) -> list[list[Tensor]]:
+        """Return the logits [tokens, experts] of each router for each row, its last token not."""
+        rows = []
+        for tokens in batch.token_ids_BL.unbind():
+            self._heard.clear()
+            self.model(tokens[None, :-1])
+            rows.append(list(self._heard))
+        return rows
+
+    def balance(self, batch: TrainBatch) -> tuple[list[Tensor], float]:
+        """Return the loss of each layer, of packs of one row, and the largest load."""
+        config = self.model.config
+        rows = self.listen(batch)
+        num_tokens = sum(len(layers[0]) for layers in rows)
+        losses, loads = [], []
+        for layer in range(len(self.routers)):
+            loss, routes = torch.zeros(()), torch.zeros(config.num_experts)
+            for layers in rows:
+                probabilities = layers[layer].softmax(dim=-1)
+                chosen = probabilities.topk(config.num_experts_per_tok).indices
+                own = torch.bincount(chosen.flatten(), minlength=config.num_experts)
+                mean = probabilities.mean(dim=0)
+                pack = config.num_experts * (own / own.sum() * mean).sum()
+                loss = loss + pack * len(probabilities) / num_tokens
+                routes += own
+            losses.append(loss)
+            loads.append((routes.max() / routes.mean()).item())
+        return losses, max(loads)
+
+
+def _learn_balance(rank: Rank, folder: Path) -> tuple[list[Metrics], dict[str, Tensor]]:
+    engine = rank.policy(folder, replace(ACTOR, **ALONE))
+    told = [learn(engine, batch, first=4) for batch in _lessons()]
+    return told, weights_of(engine)
+
+
+@cut_as(*ALL, load_balance_coefficient=COEFFICIENT)
+def test_two_steps_take_the_loss_of_the_formula_once(ranks: RanksUnderTest, folder: Path) -> None:
+    plain = PlainBalance(folder)
+    expected = []
+    for batch in _lessons():
+        losses, load = plain.balance(batch)
+        logprobs, _ = plain.score(batch, temperature=0.9)
+        mask = batch.response_mask_BL.values()
+        gains = (logprobs - logprobs.detach()).exp() * batch.advantages_BL.values()
+        total = torch.stack(losses).sum()
+        _, norm = plain.step(COEFFICIENT * total - (gains * mask).sum() / mask.sum())
+        expected.append((total.item() / len(losses), load, norm))
+    answers = ranks.run(_learn_balance, folder)
+    for number, (loss, load, norm) in enumerate(expected):
+        told = together([metrics[number] for metrics, _ in answers])
+        assert told["moe/load_balance_loss"] == pytest.approx(loss, rel=1e-5)
+        assert told["moe/max_expert_load"] == pytest.approx(load, rel=1e-6)
+        assert told["policy/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    for name, tensor in plain.weights().items():
+        torch.testing.assert_close(answers[0][1][name], tensor, atol=1e-5, rtol=0, msg=name)
+
+
+def _only_measure(rank: Rank, folder: Path) -> list[Metrics]:
+    engine = rank.policy(folder, replace(ACTOR, gradient_checkpointing=True, **ALONE))
+    told = [learn(engine, batch, first=4) for batch in _lessons()]
+    return [*told, learn(engine, mute(_lessons()[0]), first=4)]
+
+
+@cut_as("1", "tp2-sp-ep2", "pp2-ep2")
+def test_without_a_coefficient_it_is_measured_and_each_step_begins_anew(
+    ranks: RanksUnderTest, folder: Path
+) -> None:
+    one, two, mute_step = (
+        together([told[number] for told in ranks.run(_only_measure, folder)]) for number in range(3)
+    )
+    losses, load = PlainBalance(folder).balance(_lessons()[0])
+    expected = torch.stack(losses).mean().item()
+    assert one["moe/load_balance_loss"] == pytest.approx(expected, rel=1e-5)
+    assert one["moe/max_expert_load"] == pytest.approx(load, rel=1e-6)
+    assert 0.5 < two["moe/load_balance_loss"] < 3
+    assert one["moe/max_expert_load"] != two["moe/max_expert_load"]
+    assert 1 < two["moe/max_expert_load"] <= 6
+    assert "moe/load_balance_loss" not in mute_step

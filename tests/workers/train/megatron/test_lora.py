@@ -1,0 +1,360 @@
+"""Adapters on megatron-core learn what FSDP2's learn in one process, however the model is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hybridrl.batch import TrainBatch
+from hybridrl.config.actor import ActorConfig
+from hybridrl.config.checks.megatron import UNUSED
+from hybridrl.config.lora import LoraConfig
+from hybridrl.errors import ModelError
+from hybridrl.models.adapter import Adapter
+from hybridrl.workers.train import checkpoint
+from hybridrl.workers.train.fsdp2 import FSDP2Backend
+from hybridrl.workers.train.megatron.setting import MegatronContext
+from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
+from hybridrl.workers.train.protocol import TrainState, WeightSet
+from tests.megatron.stand_ins import install
+from tests.ranks import run_ranks
+from tests.tiny_models import make_tiny_model
+from tests.workers.train.engines import (
+    ACTOR,
+    CPU,
+    MODEL,
+    assert_same_weights,
+    make_rows,
+    rows_of,
+    to_rollouts,
+    update,
+    weights_of,
+)
+from tests.workers.train.lora_engines import LORA, build_lora, randomize, with_lora
+
+Sizes = Mapping[str, int | bool]
+TP2: Sizes = {"tensor_parallel_size": 2}
+SP2: Sizes = {**TP2, "sequence_parallel": True}
+PP2: Sizes = {"pipeline_parallel_size": 2}
+EP2: Sizes = {"expert_parallel_size": 2}
+NUM_ROWS = 8
+ADAPTER_FILE = "adapter_model.safetensors"
+
+
+def build(
+    folder: Path, sizes: Sizes, lora: LoraConfig = LORA, config: ActorConfig = ACTOR
+) -> PolicyEngine:
+    install()
+    from hybridrl.workers.train.megatron.backend import MegatronBackend
+
+    backend = MegatronBackend(
+        folder,
+        config=replace(config, engine="megatron"),
+        setting=setting_of(sizes),
+        num_total_steps=10,
+        adapter=Adapter(lora, seed=0),
+    )
+    return PolicyEngine(backend)
+
+
+def setting_of(sizes: Sizes) -> MegatronContext:
+    megatron = replace(UNUSED, **sizes)  # type: ignore[arg-type]
+    return MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
+
+
+def adapter_of(engine: PolicyEngine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.full_weights(WeightSet.ADAPTER)}
+
+
+def own_rows(engine: PolicyEngine, seed: int) -> TrainBatch:
+    size = NUM_ROWS // engine.dp_size
+    rows = make_rows(NUM_ROWS, seed=seed)
+    return rows_of(rows, range(engine.dp_rank * size, (engine.dp_rank + 1) * size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a rank has seen of two steps."""
+
+    logprobs: list[Tensor]
+    norms: list[float]
+    adapter: dict[str, Tensor]
+    frozen: Tensor
+    dp_rank: int
+    leads: bool
+
+
+def train(engine: PolicyEngine) -> Trained:
+    base, bits = weights_of(engine), _frozen_bits(engine)
+    logprobs, norms = [], []
+    for seed in range(2):
+        norms.append(update(engine, own_rows(engine, seed))["policy/grad_norm"])
+        scored = engine.compute_logprobs(to_rollouts(own_rows(engine, 7)), temperature=0.9)
+        logprobs.append(scored.logprobs_BL.values())
+    assert_same_weights(weights_of(engine), base)
+    assert all(torch.equal(one, two) for one, two in zip(bits, _frozen_bits(engine), strict=True))
+    reference = BaseModelReference(engine)
+    frozen = reference.compute_logprobs(to_rollouts(own_rows(engine, 7)), temperature=0.9)
+    return Trained(
+        logprobs=logprobs,
+        norms=norms,
+        adapter=adapter_of(engine),
+        frozen=frozen.logprobs_BL.values(),
+        dp_rank=engine.dp_rank,
+        leads=engine.leads,
+    )
+
+
+def _frozen_bits(engine: PolicyEngine) -> list[Tensor]:
+    """Copy the frozen weights of this rank, padding of the vocabulary included."""
+    backend = engine.backend
+    if isinstance(backend, FSDP2Backend):
+        return [p.detach().clone() for p in backend.model.parameters() if not p.requires_grad]
+    named = backend.stages.named_tensors()
+    return [p.detach().clone() for _, p in named if not p.requires_grad]
+
+
+def assert_same_training(ranks: list[Trained], wanted: Trained, *, atol: float = 1e-5) -> None:
+    leading = sorted((t for t in ranks if t.leads), key=lambda trained: trained.dp_rank)
+    for step in range(2):
+        together = torch.cat([trained.logprobs[step] for trained in leading])
+        torch.testing.assert_close(together, wanted.logprobs[step], atol=atol, rtol=0)
+    frozen = torch.cat([trained.frozen for trained in leading])
+    torch.testing.assert_close(frozen, wanted.frozen, atol=atol, rtol=0)
+    for trained in ranks:
+        assert trained.norms == pytest.approx(wanted.norms, rel=atol)
+        assert_same_weights(trained.adapter, wanted.adapter, atol=atol)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model with tied embeddings, which pipeline ranks have twice."""
+    return make_tiny_model(tmp_path_factory.mktemp("dense"))
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sparse")
+    return make_tiny_model(folder, "qwen3_moe", tie_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def lora(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LoraConfig:
+    """An adapter to start from whose B is not 0, so that A learns from the first step on."""
+    stored = tmp_path_factory.mktemp("adapter") / "start"
+    engine = build_lora(folder)
+    randomize(engine)
+    engine.export_adapter(stored)
+    return with_lora(init_from=str(stored))
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, lora: LoraConfig) -> Trained:
+    """What FSDP2 does in one process."""
+    return train(build_lora(folder, lora=lora))
+
+
+def _train(_rank: int, folder: Path, sizes: Sizes, lora: LoraConfig, recomputes: bool) -> Trained:
+    engine = build(folder, sizes, lora, replace(ACTOR, gradient_checkpointing=recomputes))
+    trained = train(engine)
+    from hybridrl.workers.train.megatron.backend import MegatronBackend
+
+    plain = PolicyEngine(MegatronBackend(folder, config=ACTOR, setting=setting_of(sizes)))
+    rollouts = to_rollouts(own_rows(engine, 7))
+    loaded = plain.compute_logprobs(rollouts, temperature=0.9).logprobs_BL.values()
+    if engine.leads:
+        assert torch.equal(trained.frozen, loaded)
+        assert (trained.logprobs[1] - loaded).abs().max() > 0.1
+    return trained
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "sizes", "recomputes"),
+    [
+        pytest.param(1, {}, False, id="one rank"),
+        pytest.param(1, {}, True, id="recomputed layers"),
+        pytest.param(2, TP2, False, id="tensor"),
+        pytest.param(2, SP2, True, id="sequence, recomputed layers"),
+        pytest.param(2, PP2, False, id="pipeline"),
+        pytest.param(2, {}, False, id="data"),
+    ],
+)
+def test_two_steps_are_those_of_fsdp2_in_one_process(
+    folder: Path, lora: LoraConfig, alone: Trained, num_ranks: int, sizes: Sizes, recomputes: bool
+) -> None:
+    ranks = run_ranks(num_ranks, _train, folder, sizes, lora, recomputes)
+    assert_same_training(ranks, alone)
+
+
+EXPERTS = ("gate_proj", "up_proj", "down_proj")
+
+
+def _train_sparse(
+    _rank: int, folder: Path, sizes: Sizes, targets: tuple[str, ...], start: Path
+) -> Trained:
+    return train(build(folder, sizes, with_lora(target_modules=targets, init_from=str(start))))
+
+
+def _start_and_train_sparse(
+    rank: int, folder: Path, targets: tuple[str, ...], start: Path
+) -> Trained:
+    engine = build(folder, {}, with_lora(target_modules=targets))
+    assert all(t.any() == ("lora_A" in name) for name, t in adapter_of(engine).items())
+    update(engine, make_rows(32, seed=3))  # gives B values
+    engine.export_adapter(start)
+    return _train_sparse(rank, folder, {}, targets, start)
+
+
+@pytest.mark.parametrize(
+    ("targets", "layouts"),
+    [(("all-linear",), [EP2, SP2, {**SP2, **EP2}]), (EXPERTS, [EP2])],
+    ids=["all", "experts alone"],
+)
+def test_adapters_of_experts_learn_the_same_on_the_ranks_that_share_them(
+    sparse: Path, tmp_path: Path, targets: tuple[str, ...], layouts: list[Sizes]
+) -> None:
+    start = tmp_path / "start"
+    [alone] = run_ranks(1, _start_and_train_sparse, sparse, targets, start)
+    started = load_file(start / ADAPTER_FILE)
+    assert len(started) == 2 * 2 * (4 * 3 + (4 if targets != EXPERTS else 0))
+    assert all(not torch.equal(alone.adapter[name], tensor) for name, tensor in started.items())
+    for sizes in layouts:
+        assert_same_training(run_ranks(2, _train_sparse, sparse, sizes, targets, start), alone)
+
+
+def _export(_rank: int, folder: Path, sizes: Sizes, target: Path) -> list[str]:
+    engine = build(folder, sizes, with_lora(use_rslora=True))
+    merging = build(folder, sizes, with_lora(use_rslora=True, sync="merged"))
+    assert (len(engine.weight_parts), len(merging.weight_parts)) == (2, 1)
+    for seed in range(2):
+        for each in (engine, merging):
+            update(each, own_rows(each, seed))
+        engine.export_hf(target / f"hf-{seed}")
+        engine.export_adapter(target / f"adapter-{seed}")
+        merged = weights_of(merging)
+        stored = load_file(target / f"hf-{seed}" / "model.safetensors")
+        assert_same_weights(merged, {name: stored[name] for name in merged})
+        assert [*merged] == [spec.name for spec in engine.weight_specs()]
+    return [spec.name for spec in engine.weight_specs(WeightSet.ADAPTER)]
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("qwen3", SP2), ("qwen2", PP2), ("llama", TP2)])
+def test_the_merged_export_is_what_peft_makes_of_the_adapter_folder(
+    tmp_path: Path, family: str, sizes: Sizes
+) -> None:
+    source = make_tiny_model(tmp_path / "model", family, tie_embeddings=family == "qwen3")
+    names = run_ranks(2, _export, source, sizes, tmp_path)
+    for seed in range(2):
+        adapter = tmp_path / f"adapter-{seed}"
+        plain = AutoModelForCausalLM.from_pretrained(source)
+        base = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+        merged = peft.PeftModel.from_pretrained(plain, adapter).merge_and_unload().state_dict()
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / f"hf-{seed}").state_dict()
+        assert_same_weights(exported, merged, atol=1e-6)
+        assert sum(not torch.equal(base[name], exported[name]) for name in base) == 2 * 7
+        assert all({*of_rank} == {*load_file(adapter / ADAPTER_FILE)} for of_rank in names)
+
+
+def _merge_sparse(_rank: int, folder: Path, target: Path) -> None:
+    engine = build(folder, EP2)
+    for seed in range(2):
+        update(engine, own_rows(engine, seed))
+    engine.export_hf(target / "hf")
+    engine.export_adapter(target / "adapter")
+
+
+def test_experts_are_exported_with_their_adapters_in_them(sparse: Path, tmp_path: Path) -> None:
+    run_ranks(2, _merge_sparse, sparse, tmp_path)
+    adapter = load_file(tmp_path / "adapter" / ADAPTER_FILE)
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    for name, weight in load_file(sparse / "model.safetensors").items():
+        beside = f"base_model.model.{name.removesuffix('.weight')}"
+        delta = torch.zeros(())
+        if f"{beside}.lora_A.weight" in adapter:
+            delta = 2 * adapter[f"{beside}.lora_B.weight"] @ adapter[f"{beside}.lora_A.weight"]
+            assert delta.abs().max() > 1e-3
+        torch.testing.assert_close(exported[name], weight + delta, atol=1e-6, rtol=0)
+
+
+def _save(rank: int, folder: Path, sizes: Sizes, lora: LoraConfig, target: Path) -> dict:
+    engine = build(folder, sizes, lora)
+    for seed in range(2):
+        update(engine, own_rows(engine, seed))
+        for part in TrainState:
+            engine.offload(part)
+            assert engine.resident_bytes(part) == 0
+        for part in TrainState:
+            engine.restore(part)
+    writer = checkpoint.CheckpointWriter()
+    path = target / checkpoint.file_name(rank=rank, world_size=dist.get_world_size())
+    writer.begin(engine, path, notes={})
+    writer.collect(waits=True)
+    writer.close()
+    update(engine, own_rows(engine, 2))
+    return adapter_of(engine)
+
+
+def _resume(
+    rank: int, folder: Path, sizes: Sizes | None, lora: LoraConfig, target: Path
+) -> dict[str, Tensor]:
+    engine = build_lora(folder, lora=lora) if sizes is None else build(folder, sizes, lora)
+    checkpoint.load(engine, target, rank=rank, world_size=dist.get_world_size())
+    assert engine.num_updates == 2
+    update(engine, own_rows(engine, 2))
+    return adapter_of(engine)
+
+
+def test_a_run_goes_on_from_its_adapter_with_other_sizes_or_on_fsdp2(
+    folder: Path, lora: LoraConfig, tmp_path: Path
+) -> None:
+    wanted = run_ranks(2, _save, folder, SP2, lora, tmp_path)[0]
+    names = {name for name, _ in _tensors_in(tmp_path)}
+    assert all("lora_" in name for name in names)
+    for num_ranks, sizes, atol in ((2, SP2, 0.0), (2, PP2, 1e-5), (1, None, 1e-5)):
+        for adapter in run_ranks(num_ranks, _resume, folder, sizes, lora, tmp_path):
+            assert_same_weights(adapter, wanted, atol=atol)
+
+
+def _tensors_in(folder: Path) -> list[tuple[str, Tensor]]:
+    return [item for path in folder.glob("*.safetensors") for item in load_file(path).items()]
+
+
+def _train_in_bfloat16(_rank: int, folder: Path) -> None:
+    config = replace(ACTOR, compute_dtype="bfloat16")
+    engine = build(folder, TP2, config=config)
+    started = adapter_of(engine)
+    assert {tensor.dtype for _, tensor in engine.full_weights()} == {torch.bfloat16}
+    for seed in range(2):
+        assert update(engine, own_rows(engine, seed))["policy/grad_norm"] > 0
+    moved = adapter_of(engine)
+    assert {tensor.dtype for tensor in moved.values()} == {torch.float32}
+    assert all(not torch.equal(moved[name], started[name]) for name in started)
+
+
+def test_adapters_are_float32_beside_a_bfloat16_model(folder: Path) -> None:
+    run_ranks(2, _train_in_bfloat16, folder)
+
+
+def _refuse(_rank: int, folder: Path, sparse: Path) -> None:
+    with pytest.raises(ModelError, match=r"lora\.rank=17 .*k_proj, 32 inputs and 16 outputs.*=16"):
+        build(folder, TP2, with_lora(rank=17))
+    with pytest.raises(ModelError, match=r"names c_attn, and qwen3 has no such"):
+        build(folder, TP2, with_lora(target_modules=("c_attn", "q_proj")))
+    sizes = {**SP2, "expert_tensor_parallel_size": 2}
+    with pytest.raises(ModelError, match=r"megatron\.expert_tensor_parallel_size=1, or leave"):
+        build(sparse, sizes)
+    attention = with_lora(target_modules=("q_proj",))
+    assert update(build(sparse, sizes, attention), make_rows(NUM_ROWS))["policy/grad_norm"] > 0
+
+
+def test_what_does_not_fit_is_refused_by_name(folder: Path, sparse: Path) -> None:
+    run_ranks(2, _refuse, folder, sparse)

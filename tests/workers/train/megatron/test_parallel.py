@@ -1,0 +1,34 @@
+"""Process groups of megatron-core, and what is said where it cannot start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from hybridrl.env import ROOT
+
+_PROGRAM = """
+import torch, torch.distributed as dist
+from hybridrl.workers.train.megatron.parallel import start_parallel
+from tests.config.values import config_of
+
+store = dist.HashStore()
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+megatron = config_of("actor=megatron").megatron
+start_parallel(megatron, device=torch.device("cpu"), seed=0, timeout_s=60.0)
+"""
+
+
+def test_without_cuda_and_without_stand_ins_the_key_to_set_is_named() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "hybridrl.errors.ResourceError: megatron-core asks for CUDA" in last
+    assert "cluster.worker_setup_hook=tests.megatron.stand_ins.install" in last

@@ -1,0 +1,178 @@
+"""Tokens go through the experts that the rollout engine sent them through."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrl.batch import TrainBatch
+from hybridrl.errors import DataError
+from hybridrl.metrics import Metrics
+from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn, share_of, together
+from tests.workers.train.engines import (
+    ACTOR,
+    assert_same_weights,
+    make_rows,
+    rows_of,
+    to_rollouts,
+    to_supervised,
+    weights_of,
+)
+from tests.workers.train.megatron.expert_layouts import MODELS, cut_as, make_expert_model
+from tests.workers.train.megatron.routes import RoutedPolicy
+
+ALL = ("1", "ep2", "tp2-sp-ep2", "pp2", "pp2-vp2", "pp2-ep2", "cp2-ep2")
+FIRST = 5  # rows of the first of two data-parallel ranks, of eleven
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_expert_model(tmp_path_factory.mktemp("model"), **MODELS[request.param])
+
+
+def _lessons() -> list[TrainBatch]:
+    return [rows_of(make_rows(12, seed=seed, num_siblings=4), range(11)) for seed in range(2)]
+
+
+def _update_plainly(model: RoutedPolicy, batch: TrainBatch) -> tuple[float, float]:
+    return model.update(batch, temperature=0.9, aggregation="token_mean", entropy_coefficient=0.0)
+
+
+Learned = tuple[list[Metrics], list[Tensor], dict[str, Tensor], int]
+
+
+def _train(rank: Rank, folder: Path, lessons: list[TrainBatch], changes: dict[str, Any]) -> Learned:
+    engine = rank.policy(folder, replace(ACTOR, **changes))
+    told, scored = [], []
+    for batch in lessons:
+        rows = to_rollouts(share_of(batch, engine, FIRST))
+        rows.routed_experts_BLJK = share_of(batch, engine, FIRST).routed_experts_BLJK
+        scored.append(engine.compute_logprobs(rows, temperature=0.9).logprobs_BL.values())
+        told.append(learn(engine, batch, first=FIRST))
+    return told, scored, weights_of(engine), engine.dp_rank if engine.leads else -1
+
+
+def _scores(answers: list[Learned], step: int) -> Tensor:
+    leaders = sorted((answer for answer in answers if answer[3] >= 0), key=lambda a: a[3])
+    return torch.cat([scored[step] for _, scored, _, _ in leaders])
+
+
+@cut_as(*ALL, replay_routing=True)
+@pytest.mark.parametrize("budget", [10_000, 30])
+def test_the_model_s_own_routes_change_nothing_bit_by_bit(
+    ranks: RanksUnderTest, folder: Path, budget: int
+) -> None:
+    model, lessons = RoutedPolicy(folder), []
+    for batch in _lessons():
+        lessons.append(model.with_own_routes(batch))
+        _update_plainly(model, batch)
+    changes = {"max_tokens_per_microbatch": budget}
+    replayed = ranks.run(_train, folder, lessons, changes)
+    free = ranks.run(_train_freely, folder, _lessons(), changes)
+    for one, other in zip(replayed, free, strict=True):
+        assert one[0] == other[0]
+        assert all(map(torch.equal, one[1], other[1]))
+        assert_same_weights(one[2], other[2])
+
+
+def _train_freely(
+    rank: Rank, folder: Path, lessons: list[TrainBatch], changes: dict[str, Any]
+) -> Learned:
+    rank.free_routes()
+    return _train(rank, folder, lessons, changes)
+
+
+@cut_as(*ALL, replay_routing=True)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"max_tokens_per_microbatch": 30},
+        {"max_tokens_per_microbatch": 30, "gradient_checkpointing": True},
+    ],
+    ids=["one pack", "many packs", "computed again"],
+)
+def test_other_routes_are_those_of_a_plain_model_that_is_forced_to_them(
+    ranks: RanksUnderTest, folder: Path, changes: dict[str, Any]
+) -> None:
+    model = RoutedPolicy(folder)
+    lessons = [model.with_random_routes(batch, seed=seed) for seed, batch in enumerate(_lessons())]
+    with torch.no_grad():
+        free, _ = model.score(_lessons()[0], temperature=0.9)
+    answers = ranks.run(_train, folder, lessons, changes)
+    for step, batch in enumerate(lessons):
+        with torch.no_grad():
+            logprobs, _ = model.score(batch, temperature=0.9)
+        scored = _scores(answers, step)
+        torch.testing.assert_close(scored, logprobs, atol=2e-5, rtol=0)
+        assert step or (scored - free).abs().max() > 0.1
+        loss, grad_norm = _update_plainly(model, batch)
+        told = together([metrics[step] for metrics, _, _, _ in answers])
+        assert told["loss/policy"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
+        assert told["policy/grad_norm"] == pytest.approx(grad_norm, rel=1e-5)
+    weights = model.weights()
+    for name, tensor in answers[0][2].items():
+        torch.testing.assert_close(tensor, weights[name], atol=1e-5, rtol=0, msg=name)
+
+
+def _score_by_both(rank: Rank, folder: Path, batch: TrainBatch) -> tuple[Tensor, ...]:
+    policy = rank.policy(folder)
+    reference = rank.reference(folder, policy=policy)
+    rows = to_rollouts(batch)
+    free = reference.compute_logprobs(rows, temperature=0.9)
+    rows.routed_experts_BLJK = batch.routed_experts_BLJK
+    scores = [engine.compute_logprobs(rows, temperature=0.9) for engine in (policy, reference)]
+    return tuple(score.logprobs_BL.values() for score in (*scores, free))
+
+
+@cut_as("1", replay_routing=True)
+def test_the_reference_chooses_its_own_experts(ranks: RanksUnderTest, folder: Path) -> None:
+    batch = RoutedPolicy(folder).with_random_routes(_lessons()[0], seed=3)
+    for policy, reference, free in ranks.run(_score_by_both, folder, batch):
+        assert torch.equal(reference, free)
+        assert not torch.equal(policy, free)
+
+
+def _be_refused(rank: Rank, folder: Path, batch: TrainBatch) -> None:
+    engine = rank.policy(folder)
+    width = len(batch.routed_experts_BLJK.values()[0, 0])
+    with pytest.raises(DataError, match=r"of no token.*rollout\.routed_experts=true"):
+        learn(engine, _lessons()[0])
+    with pytest.raises(DataError, match="say of no token"):
+        engine.compute_logprobs(to_rollouts(_lessons()[0]), temperature=0.9)
+    with pytest.raises(DataError, match="say of no token"):
+        engine.fit(to_supervised(_lessons()[0]))
+    with pytest.raises(DataError, match=f"3 layers with {width} a token, and the model has 4"):
+        learn(engine, _change(batch, lambda experts: experts[:, :3]))
+    for wrong in (-1, 6):
+        with pytest.raises(DataError, match=r"row 1 has a token without experts .* at 0"):
+            learn(engine, _change(batch, lambda experts, wrong=wrong: _spoil(experts, wrong)))
+    learn(engine, batch)
+
+
+def _change(batch: TrainBatch, change: Any) -> TrainBatch:
+    changed = batch.clone()
+    values = change(batch.routed_experts_BLJK.values().clone())
+    changed.routed_experts_BLJK = torch.nested.nested_tensor_from_jagged(
+        values, batch.routed_experts_BLJK.offsets()
+    )
+    return changed
+
+
+def _spoil(experts_TJK: Tensor, wrong: int) -> Tensor:
+    second_row = int((experts_TJK[:, 1, 0] < 0).nonzero()[0]) + 1
+    experts_TJK[second_row, 1, 0] = wrong
+    return experts_TJK
+
+
+@cut_as("1", replay_routing=True)
+def test_rows_that_do_not_say_their_routes_are_refused_by_name(
+    ranks: RanksUnderTest, folder: Path
+) -> None:
+    batch = RoutedPolicy(folder).with_own_routes(_lessons()[0])
+    ranks.run(_be_refused, folder, batch)
