@@ -14,7 +14,8 @@ from hybridrl.models.packed import AttentionKernel, Segment, build_layout
 from hybridrl.models.policy import PolicyModel
 from hybridrl.workers.train.microbatcher import lay_out
 from hybridrl.workers.train.shards import build_policy
-from tests.models import flash_on_cpu, make_tiny_model
+from tests.models import flash_on_cpu
+from tests.tiny_models import make_tiny_model
 from tests.workers.train.engines import ACTOR, CPU, make_rows
 from tests.workers.train.microbatchers import make_batcher
 
