@@ -24,10 +24,10 @@ from hybridrl.config.load import load_config
 from hybridrl.diagnostics.trace import SpanRecorder
 from hybridrl.main import compose
 from hybridrl.metrics import Metrics
-from hybridrl.run import build
 from hybridrl.run.cluster import ray_cluster
 from hybridrl.run.record import RunFolder, open_record
 from hybridrl.run.run_folder import Sample
+from hybridrl.run.train import train
 
 _LIMIT = 0.01
 _WARM_UP = 5
@@ -104,7 +104,7 @@ def run(num_steps: int, overrides: list[str], folder: Path) -> Times:
         ray_cluster(config.cluster),
     ):
         timed = TimedRecord.around(record)
-        build.run(config, record=timed)
+        train(config, record=timed)
     return timed.times
 
 

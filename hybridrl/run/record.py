@@ -195,32 +195,3 @@ def _open_tracing(folder: Path, *, is_on: bool) -> Iterator[Tracing | None]:
         if tracing is not None:
             ending.callback(tracing.close)
         yield tracing
-
-
-@dataclass(frozen=True, slots=True)
-class WarmupLogger:
-    """A ``Recorder`` for work before the run proper: shown as one phase, kept nowhere."""
-
-    outer: RunFolder
-    label: str
-    num_steps: int
-
-    def phase(self, name: str) -> None:
-        """Say what begins."""
-        self.outer.phase(f"{self.label}: {name}")
-
-    def begin_step(self, step: int) -> None:
-        """Do nothing: `record` says how far it is."""
-
-    def record(self, step: int, metrics: Metrics) -> None:
-        """Show how far it is."""
-        loss = metrics["loss/supervised_nats"].value
-        self.outer.phase(f"{self.label}: step {step}/{self.num_steps}, loss {loss:.3f} nats")
-
-    def keep_reports(self, ranks: Sequence[RankReport]) -> None:
-        """Keep what ranks did when one failed."""
-        self.outer.keep_reports(ranks)
-
-    def watching(self, ranks: SpanCollector) -> AbstractContextManager[None]:
-        """Trace these ranks until the end of the ``with``."""
-        return self.outer.watching(ranks)

@@ -80,8 +80,7 @@ def finished_message(config: ExperimentConfig) -> str:
     """Say that a run has nothing left to do, and what can be done; empty if it has."""
     key, num_steps = config.num_steps_key, config.num_steps
     folder = Path(config.trainer.run_dir)
-    is_exported = config.mode == "sft" or config.trainer.export_hf
-    lacks_export = is_exported and not (folder / "hf").is_dir()
+    lacks_export = config.exports_model and not (folder / "hf").is_dir()
     if newest_step(config) < num_steps or lacks_export:
         return ""
     return (

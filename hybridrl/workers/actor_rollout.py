@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, TrainBatch
+from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.diagnostics import trace
 from hybridrl.metrics import Last, Metrics, from_json, merge, to_json
+from hybridrl.planning.frozen_base import plan_base
 from hybridrl.single_controller import Dispatch, ResultLayout, dispatch_by_mesh, register
 from hybridrl.workers.build import (
-    ActorRolloutSpec,
     build_policy_loss,
     build_reference_engine,
     build_rollout_engine,
@@ -49,58 +50,64 @@ TRAIN_METRICS = replace(
 class ActorRolloutWorker(CheckpointedWorker):
     """One rank of the policy. The driver calls generate, compute_logprobs and update, in turn."""
 
-    def __init__(self, spec: ActorRolloutSpec) -> None:
+    def __init__(self, config: ExperimentConfig, model_folder: Path) -> None:
         """Start both engines; a collective call.
 
         The rollout engine comes first, on an empty device.
+
+        Args:
+            config: of the run; ``model.path``, if it is set, is absolute.
+            model_folder: Hugging Face folder to start from, absolute.
         """
         device = start_process_group(
-            device=spec.device, local_rank=self.local_rank, timeout_s=spec.collective_timeout_s
+            device=config.cluster.device,
+            local_rank=self.local_rank,
+            timeout_s=config.cluster.collective_timeout_s,
         )
-        control = ControlGroup(timeout_s=spec.rollout.stage_timeout_s)
+        control = ControlGroup(timeout_s=config.rollout.stage_timeout_s)
         lora = resolve_lora_base(
-            spec.lora,
-            plan=spec.base_plan,
+            config.lora,
+            plan=plan_base(config),
             device=device,
             control=control,
-            num_ranks_per_node=spec.num_ranks_per_node,
+            num_ranks_per_node=config.cluster.num_ranks_per_node,
         )
-        spec = replace(spec, lora=lora)
+        config = replace(config, lora=lora)
         meter = PeakMeter(device)
         meter.begin("build")
-        self._spec = spec
+        self._config = config
         self._policy_version = 0
         self._carried: Metrics = {}
-        tensor_parallel_size = spec.rollout.tensor_parallel_size
+        tensor_parallel_size = config.rollout.tensor_parallel_size
         leads = self.rank % tensor_parallel_size == 0
         gpus = control.gather("devices", device_name(device))
         own_gpus = gpus[self.rank : self.rank + tensor_parallel_size]
-        build = partial(build_rollout_engine, spec, device, gpus=own_gpus)
-        engine = start_engine(build if leads else None, config=spec.rollout, control=control)
+        build = partial(build_rollout_engine, config, model_folder, device, gpus=own_gpus)
+        engine = start_engine(build if leads else None, config=config.rollout, control=control)
         self.sharding = ShardingManager(
             engine=engine,
-            port=build_weight_port(spec, device, engine=engine),
-            config=spec.rollout,
+            port=build_weight_port(config.rollout, device, engine=engine),
+            config=config.rollout,
             device=device,
             control=control,
             meter=meter,
-            lora=spec.lora if spec.lora.sends_adapters else None,
+            lora=lora if lora.sends_adapters else None,
         )
-        self._actor = build_train_engine(spec, device)
+        self._actor = build_train_engine(config, model_folder, device)
         self.sharding.attach_policy(self._actor)
-        self._reference = build_reference_engine(spec, device, actor=self._actor)
+        self._reference = build_reference_engine(config, model_folder, device, actor=self._actor)
         if self._reference is not None:
             self.sharding.register("reference", self._reference)
-        self._loss = build_policy_loss(spec)
+        self._loss = build_policy_loss(config.algorithm)
         self._canary = Canary(
-            config=spec.rollout,
-            num_updates_per_step=spec.algorithm.num_updates_per_step,
-            model_folder=spec.model_folder,
+            config=config.rollout,
+            num_updates_per_step=config.algorithm.num_updates_per_step,
+            model_folder=model_folder,
             sharding=self.sharding,
             control=control,
             trainer=self._actor,
         )
-        self.start_checkpoints(seed=spec.seed)
+        self.start_checkpoints(seed=config.seed)
         self.register_train_mesh(self._actor)
         self.register_mesh(
             "rollout",
@@ -148,10 +155,10 @@ class ActorRolloutWorker(CheckpointedWorker):
             a reference; what is not computed is None.
         """
         self.sharding.require_training()
-        temperature = self._spec.rollout.temperature
+        temperature = self._config.rollout.temperature
         logprobs = LogprobBatch(batch_size=[len(rollouts)])
         with self.sharding.meter("logprobs"):
-            if self._spec.algorithm.old_logprobs == "recompute":
+            if self._config.algorithm.old_logprobs == "recompute":
                 old = self._actor.compute_logprobs(rollouts, temperature=temperature)
                 logprobs.old_logprobs_BL = old.logprobs_BL
             if self._reference is not None:
@@ -170,7 +177,7 @@ class ActorRolloutWorker(CheckpointedWorker):
             Metrics of the update, and of the rollout phases since the last one.
         """
         self.sharding.require_training()
-        algorithm = self._spec.algorithm
+        algorithm = self._config.algorithm
         with self.sharding.meter("update"):
             steps = [
                 self._step(minibatch)
@@ -185,9 +192,9 @@ class ActorRolloutWorker(CheckpointedWorker):
         metrics = self._actor.update(
             minibatch,
             loss=self._loss,
-            aggregation=self._spec.algorithm.loss_aggregation,
-            temperature=self._spec.rollout.temperature,
-            max_response_tokens=self._spec.max_response_tokens,
+            aggregation=self._config.algorithm.loss_aggregation,
+            temperature=self._config.rollout.temperature,
+            max_response_tokens=self._config.rollout.max_response_tokens,
         )
         self._policy_version += 1  # at once: should the next one fail, these weights have moved
         self.sharding.weights_changed(version=self._policy_version)

@@ -14,8 +14,7 @@ import pytest
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.run import starter as starter_module
-from hybridrl.run.starter import StarterRecipe, ensure_starter, recipe_of
-from hybridrl.run.starter_warmup import warm_up
+from hybridrl.run.starter import StarterRecipe, ensure_starter, recipe_of, warm_up
 from hybridrl.trainer.interrupt import RunStopped
 from tests.config.values import config_of
 from tests.end_to_end.small import small_config
@@ -78,7 +77,7 @@ def make(config: ExperimentConfig, cache: Path, record: Record | None = None) ->
 
     def teach(raw: Path, target: Path) -> None:
         kept = cast(Any, record or Record())
-        warm_up(made, raw, cluster=config.cluster, record=kept, target=target)
+        warm_up(made, raw, config=config, record=kept, target=target)
 
     folder = ensure_starter(made, cache=cache, warm_up=teach)
     return (folder / "model.safetensors").read_bytes()

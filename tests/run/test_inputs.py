@@ -12,7 +12,7 @@ from hybridrl.errors import DataError
 from hybridrl.run.inputs import load_rows
 from hybridrl.run.record import open_record
 from hybridrl.run.starter import write_random_model
-from hybridrl.run.train_rl import train
+from hybridrl.run.train import train
 from tests.config.values import config_of
 from tests.end_to_end.small import small_config
 
@@ -53,5 +53,5 @@ def test_a_bad_row_to_evaluate_on_shows_before_workers_start(tmp_path: Path) -> 
         open_record(config, resolved_yaml="") as record,
         pytest.raises(DataError, match=r"eval\.jsonl:1: 'answer' is 2, must be text"),
     ):
-        train(config, model, record=record)
+        train(config, record=record)
     assert "start workers" not in (tmp_path / "run/log.txt").read_text()

@@ -13,7 +13,7 @@ import transformers
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data import sampler, sort_digits, starter_tokenizer, supervised
-from hybridrl.run import starter, starter_warmup
+from hybridrl.run import loops, starter
 from hybridrl.run.starter import StarterRecipe, recipe_of
 from hybridrl.trainer import sft as fine_tuning
 from hybridrl.workers.train import optimizer
@@ -21,7 +21,7 @@ from tests.config.values import config_of
 
 DECIDING = [
     *(sampler, sort_digits, starter_tokenizer, supervised),  # rows, their order and their tokens
-    *(starter, starter_warmup, fine_tuning, optimizer),  # first weights, batches and steps
+    *(starter, loops, fine_tuning, optimizer),  # first weights, batches and steps
 ]
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.metrics import Sum
-from hybridrl.run.workers import build_actor_spec
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.rollout.embedded.tensor_memory import checksum
 from hybridrl.workers.train.policy_engine import PolicyEngine
@@ -19,10 +18,9 @@ from tests.workers.train.engines import make_rows, update
 
 
 def _build(config: ExperimentConfig, folder: Path) -> ActorRolloutWorker:
-    spec = build_actor_spec(config, folder)
-    worker = ActorRolloutWorker.__new__(ActorRolloutWorker, spec)
+    worker = ActorRolloutWorker.__new__(ActorRolloutWorker, config, folder)
     worker.fused = {"actor": worker}
-    worker.__init__(spec)  # type: ignore[misc]
+    worker.__init__(config, folder)  # type: ignore[misc]
     return worker
 
 
