@@ -94,6 +94,24 @@ def test_a_run_folder_is_not_overwritten_without_being_asked(tmp_path: Path) -> 
     assert (folder / "thesis.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("module", ["hydra", "hybridrl.config.load", "ray._raylet"])
+def test_ctrl_c_while_imports_run_ends_quietly(tmp_path: Path, module: str) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "hybridrl.main"]
+    with subprocess.Popen(
+        [*command, *small_overrides(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        assert any(line.rpartition("|")[2].strip() == module for line in process.stderr)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=_DEADLINE_S)
+    shown = [line for line in errors.splitlines() if not line.startswith("import time:")]
+    assert (process.returncode, output, shown) == (130, "", ["interrupted"])
+    assert not (tmp_path / "run").exists()
+
+
 @contextmanager
 def _started(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
