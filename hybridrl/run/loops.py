@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +12,16 @@ from typing import cast
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.data.prompts import TokenizedRow
-from hybridrl.data.rows import fingerprint
+from hybridrl.data.files import Columns, read_rows
+from hybridrl.data.prompts import TokenizedRow, tokenize_rows
+from hybridrl.data.rows import Row, fingerprint
 from hybridrl.data.sampler import RowSampler
-from hybridrl.data.sort_digits import Split
+from hybridrl.data.sort_digits import Split, build_sort_digits_rows
 from hybridrl.data.source import PromptSource, PromptStep, build_prompt_step
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
+from hybridrl.errors import DataError
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.rewards.scorer import RewardScorer
-from hybridrl.run.inputs import load_rows
 from hybridrl.run.plan_check import PlanCheck
 from hybridrl.run.record import RunFolder
 from hybridrl.run.samples import SampleTaker
@@ -36,6 +38,8 @@ from hybridrl.trainer.policy import Critic, Learner, Policy
 from hybridrl.trainer.reward import TextReward
 from hybridrl.trainer.sft import SupervisedFineTuning
 from hybridrl.workers.rollout.protocol import SamplingParams
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,14 +73,14 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
     stop_token_ids = load_stop_token_ids(folder, tokenizer)
     source = PromptSource(
-        _load(config, tokenizer, split="train"),
+        load_rows(config, tokenizer, split="train"),
         num_prompts=config.trainer.num_prompts_per_step,
         seed=config.seed,
         shuffle=config.data.shuffle,
     )
     held_out = None
     if config.eval.every_num_steps:
-        rows = _load(config, tokenizer, split="eval")
+        rows = load_rows(config, tokenizer, split="eval")
         held_out = build_prompt_step(rows, first_index=0, seed=config.seed, stream="eval")
     with RewardScorer(config.reward) as scorer:
         rl = _ReinforcementLearning(
@@ -191,10 +195,10 @@ def open_sft(config: ExperimentConfig, folder: Path, record: StepRecorder) -> It
         ModelError: the tokenizer cannot be used.
     """
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
-    rows = _load(config, tokenizer, split="train")
+    rows = load_rows(config, tokenizer, split="train")
     held_out: list[TokenizedRow] = []
     if config.sft.eval_every_num_steps:
-        held_out = _load(config, tokenizer, split="eval")
+        held_out = load_rows(config, tokenizer, split="eval")
     sampler = RowSampler(
         len(rows),
         seed=config.seed,
@@ -229,8 +233,48 @@ def open_sft(config: ExperimentConfig, folder: Path, record: StepRecorder) -> It
     yield Training(stream=sampler, loop_of=loop_of)
 
 
-def _load(
+def load_rows(
     config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase, *, split: Split
 ) -> list[TokenizedRow]:
-    num_rows = config.data.num_task_rows if split == "train" else config.eval.num_prompts
-    return load_rows(config.data, tokenizer, split=split, num_rows=num_rows, seed=config.seed)
+    """Read or make the rows of a split and tokenize their prompts.
+
+    Files give all rows; evaluation takes the first ``eval.num_prompts``.
+
+    Raises:
+        DataError: bad rows, by file and line; or nothing to learn from or evaluate on.
+    """
+    data = config.data
+    rows = _read(config, split=split)
+    if not rows:
+        raise DataError(
+            f"there are no rows for {split}; set data.{split}_files to files that have some"
+        )
+    return tokenize_rows(
+        rows,
+        tokenizer,
+        use_chat_template=data.use_chat_template,
+        max_prompt_tokens=data.max_prompt_tokens,
+        overlong=data.overlong_prompts,
+    )
+
+
+def _read(config: ExperimentConfig, *, split: Split) -> Sequence[Row]:
+    data = config.data
+    num_rows = data.num_task_rows if split == "train" else config.eval.num_prompts
+    if data.task == "sort_digits":
+        return build_sort_digits_rows(
+            num_rows,
+            split=split,
+            seed=config.seed,
+            min_digits=data.min_digits,
+            max_digits=data.max_digits,
+        )
+    columns = Columns(prompt=data.prompt_key, answer=data.answer_key, source=data.source_key)
+    files = data.train_files if split == "train" else data.eval_files
+    rows = read_rows([Path(file) for file in files], columns=columns, key=f"data.{split}_files")
+    if split == "train":
+        return rows
+    learnt = {Path(file).resolve() for file in data.train_files}
+    if both := [file for file in data.eval_files if Path(file).resolve() in learnt]:
+        log.warning("evaluating on files that are also learnt from: %s", ", ".join(both))
+    return rows[:num_rows]

@@ -43,7 +43,8 @@ from hybridrl.errors import (
     TrackerError,
     is_restartable,
 )
-from hybridrl.run.run_folder import CONFIG, LOG, METRICS
+from hybridrl.run.line_files import METRICS
+from hybridrl.run.run_folder import CONFIG, LOG
 from hybridrl.single_controller import RankReport
 
 WHERE = ("in step ", "before step ")

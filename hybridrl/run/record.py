@@ -18,9 +18,9 @@ from hybridrl.report.facts import try_machine
 from hybridrl.report.page import try_report
 from hybridrl.run.display import LiveView, open_live
 from hybridrl.run.final_summary import describe_end
+from hybridrl.run.line_files import read_metrics
 from hybridrl.run.postmortem import WHERE, PostMortem, Progress, is_crash
 from hybridrl.run.run_folder import RunLogger, Sample
-from hybridrl.run.scores import read_metrics
 from hybridrl.run.tracing import Tracing
 from hybridrl.single_controller import RankReport
 from hybridrl.single_controller.spans import SpanCollector
@@ -62,15 +62,6 @@ class RunFolder:
         self.progress.num_done = step
         if self.tracing is not None:
             self.tracing.step(values)
-
-    def sizes(self) -> dict[str, int]:
-        """Return the bytes of each file that grows by lines."""
-        return self.run_log.sizes()
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds that the run has taken, over all its processes."""
-        return self.run_log.elapsed_s
 
     def rewind(self, run: RunState | None) -> None:
         """Go back to where a checkpoint was taken; None is before the first step."""
@@ -133,25 +124,36 @@ def open_record(
     Raises:
         RunFolderError: the folder exists and is not to be resumed, or cannot be written.
     """
-    run_log = RunLogger(
-        Path(config.trainer.run_dir),
-        overwrite=config.trainer.overwrite,
-        resumes=resumes,
-        resolved_yaml=resolved_yaml,
-        settings=asdict(config),
-        config=config.tracking,
-    )
     num_steps = 3 if config.mode == "certify" else config.num_steps
-    with run_log:
+    with ExitStack() as opened:
+        run_log = opened.enter_context(
+            RunLogger(
+                Path(config.trainer.run_dir),
+                overwrite=config.trainer.overwrite,
+                resumes=resumes,
+                resolved_yaml=resolved_yaml,
+                settings=asdict(config),
+                config=config.tracking,
+            )
+        )
         log.configure(file=run_log.log_file)
         try_machine(run_log.folder)
-        with (
-            _summarized(config, command),
-            _open_tracing(run_log.folder, is_on=config.tracking.trace) as tracing,
-            open_live(config.tracking.live, num_steps=num_steps, stream=sys.stdout) as live,
-            _explaining(RunFolder(run_log, live, tracing, Progress(num_steps))) as record,
-        ):
+        opened.enter_context(_summarized(config, command))
+        tracing = Tracing.begin(run_log.folder) if config.tracking.trace else None
+        if tracing is not None:
+            opened.callback(tracing.close)
+        live = opened.enter_context(
+            open_live(config.tracking.live, num_steps=num_steps, stream=sys.stdout)
+        )
+        record = RunFolder(run_log, live, tracing, Progress(num_steps))
+        try:
             yield record
+        except RunStopped:  # on request, and after its log said so: no error
+            raise
+        except BaseException as error:
+            record.explain(error)
+            run_log.log_error(error)  # to the file alone: whoever catches the error shows it
+            raise
 
 
 @contextmanager
@@ -173,25 +175,3 @@ def _summarized(config: ExperimentConfig, command: Sequence[str]) -> Iterator[No
                 with suppress(BrokenPipeError):  # as after `| head`
                     sys.stdout.write(text)
                     sys.stdout.flush()
-
-
-@contextmanager
-def _explaining(record: RunFolder) -> Iterator[RunFolder]:
-    try:
-        yield record
-    except RunStopped:  # on request, and after its log said so: no error
-        raise
-    except BaseException as error:
-        record.explain(error)
-        # To the file alone: whoever catches the error shows it.
-        record.run_log.log_error(error)
-        raise
-
-
-@contextmanager
-def _open_tracing(folder: Path, *, is_on: bool) -> Iterator[Tracing | None]:
-    tracing = Tracing.begin(folder) if is_on else None
-    with ExitStack() as ending:
-        if tracing is not None:
-            ending.callback(tracing.close)
-        yield tracing

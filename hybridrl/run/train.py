@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from hybridrl.checkpoint.manifest import RunFingerprint
+from hybridrl.checkpoint.manifest import RunFingerprint, RunState
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.data.sampler import RowSampler, SamplerState
+from hybridrl.data.source import PromptSource
 from hybridrl.models.folder import require_usable_model
-from hybridrl.run.checkpoints import Saver
+from hybridrl.run.checkpoints import Checkpointer, Saver
 from hybridrl.run.loops import Training, open_rl, open_sft
 from hybridrl.run.record import RunFolder
-from hybridrl.run.restarts import with_restarts
-from hybridrl.run.resume import check_resumable, newest_step, run_fingerprint, run_resumable
+from hybridrl.run.resume import check_resumable, checkpoint_store, newest_step, run_fingerprint
 from hybridrl.run.starter import find_model
+from hybridrl.run.supervise import with_restarts
 from hybridrl.run.workers import start_workers
+from hybridrl.trainer.loop import Loop
 from hybridrl.trainer.policy import Learner
+
+log = logging.getLogger(__name__)
 
 
 def train(config: ExperimentConfig, *, record: RunFolder) -> None:
@@ -57,14 +64,10 @@ def _train_once(
     record.phase("start workers")
     with start_workers(config, folder, record=record) as workers:
         loop = training.loop_of(workers)
+        savers = {role: cast(Saver, group) for role, group in workers.items()}
         with loop.interrupt.listening():  # until all is written
-            has_learnt = run_resumable(
-                config,
-                loop,
-                {role: cast(Saver, group) for role, group in workers.items()},
-                origin=origin,
-                stream=training.stream,
-                record=record,
+            has_learnt = _run_resumable(
+                config, loop, training.stream, savers, origin=origin, record=record
             )
             training.finish()
             if config.exports_model:
@@ -84,3 +87,51 @@ def _export(write: Callable[[Path], object], folder: Path, *, is_new: bool) -> N
             return
         shutil.rmtree(folder)
     write(folder)
+
+
+def _run_resumable(
+    config: ExperimentConfig,
+    loop: Loop,
+    stream: PromptSource | RowSampler,
+    savers: Mapping[str, Saver],
+    *,
+    origin: RunFingerprint,
+    record: RunFolder,
+) -> bool:
+    """Run ``loop`` from the newest whole checkpoint, or from the beginning, and save now and then.
+
+    Args:
+        config: of the run.
+        loop: the whole of it; it enters at the step after the checkpoint.
+        stream: of its rows; goes back to where the checkpoint was taken.
+        savers: worker groups by role.
+        origin: of the run.
+        record: of the run; goes back as the stream does.
+
+    Returns:
+        Whether a step was done: a run that was finished has nothing left to do.
+    """
+
+    def capture(step: int) -> RunState:
+        return RunState(
+            step=step,
+            sampler=stream.state(),
+            num_skipped=loop.guard.num_skipped,
+            elapsed_s=record.run_log.elapsed_s,
+            log_sizes=record.run_log.sizes(),
+        )
+
+    checkpointer = Checkpointer(
+        checkpoint_store(config), savers, config=config.checkpoint, origin=origin, capture=capture
+    )
+    record.phase("resume")
+    run = checkpointer.restore()
+    fingerprint = stream.state().fingerprint
+    sampler = SamplerState(0, fingerprint) if run is None else run.sampler
+    stream.restore(replace(sampler, fingerprint=fingerprint))  # other rows were accepted before
+    loop.guard.num_skipped = 0 if run is None else run.num_skipped
+    record.rewind(run)
+    num_done = 0 if run is None else run.step
+    if run is not None:
+        log.info("going on from the checkpoint of step %d", num_done)
+    return replace(loop, save=checkpointer.after_step, first_step=num_done + 1).run() > num_done

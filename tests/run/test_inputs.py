@@ -9,7 +9,7 @@ import pytest
 
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import DataError
-from hybridrl.run.inputs import load_rows
+from hybridrl.run.loops import load_rows
 from hybridrl.run.record import open_record
 from hybridrl.run.starter import write_random_model
 from hybridrl.run.train import train
@@ -31,9 +31,9 @@ def test_evaluating_on_what_is_learnt_from_is_told(
     for file in ("train.jsonl", "test.jsonl"):
         Path(file).write_text(ROW)
     files = ("data.task=null", "data.train_files=[train.jsonl]", f"data.eval_files=[{name}]")
-    data = config_of(*files).data
+    config = config_of(*files)
     with caplog.at_level(logging.WARNING):
-        load_rows(data, build_starter_tokenizer(), split="eval", num_rows=1, seed=0)
+        load_rows(config, build_starter_tokenizer(), split="eval")
     assert (f"evaluating on files that are also learnt from: {name}" in caplog.text) == is_told
 
 
