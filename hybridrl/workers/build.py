@@ -170,8 +170,8 @@ def build_weight_port(
     return port
 
 
-def build_policy_loss(spec: ActorRolloutSpec) -> TokenLoss:
-    """Choose the terms of the policy loss."""
+def build_policy_loss(spec: ActorRolloutSpec, *, checks_drift: bool = False) -> TokenLoss:
+    """Choose the terms of the policy loss, and whether it is refused on a drift of the sampler."""
     algorithm = spec.algorithm
     return PolicyGradientLoss(
         clip_low=algorithm.clip_low,
@@ -180,6 +180,7 @@ def build_policy_loss(spec: ActorRolloutSpec) -> TokenLoss:
         kl_coefficient=algorithm.kl.coefficient if algorithm.kl.placement == "loss" else 0.0,
         entropy_coefficient=algorithm.entropy_coefficient,
         sampler_ratio_cap=algorithm.sampler_ratio_cap,
+        max_drift_nats=spec.rollout.canary_max_drift_nats if checks_drift else None,
     )
 
 
