@@ -21,7 +21,6 @@ from hybridrl.errors import ResourceError
 from hybridrl.run.ray_end import ended_with_ray
 from hybridrl.run.ray_token import keep_token_private
 from hybridrl.single_controller import (
-    OnFailure,
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
@@ -184,7 +183,6 @@ def start_group(
     cluster: ClusterConfig,
     worker: type[Worker],
     *args: object,
-    on_failure: OnFailure | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> RayWorkerGroup:
     """Start one process per rank and construct ``worker(*args)`` in each.
@@ -195,7 +193,6 @@ def start_group(
         cluster: machines, processes and deadlines.
         worker: the class.
         args: of its constructor.
-        on_failure: see `RayWorkerGroup`.
         variables: more of the processes' environment; see `rank_variables`.
 
     Raises:
@@ -203,14 +200,13 @@ def start_group(
         RemoteCallError: a constructor raised, or ``cluster.worker_setup_hook``.
     """
     made = RayClassWithInitArgs(worker, *args)
-    return _start_group(cluster, made, on_failure, variables=variables or {})
+    return _start_group(cluster, made, variables=variables or {})
 
 
 def start_fused_group(
     cluster: ClusterConfig,
     roles: Mapping[str, tuple[type[Worker], object]],
     *,
-    on_failure: OnFailure | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> RayWorkerGroup:
     """Start one process per rank that holds a worker of each role.
@@ -218,7 +214,6 @@ def start_fused_group(
     Args:
         cluster: how many ranks, and what each gets.
         roles: by prefix, the worker's class and the argument of its constructor.
-        on_failure: see `RayWorkerGroup`.
         variables: as for `start_group`.
 
     Raises:
@@ -227,13 +222,12 @@ def start_fused_group(
     """
     classes = {prefix: RayClassWithInitArgs(cls, spec) for prefix, (cls, spec) in roles.items()}
     made = create_colocated_worker_cls(classes)
-    return _start_group(cluster, made, on_failure, variables=variables or {})
+    return _start_group(cluster, made, variables=variables or {})
 
 
 def _start_group(
     cluster: ClusterConfig,
     worker: RayClassWithInitArgs,
-    on_failure: OnFailure | None,
     *,
     variables: Mapping[str, str],
 ) -> RayWorkerGroup:
@@ -251,7 +245,6 @@ def _start_group(
             env_vars={**_rank_environment(cluster), **variables},
             timeout_s=cluster.call_timeout_s,
             start_timeout_s=cluster.start_timeout_s,
-            on_failure=on_failure,
             set_up=SetupHook(cluster.worker_setup_hook) if cluster.worker_setup_hook else None,
         )
     if len(ray.nodes()) > 1:

@@ -21,7 +21,8 @@ def with_restarts(
 
     Args:
         attempt: starts workers, goes on from the newest checkpoint, and ends the workers.
-        explain: notes on an error where the run was, and keeps what can be known of it.
+        explain: notes on an error after which the run goes on where it was, and keeps what can be
+            known of it.
         newest_step: returns the step of the newest checkpoint; 0 if there is none.
         max_in_a_row: restarts without a new checkpoint between (``checkpoint.max_restarts``).
 
@@ -35,12 +36,12 @@ def with_restarts(
         try:
             return attempt()
         except HybridRLError as error:
-            explain(error)
             step = newest_step()
             num_in_a_row = num_in_a_row + 1 if step == step_before else 1
             step_before = step
             if not is_restartable(error) or num_in_a_row > max_in_a_row:
                 raise
+            explain(error)
             log.warning(
                 "%s: %s\nworkers are started again and go on from step %d (restart %d of %d)",
                 *(type(error).__name__, "\n".join([str(error), *error_notes(error)])),

@@ -64,15 +64,11 @@ def warm_up(
     num_steps = recipe.starter.num_warmup_steps
     progress = WarmupLogger(record, label="making the starter model, once", num_steps=num_steps)
     progress.phase("start workers")
-    with (
-        start_group(
-            replace(cluster, num_nodes=1, num_ranks_per_node=1),
-            SupervisedWorker,
-            _build_spec(recipe, folder, timeout_s=cluster.collective_timeout_s),
-            on_failure=record.keep_reports,
-        ) as group,
-        record.watching(group.spans),
-    ):
+    with start_group(
+        replace(cluster, num_nodes=1, num_ranks_per_node=1),
+        SupervisedWorker,
+        _build_spec(recipe, folder, timeout_s=cluster.collective_timeout_s),
+    ) as group:
         learner = cast(Learner, group)
         loop = _build_loop(recipe, folder, learner, progress)
         try:

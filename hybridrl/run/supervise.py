@@ -20,7 +20,7 @@ from pathlib import Path
 from hybridrl import guard, log
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import DriverDiedError
-from hybridrl.run.postmortem import PostMortem, Progress
+from hybridrl.run.postmortem import Progress, write_postmortem
 from hybridrl.run.ray_end import RAY_PROCESSES
 from hybridrl.run.restarts import with_restarts
 from hybridrl.run.resume import newest_step
@@ -49,7 +49,7 @@ def supervise(config: ExperimentConfig) -> bool:
     supervisor = _Supervisor(config)
     with_restarts(
         supervisor.attempt,
-        explain=supervisor.explain,
+        explain=lambda _: None,  # each attempt does
         newest_step=lambda: newest_step(config),
         max_in_a_row=config.checkpoint.max_restarts,
     )
@@ -93,9 +93,11 @@ class _Supervisor:
         if has_said_goodbye or self._was_asked_to_stop:
             raise SystemExit(status)
         self.num_deaths += 1
-        raise _describe_death(child, status)
+        error = _describe_death(child, status)
+        self._explain(error)
+        raise error
 
-    def explain(self, error: BaseException) -> None:
+    def _explain(self, error: DriverDiedError) -> None:
         """Say on ``error`` where the run was, write the post-mortem, and end what is left of it."""
         guard.kill_all()
         log.configure(file=self._folder / LOG if self._folder.is_dir() else None)
@@ -104,7 +106,7 @@ class _Supervisor:
             self._config.num_steps, num_done, has_begun=num_done > 0, phase="end of the driver"
         )
         error.add_note(progress.describe())
-        outcome = PostMortem(self._folder, error, progress, ranks=()).write()
+        outcome = write_postmortem(self._folder, error, progress)
         error.add_note(f"post-mortem: {outcome}")
 
     def _wait(self, child: int) -> int:

@@ -97,7 +97,7 @@ def _train_once(run: _RunContext) -> None:
     """
     config, record = run.config, run.record
     record.phase("start workers")
-    with start_workers(config, run.folder, record=record) as workers:
+    with start_workers(config, run.folder) as workers:
         watch = PlanCheck(config)
         loop = _build_loop(run, workers, watch=watch)
         with loop.interrupt.listening():  # until all is written

@@ -57,16 +57,8 @@ def _tune_once(
     record: RunFolder,
 ) -> None:
     record.phase("start workers")
-    with (
-        start_group(
-            config.cluster,
-            SupervisedWorker,
-            _build_spec(config, folder),
-            on_failure=record.keep_reports,
-            variables=rank_variables(config),
-        ) as group,
-        record.watching(group.spans),
-    ):
+    spec, variables = _build_spec(config, folder), rank_variables(config)
+    with start_group(config.cluster, SupervisedWorker, spec, variables=variables) as group:
         learner = cast(Learner, group)
         loop = _build_loop(config, learner, examples=examples, record=record)
         with loop.interrupt.listening():  # until all is written

@@ -13,7 +13,6 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.planning.frozen_base import plan_base
 from hybridrl.run.checkpoints import Saver
 from hybridrl.run.cluster import rank_variables, start_fused_group, start_group
-from hybridrl.run.record import RunFolder
 from hybridrl.single_controller import RayWorkerGroup, Worker, WorkerGroup
 from hybridrl.trainer.policy import Critic, Policy
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
@@ -35,31 +34,23 @@ class Workers:
 
 
 @contextmanager
-def start_workers(
-    config: ExperimentConfig, folder: Path, *, record: RunFolder
-) -> Iterator[Workers]:
+def start_workers(config: ExperimentConfig, folder: Path) -> Iterator[Workers]:
     """Start the processes of a run, and end them.
 
     Args:
         config: of the run.
         folder: the model that policy and critic start from.
-        record: hears what ranks do, and what they did when one failed.
 
     Raises:
         ResourceError: the cluster lacks the resources.
         RemoteCallError: a constructor raised.
     """
     actor_spec, critic_spec = build_actor_spec(config, folder), build_critic_spec(config, folder)
-    reports = record.keep_reports
     cluster, variables = _with_server_start_timeout(config), rank_variables(config)
     with ExitStack() as opened:
 
         def start(cluster: ClusterConfig, cls: type[Worker], spec: object) -> RayWorkerGroup:
-            group = opened.enter_context(
-                start_group(cluster, cls, spec, on_failure=reports, variables=variables)
-            )
-            opened.enter_context(record.watching(group.spans))
-            return group
+            return opened.enter_context(start_group(cluster, cls, spec, variables=variables))
 
         if config.has_critic_pool:
             pool = replace(config.cluster, num_ranks_per_node=config.critic.num_ranks_per_node)
@@ -70,10 +61,7 @@ def start_workers(
                 "actor": (ActorRolloutWorker, actor_spec),
                 "critic": (CriticWorker, critic_spec),
             }
-            fused = opened.enter_context(
-                start_fused_group(cluster, roles, on_failure=reports, variables=variables)
-            )
-            opened.enter_context(record.watching(fused.spans))
+            fused = opened.enter_context(start_fused_group(cluster, roles, variables=variables))
             groups = fused.spawn(roles)
             yield _as_workers(groups["actor"], groups["critic"])
         else:

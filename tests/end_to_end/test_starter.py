@@ -52,9 +52,6 @@ class Record:
     def begin_step(self, step: int) -> None:
         pass
 
-    def keep_reports(self, ranks: object) -> None:
-        pass
-
     def watching(self, ranks: object) -> AbstractContextManager[None]:
         return nullcontext()
 
