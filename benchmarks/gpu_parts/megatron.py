@@ -37,7 +37,7 @@ def run(bench: Bench) -> None:
     def update() -> None:
         engine.update(
             batch,
-            loss=build_policy_loss(config.algorithm),
+            loss=build_policy_loss(config),
             aggregation="token_mean",
             temperature=1.0,
             max_response_tokens=2048,

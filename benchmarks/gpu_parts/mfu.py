@@ -93,7 +93,7 @@ def _measure(bench: Bench, variant: Variant) -> float:
     def update() -> None:
         engine.update(
             batch,
-            loss=build_policy_loss(config.algorithm),
+            loss=build_policy_loss(config),
             aggregation="token_mean",
             temperature=1.0,
             max_response_tokens=_ROW_TOKENS,

@@ -188,12 +188,12 @@ class Rank:
         trace.take()
         with DeviceWatch(self._device) as watch:
             answers, seconds = self._one_phase()
-        spans = trace.take().spans
+        events = trace.take()
         metrics = self.worker.sharding.take_metrics()
         return Cycle(
             seconds=_stages(metrics) | {"generate": seconds},
             num_bytes=_bytes(metrics),
-            peaks=watch.peaks(spans),
+            peaks=watch.peaks(events),
             free_after=free_after_all(self._device),
             token_ids=[answer[0] for answer in answers],
             logprobs=[answer[1] for answer in answers],

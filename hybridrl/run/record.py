@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import logging
+import socket
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hybridrl import log
 from hybridrl.checkpoint.manifest import RunState
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.errors import error_notes
+from hybridrl.diagnostics import trace
+from hybridrl.diagnostics.trace_file import join_traces
 from hybridrl.metrics import Metrics
 from hybridrl.report.facts import try_machine
 from hybridrl.report.page import try_report
 from hybridrl.run.display import LiveView, open_live
 from hybridrl.run.final_summary import describe_end
 from hybridrl.run.line_files import read_metrics
-from hybridrl.run.postmortem import WHERE, PostMortem, Progress, is_crash
+from hybridrl.run.postmortem import Progress, is_crash, write_postmortem
 from hybridrl.run.run_folder import RunLogger, Sample
-from hybridrl.run.tracing import Tracing
-from hybridrl.single_controller import RankReport
-from hybridrl.single_controller.spans import SpanCollector
 from hybridrl.trainer.interrupt import RunStopped
 
 _logger = logging.getLogger(__name__)
+_COUNTED = ("reward/mean", "eval/reward/mean", "policy/entropy_nats/mean")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,7 @@ class RunFolder:
 
     run_log: RunLogger
     live: LiveView
-    tracing: Tracing | None
     progress: Progress
-    ranks: list[RankReport] = field(default_factory=list)
-    """Of the last failure, while it is not explained."""
 
     @property
     def folder(self) -> Path:
@@ -60,8 +57,7 @@ class RunFolder:
         values = self.run_log.log_step(step, metrics)
         self.live.step(step, values)
         self.progress.num_done = step
-        if self.tracing is not None:
-            self.tracing.step(values)
+        trace.count({name: value for name, value in values.items() if _is_counted(name)})
 
     def rewind(self, run: RunState | None) -> None:
         """Go back to where a checkpoint was taken; None is before the first step."""
@@ -77,32 +73,19 @@ class RunFolder:
         """Keep some responses of a step."""
         self.run_log.log_samples(step, samples)
 
-    def keep_reports(self, ranks: Sequence[RankReport]) -> None:
-        """Keep what ranks did when one failed, for `explain`; the ``on_failure`` of groups."""
-        seen = {(report.host, report.pid) for report in ranks}
-        others = [report for report in self.ranks if (report.host, report.pid) not in seen]
-        self.ranks[:] = [*others, *ranks]  # of another group: actor and critic apart
-
     def explain(self, error: BaseException) -> None:
         """Note on ``error`` where the run was, and write the post-mortem folder of a crash.
 
-        Takes at most 5 s and raises nothing, whatever the state of the disk. Twice for one error is
-        a no-op. Whoever goes on after an error calls it too.
+        Once for each error: by who goes on after it, or where it ends the run. Takes at most 5 s
+        and raises nothing, whatever the state of the disk.
         """
-        if any(note.startswith(WHERE) for note in error_notes(error)):
-            return
         error.add_note(self.progress.describe())
         self.live.break_off()
         # Somebody who stops a start knows why; who stops a step may have waited in vain.
         is_wanted = isinstance(error, KeyboardInterrupt) and not self.progress.has_begun
         if is_crash(error) and not is_wanted:
-            outcome = PostMortem(self.folder, error, self.progress, tuple(self.ranks)).write()
-            self.ranks.clear()
+            outcome = write_postmortem(self.folder, error, self.progress)
             error.add_note(f"post-mortem: {outcome}")
-
-    def watching(self, ranks: SpanCollector) -> AbstractContextManager[None]:
-        """Trace these ranks until the end of the ``with``: ``record.watching(group.spans)``."""
-        return nullcontext() if self.tracing is None else self.tracing.watching(ranks)
 
 
 @contextmanager
@@ -124,36 +107,32 @@ def open_record(
     Raises:
         RunFolderError: the folder exists and is not to be resumed, or cannot be written.
     """
+    run_log = RunLogger(
+        Path(config.trainer.run_dir),
+        overwrite=config.trainer.overwrite,
+        resumes=resumes,
+        resolved_yaml=resolved_yaml,
+        settings=asdict(config),
+        config=config.tracking,
+    )
     num_steps = 3 if config.mode == "certify" else config.num_steps
-    with ExitStack() as opened:
-        run_log = opened.enter_context(
-            RunLogger(
-                Path(config.trainer.run_dir),
-                overwrite=config.trainer.overwrite,
-                resumes=resumes,
-                resolved_yaml=resolved_yaml,
-                settings=asdict(config),
-                config=config.tracking,
-            )
-        )
+    with run_log:
         log.configure(file=run_log.log_file)
         try_machine(run_log.folder)
-        opened.enter_context(_summarized(config, command))
-        tracing = Tracing.begin(run_log.folder) if config.tracking.trace else None
-        if tracing is not None:
-            opened.callback(tracing.close)
-        live = opened.enter_context(
-            open_live(config.tracking.live, num_steps=num_steps, stream=sys.stdout)
-        )
-        record = RunFolder(run_log, live, tracing, Progress(num_steps))
-        try:
-            yield record
-        except RunStopped:  # on request, and after its log said so: no error
-            raise
-        except BaseException as error:
-            record.explain(error)
-            run_log.log_error(error)  # to the file alone: whoever catches the error shows it
-            raise
+        with (
+            _summarized(config, command),
+            _traced(run_log.folder, is_on=config.tracking.trace),
+            open_live(config.tracking.live, num_steps=num_steps, stream=sys.stdout) as live,
+        ):
+            record = RunFolder(run_log, live, Progress(num_steps))
+            try:
+                yield record
+            except RunStopped:  # on request, and after its log said so: no error
+                raise
+            except BaseException as error:
+                record.explain(error)
+                run_log.log_error(error)  # to the file alone: whoever catches the error shows it
+                raise
 
 
 @contextmanager
@@ -175,3 +154,23 @@ def _summarized(config: ExperimentConfig, command: Sequence[str]) -> Iterator[No
                 with suppress(BrokenPipeError):  # as after `| head`
                     sys.stdout.write(text)
                     sys.stdout.flush()
+
+
+@contextmanager
+def _traced(folder: Path, *, is_on: bool) -> Iterator[None]:
+    """Let this process, and ranks that it starts, write the trace of a run; join it at the end."""
+    begins = is_on and trace.process.write_to(
+        folder.absolute(), f"driver on {socket.gethostname()}", num_processes=4
+    )
+    try:
+        if begins:
+            join_traces(folder)  # of a driver that was killed
+        yield
+    finally:
+        trace.process.end()
+        if begins:
+            join_traces(folder)
+
+
+def _is_counted(name: str) -> bool:
+    return name in _COUNTED or name.partition("/")[0] in ("throughput", "memory")

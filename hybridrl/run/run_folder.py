@@ -4,7 +4,7 @@
 ``log.txt``        the log
 ``metrics.jsonl``  one line a step
 ``samples.jsonl``  some responses of each step and evaluation: text, reward, log-probs of tokens
-``trace.json``     what driver and ranks did when, for ui.perfetto.dev
+``trace.json``     what driver and ranks did when, for ui.perfetto.dev; made of ``trace/``
 ``machine.json``   host, processor, memory and GPUs of the driver
 ``report.html``    all of it to look at, made at the end or by ``python -m hybridrl.report FOLDER``
 ``postmortem/``    what a crash leaves, see ``run/postmortem.py``

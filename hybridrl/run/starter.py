@@ -221,7 +221,7 @@ def _warm_up(config: ExperimentConfig, folder: Path, *, record: RunFolder, targe
     """
     record.phase(f"{_LABEL}: start workers")
     with (
-        start_workers(config, folder, record=record) as workers,
+        start_workers(config, folder) as workers,
         open_sft(config, folder, _WarmupRecorder(record, config.num_steps)) as training,
     ):
         loop = training.loop_of(workers)

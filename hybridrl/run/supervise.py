@@ -25,7 +25,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import DriverDiedError, HybridRLError, error_notes, is_restartable
 from hybridrl.log import configure
 from hybridrl.run.line_files import last_step
-from hybridrl.run.postmortem import PostMortem, Progress
+from hybridrl.run.postmortem import Progress, write_postmortem
 from hybridrl.run.ray_end import RAY_PROCESSES
 from hybridrl.run.resume import newest_step
 from hybridrl.run.run_folder import LOG
@@ -54,7 +54,7 @@ def supervise(config: ExperimentConfig) -> bool:
     supervisor = _Supervisor(config)
     with_restarts(
         supervisor.attempt,
-        explain=supervisor.explain,
+        explain=lambda _: None,  # each attempt does
         newest_step=lambda: newest_step(config),
         max_in_a_row=config.checkpoint.max_restarts,
     )
@@ -98,9 +98,11 @@ class _Supervisor:
         if has_said_goodbye or self._was_asked_to_stop:
             raise SystemExit(status)
         self.num_deaths += 1
-        raise _describe_death(child, status)
+        error = _describe_death(child, status)
+        self._explain(error)
+        raise error
 
-    def explain(self, error: BaseException) -> None:
+    def _explain(self, error: DriverDiedError) -> None:
         """Say on ``error`` where the run was, write the post-mortem, and end what is left of it."""
         guard.kill_all()
         configure(file=self._folder / LOG if self._folder.is_dir() else None)
@@ -109,7 +111,7 @@ class _Supervisor:
             self._config.num_steps, num_done, has_begun=num_done > 0, phase="end of the driver"
         )
         error.add_note(progress.describe())
-        outcome = PostMortem(self._folder, error, progress, ranks=()).write()
+        outcome = write_postmortem(self._folder, error, progress)
         error.add_note(f"post-mortem: {outcome}")
 
     def _wait(self, child: int) -> int:
@@ -160,7 +162,8 @@ def with_restarts(
 
     Args:
         attempt: starts workers, goes on from the newest checkpoint, and ends the workers.
-        explain: notes on an error where the run was, and keeps what can be known of it.
+        explain: notes on an error after which the run goes on where it was, and keeps what can be
+            known of it.
         newest_step: returns the step of the newest checkpoint; 0 if there is none.
         max_in_a_row: restarts without a new checkpoint between (``checkpoint.max_restarts``).
 
@@ -174,12 +177,12 @@ def with_restarts(
         try:
             return attempt()
         except HybridRLError as error:
-            explain(error)
             step = newest_step()
             num_in_a_row = num_in_a_row + 1 if step == step_before else 1
             step_before = step
             if not is_restartable(error) or num_in_a_row > max_in_a_row:
                 raise
+            explain(error)
             log.warning(
                 "%s: %s\nworkers are started again and go on from step %d (restart %d of %d)",
                 *(type(error).__name__, "\n".join([str(error), *error_notes(error)])),

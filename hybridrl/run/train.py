@@ -62,7 +62,7 @@ def _train_once(
 ) -> None:
     """Start workers, go on from the newest checkpoint to the end, and export."""
     record.phase("start workers")
-    with start_workers(config, folder, record=record) as workers:
+    with start_workers(config, folder) as workers:
         loop = training.loop_of(workers)
         savers = {role: cast(Saver, group) for role, group in workers.items()}
         with loop.interrupt.listening():  # until all is written

@@ -15,9 +15,7 @@ from hybridrl.config.cluster import ClusterConfig
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.setup_hook import SetupHook
 from hybridrl.diagnostics import trace
-from hybridrl.run.record import RunFolder
 from hybridrl.single_controller import (
-    OnFailure,
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
@@ -39,15 +37,12 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 @contextmanager
-def start_workers(
-    config: ExperimentConfig, model_folder: Path, *, record: RunFolder
-) -> Iterator[Workers]:
+def start_workers(config: ExperimentConfig, model_folder: Path) -> Iterator[Workers]:
     """Start the processes of a run, and end them.
 
     Args:
         config: of the run.
         model_folder: Hugging Face folder that policy and critic start from.
-        record: hears what ranks do, and what they did when one failed.
 
     Raises:
         ResourceError: the cluster lacks the resources.
@@ -64,10 +59,7 @@ def start_workers(
             }
             is_fused = len(classes) > 1
             made = create_colocated_worker_cls(classes) if is_fused else classes["".join(classes)]
-            group = opened.enter_context(
-                start_group(cluster, made, on_failure=record.keep_reports, variables=variables)
-            )
-            opened.enter_context(record.watching(group.spans))
+            group = opened.enter_context(start_group(cluster, made, variables=variables))
             workers |= group.spawn(roles) if is_fused else dict.fromkeys(roles, group)
         yield workers
 
@@ -94,7 +86,6 @@ def start_group(
     cluster: ClusterConfig,
     worker: RayClassWithInitArgs,
     *,
-    on_failure: OnFailure | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> RayWorkerGroup:
     """Start one process per rank and construct ``worker`` in each.
@@ -104,7 +95,6 @@ def start_group(
     Args:
         cluster: machines, processes and deadlines.
         worker: class and arguments, or several fused ones.
-        on_failure: see `RayWorkerGroup`.
         variables: more of the processes' environment; see `rank_variables`.
 
     Raises:
@@ -125,7 +115,6 @@ def start_group(
             env_vars={**_rank_environment(cluster), **(variables or {})},
             timeout_s=cluster.call_timeout_s,
             start_timeout_s=cluster.start_timeout_s,
-            on_failure=on_failure,
             set_up=SetupHook(cluster.worker_setup_hook) if cluster.worker_setup_hook else None,
         )
     if len(ray.nodes()) > 1:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, TrainBatch
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.model_folder import read_settings
 from hybridrl.diagnostics import trace
 from hybridrl.metrics import Last, Metrics, from_json, merge, to_json
 from hybridrl.planning.frozen_base import plan_base
@@ -21,10 +22,9 @@ from hybridrl.workers.build import (
     build_train_engine,
     build_weight_port,
 )
-from hybridrl.workers.canary import Canary
 from hybridrl.workers.checkpointed import CheckpointedWorker
 from hybridrl.workers.process_group import end_process_group, start_process_group
-from hybridrl.workers.rollout.assemble import assemble_rollouts
+from hybridrl.workers.rollout.assemble import assemble_rollouts, require_known_tokens
 from hybridrl.workers.rollout.protocol import SamplingParams
 from hybridrl.workers.rollout.sglang.arguments import device_name
 from hybridrl.workers.sharding.control import ControlGroup
@@ -33,7 +33,7 @@ from hybridrl.workers.sharding.frozen_base import resolve_lora_base
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.train.checkpoint import Notes
-from hybridrl.workers.train.protocol import LearningEngine
+from hybridrl.workers.train.protocol import LearningEngine, TokenLoss
 
 TRAIN = dispatch_by_mesh("train")
 ROLLOUT = dispatch_by_mesh("rollout")
@@ -98,15 +98,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         self._reference = build_reference_engine(config, model_folder, device, actor=self._actor)
         if self._reference is not None:
             self.sharding.register("reference", self._reference)
-        self._loss = build_policy_loss(config.algorithm)
-        self._canary = Canary(
-            config=config.rollout,
-            num_updates_per_step=config.algorithm.num_updates_per_step,
-            model_folder=model_folder,
-            sharding=self.sharding,
-            control=control,
-            trainer=self._actor,
-        )
+        self._vocab_size = int(read_settings(model_folder)["vocab_size"])
         self.start_checkpoints(seed=config.seed)
         self.register_train_mesh(self._actor)
         self.register_mesh(
@@ -130,21 +122,19 @@ class ActorRolloutWorker(CheckpointedWorker):
             sampled them. None on a rank that leads no engine.
 
         Raises:
-            DriftError: on all ranks, where a canary is kept: an engine is not the policy.
+            DriftError: the engine returned token ids that the model does not have.
         """
-        version = self._policy_version
-        self._canary.take_prompts(prompts)
-        answers, responses = None, None
+        responses = None
         with self.sharding.rollout_phase() as engine:
             if engine is not None:
-                answers = self._canary.ask(engine, version=version)
                 with self.sharding.meter("generate"), trace.span("sample", prompts=len(prompts)):
                     responses = engine.generate(prompts, sampling)
-        drift = self._canary.judge(answers, version=version)
-        self._carried = merge([self._carried, drift])
         if responses is None:
             return None
-        return assemble_rollouts(prompts, responses, policy_version=version)
+        version = self._policy_version
+        rollouts = assemble_rollouts(prompts, responses, policy_version=version)
+        require_known_tokens(rollouts, vocab_size=self._vocab_size)
+        return rollouts
 
     @register(TRAIN)
     def compute_logprobs(self, rollouts: RolloutBatch) -> LogprobBatch:
@@ -175,12 +165,17 @@ class ActorRolloutWorker(CheckpointedWorker):
 
         Returns:
             Metrics of the update, and of the rollout phases since the last one.
+
+        Raises:
+            DriftError: the rollouts came from another policy, and this step looks at it
+                (``rollout.canary_every_steps``). No optimizer step learned from them.
         """
         self.sharding.require_training()
         algorithm = self._config.algorithm
+        loss = build_policy_loss(self._config, checks_drift=self._checks_drift())
         with self.sharding.meter("update"):
             steps = [
-                self._step(minibatch)
+                self._step(minibatch, loss)
                 for _ in range(algorithm.num_epochs)
                 for minibatch in batch.chunk(algorithm.num_minibatches)
             ]
@@ -188,10 +183,15 @@ class ActorRolloutWorker(CheckpointedWorker):
         version: Metrics = {"policy/version": Last(self._policy_version)}
         return merge([*steps, version, carried, self.sharding.take_metrics()])
 
-    def _step(self, minibatch: TrainBatch) -> Metrics:
+    def _checks_drift(self) -> bool:
+        num_steps = self._policy_version // self._config.algorithm.num_updates_per_step
+        every = self._config.rollout.canary_every_steps
+        return every > 0 and num_steps % every == 0
+
+    def _step(self, minibatch: TrainBatch, loss: TokenLoss) -> Metrics:
         metrics = self._actor.update(
             minibatch,
-            loss=self._loss,
+            loss=loss,
             aggregation=self._config.algorithm.loss_aggregation,
             temperature=self._config.rollout.temperature,
             max_response_tokens=self._config.rollout.max_response_tokens,

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from hybridrl.config.actor import ActorConfig
-from hybridrl.config.algorithm import AlgorithmConfig
 from hybridrl.config.critic import CriticConfig
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora import LoraConfig
@@ -127,8 +126,9 @@ def build_weight_port(
     return port
 
 
-def build_policy_loss(algorithm: AlgorithmConfig) -> TokenLoss:
-    """Choose the terms of the policy loss."""
+def build_policy_loss(config: ExperimentConfig, *, checks_drift: bool = False) -> TokenLoss:
+    """Choose the terms of the policy loss, and whether it is refused on a drift of the sampler."""
+    algorithm = config.algorithm
     return PolicyGradientLoss(
         clip_low=algorithm.clip_low,
         clip_high=algorithm.clip_high,
@@ -136,6 +136,7 @@ def build_policy_loss(algorithm: AlgorithmConfig) -> TokenLoss:
         kl_coefficient=algorithm.kl.coefficient if algorithm.kl.placement == "loss" else 0.0,
         entropy_coefficient=algorithm.entropy_coefficient,
         sampler_ratio_cap=algorithm.sampler_ratio_cap,
+        max_drift_nats=config.rollout.canary_max_drift_nats if checks_drift else None,
     )
 
 

@@ -54,7 +54,7 @@ def run_into(folder: Path, *overrides: str, at: str, number: int) -> BaseExcepti
         pytest.raises((RemoteCallError, DeadlineError)) as caught,
         open_record(config, resolved_yaml="mode: train\n") as record,
     ):
-        fields = (record.run_log, record.live, record.tracing, record.progress, record.ranks)
+        fields = (record.run_log, record.live, record.progress)
         train(config, record=Ambush(*fields, at=at, number=number))
     return caught.value
 

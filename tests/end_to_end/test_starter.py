@@ -6,7 +6,6 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,15 +47,6 @@ class Record:
     def phase(self, name: str) -> None:
         if self._on_step is not None and "step 1/" in name:
             self._on_step()
-
-    def begin_step(self, step: int) -> None:
-        pass
-
-    def keep_reports(self, ranks: object) -> None:
-        pass
-
-    def watching(self, ranks: object) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 @pytest.fixture
