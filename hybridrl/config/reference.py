@@ -23,7 +23,6 @@ from hybridrl.config.checks.violations import Rule, rules_of
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import Within
 from hybridrl.config.load import known_keys
-from hybridrl.config.spelling import to_override
 
 _DOTTED = re.compile(r"(?:[a-z_]+|\*)(?:\.[a-z_0-9]+)+")
 _BY_DEVICE = "bfloat16 on cuda, float32 on cpu"
@@ -153,7 +152,7 @@ def _type_text(hint: object) -> str:
     if origin is Annotated:
         return _type_text(arguments[0])
     if origin is Literal:
-        return " | ".join(to_override(argument) for argument in arguments)
+        return " | ".join(_spell(argument) for argument in arguments)
     if origin is tuple:
         return f"list of {_type_text(arguments[0])}"
     if origin is Mapping:
@@ -246,6 +245,9 @@ def _flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
 
 
 def _spell(value: object) -> str:
-    if isinstance(value, str) and value.startswith("${dtype_on:"):
-        return _BY_DEVICE
-    return "(to be set)" if value == "???" else to_override(value)
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, list):
+        return f"[{', '.join(_spell(entry) for entry in value)}]"
+    text = "(to be set)" if value == "???" else str(value)
+    return _BY_DEVICE if text.startswith("${dtype_on:") else text
