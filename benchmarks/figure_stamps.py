@@ -78,7 +78,7 @@ FIGURES = (
         name="overhead",
         measured=(
             "hybridrl/diagnostics/trace.py",
-            "hybridrl/run/trac*.py",
+            "hybridrl/diagnostics/trac*.py",
             "hybridrl/run/samples.py",
         ),
     ),
