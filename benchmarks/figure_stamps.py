@@ -77,7 +77,6 @@ FIGURES = (
     Figures(
         name="overhead",
         measured=(
-            "hybridrl/diagnostics/trace.py",
             "hybridrl/diagnostics/trac*.py",
             "hybridrl/run/samples.py",
         ),
