@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "performance.md"
+PAGES = ("docs/performance.md", "docs/memory.md")
+"""Pages with published tables, and with no other table."""
 
 _STEP = (
     *("hybridrl/workers/rollout/*.py", "hybridrl/workers/rollout/embedded/*.py"),
@@ -43,6 +44,9 @@ class Figures:
     arguments: tuple[str, ...] = ()
     one_thread: bool = False
     """Whether it runs with ``OMP_NUM_THREADS=1``."""
+
+    page: str = PAGES[0]
+    """Where the table stands."""
 
     @property
     def command(self) -> str:
@@ -77,8 +81,7 @@ FIGURES = (
     Figures(
         name="overhead",
         measured=(
-            "hybridrl/diagnostics/trace.py",
-            "hybridrl/run/trac*.py",
+            "hybridrl/diagnostics/trac*.py",
             "hybridrl/run/samples.py",
         ),
     ),
@@ -101,6 +104,11 @@ FIGURES = (
         name="megatron",
         arguments=("--rounds", "7"),
         measured=("hybridrl/workers/train/megatron/*.py", "hybridrl/models/onednn.py"),
+    ),
+    Figures(
+        name="memory_plan",
+        measured=("benchmarks/sides/memory_rank.py", "hybridrl/planning/*.py"),
+        page=PAGES[1],
     ),
 )
 
@@ -128,8 +136,22 @@ def blocks_of(page: str) -> Iterator[Block]:
         yield Block(match["name"], match["digest"], match["text"])
 
 
-def find_faults(page: str, figures: Sequence[Figures] = FIGURES, root: Path = ROOT) -> list[str]:
-    """Say of each published table what is wrong with it, and what to type."""
+def read_page(page: str) -> str:
+    """Return the text of one of the pages."""
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def find_all_faults() -> list[str]:
+    """Say of each published table of each page what is wrong with it, and what to type."""
+    return [
+        fault
+        for page in PAGES
+        for fault in find_faults(read_page(page), [one for one in FIGURES if one.page == page])
+    ]
+
+
+def find_faults(page: str, figures: Sequence[Figures], root: Path = ROOT) -> list[str]:
+    """Say of each of these tables what is wrong with it in the text of their page."""
     blocks = {block.name: block for block in blocks_of(page)}
     faults = []
     for one in figures:

@@ -1,10 +1,11 @@
-"""Predicted against measured memory, phase by phase: the table of docs/memory.md.
+"""Predicted against measured memory: the table of docs/memory.md.
 
 ``python -m benchmarks.memory_plan`` runs every case, ``... memory_plan CASE ...`` those named. Each
 runs in processes of its own, one a rank: two steps of the real worker on a random model, which
 hardly ever draws the stop token, so that all rows have their full length, as the plan assumes.
-``VERBOSE=1`` shows the parts. Only the second step is looked at: moments exist, and memory that
-malloc kept was given back.
+Only the second step counts: moments exist, and malloc has returned what the start had freed. The
+table has the largest phase; on a CPU malloc hides the others behind it. Each case runs twice, once
+with a ``MALLOC_MMAP_THRESHOLD_`` that leaves malloc no heap in which it could keep freed memory.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Mapping
 
 from hybridrl.config.load import read_config
 from hybridrl.main import compose
 from hybridrl.planning.memory import plan_memory
+from hybridrl.planning.plan import MemoryPlan
 from hybridrl.planning.workload import Workload
 
 MIB = 2**20
+NO_HEAP = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 SMALL = (192, 4, 6, 2, 512)
 MIDDLE = (256, 8, 8, 4, 1024)
 LARGE = (512, 8, 8, 4, 1536)
@@ -99,17 +101,24 @@ CASES = {
 
 
 def main() -> None:
-    """Run the cases named on the command line, or all of them."""
-    print("case, phase: predicted MiB, measured MiB, error")
+    """Run the cases named on the command line, or all of them; print the table."""
+    print("| case | phase | predicted MiB | without malloc's heap | with it |")
+    print("|---|---|---:|---:|---:|", flush=True)
     for name in sys.argv[1:] or CASES:
-        with tempfile.TemporaryDirectory() as folder:
-            measured = run_case(CASES[name], Path(folder))
-        for line in compare(CASES[name], measured):
-            print(f"{name}, {line}", flush=True)
+        overrides = CASES[name]
+        without_heap, with_heap = run_case(overrides, NO_HEAP), run_case(overrides, {})
+        plan = plan_of(overrides, with_heap)
+        phase = max(plan.phases, key=plan.measured_bytes)
+        predicted = plan.measured_bytes(phase)
+        cells = [name, phase.name, f"{predicted / MIB:.0f}"]
+        for measured in (without_heap, with_heap):
+            peak = measured[f"memory/{phase.name}_peak_bytes/max"]
+            cells.append(f"{peak / MIB:.0f} ({peak / predicted - 1:+.0%})")
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def compare(overrides: tuple[str, ...], measured: dict[str, float]) -> Iterator[str]:
-    """Yield a line per phase: predicted for the tokens of the step, measured, error."""
+def plan_of(overrides: tuple[str, ...], measured: dict[str, float]) -> MemoryPlan:
+    """Return the plan of a case for the tokens that its step had."""
     config, _ = read_config(compose(overrides))
     if config is None:
         raise ValueError(f"a case cannot be read: {overrides}")
@@ -118,44 +127,37 @@ def compare(overrides: tuple[str, ...], measured: dict[str, float]) -> Iterator[
         response_tokens=config.rollout.max_response_tokens,
         microbatch_tokens=measured["data/train_tokens"] / measured["data/microbatches"],
     )
-    plan = plan_memory(config, workload=workload)
-    for phase in plan.phases:
-        found = measured.get(f"memory/{phase.name}_peak_bytes/max")
-        if found is None:
-            continue
-        predicted = plan.measured_bytes(phase)
-        line = (
-            f"{phase.name}: {predicted / MIB:.0f}, {found / MIB:.0f}, {found / predicted - 1:+.0%}"
-        )
-        if "VERBOSE" in os.environ:
-            parts = (f"{part.name} {part.num_bytes / MIB:.0f}" for part in phase.parts)
-            line += f" ({', '.join(parts)})"
-        yield line
+    return plan_memory(config, workload=workload)
 
 
-def run_case(overrides: tuple[str, ...], folder: Path) -> dict[str, float]:
-    """Run the ranks of one case; returns the largest value of each metric over ranks and steps."""
+def run_case(overrides: tuple[str, ...], variables: Mapping[str, str]) -> dict[str, float]:
+    """Run the ranks of one case; returns the largest value of each metric over the ranks."""
     num_ranks = 2 if "cluster.num_ranks_per_node=2" in overrides else 1
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
-    ranks = []
-    for rank in range(num_ranks):
-        place = {
-            "RANK": rank,
-            "WORLD_SIZE": num_ranks,
-            "LOCAL_RANK": rank,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "OMP_NUM_THREADS": 2 // num_ranks,
-        }
-        environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
-        command = [sys.executable, "-m", "benchmarks.sides.memory_rank", str(folder), *overrides]
-        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    answers = [json.loads(rank.communicate()[0].splitlines()[-1]) for rank in ranks]
-    names = dict.fromkeys(name for answer in answers for name in answer)
-    return {name: max(answer.get(name, 0.0) for answer in answers) for name in names}
+    group = {
+        "WORLD_SIZE": num_ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "OMP_NUM_THREADS": 2 // num_ranks,
+    }
+    shared = {**os.environ, **{name: str(value) for name, value in group.items()}, **variables}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.sides.memory_rank", folder, *overrides]
+        ranks = [
+            subprocess.Popen(
+                command,
+                env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(num_ranks)
+        ]
+        outputs = [json.loads(rank.communicate()[0].splitlines()[-1]) for rank in ranks]
+    names = dict.fromkeys(name for output in outputs for name in output)
+    return {name: max(output.get(name, 0.0) for output in outputs) for name in names}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run benchmarks and write what they print into docs/performance.md, with command, commit and date.
+"""Run benchmarks and write the tables that they print into docs, with command, commit and date.
 
     python -m benchmarks.publish              those whose table is stale
     python -m benchmarks.publish NAME ...     these
@@ -19,13 +19,14 @@ from collections.abc import Sequence
 
 from benchmarks.figure_stamps import (
     FIGURES,
-    PAGE,
+    PAGES,
     ROOT,
     Block,
     Figures,
     blocks_of,
-    find_faults,
+    find_all_faults,
     put,
+    read_page,
 )
 
 
@@ -36,18 +37,18 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     if options.check:
-        faults = find_faults(PAGE.read_text(encoding="utf-8"))
+        faults = find_all_faults()
         sys.exit("\n".join(faults) if faults else 0)
     for one in chosen(options.names):
         print(f"{one.command} ...", flush=True)
         text = f"{made_by(one)}\n\n{output_of(one)}\n"
-        page = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(put(page, Block(one.name, one.digest(), text)), encoding="utf-8")
+        page = put(read_page(one.page), Block(one.name, one.digest(), text))
+        (ROOT / one.page).write_text(page, encoding="utf-8")
 
 
 def chosen(names: Sequence[str]) -> list[Figures]:
     """Return the tables named, or those that are stale."""
-    digests = {b.name: b.digest for b in blocks_of(PAGE.read_text(encoding="utf-8"))}
+    digests = {b.name: b.digest for page in PAGES for b in blocks_of(read_page(page))}
     if names:
         return [one for one in FIGURES if one.name in names]
     return [one for one in FIGURES if digests.get(one.name) != one.digest()]

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.diagnostics.trace import Span, SpanRecorder
+from hybridrl.diagnostics.trace import SpanRecorder
 from hybridrl.diagnostics.trace_file import FOLDER, NAME, Event, ProcessTrace, join_traces
 from tests.trace_events import check, names_of, spans_of
 from tests.waiting import wait_until
@@ -110,14 +111,11 @@ def test_host_memory_is_noted_beside_all_but_the_shortest_spans() -> None:
     begins=st.lists(st.integers(min_value=0, max_value=10**6), min_size=2, max_size=8, unique=True)
 )
 def test_rounding_to_microseconds_keeps_spans_nested(begins: list[int]) -> None:
-    # Ends mirror begins: the spans lie in one another, nanoseconds apart.
-    recorder, base, middle = SpanRecorder(), time.perf_counter_ns(), 2 * 10**6
-    spans = [Span(recorder, "span", {}) for _ in begins]
-    for span, begin in zip(spans, sorted(begins), strict=True):
-        span.__enter__()
-        span.begin_ns = base + begin
-    for span in reversed(spans):
-        recorder.leave(span, 2 * base + 2 * middle - span.begin_ns)
+    recorder = SpanRecorder()
+    with ExitStack() as spans:
+        base = time.perf_counter_ns() - 10**7
+        for begin in sorted(begins):  # they lie in one another, nanoseconds apart
+            spans.enter_context(recorder.span("span")).begin_ns = base + begin
     name = {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "driver"}}
     check([name, *(event | {"pid": 1} for event in recorder.take())])
 
@@ -126,7 +124,7 @@ def test_a_trace_has_a_named_row_for_each_process_and_its_threads(tmp_path: Path
     for process in ("rank 0 Actor on host-b", "driver on host-a"):
         recorder = SpanRecorder()
         assert recorder.write_to(tmp_path, process, num_processes=2)
-        thread = threading.Thread(target=lambda r=recorder: r.span("helper").__enter__())
+        thread = threading.Thread(target=lambda r=recorder: list(r.each("helper", [7])))
         with recorder.span("generate", rows=3):
             thread.start()
             thread.join()
@@ -136,7 +134,12 @@ def test_a_trace_has_a_named_row_for_each_process_and_its_threads(tmp_path: Path
             pass
     events = _joined(tmp_path)
     assert names_of(events) == {1: "driver on host-a", 2: "rank 0 Actor on host-b"}
-    assert [e["args"] for e in spans_of(events)] == [{"rows": 3}] * 2
+    spans = {(e["pid"], e["tid"], e["name"]): e["args"] for e in spans_of(events)}
+    assert len(spans) == 4
+    assert [spans[row, 1, "helper"] for row in (1, 2)] == [{"item": 7}] * 2
+    assert [spans[row, 2, "generate"] for row in (1, 2)] == [{"rows": 3}] * 2
+    names = [(e["tid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"]
+    assert set(names) == {(1, "main"), (2, "thread 2")}
     counters = [(e["name"], e["pid"]) for e in events if e["ph"] == "C"]
     assert set(counters) == {(n, p) for n in ("reward/mean", "host memory, MiB") for p in (1, 2)}
     sizes = [e["args"]["value"] for e in events if e["name"].startswith("host memory")]
@@ -208,8 +211,11 @@ def test_wherever_the_file_of_a_process_ends_its_whole_events_are_kept(
     complete = path.read_bytes()
     path.write_bytes(complete[:cut])
     num_kept = max(0, complete[:cut].count(b"\n") - 2)  # the names of process and thread come first
-    ProcessTrace(folder, "driver").close()
-    assert [e["name"] for e in spans_of(_joined(folder))] == list("abcdef"[:num_kept])
+    for _ in range(2):  # as it was left, and after another process went on
+        join_traces(folder)
+        events = json.loads((folder / NAME).read_text())
+        assert [e["name"] for e in spans_of(events)] == list("abcdef"[:num_kept])
+        ProcessTrace(folder, "driver").close()
 
 
 def test_a_long_trace_keeps_its_first_and_its_last_two_files(tmp_path: Path) -> None:

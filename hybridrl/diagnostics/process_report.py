@@ -253,9 +253,11 @@ def attach_reports(error: BaseException, reports: Sequence[RankReport]) -> None:
 
 def reports_on(error: BaseException | None) -> tuple[RankReport, ...]:
     """Return what ranks did when ``error``, or the error that it was raised from, was raised."""
-    while error is not None and "rank_reports" not in vars(error):
+    reports: tuple[RankReport, ...] = ()
+    while error is not None and not reports:
+        reports = vars(error).get("rank_reports", ())
         error = error.__cause__ or error.__context__
-    return () if error is None else vars(error)["rank_reports"]
+    return reports
 
 
 def failed_ranks_first(reports: Sequence[RankReport], late: Collection[int]) -> list[RankReport]:

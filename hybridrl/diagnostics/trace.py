@@ -19,10 +19,10 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock, get_ident
-from types import TracebackType
 from typing import TypeVar
 
 from hybridrl.diagnostics.activity import resident_bytes
@@ -37,30 +37,13 @@ _WORTH_ASKING_NS = 1_000_000
 _WRITE_EVERY_NS = 1_000_000_000
 
 
-class Span:
-    """A piece of work; a context manager. Made by ``SpanRecorder.span``."""
+@dataclass(slots=True, eq=False)
+class OpenSpan:
+    """A span that goes on."""
 
-    __slots__ = ("_recorder", "args", "begin_ns", "name", "thread")
-
-    def __init__(self, recorder: SpanRecorder, name: str, args: dict[str, Arg]) -> None:
-        self._recorder = recorder
-        self.name = name
-        self.args = args
-        self.begin_ns = self.thread = 0
-
-    def __enter__(self) -> Span:
-        self.thread = get_ident()
-        self._recorder.enter(self)
-        self.begin_ns = time.perf_counter_ns()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._recorder.leave(self, time.perf_counter_ns())
+    name: str
+    args: dict[str, Arg]
+    begin_ns: int
 
 
 class SpanRecorder:
@@ -71,20 +54,41 @@ class SpanRecorder:
         self.run_folder: Path | None = None
         """Of the run that is traced; None while none is."""
         self._events: deque[Event] = deque(maxlen=capacity)
-        self._open: dict[int, list[Span]] = {}
+        self._open: dict[int, list[OpenSpan]] = {}
         self._threads: dict[int, int] = {}
         self._file: ProcessTrace | None = None
         self._lock = Lock()
         self._next_write_ns = 0
 
-    def span(self, name: str, **args: Arg) -> Span:
-        """Return a context manager that records how long its body took.
+    @contextmanager
+    def span(self, name: str, **args: Arg) -> Iterator[OpenSpan]:
+        """Record how long the block takes.
 
         Args:
             name: what is done, the same each time; what differs goes into ``args``.
             args: plain values to show beside it.
         """
-        return Span(self, name, args)
+        thread = get_ident()
+        stack = self._open.setdefault(thread, [])
+        span = OpenSpan(name, args, time.perf_counter_ns())
+        stack.append(span)
+        try:
+            yield span
+        finally:
+            if span in stack:  # else it ended with the span around it
+                self._end(stack, span, self._threads.setdefault(thread, len(self._threads) + 1))
+                if not stack and time.perf_counter_ns() >= self._next_write_ns:
+                    self.write()
+
+    def _end(self, stack: list[OpenSpan], span: OpenSpan, thread: int) -> None:
+        """End a span, and with it those inside that nobody ended (a loop that was left)."""
+        # Both ends are rounded down, not the duration: what nests in nanoseconds nests here.
+        end_us = (time.perf_counter_ns() + _CLOCK_TO_WALL_NS) // 1000
+        while span in stack:
+            ended = stack.pop()
+            begin_us = (ended.begin_ns + _CLOCK_TO_WALL_NS) // 1000
+            event = {"ph": "X", "name": ended.name, "tid": thread, "ts": begin_us}
+            self._events.append(event | {"dur": end_us - begin_us, "args": ended.args})
 
     def each(self, name: str, items: Iterable[Item]) -> Iterator[Item]:
         """Yield ``items``; what the loop does with each is a span, with the item or its index."""
@@ -171,29 +175,6 @@ class SpanRecorder:
             with suppress(OSError):
                 self._file.close()
         self._file = None
-
-    def enter(self, span: Span) -> None:
-        """Note that a span began."""
-        self._open.setdefault(span.thread, []).append(span)
-
-    def leave(self, span: Span, now_ns: int) -> None:
-        """Note that a span ended, and with it those inside that nobody ended (a broken loop)."""
-        stack = self._open.get(span.thread, [])
-        if span not in stack:  # it ended with the span around it
-            return
-        thread = self._threads.setdefault(span.thread, len(self._threads) + 1)
-        # Both ends are rounded down, not the duration: what nests in nanoseconds nests here.
-        end_us = (now_ns + _CLOCK_TO_WALL_NS) // 1000
-        at = stack.index(span)
-        for ended in reversed(stack[at:]):
-            begin_us = (ended.begin_ns + _CLOCK_TO_WALL_NS) // 1000
-            event = {"ph": "X", "name": ended.name, "tid": thread, "ts": begin_us}
-            self._events.append(event | {"dur": end_us - begin_us, "args": ended.args})
-        del stack[at:]
-        if not stack:
-            del self._open[span.thread]
-            if self._file is not None and now_ns >= self._next_write_ns:
-                self.write()
 
 
 process = SpanRecorder()
