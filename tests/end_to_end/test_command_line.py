@@ -94,6 +94,15 @@ def test_a_run_folder_is_not_overwritten_without_being_asked(tmp_path: Path) -> 
     assert (folder / "thesis.txt").read_text() == "mine"
 
 
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """Processes that start meanwhile heed SIGINT, though a shell's background job ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 @pytest.mark.parametrize("module", ["hydra", "hybridrl.config.load", "ray._raylet"])
 def test_ctrl_c_while_imports_run_ends_quietly(tmp_path: Path, module: str) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "hybridrl.main"]
