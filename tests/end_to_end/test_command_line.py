@@ -82,18 +82,6 @@ def test_a_killed_raylet_is_named_and_the_run_goes_on_to_its_end(tmp_path: Path)
     assert not alive  # not even the agents of Ray's own
 
 
-def test_a_run_folder_is_not_overwritten_without_being_asked(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "thesis.txt").write_text("mine")
-    with _started(folder) as process:
-        output, _ = process.communicate(timeout=_DEADLINE_S)
-    assert process.returncode != 0
-    assert "trainer.run_dir" in output
-    assert "Traceback" not in output
-    assert (folder / "thesis.txt").read_text() == "mine"
-
-
 @pytest.fixture
 def heeds_ctrl_c() -> Iterator[None]:
     """Processes that start meanwhile heed SIGINT, though a shell's background job ignores it."""
