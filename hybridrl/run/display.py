@@ -45,6 +45,8 @@ class LiveView:
         """Begin before the first of ``num_steps`` steps."""
         self.num_steps = num_steps
         self.num_done = 0
+        self.has_begun = False
+        """Whether this process has begun a step."""
         self.trends: dict[str, list[float]] = {}
         self._running_step: int | None = None
         self._phase = "start"
@@ -60,6 +62,7 @@ class LiveView:
 
     def begin_step(self, step: int) -> None:
         """Begin step ``step``, counted from 1."""
+        self.has_begun = True
         self._running_step = step
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
@@ -94,6 +97,14 @@ class LiveView:
         running = self._running_step
         where = "" if running is None else f"step {running}/{self.num_steps}: "
         return f"{where}{self._phase}, {time.monotonic() - self._phase_began:.0f} s"
+
+    def describe_place(self) -> str:
+        """Say where an error met the run."""
+        where = "in" if self.has_begun else "before"
+        step = min(self.num_done + 1, self.num_steps)
+        age_s = time.monotonic() - self._phase_began
+        place = f"{where} step {step} of {self.num_steps}, {self._phase}"
+        return f"{place}, {age_s:.1f} s after that began"
 
     def describe_time_left(self) -> str:
         """Say how long the other steps take at the pace of the last ones; empty if unknown."""

@@ -21,7 +21,7 @@ from hybridrl.report.page import try_report
 from hybridrl.run.display import LiveView, open_live
 from hybridrl.run.final_summary import describe_end
 from hybridrl.run.line_files import read_metrics
-from hybridrl.run.postmortem import Progress, is_crash, write_postmortem
+from hybridrl.run.postmortem import is_crash, write_postmortem
 from hybridrl.run.run_folder import RunLogger, Sample
 from hybridrl.trainer.interrupt import RunStopped
 
@@ -35,7 +35,6 @@ class RunFolder:
 
     run_log: RunLogger
     live: LiveView
-    progress: Progress
 
     @property
     def folder(self) -> Path:
@@ -44,19 +43,16 @@ class RunFolder:
 
     def phase(self, name: str) -> None:
         """Say what begins."""
-        self.progress.begin(name)
         self.live.phase(name)
 
     def begin_step(self, step: int) -> None:
         """Say which step begins."""
-        self.progress.has_begun = True
         self.live.begin_step(step)
 
     def record(self, step: int, metrics: Metrics) -> None:
         """Keep and show the metrics of one step."""
         values = self.run_log.log_step(step, metrics)
         self.live.step(step, values)
-        self.progress.num_done = step
         trace.count({name: value for name, value in values.items() if _is_counted(name)})
 
     def rewind(self, run: RunState | None) -> None:
@@ -66,7 +62,6 @@ class RunFolder:
             self.run_log.rewind(0, sizes={}, elapsed_s=0.0)
         else:
             self.run_log.rewind(step, sizes=run.log_sizes, elapsed_s=run.elapsed_s)
-        self.progress.num_done = step
         self.live.rewind(step, read_metrics(self.folder))
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -79,12 +74,13 @@ class RunFolder:
         Once for each error: by who goes on after it, or where it ends the run. Takes at most 5 s
         and raises nothing, whatever the state of the disk.
         """
-        error.add_note(self.progress.describe())
+        where = self.live.describe_place()
+        error.add_note(where)
         self.live.break_off()
         # Somebody who stops a start knows why; who stops a step may have waited in vain.
-        is_wanted = isinstance(error, KeyboardInterrupt) and not self.progress.has_begun
+        is_wanted = isinstance(error, KeyboardInterrupt) and not self.live.has_begun
         if is_crash(error) and not is_wanted:
-            outcome = write_postmortem(self.folder, error, self.progress)
+            outcome = write_postmortem(self.folder, error, where=where)
             error.add_note(f"post-mortem: {outcome}")
 
 
@@ -124,7 +120,7 @@ def open_record(
             _traced(run_log.folder, is_on=config.tracking.trace),
             open_live(config.tracking.live, num_steps=num_steps, stream=sys.stdout) as live,
         ):
-            record = RunFolder(run_log, live, Progress(num_steps))
+            record = RunFolder(run_log, live)
             try:
                 yield record
             except RunStopped:  # on request, and after its log said so: no error

@@ -25,7 +25,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import DriverDiedError, HybridRLError, error_notes, is_restartable
 from hybridrl.log import configure
 from hybridrl.run.line_files import last_step
-from hybridrl.run.postmortem import Progress, write_postmortem
+from hybridrl.run.postmortem import write_postmortem
 from hybridrl.run.ray_end import RAY_PROCESSES
 from hybridrl.run.resume import newest_step
 from hybridrl.run.run_folder import LOG
@@ -106,12 +106,11 @@ class _Supervisor:
         """Say on ``error`` where the run was, write the post-mortem, and end what is left of it."""
         guard.kill_all()
         configure(file=self._folder / LOG if self._folder.is_dir() else None)
-        num_done = last_step(self._folder)
-        progress = Progress(
-            self._config.num_steps, num_done, has_begun=num_done > 0, phase="end of the driver"
-        )
-        error.add_note(progress.describe())
-        outcome = write_postmortem(self._folder, error, progress)
+        num_done, num_steps = last_step(self._folder), self._config.num_steps
+        step = min(num_done + 1, num_steps)
+        where = f"{'in' if num_done else 'before'} step {step} of {num_steps}, end of the driver"
+        error.add_note(where)
+        outcome = write_postmortem(self._folder, error, where=where)
         error.add_note(f"post-mortem: {outcome}")
 
     def _wait(self, child: int) -> int:

@@ -32,7 +32,7 @@ class Ambush(RunFolder):
     def phase(self, name: str) -> None:
         """Do what a record does; then strike."""
         super().phase(name)
-        if name == self.at and self.progress.num_done >= 1:
+        if name == self.at and self.live.num_done >= 1:
             os.kill(find_ranks(os.getpid())[-1].pid, self.number)
 
 
@@ -54,7 +54,7 @@ def run_into(folder: Path, *overrides: str, at: str, number: int) -> BaseExcepti
         pytest.raises((RemoteCallError, DeadlineError)) as caught,
         open_record(config, resolved_yaml="mode: train\n") as record,
     ):
-        fields = (record.run_log, record.live, record.progress)
+        fields = (record.run_log, record.live)
         train(config, record=Ambush(*fields, at=at, number=number))
     return caught.value
 
