@@ -81,8 +81,7 @@ FIGURES = (
     Figures(
         name="overhead",
         measured=(
-            "hybridrl/diagnostics/trace.py",
-            "hybridrl/run/trac*.py",
+            "hybridrl/diagnostics/trac*.py",
             "hybridrl/run/samples.py",
         ),
     ),

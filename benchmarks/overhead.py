@@ -1,8 +1,8 @@
 """What trace and metrics cost a step of the default run: at most 1 % of it.
 
-One run on real workers, in which steps with and without the trace take turns, so that both meet the
-same noise. On a busy machine their difference drowns in it; what counts is the time spent in
-recording, taken by itself within the step.
+One run on real workers. On a busy machine the difference of two runs drowns in noise; what counts
+is the time spent in recording, taken by itself: on the driver within the step, and on a rank the
+events that it wrote in a step times what an event costs.
 
     python -m benchmarks.overhead [--steps 60] [KEY=VALUE ...]
 """
@@ -21,13 +21,15 @@ import yaml
 
 from hybridrl import env
 from hybridrl.config.load import load_config
+from hybridrl.diagnostics import trace
 from hybridrl.diagnostics.trace import SpanRecorder
+from hybridrl.diagnostics.trace_file import FOLDER
 from hybridrl.main import compose
 from hybridrl.metrics import Metrics
-from hybridrl.run import build
 from hybridrl.run.cluster import ray_cluster
 from hybridrl.run.record import RunFolder, open_record
 from hybridrl.run.run_folder import Sample
+from hybridrl.run.train import train
 
 _LIMIT = 0.01
 _WARM_UP = 5
@@ -42,11 +44,13 @@ class Times:
     steps: list[dict[str, float]] = field(default_factory=list)
     ended: float = 0.0
     samples_s: float = 0.0
+    num_rank_events: int = 0
+    """That the first rank wrote in all steps."""
 
 
 @dataclass(frozen=True)
 class TimedRecord(RunFolder):
-    """Records as usual, and notes how long each part of it takes; traces every other step."""
+    """Records as usual, and notes how long each part of it takes."""
 
     times: Times = field(kw_only=True, default_factory=Times)
 
@@ -66,14 +70,12 @@ class TimedRecord(RunFolder):
         begin = time.perf_counter()
         values = self.run_log.log_step(step, metrics)
         logged = time.perf_counter()
-        is_traced = step % 2 == 0
-        if is_traced and self.tracing is not None:
-            self.tracing.step(values)
+        trace.count(values)
+        trace.process.write()
         end = time.perf_counter()
         if step > _WARM_UP and self.times.ended:
             self.times.steps.append(
                 {
-                    "is_traced": is_traced,
                     "step_s": end - self.times.ended,
                     "metrics_s": logged - begin + self.times.samples_s,
                     "trace_s": end - logged,
@@ -89,7 +91,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
         times = run(options.steps, options.overrides, Path(folder) / "run")
-    print_table(times.steps, *cost_per_span())
+        span_s, write_s = cost_per_span(Path(folder))
+    print_table(times, num_steps=options.steps, span_s=span_s, write_s=write_s)
 
 
 def run(num_steps: int, overrides: list[str], folder: Path) -> Times:
@@ -104,46 +107,50 @@ def run(num_steps: int, overrides: list[str], folder: Path) -> Times:
         ray_cluster(config.cluster),
     ):
         timed = TimedRecord.around(record)
-        build.run(config, record=timed)
+        train(config, record=timed)
+    ranks = sorted((folder / FOLDER).glob("rank 0 ActorRolloutWorker*.jsonl"))
+    timed.times.num_rank_events = len(ranks[0].read_bytes().splitlines())
     return timed.times
 
 
-def cost_per_span() -> tuple[float, float]:
-    """Return the seconds that a span costs, and that fetching it from a rank's buffer costs."""
+def cost_per_span(folder: Path) -> tuple[float, float]:
+    """Return the seconds that a span costs, and that writing it to the process's file costs."""
     recorder = SpanRecorder()
+    recorder.write_to(folder, "benchmark", num_processes=1)
     costs: list[tuple[float, float]] = []
-    for _ in range(_NUM_REPEATS):
-        begin = time.thread_time()  # of the core: neighbours do not lengthen it
-        for number in range(_NUM_SPANS):
-            with recorder.span("stage", number=number):
-                pass
-        recorded = time.thread_time()
-        recorder.take()
-        taken = time.thread_time()
-        costs.append(((recorded - begin) / _NUM_SPANS, (taken - recorded) / _NUM_SPANS))
-    record_s, take_s = zip(*costs, strict=True)
-    return statistics.median(record_s), statistics.median(take_s)
+    with recorder.span("outermost"):  # nothing is written within it unless asked
+        for _ in range(_NUM_REPEATS):
+            begin = time.thread_time()  # of the core: neighbours do not lengthen it
+            for number in range(_NUM_SPANS):
+                with recorder.span("stage", number=number):
+                    pass
+            recorded = time.thread_time()
+            recorder.write()
+            written = time.thread_time()
+            costs.append(((recorded - begin) / _NUM_SPANS, (written - recorded) / _NUM_SPANS))
+    recorder.end()
+    record_s, write_s = zip(*costs, strict=True)
+    return statistics.median(record_s), statistics.median(write_s)
 
 
-def print_table(steps: list[dict[str, float]], span_s: float, take_s: float) -> None:
-    """Print medians of steps, means of costs: the trace does most of its work once a second."""
-    traced = [step for step in steps if step["is_traced"]]
-    plain = [step for step in steps if not step["is_traced"]]
-    step_s = statistics.median(step["step_s"] for step in plain)
-    metrics_s = statistics.fmean(step["metrics_s"] for step in steps)
-    trace_s = statistics.fmean(step["trace_s"] for step in traced)
-    print(f"{len(traced)} steps with trace and {len(plain)} without took turns\n")
+def print_table(times: Times, *, num_steps: int, span_s: float, write_s: float) -> None:
+    """Print the median step, and the mean cost of each part."""
+    step_s = statistics.median(step["step_s"] for step in times.steps)
+    metrics_s = statistics.fmean(step["metrics_s"] for step in times.steps)
+    trace_s = statistics.fmean(step["trace_s"] for step in times.steps)
+    events_per_step = times.num_rank_events / num_steps
+    rank_s = events_per_step * (span_s + write_s)
     print("| what | ms | share of a step |\n|---|---:|---:|")
     rows = {
-        "step without trace, median": step_s,
-        "step with trace, median": statistics.median(step["step_s"] for step in traced),
+        "step, median": step_s,
         "metrics, TensorBoard and samples, on the driver": metrics_s,
         "trace, on the driver": trace_s,
+        f"trace, on a rank: {events_per_step:.0f} events": rank_s,
     }
     for name, seconds in rows.items():
         print(f"| {name} | {1000 * seconds:.3f} | {seconds / step_s:.2%} |")
-    print(f"\none span: {1e6 * span_s:.2f} µs to record, {1e6 * take_s:.2f} µs to hand over")
-    share = (metrics_s + trace_s) / step_s
+    print(f"\none span: {1e6 * span_s:.2f} µs to record, {1e6 * write_s:.2f} µs to write")
+    share = (metrics_s + trace_s + rank_s) / step_s
     print(f"trace + metrics: {share:.2%} of a step (limit {_LIMIT:.0%})")
 
 

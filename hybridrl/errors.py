@@ -12,15 +12,19 @@ import shlex
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 
-_LOST_PEER = re.compile(
-    r"^(?:DeadlineError|DistBackendError|DistNetworkError|DistStoreError"  # ours, torch's
-    r"|ObjectLostError|OwnerDiedError|NodeDiedError):"  # Ray's
-    r"|^(?:RuntimeError|StageError|EngineError): .*(?:closed by peer|reset by peer|Broken pipe"
-    r"|Timed out waiting|timeout caused pair closure|failed to pass monitoredBarrier"
-    r"|communicator was aborted)"
-    r"|\bServerDiedError: "
+_LOST_PEER = {
+    *("DeadlineError", "ServerDiedError"),
+    *("DistBackendError", "DistNetworkError", "DistStoreError"),  # torch's
+    *("ObjectLostError", "OwnerDiedError", "NodeDiedError"),  # Ray's
+}
+"""Errors, by class, that are raised where a process hung or went away."""
+
+_LOST_PEER_TEXTS = (
+    *("closed by peer", "reset by peer", "Broken pipe", "Timed out waiting"),
+    *("timeout caused pair closure", "failed to pass monitoredBarrier"),
+    *("communicator was aborted", "ServerDiedError: "),
 )
-"""What an error says, on one line after its type, when a process that it talked to went away."""
+"""The same in a plain RuntimeError of gloo, and in our errors that quote those of other ranks."""
 
 
 _CHANGED_BY_SHELLS = re.compile(r"[\s'\"\\$`!()*?<>|&;#]|\{[^}]")
@@ -146,6 +150,8 @@ class RemoteCallError(HybridRLError, RuntimeError):
         self.method = method
         self.remote_cause = cause
         self.remote_traceback = traceback
+        self.is_peer_failure = False
+        """Whether the rank failed because another process hung or went away."""
 
 
 class WorkerDiedError(RemoteCallError):
@@ -224,13 +230,14 @@ class RunFolderError(HybridRLError, OSError):
     """The run folder cannot be written, or would be overwritten."""
 
 
-def is_peer_failure(cause: str) -> bool:
-    """Whether an error is the consequence of another process's death or hang.
-
-    Args:
-        cause: type and first line of the message, for example ``RuntimeError: ... by peer``.
-    """
-    return _LOST_PEER.search(cause) is not None
+def is_peer_failure(error: BaseException) -> bool:
+    """Whether an error, or one that it was raised from, follows from another process's end."""
+    name = type(error).__name__
+    if name in _LOST_PEER:
+        return True
+    if name in ("RuntimeError", "StageError", "EngineError"):
+        return any(text in str(error) for text in _LOST_PEER_TEXTS)
+    return error.__cause__ is not None and is_peer_failure(error.__cause__)
 
 
 def is_restartable(error: BaseException) -> bool:
@@ -240,9 +247,9 @@ def is_restartable(error: BaseException) -> bool:
     that the same code would do again with the same data: an error raised by our code or by the
     user's, on a rank or on the driver.
     """
-    if isinstance(error, RemoteCallError) and not isinstance(error, WorkerDiedError):
-        return is_peer_failure(error.remote_cause)
-    return isinstance(error, WorkerDiedError | DeadlineError | DriverDiedError)
+    if isinstance(error, RemoteCallError):
+        return error.is_peer_failure or isinstance(error, WorkerDiedError)
+    return isinstance(error, DeadlineError | DriverDiedError)
 
 
 def error_notes(error: BaseException) -> list[str]:

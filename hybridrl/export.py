@@ -18,7 +18,6 @@ from hybridrl.checkpoint.store import Checkpoint, CheckpointStore
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import read_config
 from hybridrl.errors import CheckpointError, HybridRLError, RunFolderError
-from hybridrl.run.workers import build_actor_spec
 from hybridrl.workers.build import build_train_engine
 from hybridrl.workers.train import checkpoint
 
@@ -54,8 +53,8 @@ def export_checkpoint(
     for folder in written:  # before all the work
         if folder.exists():
             raise RunFolderError(f"{folder} exists; export to a new folder with --output FOLDER")
-    spec = build_actor_spec(config, Path(chosen.manifest.origin.model_folder))
-    engine = build_train_engine(spec, torch.device("cpu"))
+    model_folder = Path(chosen.manifest.origin.model_folder)
+    engine = build_train_engine(config, model_folder, torch.device("cpu"))
     checkpoint.load(engine, chosen.folder / "actor", rank=0, world_size=1)
     engine.export_hf(written[0].absolute())
     if config.lora.enabled:

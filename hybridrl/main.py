@@ -6,13 +6,27 @@ Neither torch nor Ray is imported before the configuration has passed its checks
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn, cast
+
+
+def _end_quietly(number: int, _: FrameType | None) -> NoReturn:
+    """End at once: an exception could be raised in the midst of an import, which may keep it."""
+    sys.stderr.write("interrupted\n")
+    sys.stderr.flush()
+    os._exit(128 + number)
+
+
+# The imports take a second. Nothing has begun by then that would have to be ended in order.
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, _end_quietly)
 
 import hydra
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -255,6 +269,10 @@ def _run_or_stop(composed: DictConfig, *, command: Sequence[str]) -> None:
 
 def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:
     config = load_config(_as_mapping(composed))
+    starts_nothing = config.mode in ("check", "plan")
+    launch = None if starts_nothing else import_module(_BY_NAME_TO_KEEP_RAY_OUT)
+    if signal.getsignal(signal.SIGINT) is _end_quietly:  # what begins now is ended in order
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.mode == "check":
         check_reward_loads(config.reward)
         import_module(_ROWS_REHEARSAL).check_rows_are_read(config.data)
@@ -262,12 +280,10 @@ def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:
         sys.stdout.flush()
         for line in _rehearse(config):
             sys.stdout.write(f"{'rehearsal':<12} {line}\n")
-        return
-    if config.mode == "plan":
+    elif launch is None:
         sys.stdout.write(plan_page(config))
-        return
-    launch = import_module(_BY_NAME_TO_KEEP_RAY_OUT)
-    launch.run_supervised(config, resolved_yaml=OmegaConf.to_yaml(composed), command=command)
+    else:
+        launch.run_supervised(config, resolved_yaml=OmegaConf.to_yaml(composed), command=command)
 
 
 def _rehearse(config: ExperimentConfig) -> Iterator[str]:

@@ -153,8 +153,6 @@ policy/clip_low_fraction | 1 | tokens with negative advantage whose ratio lies b
 policy/clip_high_fraction | 1 | tokens with positive advantage whose ratio lies above the clip range
 policy/sampler_mismatch_nats/mean | nats | mean distance of trainer's and sampler's log-probs
 policy/sampler_mismatch_nats/max | nats | largest distance of trainer's and sampler's log-probs
-policy/canary_drift_nats/mean | nats | mean distance of trainer and engine on the canary's tokens
-policy/canary_drift_nats/max | nats | largest distance of trainer and engine on the canary's tokens
 policy/sampler_weight/mean | 1 | truncated importance weight of trainer over sampler
 policy/grad_norm | 1 | global L2 norm of the gradient before clipping; largest of the step's updates
 policy/lr | 1 | learning rate of the step's last update

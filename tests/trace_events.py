@@ -5,9 +5,7 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
@@ -18,24 +16,6 @@ _NEEDS = {
     "M": {"name": str, "pid": int, "args": dict},
     "i": {"name": str, "ts": int, "pid": int, "tid": int, "s": str},
 }
-
-
-def read_events(path: Path) -> list[Event]:
-    """Read as the format's readers do: the closing bracket may lack, the last event be torn."""
-    text = path.read_text(encoding="utf-8")
-    assert text.startswith("["), "the array form begins with a bracket"
-    decoder, at, events = json.JSONDecoder(), 1, []
-    while True:
-        while at < len(text) and text[at] in " \n,":
-            at += 1
-        if at == len(text) or text[at] == "]":
-            return events
-        try:
-            event, at = decoder.raw_decode(text, at)
-        except ValueError:
-            assert "\n" not in text[at:].strip(), f"torn in the middle: {text[at : at + 80]!r}"
-            return events
-        events.append(event)
 
 
 def check(events: list[Event]) -> None:

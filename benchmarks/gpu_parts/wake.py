@@ -65,7 +65,7 @@ def single_stage(bench: Bench, rank: Rank) -> tuple[float, int | None]:
     managed.release_all()
     host.onload_training()
     free_after_all(bench.device)
-    return took, watch.peaks(trace.take().spans).get("single stage")
+    return took, watch.peaks(trace.take()).get("single stage")
 
 
 def _at_90(bench: Bench) -> None:

@@ -9,7 +9,7 @@ from types import TracebackType
 
 import torch
 
-from hybridrl.diagnostics.trace import SpanRecord
+from hybridrl.diagnostics.trace_file import Event
 
 _EVERY_S = 0.002
 
@@ -42,17 +42,17 @@ class DeviceWatch:
         if self._thread.is_alive():
             self._thread.join()
 
-    def peaks(self, spans: Iterable[SpanRecord]) -> dict[str, int]:
+    def peaks(self, events: Iterable[Event]) -> dict[str, int]:
         """Return the largest number of used bytes seen within each kind of span.
 
         A stage shorter than the interval of 2 ms may be missing.
         """
         found: dict[str, int] = {}
-        for span in spans:
-            end_ns = span.begin_ns + span.duration_ns
-            within = [used for at, used in self._samples if span.begin_ns <= at <= end_ns]
+        for span in events:
+            begin_ns, end_ns = 1000 * span["ts"], 1000 * (span["ts"] + span["dur"])
+            within = [used for at, used in self._samples if begin_ns <= at <= end_ns]
             if within:
-                found[span.name] = max(found.get(span.name, 0), *within)
+                found[span["name"]] = max(found.get(span["name"], 0), *within)
         return found
 
     def _sample(self) -> None:

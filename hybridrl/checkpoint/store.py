@@ -34,6 +34,10 @@ class CheckpointStore:
         """Look at ``folder``, which need not exist yet."""
         self._folder = folder
 
+    def folder_of(self, step: int) -> Path:
+        """Return the folder of a step's checkpoint, whether or not it is there."""
+        return self._folder / f"step-{step:09}"
+
     def newest(self) -> Checkpoint | None:
         """Return the newest whole checkpoint. Torn ones are skipped, with a word in the log.
 
@@ -68,7 +72,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: it is torn, or of another format.
         """
-        folder = self._folder / f"step-{step:09}"
+        folder = self.folder_of(step)
         return Checkpoint(folder, Manifest.read(folder)) if folder.is_dir() else None
 
     def begin(self, step: int) -> Path:
@@ -77,7 +81,7 @@ class CheckpointStore:
         Raises:
             OSError: it cannot be made.
         """
-        folder = self._folder / f"step-{step:09}{_UNFINISHED}"
+        folder = self.folder_of(step).with_suffix(_UNFINISHED)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         return folder

@@ -100,13 +100,14 @@ class RolloutConfig:
     each node with such an engine."""
 
     canary_every_steps: CountOrZero
-    """After every so many steps, and after every wake in between, the engine answers fixed prompts;
-    its log-probs are held against the trainer's, or its own of the same weights. 0 is off."""
+    """Every so many steps the policy's update is the canary: before an optimizer step, the engine's
+    log-probs of all sampled tokens are held against the trainer's. Costs nothing. 0 is off."""
 
     canary_max_drift_nats: Annotated[
         float, Within(above=0.0, at_most=1000.0, usual=0.1, why="a log-prob is never so far off")
     ]
-    """The run stops when a log-prob of a canary is further off, after the cause was looked for."""
+    """The run stops when log-probs of a micro-batch differ by more on average; nothing of it is
+    learned."""
 
     bucket_mib: MebibytesOrZero
     """Size of one bucket of the weight stream, in MiB. 0 takes it from free memory."""

@@ -4,7 +4,7 @@ A rank that waits in C code, loops, or was killed answers nobody. So each rank k
 three small files, and whoever asks (``diagnostics/process_report.py``) needs only the files:
 
 ``STEM.activity``  the open `doing` blocks with their beginning, and what `watching` says
-``STEM.memory``    the last 10 minutes of memory, one sample a second
+``STEM.memory``    the last 10 minutes, one sample a second: seconds, resident bytes, /dev/shm bytes
 ``STEM.stacks``    the stacks of all threads, written by a signal handler in C when asked for
 
 Times are of ``time.monotonic``, which on Linux all processes of a machine share.
@@ -13,26 +13,21 @@ Times are of ``time.monotonic``, which on Linux all processes of a machine share
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import signal
-import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-
-from hybridrl.json_text import to_json_text
+from typing import Any
 
 STACKS_SIGNAL = signal.SIGUSR1
 """Makes a recorded rank write its stacks. Sent to it alone: elsewhere the signal kills."""
 
-SAMPLE = struct.Struct("=dqq")
-"""One line of STEM.memory: monotonic seconds, resident bytes, bytes in /dev/shm."""
-
-_ACTIVITY_BYTES = 4096
 _MAX_TEXT = 240
 _NUM_SAMPLES = 600
 _SAMPLE_EVERY_S = 1.0
@@ -57,34 +52,14 @@ NO_RECORD = RecordFiles(pid=0, start_ticks=0, stem="", logs=())
 """Of a process that keeps none."""
 
 
-class OpenBlock:
-    """What `doing` returns: a context manager, written by hand since each call enters one."""
-
-    __slots__ = ("as_json", "what")
-
-    def __init__(self, what: str, *, waits: bool) -> None:
-        self.what = what
-        self.as_json = f"[{_quoted(what)}, {time.monotonic()!r}, {'true' if waits else 'false'}]"
-
-    def __enter__(self) -> None:
-        _activity.enter(self)
-
-    def __exit__(self, *_: object) -> None:
-        _activity.leave(self)
-
-
-_quoted = lru_cache(maxsize=64)(to_json_text)
-
-
 class _Activity:
     """The one record of this process; until `start` it is kept in memory alone."""
 
     def __init__(self) -> None:
         self.files: RecordFiles | None = None
         self._lock = threading.Lock()
-        self._blocks: list[OpenBlock] = []
-        self._head = ""
-        self._last = "null"
+        self._blocks: list[list[Any]] = []
+        self._record: dict[str, Any] = {"last": None, "notes": {}}
         self._watched: dict[str, Callable[[], str]] = {}
         self._file = -1
         self._num_written = 0
@@ -99,46 +74,43 @@ class _Activity:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
             self._file = os.open(stem.with_suffix(".activity"), flags, 0o600)
             thread = threading.main_thread().ident
-            self._head = f'"thread": {thread}, "oom_kills": {count_oom_kills()}'
+            self._record |= {"thread": thread, "oom_kills": count_oom_kills()}
             self.files = RecordFiles(pid, start_ticks(pid), str(stem), log_files())
             self.write()
             # Appending, so that a reader may empty the file between two dumps.
             stacks = os.open(stem.with_suffix(".stacks"), flags | os.O_APPEND, 0o600)
             faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
-            sampler = threading.Thread(target=self._sample, daemon=True, name="activity")
+            memory = os.open(stem.with_suffix(".memory"), flags, 0o600)
+            sampler = threading.Thread(target=self._sample, args=(memory,), daemon=True)
             sampler.start()
         return self.files
 
-    def enter(self, block: OpenBlock) -> None:
+    def enter(self, block: list[Any]) -> None:
         with self._lock:
             self._blocks.append(block)
             self.write()
 
-    def leave(self, block: OpenBlock) -> None:
+    def leave(self, block: list[Any]) -> None:
         with self._lock:
             self._blocks.remove(block)  # not pop: coroutines leave in any order
-            self._last = f"[{_quoted(block.what)}, {time.monotonic()!r}]"
+            self._record["last"] = [block[0], time.monotonic()]
             self.write()
 
-    def watch(self, name: str, describe: Callable[[], str]) -> None:
-        with self._lock:
-            self._watched[name] = describe
-
-    def unwatch(self, name: str) -> None:
+    def watch(self, name: str, describe: Callable[[], str] | None) -> None:
         with self._lock:
             self._watched.pop(name, None)
+            if describe is not None:
+                self._watched[name] = describe
 
     def write(self) -> None:
         """Write STEM.activity, in one system call."""
         if self._file < 0:
             return
-        notes = {name: describe()[:_MAX_TEXT] for name, describe in self._watched.items()}
-        scope = ", ".join(block.as_json for block in self._blocks[-8:])
-        # JSON by hand: this runs twice in every call, and most of it is the same each time.
-        text = (
-            f'{{{self._head}, "doing": [{scope}], "last": {self._last}, '
-            f'"notes": {to_json_text(notes) if notes else "{}"}}}'
-        )[:_ACTIVITY_BYTES]
+        self._record["doing"] = self._blocks[-8:]
+        self._record["notes"] = {
+            name: describe()[:_MAX_TEXT] for name, describe in self._watched.items()
+        }
+        text = json.dumps(self._record)
         # Blanks over what was there; all 4 KiB each time would cost more than the call it is about.
         data = text.ljust(self._num_written).encode()
         self._num_written = len(text)
@@ -146,16 +118,17 @@ class _Activity:
         with suppress(OSError):
             os.pwrite(self._file, data, 0)
 
-    def _sample(self) -> None:
-        path = Path(f"{self.files.stem}.memory") if self.files is not None else Path(os.devnull)
-        with suppress(OSError), path.open("wb", buffering=0) as file:
-            for number in range(1 << 62):
-                file.seek(number % _NUM_SAMPLES * SAMPLE.size)
-                file.write(SAMPLE.pack(time.monotonic(), resident_bytes(), _shared_bytes()))
-                with self._lock:
-                    if self._watched:
-                        self.write()
-                time.sleep(_SAMPLE_EVERY_S)
+    def _sample(self, file: int) -> None:
+        samples: deque[list[float]] = deque(maxlen=_NUM_SAMPLES)
+        while True:
+            samples.append([round(time.monotonic(), 1), resident_bytes(), _shared_bytes()])
+            with suppress(OSError):
+                text = json.dumps(list(samples)).ljust(os.fstat(file).st_size)
+                os.pwrite(file, text.encode(), 0)
+            with self._lock:
+                if self._watched:
+                    self.write()
+            time.sleep(_SAMPLE_EVERY_S)
 
 
 _activity = _Activity()
@@ -169,15 +142,21 @@ def start_recording(folder: Path) -> RecordFiles:
     return _activity.start(folder)
 
 
-def scope(what: str, *, waits: bool = False) -> OpenBlock:
-    """Say what this process does while the block lasts; blocks nest. Costs about 8 us.
+@contextmanager
+def scope(what: str, *, waits: bool = False) -> Iterator[None]:
+    """Say what this process does while the block lasts; blocks nest. Costs about 20 us.
 
     Args:
         what: for a person, for example ``update()``.
         waits: True if the block does nothing but wait for other ranks, as a barrier does. Told
             apart so that a rank that waits is not taken for the one that is waited for.
     """
-    return OpenBlock(what[:_MAX_TEXT], waits=waits)
+    block = [what[:_MAX_TEXT], time.monotonic(), waits]
+    _activity.enter(block)
+    try:
+        yield
+    finally:
+        _activity.leave(block)
 
 
 @contextmanager
@@ -192,7 +171,7 @@ def watching(name: str, describe: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     finally:
-        _activity.unwatch(name)
+        _activity.watch(name, None)
 
 
 def start_ticks(pid: int) -> int:

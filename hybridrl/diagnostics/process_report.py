@@ -12,7 +12,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ NO_MEMORY = "for want of memory"
 _LOG_BYTES = 16_384
 _STACK_BYTES = 262_144
 _POLL_S = 0.05
+_MAX_LINES = 8
 _RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
 _THREAD = re.compile(
     r"^(?:Current thread|Thread) 0x([0-9a-f]+).*\(most recent call first\):\n((?:  .*\n?)*)",
@@ -152,14 +154,15 @@ def _wait_for_stacks(records: Sequence[RecordFiles], wait_s: float) -> None:
 
 def _read_rank(rank: MonitoredRank) -> RankReport:
     files = rank.files
-    record = _read_activity(files)
+    record = _read_json(f"{files.stem}.activity") or {}
+    samples = _read_json(f"{files.stem}.memory") or []
     now = time.monotonic()
-    stacks = _read_end(f"{files.stem}.stacks", _STACK_BYTES) if _is_alive(files) else ""
+    is_alive = _is_alive(files)
+    stacks = _read_end(f"{files.stem}.stacks", _STACK_BYTES) if is_alive else ""
     top, path = _innermost(stacks, record.get("thread"))
     log_tail = "".join(_read_log(log) for log in files.logs)
     doing = record.get("doing", [])
     last = record.get("last")
-    is_alive = _is_alive(files)
     return RankReport(
         rank=rank.rank,
         host=rank.host,
@@ -172,7 +175,7 @@ def _read_rank(rank: MonitoredRank) -> RankReport:
         notes=record.get("notes"),
         stacks=stacks,
         log_tail=log_tail,
-        memory=_read_memory(files, now),
+        memory=tuple((now - at_s, resident, shared) for at_s, resident, shared in samples),
         exit="" if is_alive else _guess_exit(log_tail, record.get("oom_kills", 0)),
     )
 
@@ -182,22 +185,11 @@ def _describe_state(pid: int) -> str:
     return _STATES.get(stat[0], stat[0]) if stat else GONE
 
 
-def _read_activity(files: RecordFiles) -> dict[str, Any]:
+def _read_json(path: str) -> Any:  # noqa: ANN401 - what activity.py wrote
     try:
-        record: dict[str, Any] = json.loads(_read_end(f"{files.stem}.activity", 1 << 16))
-    except ValueError:  # read while it was being written
-        return {}
-    return record
-
-
-def _read_memory(files: RecordFiles, now: float) -> tuple[tuple[float, int, int], ...]:
-    try:
-        data = Path(f"{files.stem}.memory").read_bytes()
-    except OSError:
-        return ()
-    num_bytes = len(data) - len(data) % activity.SAMPLE.size
-    samples = sorted(activity.SAMPLE.iter_unpack(data[:num_bytes]))
-    return tuple((now - at_s, resident, shared) for at_s, resident, shared in samples)
+        return json.loads(_read_end(path, 1 << 16))
+    except ValueError:  # there is none, or it is being written
+        return None
 
 
 def _guess_exit(log_tail: str, oom_kills_before: int) -> str:
@@ -252,3 +244,43 @@ def _size(path: str) -> int:
         return Path(path).stat().st_size
     except OSError:
         return 0
+
+
+def attach_reports(error: BaseException, reports: Sequence[RankReport]) -> None:
+    """Keep on ``error``, pickled or not, where ranks were; those of several groups add up."""
+    vars(error)["rank_reports"] = (*reports_on(error), *reports)
+
+
+def reports_on(error: BaseException | None) -> tuple[RankReport, ...]:
+    """Return what ranks did when ``error``, or the error that it was raised from, was raised."""
+    reports: tuple[RankReport, ...] = ()
+    while error is not None and not reports:
+        reports = vars(error).get("rank_reports", ())
+        error = error.__cause__ or error.__context__
+    return reports
+
+
+def failed_ranks_first(reports: Sequence[RankReport], late: Collection[int]) -> list[RankReport]:
+    """Return the ranks that a call has not come back from, those at fault first.
+
+    Args:
+        reports: of all ranks.
+        late: ranks that have not answered.
+
+    The dead come first, then those that do not wait for others. If all wait, they wait at
+    different places, and the fewer are the odd ones out.
+    """
+    stuck = [report for report in reports if report.rank in late or report.is_gone]
+    num_there = Counter(report.top for report in stuck)
+    return sorted(
+        stuck,
+        key=lambda report: (not report.is_gone, report.waits, num_there[report.top], report.rank),
+    )
+
+
+def describe_ranks(failed_ranks: Sequence[RankReport]) -> str:
+    """Return a line per rank, at most eight, for the end of an error message."""
+    lines = [f"\n  {report.describe()}" for report in failed_ranks[:_MAX_LINES]]
+    if len(failed_ranks) > _MAX_LINES:
+        lines.append(f"\n  and {len(failed_ranks) - _MAX_LINES} more ranks")
+    return "".join(lines)

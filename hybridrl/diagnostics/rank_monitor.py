@@ -8,8 +8,8 @@ import select
 import signal
 import struct
 import time
-from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,6 @@ _STACKS_WAIT_S = 2.0
 _NODE_WAIT_S = 6.0
 _EXIT_WAIT_S = 2.0
 _KILL_WAIT_S = 2.0
-_MAX_LINES = 8
 
 # struct pidfd_info of linux/pidfd.h, and the request for the exit status in it (Linux 6.15).
 _PIDFD_INFO = struct.Struct("=QQ11Ii")
@@ -155,29 +154,3 @@ def _describe_exit(status: int, report: RankReport) -> str:
     name = signal.Signals(-code).name
     hint = f"; {report.exit}" if NO_MEMORY in report.exit else ""
     return f"killed by signal {-code} ({name}){hint}"
-
-
-def find_culprits(reports: Sequence[RankReport], late: Collection[int]) -> list[RankReport]:
-    """Return the ranks that a call has not come back from, those at fault first.
-
-    Args:
-        reports: of all ranks.
-        late: ranks that have not answered.
-
-    The dead come first, then those that do not wait for others. If all wait, they wait at
-    different places, and the fewer are the odd ones out.
-    """
-    stuck = [report for report in reports if report.rank in late or report.is_gone]
-    crowd = Counter(report.top for report in stuck)
-    return sorted(
-        stuck,
-        key=lambda report: (not report.is_gone, report.waits, crowd[report.top], report.rank),
-    )
-
-
-def describe_ranks(failed_ranks: Sequence[RankReport]) -> str:
-    """Return a line per rank, at most eight, for the end of an error message."""
-    lines = [f"\n  {report.describe()}" for report in failed_ranks[:_MAX_LINES]]
-    if len(failed_ranks) > _MAX_LINES:
-        lines.append(f"\n  and {len(failed_ranks) - _MAX_LINES} more ranks")
-    return "".join(lines)

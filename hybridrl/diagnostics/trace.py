@@ -1,12 +1,12 @@
-"""What a process did, and when: spans in a bounded buffer, for the run's trace and post-mortems.
+"""What a process did, and when: spans, in the process's own file of the run's trace.
 
     with trace.span("sync", version=3):
         ...
         trace.note(bytes=4096)
 
-Recording is always on, as logging is: a span costs about a microsecond, nothing is formatted, and
-what nobody fetches is forgotten, the oldest first. ``tracking.trace`` decides whether the driver
-fetches the spans of all ranks and writes them down; see ``run/tracing.py``.
+Recording is always on, as logging is: a span costs about a microsecond, and what is never written
+is forgotten, the oldest first. `write_to` says where; then events are written when the outermost
+span of a thread ends, at most once a second: at the borders of calls, and of a driver's steps.
 
 Times are the wall clock at the start of the process plus a clock that never jumps, so spans of one
 process are exact to each other. Those of different hosts agree as well as the hosts' clocks do.
@@ -14,117 +14,86 @@ process are exact to each other. Those of different hosts agree as well as the h
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from threading import get_ident
-from types import TracebackType
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock, get_ident
+from typing import TypeVar
 
 from hybridrl.diagnostics.activity import resident_bytes
+from hybridrl.diagnostics.trace_file import MAX_BYTES, Event, ProcessTrace
 
+log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 Arg = str | int | float | bool
 
 _CLOCK_TO_WALL_NS = time.time_ns() - time.perf_counter_ns()
 _WORTH_ASKING_NS = 1_000_000
+_WRITE_EVERY_NS = 1_000_000_000
 
 
-class SpanRecord(NamedTuple):
-    """One span as it travels and is written."""
+@dataclass(slots=True, eq=False)
+class OpenSpan:
+    """A span that goes on."""
 
     name: str
-    begin_ns: int
-    """Nanoseconds since 1970."""
-    duration_ns: int
-    """So far, if ``is_open``."""
-    thread: int
-    """The operating system's number of the thread, as Python knows it."""
     args: dict[str, Arg]
-    is_open: bool
-    """True if the process is still inside."""
-
-
-class SpanBatch(NamedTuple):
-    """What a process recorded since it was asked last."""
-
-    spans: list[SpanRecord]
-    num_dropped: int
-    """Spans that were forgotten because nobody asked in time."""
-    at_ns: int
-    """When it was asked, nanoseconds since 1970."""
-    host_bytes: int
-    """Host memory of the process at that time; 0 where the system does not tell."""
-
-
-class Span:
-    """A stretch of work; a context manager. Made by ``SpanRecorder.span``."""
-
-    __slots__ = ("_recorder", "args", "begin_ns", "end_ns", "name", "thread")
-
-    def __init__(self, recorder: SpanRecorder, name: str, args: dict[str, Arg]) -> None:
-        self._recorder = recorder
-        self.name = name
-        self.args = args
-        self.begin_ns = self.end_ns = 0
-        self.thread = 0
-
-    def __enter__(self) -> Span:
-        self.thread = get_ident()
-        self._recorder.enter(self)
-        self.begin_ns = time.perf_counter_ns()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._recorder.leave(self, time.perf_counter_ns())
-
-    def record(self) -> SpanRecord:
-        """Return it as plain data, on the wall clock."""
-        end_ns = self.end_ns or time.perf_counter_ns()
-        return SpanRecord(
-            self.name,
-            self.begin_ns + _CLOCK_TO_WALL_NS,
-            end_ns - self.begin_ns,
-            self.thread,
-            self.args,
-            is_open=not self.end_ns,
-        )
+    begin_ns: int
 
 
 class SpanRecorder:
     """Keeps the spans of one process. Threads may share it; the spans of each nest."""
 
-    def __init__(self, *, capacity: int = 20_000, num_recent: int = 200) -> None:
-        """Keep at most ``capacity`` spans until they are taken; always ``num_recent`` of the last.
+    def __init__(self, *, capacity: int = 20_000) -> None:
+        """Keep at most ``capacity`` events, of about 300 bytes each, until they are written."""
+        self.run_folder: Path | None = None
+        """Of the run that is traced; None while none is."""
+        self._events: deque[Event] = deque(maxlen=capacity)
+        self._open: dict[int, list[OpenSpan]] = {}
+        self._threads: dict[int, int] = {}
+        self._file: ProcessTrace | None = None
+        self._lock = Lock()
+        self._next_write_ns = 0
 
-        Args:
-            capacity: about 300 bytes each.
-            num_recent: stay readable by ``recent`` after they were taken.
-        """
-        self._finished: deque[Span] = deque(maxlen=capacity)
-        self._recent: deque[Span] = deque(maxlen=num_recent)
-        self._open: dict[int, list[Span]] = {}
-        self._num_finished = 0
-        self._num_taken = 0
-
-    def span(self, name: str, **args: Arg) -> Span:
-        """Return a context manager that records how long its body took.
+    @contextmanager
+    def span(self, name: str, **args: Arg) -> Iterator[OpenSpan]:
+        """Record how long the block takes.
 
         Args:
             name: what is done, the same each time; what differs goes into ``args``.
             args: plain values to show beside it.
         """
-        return Span(self, name, args)
+        thread = get_ident()
+        stack = self._open.setdefault(thread, [])
+        span = OpenSpan(name, args, time.perf_counter_ns())
+        stack.append(span)
+        try:
+            yield span
+        finally:
+            if span in stack:  # else it ended with the span around it
+                self._end(stack, span, self._threads.setdefault(thread, len(self._threads) + 1))
+                if not stack and time.perf_counter_ns() >= self._next_write_ns:
+                    self.write()
+
+    def _end(self, stack: list[OpenSpan], span: OpenSpan, thread: int) -> None:
+        """End a span, and with it those inside that nobody ended (a loop that was left)."""
+        # Both ends are rounded down, not the duration: what nests in nanoseconds nests here.
+        end_us = (time.perf_counter_ns() + _CLOCK_TO_WALL_NS) // 1000
+        while span in stack:
+            ended = stack.pop()
+            begin_us = (ended.begin_ns + _CLOCK_TO_WALL_NS) // 1000
+            event = {"ph": "X", "name": ended.name, "tid": thread, "ts": begin_us}
+            self._events.append(event | {"dur": end_us - begin_us, "args": ended.args})
 
     def each(self, name: str, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield ``items``; what the loop does with each is a span, with the item or its place."""
-        for place, item in enumerate(items):
-            with self.span(name, item=item if isinstance(item, int | str) else place):
+        """Yield ``items``; what the loop does with each is a span, with the item or its index."""
+        for index, item in enumerate(items):
+            with self.span(name, item=item if isinstance(item, int | str) else index):
                 yield item
 
     def note(self, **args: Arg) -> None:
@@ -151,48 +120,69 @@ class SpanRecorder:
         if num_bytes := resident_bytes():
             self.note(host_bytes=num_bytes)
 
-    def take(self) -> SpanBatch:
-        """Return what ended since the last time, in the order in which it ended."""
-        spans: list[SpanRecord] = []
-        while self._finished:
-            spans.append(self._finished.popleft().record())
-        num_dropped = self._num_finished - self._num_taken - len(spans)
-        self._num_taken = self._num_finished
-        now_ns = time.perf_counter_ns() + _CLOCK_TO_WALL_NS
-        return SpanBatch(spans, max(0, num_dropped), now_ns, resident_bytes())
+    def count(self, values: Mapping[str, float]) -> None:
+        """Record one point of each counter; a value that is not finite is left out."""
+        at_us = (time.perf_counter_ns() + _CLOCK_TO_WALL_NS) // 1000
+        for name, value in values.items():
+            if math.isfinite(value):
+                point = {"ph": "C", "name": name, "tid": 1, "ts": at_us}
+                self._events.append(point | {"args": {"value": value}})
 
-    def recent(self) -> list[SpanRecord]:
-        """Return the last spans that ended, then those that are open, outermost first.
+    def take(self) -> list[Event]:
+        """Return the events that were not written, in the order of their ends, and forget them."""
+        return [self._events.popleft() for _ in range(len(self._events))]
 
-        For a post-mortem: the open ones say what each thread is in the middle of.
+    def write_to(self, run_folder: Path, process: str, *, num_processes: int) -> bool:
+        """Write what happens from now on; return whether that works.
+
+        Args:
+            run_folder: exists on this machine.
+            process: as the trace shows it.
+            num_processes: that the size of the trace is divided by.
         """
-        is_open = [span for stack in list(self._open.values()) for span in list(stack)]
-        return [span.record() for span in (*list(self._recent), *is_open)]
+        self.end()
+        try:
+            max_bytes = MAX_BYTES // num_processes
+            self._file = ProcessTrace(run_folder, process, max_bytes=max_bytes)
+        except OSError as error:
+            log.warning("no trace is kept: %s; tracking.trace=false keeps quiet about it", error)
+            return False
+        self.run_folder = run_folder
+        self.take()
+        return True
 
-    def enter(self, span: Span) -> None:
-        """Note that a span began."""
-        self._open.setdefault(span.thread, []).append(span)
+    def write(self) -> None:
+        """Write what waits. If that fails, say so, once, and write no more."""
+        with self._lock:
+            if self._file is None:
+                return
+            self.count({"host memory, MiB": resident_bytes() / 2**20})
+            try:
+                self._file.append(self.take())
+            except OSError as error:
+                log.warning("the trace ends here: %s", error)
+                self._close_file()
+            self._next_write_ns = time.perf_counter_ns() + _WRITE_EVERY_NS
 
-    def leave(self, span: Span, now_ns: int) -> None:
-        """Note that a span ended, and with it those inside that nobody ended (a broken loop)."""
-        stack = self._open.get(span.thread, [])
-        if span not in stack:  # it ended with the span around it
-            return
-        at = stack.index(span)
-        for ended in reversed(stack[at:]):
-            ended.end_ns = now_ns
-            self._finished.append(ended)
-            self._recent.append(ended)
-            self._num_finished += 1
-        del stack[at:]
-        if not stack:
-            del self._open[span.thread]
+    def end(self) -> None:
+        """Write what waits, and then no more. Twice is a no-op."""
+        self.write()
+        self._close_file()
+        self.run_folder = None
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+        self._file = None
 
 
-_process = SpanRecorder()
-span = _process.span
-each = _process.each
-note = _process.note
-note_host_memory = _process.note_host_memory
-take = _process.take
-recent = _process.recent
+process = SpanRecorder()
+"""Of this process."""
+
+span = process.span
+each = process.each
+note = process.note
+note_host_memory = process.note_host_memory
+count = process.count
+take = process.take

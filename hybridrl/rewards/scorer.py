@@ -6,7 +6,7 @@ import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -93,15 +93,10 @@ class RewardScorer:
         self._config = config
         self._runner = load_runner(config.function, timeout_s=config.timeout_s)
 
-    def __enter__(self) -> RewardScorer:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def score(self, inputs: RewardInputs) -> Scores:

@@ -13,7 +13,6 @@ The folder is there whole or not at all, and nothing that goes wrong with it hid
 
 from __future__ import annotations
 
-import csv
 import faulthandler
 import os
 import platform
@@ -23,16 +22,16 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from importlib import metadata
-from io import StringIO
 from pathlib import Path
 
 import hybridrl
 from hybridrl.atomic_io import free_name, rename_into_place
 from hybridrl.checkpoint.fingerprint import processor_name
 from hybridrl.diagnostics import activity
+from hybridrl.diagnostics.process_report import RankReport, reports_on
 from hybridrl.errors import (
     ConfigError,
     ConfigErrors,
@@ -43,11 +42,8 @@ from hybridrl.errors import (
     TrackerError,
     is_restartable,
 )
-from hybridrl.run.run_folder import CONFIG, LOG, METRICS
-from hybridrl.single_controller import RankReport
-
-WHERE = ("in step ", "before step ")
-"""How the note begins that says where a run was."""
+from hybridrl.run.line_files import METRICS
+from hybridrl.run.run_folder import CONFIG, LOG
 
 _MAX_FILE_CHARACTERS = 8 * 2**20
 _TAIL_LINES = 200
@@ -74,120 +70,95 @@ def is_crash(error: BaseException) -> bool:
     return not isinstance(error, _SELF_EXPLAINING)
 
 
-@dataclass(slots=True)
-class Progress:
-    """Where a run is."""
+def write_postmortem(
+    run_folder: Path, error: BaseException, *, where: str, limit_s: float = 5.0
+) -> str:
+    """Write the folder, within ``limit_s`` seconds; return its path, or why there is none.
 
-    num_steps: int
-    num_done: int = 0
-    """Last step that is on record."""
-    has_begun: bool = False
-    """Whether this process has begun a step."""
-    phase: str = "start"
-    began_s: float = field(default_factory=time.monotonic)
+    Args:
+        run_folder: of the run.
+        error: what ended it.
+        where: step and phase that it was in.
+        limit_s: seconds; a disk may be lost.
+    """
+    outcome = [f"not written, {run_folder} did not take it within {limit_s:g} s"]
 
-    def begin(self, phase: str) -> None:
-        """Note that a phase begins."""
-        self.phase, self.began_s = phase, time.monotonic()
-
-    def describe(self) -> str:
-        """Say step and phase, as the live view does."""
-        step = min(self.num_done + 1, self.num_steps)
-        age_s = time.monotonic() - self.began_s
-        where = WHERE[0] if self.has_begun else WHERE[1]
-        return f"{where}{step} of {self.num_steps}, {self.phase}, {age_s:.1f} s after that began"
-
-
-@dataclass(frozen=True, slots=True)
-class PostMortem:
-    """What is known when a run crashes."""
-
-    run_folder: Path
-    error: BaseException
-    progress: Progress
-    ranks: tuple[RankReport, ...]
-    """Of all ranks, as they were before they were stopped; empty if none had started."""
-
-    def write(self, *, limit_s: float = 5.0) -> str:
-        """Write the folder, within ``limit_s`` seconds; return its path, or why there is none."""
-        outcome = [f"not written, {self.run_folder} did not take it within {limit_s:g} s"]
-
-        def attempt() -> None:
-            try:
-                outcome[0] = str(self._write())
-            except OSError as error:
-                outcome[0] = f"not written, {error}"
-
-        # In a thread that may be left behind: a write to a lost disk returns never.
-        thread = threading.Thread(target=attempt, daemon=True, name="post-mortem")
-        thread.start()
-        thread.join(limit_s)
-        return outcome[0]
-
-    def _write(self) -> Path:
-        parent = self.run_folder / "postmortem"
-        parent.mkdir(exist_ok=True)
-        # Of this process alone: two that crash in one folder do not meet.
-        partial = parent / f".partial-{os.getpid()}"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
+    def attempt() -> None:
         try:
-            for name, text in self._texts().items():
-                shortened = text[:_MAX_FILE_CHARACTERS]
-                (partial / name).write_text(shortened, encoding="utf-8", errors="replace")
-            # A name may be taken: the clock may have been set back.
-            target = free_name(parent / time.strftime("%Y-%m-%d_%H-%M-%S"))
-            rename_into_place(partial, target)
-        except OSError:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        return target
+            outcome[0] = str(_write(run_folder, error, where))
+        except OSError as failure:
+            outcome[0] = f"not written, {failure}"
 
-    def _texts(self) -> dict[str, str]:
-        metric_lines = _tail(self.run_folder / METRICS, _NUM_METRIC_LINES)
-        return {
-            "what.txt": self._describe_what(),
-            "stacks.txt": self._stacks(),
-            "log_tail.txt": self._log_tails(),
-            "memory.csv": self._memory(),
-            "versions.txt": describe_versions(),
-            CONFIG: _read(self.run_folder / CONFIG),
-            "metrics_tail.jsonl": metric_lines,
-        }
+    # In a thread that may be left behind: a write to a lost disk returns never.
+    thread = threading.Thread(target=attempt, daemon=True, name="post-mortem")
+    thread.start()
+    thread.join(limit_s)
+    return outcome[0]
 
-    def _describe_what(self) -> str:
-        lines = [
-            *traceback.format_exception_only(self.error),
-            f"\nwhere:       {self.progress.describe()}",
-            f"when:        {time.strftime('%Y-%m-%d %H:%M:%S %z')}",
-            f"driver:      pid {os.getpid()} on {socket.gethostname()}",
-            f"restartable: {'yes' if is_restartable(self.error) else 'no'}",
-            "\nranks, before they were stopped:",
-            *(f"  {rank.describe()}" for rank in self.ranks),
-            "\n",
-        ]
-        return "\n".join(lines) + "".join(traceback.format_exception(self.error))
 
-    def _stacks(self) -> str:
-        parts = [("the driver, after the error was raised", _own_stacks())]
-        parts += [(rank.describe(), rank.stacks or "none\n") for rank in self.ranks]
-        return "".join(f"==== {title}\n{text}\n" for title, text in parts)
+def _write(run_folder: Path, error: BaseException, where: str) -> Path:
+    parent = run_folder / "postmortem"
+    parent.mkdir(exist_ok=True)
+    # Of this process alone: two that crash in one folder do not meet.
+    partial = parent / f".partial-{os.getpid()}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    ranks = reports_on(error)
+    texts = {
+        "what.txt": _describe(error, where, ranks),
+        "stacks.txt": _sections(
+            ("the driver, after the error was raised", _own_stacks()),
+            *((rank.describe(), rank.stacks or "none\n") for rank in ranks),
+        ),
+        "log_tail.txt": _sections(
+            (LOG, _tail(run_folder / LOG, _TAIL_LINES)),
+            *((rank.describe(), rank.log_tail or "nothing\n") for rank in ranks),
+        ),
+        "memory.csv": _memory_table(ranks),
+        "versions.txt": describe_versions(),
+        CONFIG: _read(run_folder / CONFIG),
+        "metrics_tail.jsonl": _tail(run_folder / METRICS, _NUM_METRIC_LINES),
+    }
+    try:
+        for name, text in texts.items():
+            shortened = text[:_MAX_FILE_CHARACTERS]
+            (partial / name).write_text(shortened, encoding="utf-8", errors="replace")
+        # A name may be taken: the clock may have been set back.
+        target = free_name(parent / time.strftime("%Y-%m-%d_%H-%M-%S"))
+        rename_into_place(partial, target)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return target
 
-    def _log_tails(self) -> str:
-        parts = [(LOG, _tail(self.run_folder / LOG, _TAIL_LINES))]
-        parts += [(rank.describe(), rank.log_tail or "nothing\n") for rank in self.ranks]
-        return "".join(f"==== {title}\n{text}\n" for title, text in parts)
 
-    def _memory(self) -> str:
-        text = StringIO()
-        table = csv.writer(text, lineterminator="\n")
-        table.writerow(["process", "host", "seconds", "resident_bytes", "shared_memory_used_bytes"])
-        table.writerow(["driver", socket.gethostname(), "0.0", activity.resident_bytes(), ""])
-        for rank in self.ranks:
-            for age_s, resident, shared in rank.memory:
-                who = [f"rank {rank.rank}", rank.host]
-                table.writerow([*who, f"{-age_s:.1f}", resident, shared])
-        return text.getvalue()
+def _describe(error: BaseException, where: str, ranks: Sequence[RankReport]) -> str:
+    lines = [
+        *traceback.format_exception_only(error),
+        f"\nwhere:       {where}",
+        f"when:        {time.strftime('%Y-%m-%d %H:%M:%S %z')}",
+        f"driver:      pid {os.getpid()} on {socket.gethostname()}",
+        f"restartable: {'yes' if is_restartable(error) else 'no'}",
+        "\nranks, before they were stopped:",
+        *(f"  {rank.describe()}" for rank in ranks),
+        "\n",
+    ]
+    return "\n".join(lines) + "".join(traceback.format_exception(error))
+
+
+def _sections(*titled_texts: tuple[str, str]) -> str:
+    return "".join(f"==== {title}\n{text}\n" for title, text in titled_texts)
+
+
+def _memory_table(ranks: Sequence[RankReport]) -> str:
+    lines = ["process,host,seconds,resident_bytes,shared_memory_used_bytes"]
+    lines += [f"driver,{socket.gethostname()},0.0,{activity.resident_bytes()},"]
+    lines += [
+        f"rank {rank.rank},{rank.host},{-age_s:.1f},{resident},{shared}"
+        for rank in ranks
+        for age_s, resident, shared in rank.memory
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def describe_versions() -> str:

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import logging
+import socket
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hybridrl import log
 from hybridrl.checkpoint.manifest import RunState
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.errors import error_notes
+from hybridrl.diagnostics import trace
+from hybridrl.diagnostics.trace_file import join_traces
 from hybridrl.metrics import Metrics
 from hybridrl.report.facts import try_machine
 from hybridrl.report.page import try_report
 from hybridrl.run.display import LiveView, open_live
 from hybridrl.run.final_summary import describe_end
-from hybridrl.run.postmortem import WHERE, PostMortem, Progress, is_crash
+from hybridrl.run.line_files import read_metrics
+from hybridrl.run.postmortem import is_crash, write_postmortem
 from hybridrl.run.run_folder import RunLogger, Sample
-from hybridrl.run.scores import read_metrics
-from hybridrl.run.tracing import Tracing
-from hybridrl.single_controller import RankReport
-from hybridrl.single_controller.spans import SpanCollector
 from hybridrl.trainer.interrupt import RunStopped
 
 _logger = logging.getLogger(__name__)
+_COUNTED = ("reward/mean", "eval/reward/mean", "policy/entropy_nats/mean")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,6 @@ class RunFolder:
 
     run_log: RunLogger
     live: LiveView
-    tracing: Tracing | None
-    progress: Progress
-    ranks: list[RankReport] = field(default_factory=list)
-    """Of the last failure, while it is not explained."""
 
     @property
     def folder(self) -> Path:
@@ -47,30 +43,17 @@ class RunFolder:
 
     def phase(self, name: str) -> None:
         """Say what begins."""
-        self.progress.begin(name)
         self.live.phase(name)
 
     def begin_step(self, step: int) -> None:
         """Say which step begins."""
-        self.progress.has_begun = True
         self.live.begin_step(step)
 
     def record(self, step: int, metrics: Metrics) -> None:
         """Keep and show the metrics of one step."""
         values = self.run_log.log_step(step, metrics)
         self.live.step(step, values)
-        self.progress.num_done = step
-        if self.tracing is not None:
-            self.tracing.step(values)
-
-    def sizes(self) -> dict[str, int]:
-        """Return the bytes of each file that grows by lines."""
-        return self.run_log.sizes()
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds that the run has taken, over all its processes."""
-        return self.run_log.elapsed_s
+        trace.count({name: value for name, value in values.items() if _is_counted(name)})
 
     def rewind(self, run: RunState | None) -> None:
         """Go back to where a checkpoint was taken; None is before the first step."""
@@ -79,39 +62,26 @@ class RunFolder:
             self.run_log.rewind(0, sizes={}, elapsed_s=0.0)
         else:
             self.run_log.rewind(step, sizes=run.log_sizes, elapsed_s=run.elapsed_s)
-        self.progress.num_done = step
         self.live.rewind(step, read_metrics(self.folder))
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Keep some responses of a step."""
         self.run_log.log_samples(step, samples)
 
-    def keep_reports(self, ranks: Sequence[RankReport]) -> None:
-        """Keep what ranks did when one failed, for `explain`; the ``on_failure`` of groups."""
-        seen = {(report.host, report.pid) for report in ranks}
-        others = [report for report in self.ranks if (report.host, report.pid) not in seen]
-        self.ranks[:] = [*others, *ranks]  # of another group: actor and critic apart
-
     def explain(self, error: BaseException) -> None:
         """Note on ``error`` where the run was, and write the post-mortem folder of a crash.
 
-        Takes at most 5 s and raises nothing, whatever the state of the disk. Twice for one error is
-        a no-op. Whoever goes on after an error calls it too.
+        Once for each error: by who goes on after it, or where it ends the run. Takes at most 5 s
+        and raises nothing, whatever the state of the disk.
         """
-        if any(note.startswith(WHERE) for note in error_notes(error)):
-            return
-        error.add_note(self.progress.describe())
+        where = self.live.describe_place()
+        error.add_note(where)
         self.live.break_off()
         # Somebody who stops a start knows why; who stops a step may have waited in vain.
-        is_wanted = isinstance(error, KeyboardInterrupt) and not self.progress.has_begun
+        is_wanted = isinstance(error, KeyboardInterrupt) and not self.live.has_begun
         if is_crash(error) and not is_wanted:
-            outcome = PostMortem(self.folder, error, self.progress, tuple(self.ranks)).write()
-            self.ranks.clear()
+            outcome = write_postmortem(self.folder, error, where=where)
             error.add_note(f"post-mortem: {outcome}")
-
-    def watching(self, ranks: SpanCollector) -> AbstractContextManager[None]:
-        """Trace these ranks until the end of the ``with``: ``record.watching(group.spans)``."""
-        return nullcontext() if self.tracing is None else self.tracing.watching(ranks)
 
 
 @contextmanager
@@ -147,11 +117,18 @@ def open_record(
         try_machine(run_log.folder)
         with (
             _summarized(config, command),
-            _open_tracing(run_log.folder, is_on=config.tracking.trace) as tracing,
+            _traced(run_log.folder, is_on=config.tracking.trace),
             open_live(config.tracking.live, num_steps=num_steps, stream=sys.stdout) as live,
-            _explaining(RunFolder(run_log, live, tracing, Progress(num_steps))) as record,
         ):
-            yield record
+            record = RunFolder(run_log, live)
+            try:
+                yield record
+            except RunStopped:  # on request, and after its log said so: no error
+                raise
+            except BaseException as error:
+                record.explain(error)
+                run_log.log_error(error)  # to the file alone: whoever catches the error shows it
+                raise
 
 
 @contextmanager
@@ -176,51 +153,20 @@ def _summarized(config: ExperimentConfig, command: Sequence[str]) -> Iterator[No
 
 
 @contextmanager
-def _explaining(record: RunFolder) -> Iterator[RunFolder]:
+def _traced(folder: Path, *, is_on: bool) -> Iterator[None]:
+    """Let this process, and ranks that it starts, write the trace of a run; join it at the end."""
+    begins = is_on and trace.process.write_to(
+        folder.absolute(), f"driver on {socket.gethostname()}", num_processes=4
+    )
     try:
-        yield record
-    except RunStopped:  # on request, and after its log said so: no error
-        raise
-    except BaseException as error:
-        record.explain(error)
-        # To the file alone: whoever catches the error shows it.
-        record.run_log.log_error(error)
-        raise
+        if begins:
+            join_traces(folder)  # of a driver that was killed
+        yield
+    finally:
+        trace.process.end()
+        if begins:
+            join_traces(folder)
 
 
-@contextmanager
-def _open_tracing(folder: Path, *, is_on: bool) -> Iterator[Tracing | None]:
-    tracing = Tracing.begin(folder) if is_on else None
-    with ExitStack() as ending:
-        if tracing is not None:
-            ending.callback(tracing.close)
-        yield tracing
-
-
-@dataclass(frozen=True, slots=True)
-class WarmupLogger:
-    """A ``Recorder`` for work before the run proper: shown as one phase, kept nowhere."""
-
-    outer: RunFolder
-    label: str
-    num_steps: int
-
-    def phase(self, name: str) -> None:
-        """Say what begins."""
-        self.outer.phase(f"{self.label}: {name}")
-
-    def begin_step(self, step: int) -> None:
-        """Do nothing: `record` says how far it is."""
-
-    def record(self, step: int, metrics: Metrics) -> None:
-        """Show how far it is."""
-        loss = metrics["loss/supervised_nats"].value
-        self.outer.phase(f"{self.label}: step {step}/{self.num_steps}, loss {loss:.3f} nats")
-
-    def keep_reports(self, ranks: Sequence[RankReport]) -> None:
-        """Keep what ranks did when one failed."""
-        self.outer.keep_reports(ranks)
-
-    def watching(self, ranks: SpanCollector) -> AbstractContextManager[None]:
-        """Trace these ranks until the end of the ``with``."""
-        return self.outer.watching(ranks)
+def _is_counted(name: str) -> bool:
+    return name in _COUNTED or name.partition("/")[0] in ("throughput", "memory")

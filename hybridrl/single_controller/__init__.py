@@ -11,8 +11,6 @@ A worker class written for verl ports by importing from here and by changing its
         group.update(batch)
 """
 
-from hybridrl.diagnostics.process_report import RankReport
-from hybridrl.single_controller.actors import OnFailure
 from hybridrl.single_controller.dispatch import (
     Dispatch,
     Execute,
@@ -24,7 +22,6 @@ from hybridrl.single_controller.dispatch import (
 from hybridrl.single_controller.fused import RayClassWithInitArgs, create_colocated_worker_cls
 from hybridrl.single_controller.payload import (
     PayloadOps,
-    Splittable,
     register_after_call,
     register_payload,
     register_reducer,
@@ -39,15 +36,12 @@ __all__ = [
     "Dispatch",
     "Execute",
     "Future",
-    "OnFailure",
     "PayloadOps",
     "RankLayout",
-    "RankReport",
     "RayClassWithInitArgs",
     "RayResourcePool",
     "RayWorkerGroup",
     "ResultLayout",
-    "Splittable",
     "Whole",
     "Worker",
     "WorkerGroup",

@@ -13,8 +13,14 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from hybridrl.diagnostics.process_report import MonitoredRank, RankReport
-from hybridrl.diagnostics.rank_monitor import RankMonitor, describe_ranks, find_culprits
+from hybridrl.diagnostics import trace
+from hybridrl.diagnostics.process_report import (
+    MonitoredRank,
+    attach_reports,
+    describe_ranks,
+    failed_ranks_first,
+)
+from hybridrl.diagnostics.rank_monitor import RankMonitor
 from hybridrl.errors import (
     ClusterLostError,
     DeadlineError,
@@ -23,7 +29,7 @@ from hybridrl.errors import (
     WorkerGroupError,
 )
 from hybridrl.single_controller.dispatch import RankLayout
-from hybridrl.single_controller.failures import call_error, settle
+from hybridrl.single_controller.failures import wait_for_ranks
 from hybridrl.single_controller.head import LOOK_EVERY_S, HeadMonitor
 from hybridrl.single_controller.network import rendezvous_address
 from hybridrl.single_controller.payload import install_reducers
@@ -34,8 +40,6 @@ log = logging.getLogger(__name__)
 
 _STOP_WAIT_S = 10.0
 _FETCH_S = 60.0
-
-OnFailure = Callable[[Sequence[RankReport]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +64,12 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLimits:
-    """How long a group waits, in seconds, what its processes find, and who hears of a failure."""
+    """How long a group waits, in seconds, and what its processes find."""
 
     timeout_s: float
     grace_s: float
     start_timeout_s: float
     env_vars: Mapping[str, str]
-    on_failure: OnFailure
-    """Told what every rank did, before ranks are stopped because of a failure."""
-
     set_up: Callable[[], object] | None = None
     """Called in each process before its workers are constructed."""
 
@@ -91,12 +92,11 @@ class RankActors:
         self._why_unusable = ""
         self._head = HeadMonitor()
         self._watch = RankMonitor()
-        self._is_reported = False
         host_class = build_host_class({prefix: role.cls for prefix, role in roles.items()})
         install_reducers()
-        slots = pool.lease()
+        options = pool.lease()
         try:
-            self._start(host_class, [slot.actor_options() for slot in slots])
+            self._start(host_class, options)
             self._build(dict(roles))
         except BaseException:
             self.stop("its start failed")
@@ -135,7 +135,12 @@ class RankActors:
                 "pass plain data and build the object in the worker"
             ) from error
         refs = [
-            actor.host_build.remote(environment, shared_roles, self.limits.set_up)
+            actor.host_build.remote(
+                environment,
+                shared_roles,
+                set_up=self.limits.set_up,
+                traced_run=trace.process.run_folder,
+            )
             for actor, environment in zip(
                 self.actors, rank_environments(self._locations, port), strict=True
             )
@@ -232,12 +237,14 @@ class RankActors:
         fact = f"ranks {late} of {len(refs)} have not answered {method}() within"
         if not is_final:
             raise DeadlineError(f"{fact} {wait_s:g} s; it goes on: call get(timeout_s=) again")
-        failed_ranks = find_culprits(self.examine(), late)
+        reports = self._watch.examine()
         self.stop(f"{method}() was late on ranks {late}")
-        raise DeadlineError(
-            f"{fact} {deadline.limit_s:g} s, the group was stopped; "
-            f"raise {deadline.key} if that is not enough{describe_ranks(failed_ranks)}"
+        error = DeadlineError(
+            f"{fact} {deadline.limit_s:g} s, the group was stopped; raise {deadline.key} if that "
+            f"is not enough{describe_ranks(failed_ranks_first(reports, late))}"
         )
+        attach_reports(error, reports)
+        raise error
 
     def _get(self, refs: Sequence[Any], method: str, timeout_s: float) -> list[Any]:
         deadline_s = time.monotonic() + timeout_s
@@ -250,50 +257,37 @@ class RankActors:
             except GetTimeoutError:
                 if left_s <= LOOK_EVERY_S:
                     raise
-                self._look_at_head(method)
+                if self._head.is_lost():
+                    raise self._head_lost(method) from None
             except RayError:
                 error = self._failed(refs, method)
                 raise error from error.__cause__
             else:
                 return results
 
-    def _look_at_head(self, method: str) -> None:
-        try:
-            self._head.look()
-        except ClusterLostError:
-            self._abandon(f"the head of the cluster was lost during {method}()")
-            raise
-
     def _failed(
         self, refs: Sequence[Any], method: str
     ) -> RemoteCallError | DeadlineError | ClusterLostError:
-        settled = settle(dict(enumerate(refs)), self.limits.grace_s)
-        if not settled.late and not settled.dead:
-            return call_error(settled, self.hosts, method)
-        if settled.dead and self._head.is_silent:
-            self._abandon(f"the head of the cluster was lost during {method}()")
-            lost = self._head.lost()
-            lost.__cause__ = call_error(settled, self.hosts, method)
+        failed = wait_for_ranks(refs, method, self.hosts, grace_s=self.limits.grace_s)
+        if not failed.late and not failed.dead:
+            return failed.error()
+        if failed.dead and self._head.is_silent:
+            lost = self._head_lost(method)
+            lost.__cause__ = failed.error()
             return lost
-        error = call_error(settled, self.hosts, method, reports=self.examine())
-        self.stop(f"{method}() failed on rank {settled.roots[0]}")
+        error = failed.error(self._watch.examine())
+        self.stop(f"{method}() failed on rank {failed.failed_ranks[0]}")
         return error
 
-    def _abandon(self, why: str) -> None:
+    def _head_lost(self, method: str) -> ClusterLostError:
         """Leave the ranks to their nodes: without the head, giving resources back waits forever."""
-        self._why_unusable = why
+        self._why_unusable = f"the head of the cluster was lost during {method}()"
+        return self._head.lost()
 
-    def examine(self) -> list[RankReport]:
-        """Find out what every rank does, and tell ``on_failure``; within 10 s."""
-        reports = self._watch.examine()
-        self._is_reported = True
-        self.limits.on_failure(reports)
-        return reports
-
-    def report_once(self) -> None:
-        """Tell ``on_failure`` of an error that no rank raised; ranks are well, and say where."""
-        if not self._why_unusable and not self._is_reported:
-            self.examine()
+    def report_on(self, error: BaseException) -> None:
+        """Keep on an error where ranks are that go on after it; takes 10 s at most."""
+        if not self._why_unusable:
+            attach_reports(error, self._watch.examine())
 
     def stop(self, why: str) -> None:
         """Kill every rank and give the resources back. Doing it twice changes nothing."""
@@ -321,7 +315,7 @@ class RankActors:
             log.warning(
                 "%d of %d ranks did not close within %g s and are killed%s",
                 *(len(late), len(refs), self.limits.grace_s),
-                describe_ranks(find_culprits(self._watch.examine(), late)),
+                describe_ranks(failed_ranks_first(self._watch.examine(), late)),
             )
         try:
             ray.get(done)

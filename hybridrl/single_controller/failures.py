@@ -1,4 +1,4 @@
-"""What went wrong on a rank, told so that the person at the driver can act on it."""
+"""A call that failed on some ranks becomes one error, for the person at the driver."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from hybridrl.diagnostics.process_report import RankReport
-from hybridrl.diagnostics.rank_monitor import describe_ranks, find_culprits
+from hybridrl.diagnostics.process_report import (
+    RankReport,
+    attach_reports,
+    describe_ranks,
+    failed_ranks_first,
+)
 from hybridrl.errors import DeadlineError, RemoteCallError, WorkerDiedError, is_peer_failure
 
 _MISSING_MODULE = re.compile(r"No module named '([\w.]+)'")
@@ -29,21 +33,32 @@ STORE_IS_FULL = (
     "space in Ray's folder (/tmp/ray), or give the store more memory: cluster.object_store_mib=N, "
     "with cluster.ray_address `ray start --object-store-memory=BYTES` on each node"
 )
-
+_OUT_OF_MEMORY = (
+    "Ray's memory monitor killed its process, because the node ran out of memory; lower "
+    "actor.max_tokens_per_microbatch or rollout.num_slots, or run fewer ranks a node. Ray says:"
+)
+_GONE = (
+    "its process is gone: it was killed, ran out of memory, or its node was lost; look at the "
+    "memory of the node first. Ray says:"
+)
 _NOISE = re.compile(r"\x1b\[[0-9;]*m|^[ ^~]*\^[ ^~]*\n", re.MULTILINE)
 """Colours, and the carets that Ray leaves of the frames it drops."""
 
 _DEATHS = (RayActorError, WorkerCrashedError, OutOfMemoryError)
 """What Ray raises when the process of a rank is gone."""
+
 _FETCH_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
-    """The state of a failed call once every rank had its chance to return."""
+class FailedCall:
+    """A call that raised on at least one rank, once every rank had its chance to return."""
 
-    failures: Mapping[int, Exception]
+    method: str
+    hosts: Sequence[str]
     """By rank."""
+    failures: Mapping[int, Exception]
+    """By rank, the first to fail first: what follows is mostly its consequence."""
     late: Sequence[int]
     """Ranks that did not return: most likely in a collective that waits for the one that failed."""
 
@@ -53,7 +68,7 @@ class Settled:
         return [rank for rank, error in self.failures.items() if isinstance(error, _DEATHS)]
 
     @property
-    def roots(self) -> list[int]:
+    def failed_ranks(self) -> list[int]:
         """Ranks that failed, those at fault first: the dead, then who failed of its own accord.
 
         A death breaks the collectives of the others, whose errors can arrive before it is known.
@@ -61,85 +76,74 @@ class Settled:
         dead = self.dead
         return sorted(
             self.failures,
-            key=lambda rank: (rank not in dead, _is_consequence(self.failures[rank])),
+            key=lambda rank: (rank not in dead, is_peer_failure(_cause(self.failures[rank]))),
         )
 
+    def error(self, reports: Sequence[RankReport] = ()) -> RemoteCallError | DeadlineError:
+        """Return one error for the rank at fault; notes on it tell of the other ranks.
 
-def settle(refs_by_rank: Mapping[int, Any], grace_s: float) -> Settled:
+        Args:
+            reports: of all ranks, if somebody looked; they stay on the error.
+
+        Returns:
+            A ``DeadlineError`` if all that raised had given up waiting for ranks that hang.
+        """
+        first, *others = self.failed_ranks
+        late = failed_ranks_first(reports, self.late)
+        gave_up = self.late and not self.dead and is_peer_failure(_cause(self.failures[first]))
+        error: RemoteCallError | DeadlineError
+        if gave_up:
+            rank = late[0].rank if late else self.late[0]
+            error = DeadlineError(
+                f"rank {rank} on {self.hosts[rank]} hangs in {self.method}(): others gave up "
+                f"waiting for it, and the group was stopped{describe_ranks(late)}"
+            )
+            others = [first, *others]
+        else:
+            error = self._of_rank(first, reports)
+        verb = "gave up" if gave_up else "failed too"
+        for rank in others:
+            cause = _describe(self.failures[rank])
+            error.add_note(f"rank {rank} on {self.hosts[rank]} {verb}: {cause}")
+        if self.late and not gave_up:
+            where = describe_ranks([report for report in late if report.rank in self.late])
+            error.add_note(f"ranks {list(self.late)} did not return and were stopped{where}")
+        attach_reports(error, reports)
+        return error
+
+    def _of_rank(self, rank: int, reports: Sequence[RankReport]) -> RemoteCallError:
+        failure = self.failures[rank]
+        is_death = isinstance(failure, _DEATHS)
+        report = next((report for report in reports if report.rank == rank), None)
+        error = (WorkerDiedError if is_death else RemoteCallError)(
+            rank=rank,
+            host=self.hosts[rank],
+            method=self.method,
+            cause=_describe_death(failure, report) if is_death else _describe(failure),
+            traceback=_NOISE.sub("", str(failure)),
+        )
+        # So that `except RemoteCallError as e: e.__cause__` is the very exception of the worker.
+        error.__cause__ = _cause(failure)
+        error.is_peer_failure = is_peer_failure(error.__cause__)
+        return error
+
+
+def wait_for_ranks(
+    refs: Sequence[Any], method: str, hosts: Sequence[str], *, grace_s: float
+) -> FailedCall:
     """Wait until every rank returned, at most ``grace_s`` seconds, and gather what failed.
 
     Args:
-        refs_by_rank: the pending results of one call.
+        refs: by rank, the pending results of a call.
+        method: its name.
+        hosts: by rank.
         grace_s: seconds.
     """
-    # The first to fail comes first in `failures`: what follows is mostly its consequence.
-    failures = _failures_among(refs_by_rank, _done(refs_by_rank, 0.0))
-    done = _done(refs_by_rank, grace_s)
-    failures |= _failures_among(refs_by_rank, [rank for rank in done if rank not in failures])
-    return Settled(failures, [rank for rank in refs_by_rank if rank not in done])
-
-
-def call_error(
-    settled: Settled, hosts: Sequence[str], method: str, *, reports: Sequence[RankReport] = ()
-) -> RemoteCallError | DeadlineError:
-    """Return one error for the rank at the root; notes on it tell of the other ranks.
-
-    Args:
-        settled: with at least one failure.
-        hosts: by rank.
-        method: name, for the message.
-        reports: of all ranks, if somebody looked.
-
-    Returns:
-        A ``DeadlineError`` if all that raised had given up waiting for ranks that hang.
-    """
-    failed_ranks = find_culprits(reports, settled.late)
-    roots = settled.roots
-    if settled.late and not settled.dead and _is_consequence(settled.failures[roots[0]]):
-        return _hang(settled, hosts, method, failed_ranks=failed_ranks)
-    rank = roots[0]
-    report = next((report for report in reports if report.rank == rank), None)
-    error = _translate(
-        settled.failures[rank], rank=rank, host=hosts[rank], method=method, report=report
-    )
-    for other in roots[1:]:
-        cause = _one_line(settled.failures[other])
-        error.add_note(f"rank {other} on {hosts[other]} failed too: {cause}")
-    if settled.late:
-        where = describe_ranks([report for report in failed_ranks if report.rank in settled.late])
-        error.add_note(f"ranks {list(settled.late)} did not return and were stopped{where}")
-    return error
-
-
-def _hang(
-    settled: Settled, hosts: Sequence[str], method: str, *, failed_ranks: Sequence[RankReport]
-) -> DeadlineError:
-    late = [report.rank for report in failed_ranks] or list(settled.late)
-    error = DeadlineError(
-        f"rank {late[0]} on {hosts[late[0]]} hangs in {method}(): others gave up waiting for it, "
-        f"and the group was stopped{describe_ranks(failed_ranks)}"
-    )
-    for rank in settled.roots:
-        cause = _one_line(settled.failures[rank])
-        error.add_note(f"rank {rank} on {hosts[rank]} gave up: {cause}")
-    return error
-
-
-def _translate(
-    error: Exception, *, rank: int, host: str, method: str, report: RankReport | None
-) -> RemoteCallError:
-    is_death = isinstance(error, _DEATHS)
-    cls = WorkerDiedError if is_death else RemoteCallError
-    translated = cls(
-        rank=rank,
-        host=host,
-        method=method,
-        cause=_describe_death(error, report) if is_death else _one_line(error),
-        traceback=_NOISE.sub("", str(error)),
-    )
-    # So that `except RemoteCallError as e: e.__cause__` is the very exception of the worker.
-    translated.__cause__ = error.cause if isinstance(error, RayTaskError) else error
-    return translated
+    failures = _failures(refs, _returned(refs, 0.0))
+    returned = _returned(refs, grace_s)
+    failures |= _failures(refs, [rank for rank in returned if rank not in failures])
+    late = [rank for rank in range(len(refs)) if rank not in returned]
+    return FailedCall(method, hosts, failures, late)
 
 
 def _describe_death(error: Exception, report: RankReport | None) -> str:
@@ -147,16 +151,9 @@ def _describe_death(error: Exception, report: RankReport | None) -> str:
     if (missing := _MISSING_MODULE.search(str(error))) is not None:
         return _name_missing(missing[1])
     if isinstance(error, OutOfMemoryError):
-        return (
-            "Ray's memory monitor killed its process, because the node ran out of memory; lower "
-            "actor.max_tokens_per_microbatch or rollout.num_slots, or run fewer ranks a node. "
-            "Ray says:"
-        )
+        return _OUT_OF_MEMORY
     if report is None or not report.is_gone:
-        return (
-            "its process is gone: it was killed, ran out of memory, or its node was lost; look at "
-            "the memory of the node first. Ray says:"
-        )
+        return _GONE
     memory = f", memory {report.memory[-1][1] / 2**30:.2f} GiB" if report.memory else ""
     return (
         f"its process is gone: pid {report.pid}, {report.exit}; it did: {report.where}{memory}. "
@@ -164,14 +161,15 @@ def _describe_death(error: Exception, report: RankReport | None) -> str:
     )
 
 
-def _is_consequence(error: Exception) -> bool:
-    return is_peer_failure(_one_line(error))
+def _cause(error: Exception) -> Exception:
+    """Return the exception of the worker's own code, if Ray wrapped one."""
+    return error.cause if isinstance(error, RayTaskError) else error
 
 
-def _one_line(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     if isinstance(error, _DEATHS):
         return "its process is gone"
-    cause = error.cause if isinstance(error, RayTaskError) else error
+    cause = _cause(error)
     missing = _MISSING_MODULE.search(str(error))
     if missing is not None and isinstance(cause, RaySystemError):
         return _name_missing(missing[1])
@@ -188,17 +186,16 @@ def _name_missing(module: str) -> str:
     )
 
 
-def _done(refs_by_rank: Mapping[int, Any], wait_s: float) -> list[int]:
-    refs = list(refs_by_rank.values())
-    done, _ = ray.wait(refs, num_returns=len(refs), timeout=wait_s, fetch_local=False)
-    return [rank for rank, ref in refs_by_rank.items() if ref in set(done)]
+def _returned(refs: Sequence[Any], wait_s: float) -> list[int]:
+    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=wait_s, fetch_local=False)
+    return [rank for rank, ref in enumerate(refs) if ref in set(done)]
 
 
-def _failures_among(refs_by_rank: Mapping[int, Any], ranks: list[int]) -> dict[int, Exception]:
+def _failures(refs: Sequence[Any], ranks: Sequence[int]) -> dict[int, Exception]:
     failures: dict[int, Exception] = {}
     for rank in ranks:
         try:
-            ray.get(refs_by_rank[rank], timeout=_FETCH_S)
+            ray.get(refs[rank], timeout=_FETCH_S)
         except GetTimeoutError:
             continue  # it returned, and its node is slow to send what: no failure of the rank
         except RayError as error:

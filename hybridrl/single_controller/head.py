@@ -62,20 +62,14 @@ class HeadMonitor:
         """Whether the head does not answer at this moment."""
         return bool(self.address) and not answers(self.address)
 
-    def look(self) -> None:
-        """Look once.
-
-        Raises:
-            ClusterLostError: the head has been silent for ``PATIENCE_S`` seconds.
-        """
+    def is_lost(self) -> bool:
+        """Look once; return whether the head has been silent for ``PATIENCE_S`` seconds."""
+        now_s = time.monotonic()
         if not self.is_silent:
             self._silent_since_s = None
-            return
-        now_s = time.monotonic()
-        if self._silent_since_s is None:
+        elif self._silent_since_s is None:
             self._silent_since_s = now_s
-        if now_s - self._silent_since_s >= PATIENCE_S:
-            raise self.lost()
+        return self._silent_since_s is not None and now_s - self._silent_since_s >= PATIENCE_S
 
     def lost(self) -> ClusterLostError:
         """Return the error that says so."""

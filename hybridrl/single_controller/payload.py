@@ -2,38 +2,20 @@
 
 The controller knows lists, numpy arrays, and plain tuples and dicts of payloads. Whoever owns
 another type registers it once, at import: `register_payload` for cutting and joining,
-`register_reducer` for the way it travels. A type of one's own may inherit `Splittable` instead.
+`register_reducer` for the way it travels.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import ray
 from ray import cloudpickle
 
 from hybridrl.errors import DispatchError
-
-
-class Splittable(ABC):
-    """Rows of a type of one's own; inherit it and every dispatch mode can carry the type."""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Return the number of rows."""
-
-    @abstractmethod
-    def take(self, start: int, stop: int) -> Self:
-        """Return rows ``start <= row < stop``; may be a view."""
-
-    @classmethod
-    @abstractmethod
-    def concat(cls, parts: Sequence[Self]) -> Self:
-        """Join at least one part, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +117,7 @@ def _require(value: object) -> PayloadOps:
     if ops is None:
         raise DispatchError(
             f"{type(value).__name__} has no rows to split or join; "
-            "inherit hybridrl.single_controller.Splittable or call register_payload()"
+            "register its type: hybridrl.single_controller.register_payload()"
         )
     return ops
 
@@ -161,14 +143,6 @@ def _concat_dicts(parts: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
     return {key: concat_rows([part[key] for part in parts]) for key in parts[0]}
 
 
-register_payload(
-    Splittable,
-    PayloadOps(
-        num_rows=len,
-        take=lambda value, start, stop: value.take(start, stop),
-        concat=lambda parts: type(parts[0]).concat(parts),
-    ),
-)
 register_payload(
     list,
     PayloadOps(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -11,26 +10,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridrl.errors import ResourceError
 from hybridrl.single_controller.placement import ResourceRequest, remove, reserve
-
-
-@dataclass(frozen=True, slots=True)
-class RankAllocation:
-    """What one rank of one group takes of one bundle."""
-
-    placement_group: Any
-    bundle_index: int
-    num_cpus: float
-    num_gpus: float
-
-    def actor_options(self) -> dict[str, Any]:
-        """Return the Ray options that put an actor here."""
-        return {
-            "num_cpus": self.num_cpus,
-            "num_gpus": self.num_gpus,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self.placement_group, placement_group_bundle_index=self.bundle_index
-            ),
-        }
 
 
 class _Reservation:
@@ -42,7 +21,7 @@ class _Reservation:
         self._placement_groups: list[Any] = []
         self._num_leases = [0] * sum(wish.process_on_nodes)
 
-    def lease(self, bundles: range, wait_s: float) -> list[RankAllocation]:
+    def lease(self, bundles: range, wait_s: float) -> list[dict[str, Any]]:
         if any(self._num_leases[index] >= self.max_colocated for index in bundles):
             raise ResourceError(
                 f"{self.max_colocated} worker groups run on this pool already; shut one down, or "
@@ -52,7 +31,7 @@ class _Reservation:
             self._placement_groups = reserve(self._wish, wait_s=wait_s)
         for index in bundles:
             self._num_leases[index] += 1
-        places = [
+        bundle_of_rank = [
             (group, index)
             for group, count in zip(
                 self._placement_groups, self._wish.process_on_nodes, strict=True
@@ -65,7 +44,14 @@ class _Reservation:
             for name, amount in self._wish.bundle.items()
         }
         return [
-            RankAllocation(*places[index], share["CPU"], share.get("GPU", 0.0)) for index in bundles
+            {
+                "num_cpus": share["CPU"],
+                "num_gpus": share.get("GPU", 0.0),
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=index
+                ),
+            }
+            for group, index in (bundle_of_rank[rank] for rank in bundles)
         ]
 
     def give_back(self, bundles: range) -> None:
@@ -145,23 +131,26 @@ class RayResourcePool:
         """Return a pool over the bundles of both."""
         return self._view(self._parts + other._parts)
 
-    def lease(self) -> list[RankAllocation]:
+    def lease(self) -> list[dict[str, Any]]:
         """Reserve a share of every bundle for one group; waits at most ``wait_s``.
+
+        Returns:
+            The Ray options that put an actor there, by rank.
 
         Raises:
             ResourceError: too few resources, or ``max_colocate_count`` groups run here already.
         """
-        slots: list[RankAllocation] = []
+        options: list[dict[str, Any]] = []
         leased: list[tuple[_Reservation, range]] = []
         try:
             for reservation, bundles in self._parts:
-                slots += reservation.lease(bundles, self._wait_s)
+                options += reservation.lease(bundles, self._wait_s)
                 leased.append((reservation, bundles))
         except BaseException:
             for reservation, bundles in leased:
                 reservation.give_back(bundles)
             raise
-        return slots
+        return options
 
     def give_back(self) -> None:
         """End a lease. The last one of all views of a pool removes its placement groups."""

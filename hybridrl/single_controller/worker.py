@@ -151,7 +151,9 @@ class WorkerHost:
         self,
         environment: dict[str, str],
         roles: dict[str, WorkerSpec],
-        set_up: Callable[[], object] | None = None,
+        *,
+        set_up: Callable[[], object] | None,
+        traced_run: Path | None,
     ) -> None:
         """Construct the workers in order, in an environment that holds their rendezvous.
 
@@ -159,11 +161,17 @@ class WorkerHost:
             environment: of this rank.
             roles: by prefix.
             set_up: called before any of them.
+            traced_run: folder of the run whose trace this process writes to.
         """
         for name, value in environment.items():
             env.set_value(name, value)
         _choose_interface(environment["MASTER_ADDR"])
         log.set_where(f"rank {environment['RANK']}")
+        if traced_run is not None:
+            names = "+".join(role.cls.__name__ for role in roles.values())
+            name = f"rank {environment['RANK']} {names} on {ray.util.get_node_ip_address()}"
+            num_processes = int(environment["WORLD_SIZE"])
+            trace.process.write_to(traced_run, name, num_processes=num_processes)
         if set_up is not None:
             with activity.scope("set_up()"):
                 set_up()
@@ -179,10 +187,6 @@ class WorkerHost:
         """Return the place that a worker registered in a mesh, if it did."""
         return self.workers[prefix].meshes.get(mesh)
 
-    def host_take_spans(self) -> trace.SpanBatch:
-        """Return what this process recorded since the last time."""
-        return trace.take()
-
     def host_execute(self, prefix: str, name: str, *args: object, **kwargs: object) -> object:
         """Call any public method of a worker, registered or not."""
         with activity.scope(f"{join_prefix(prefix, name)}()"), trace.span(name):
@@ -197,6 +201,7 @@ class WorkerHost:
         with activity.scope("close()"):
             for worker in reversed(self.workers.values()):
                 worker.close()
+        trace.process.end()
 
 
 class AsyncWorkerHost(WorkerHost):

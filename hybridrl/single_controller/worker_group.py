@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from hybridrl.diagnostics.process_report import RankReport
 from hybridrl.errors import DispatchError, suggest_name
-from hybridrl.single_controller.actors import GroupLimits, OnFailure, RankActors
+from hybridrl.single_controller.actors import GroupLimits, RankActors
 from hybridrl.single_controller.dispatch import Dispatch, Execute
 from hybridrl.single_controller.fused import RayClassWithInitArgs
 from hybridrl.single_controller.register import Registration, registered_methods
 from hybridrl.single_controller.remote_call import Future, RemoteMethod
 from hybridrl.single_controller.resource_pool import RayResourcePool
-from hybridrl.single_controller.spans import SpanCollector
 from hybridrl.single_controller.worker import Worker, join_prefix
 
 
@@ -27,7 +25,6 @@ class WorkerGroup:
     ) -> None:
         self._actors = actors
         self._roles = dict(roles)
-        self.spans = SpanCollector(actors, "+".join(cls.__name__ for cls in roles.values()))
         self._methods: dict[str, RemoteMethod] = {}
         for prefix, cls in roles.items():
             for name, registration in registered_methods(cls).items():
@@ -131,7 +128,8 @@ class WorkerGroup:
 class RayWorkerGroup(WorkerGroup):
     """A worker group that starts its ranks on a pool, one process each, and stops them.
 
-    Use it as a context manager, or call `shutdown`.
+    Use it as a context manager, or call `shutdown`. An error that leaves the ``with``, and one that
+    a dead or late rank causes, holds what every rank did: `diagnostics.process_report.reports_on`.
 
     Args:
         resource_pool: one bundle per rank.
@@ -141,8 +139,6 @@ class RayWorkerGroup(WorkerGroup):
         timeout_s: seconds that a call may take, unless ``@register(timeout_s=)`` says otherwise.
         grace_s: seconds that the other ranks get to return after one failed.
         start_timeout_s: seconds for starting the processes, and again for the constructors.
-        on_failure: told what every rank did when one died or hung, before all are stopped, or when
-            an error leaves the group's ``with`` block; see `RankReport`.
         set_up: called without arguments in each process, once, before workers are constructed and
             after the environment is set. It is pickled, so it must be importable on the ranks.
 
@@ -151,7 +147,7 @@ class RayWorkerGroup(WorkerGroup):
         RemoteCallError: a constructor raised, or ``set_up``.
     """
 
-    def __init__(  # noqa: PLR0913 - one group, once
+    def __init__(
         self,
         resource_pool: RayResourcePool,
         ray_cls_with_init: RayClassWithInitArgs,
@@ -160,7 +156,6 @@ class RayWorkerGroup(WorkerGroup):
         timeout_s: float = 3600.0,
         grace_s: float = 5.0,
         start_timeout_s: float = 300.0,
-        on_failure: OnFailure | None = None,
         set_up: Callable[[], object] | None = None,
     ) -> None:
         roles = ray_cls_with_init.roles
@@ -169,7 +164,6 @@ class RayWorkerGroup(WorkerGroup):
             grace_s=grace_s,
             start_timeout_s=start_timeout_s,
             env_vars=env_vars or {},
-            on_failure=on_failure or _tell_nobody,
             set_up=set_up,
         )
         actors = RankActors(resource_pool, roles, limits)
@@ -194,7 +188,7 @@ class RayWorkerGroup(WorkerGroup):
     ) -> None:
         try:
             if error is not None:
-                self._actors.report_once()
+                self._actors.report_on(error)
         finally:
             self.shutdown()
 
@@ -210,6 +204,3 @@ def _bind(
 
 
 def _any_arguments(*args: object, **kwargs: object) -> None: ...
-
-
-def _tell_nobody(_: Sequence[RankReport]) -> None: ...

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import csv
 import os
+import pickle
 import signal
 from pathlib import Path
 
 import pytest
 
 import hybridrl
+from hybridrl.diagnostics.process_report import RankReport, attach_reports, reports_on
 from hybridrl.errors import ConfigError, WorkerDiedError
-from hybridrl.run.display import LiveView
-from hybridrl.run.postmortem import PostMortem, Progress, is_crash
-from hybridrl.run.record import RunFolder, open_record
-from hybridrl.run.run_folder import RunLogger
-from hybridrl.single_controller import RankReport
+from hybridrl.run.postmortem import is_crash, write_postmortem
+from hybridrl.run.record import open_record
 from hybridrl.trainer.interrupt import RunInterrupted
 from tests.end_to_end.small import small_config
 
@@ -49,9 +48,10 @@ def _death() -> BaseException:
     )
 
 
-def _post_mortem(folder: Path) -> PostMortem:
-    progress = Progress(num_steps=30, num_done=11, has_begun=True, phase="update")
-    return PostMortem(folder, _death(), progress, RANKS)
+def _write(folder: Path, *, limit_s: float = 5.0) -> str:
+    error = _death()
+    attach_reports(error, RANKS)
+    return write_postmortem(folder, error, where="in step 12 of 30, update", limit_s=limit_s)
 
 
 @pytest.fixture
@@ -63,12 +63,12 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 def test_a_post_mortem_holds_what_was_known(run_folder: Path) -> None:
-    folder = Path(_post_mortem(run_folder).write())
+    folder = Path(_write(run_folder))
     assert folder.parent == run_folder / "postmortem"
     text = {path.name: path.read_text() for path in folder.iterdir()}
     what = text["what.txt"]
     assert "WorkerDiedError: rank 1 on 10.0.0.2: update() failed: gone" in what
-    assert "in step 12 of 30, update, " in what
+    assert "in step 12 of 30, update\n" in what
     assert "restartable: yes" in what
     assert "rank 1 (10.0.0.2, pid 72, gone: killed by signal 9 (SIGKILL)): idle" in what
     assert "in _raised" in what  # the traceback
@@ -89,21 +89,21 @@ def test_a_post_mortem_holds_what_was_known(run_folder: Path) -> None:
 
 
 def test_crashes_of_the_same_second_do_not_overwrite_each_other(run_folder: Path) -> None:
-    folders = {_post_mortem(run_folder).write() for _ in range(3)}
+    folders = {_write(run_folder) for _ in range(3)}
     assert {str(path) for path in (run_folder / "postmortem").iterdir()} == folders
     assert len(folders) == 3
 
 
 def test_a_folder_that_cannot_be_written_is_told_and_is_no_error(run_folder: Path) -> None:
     (run_folder / "postmortem").write_text("a file is in the way")
-    outcome = _post_mortem(run_folder).write()
+    outcome = _write(run_folder)
     assert outcome.startswith("not written, ")
     assert (run_folder / "postmortem").read_text() == "a file is in the way"
 
 
 def test_half_a_post_mortem_is_none(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", _full_disk)  # the disk of a test cannot be filled
-    outcome = _post_mortem(run_folder).write()
+    outcome = _write(run_folder)
     assert outcome == "not written, [Errno 28] No space left on device"
     assert list((run_folder / "postmortem").iterdir()) == []
 
@@ -115,34 +115,39 @@ def _full_disk(_: int) -> None:
 def test_a_disk_that_hangs_costs_the_time_given_and_no_more(run_folder: Path) -> None:
     (run_folder / "config.yaml").unlink()
     os.mkfifo(run_folder / "config.yaml")  # whoever reads it waits for a writer
-    outcome = _post_mortem(run_folder).write(limit_s=0.2)
+    outcome = _write(run_folder, limit_s=0.2)
     assert "did not take it within 0.2 s" in outcome
     os.close(os.open(run_folder / "config.yaml", os.O_RDWR))  # let the thread go
 
 
-def test_an_error_is_explained_once(tmp_path: Path) -> None:
-    config = small_config(tmp_path / "run")
-    with RunLogger(
-        tmp_path / "run",
-        overwrite=False,
-        resolved_yaml="",
-        settings={},
-        config=config.tracking,
-    ) as run_log:
-        record = RunFolder(run_log, LiveView(3), None, Progress(num_steps=3, has_begun=True))
+def test_reports_of_all_groups_stay_on_an_error_and_on_what_is_raised_from_it() -> None:
+    error = _death()
+    for rank in RANKS:  # of two groups
+        attach_reports(error, [rank])
+    for one in (error, pickle.loads(pickle.dumps(error))):
+        assert reports_on(one) == RANKS
+    try:
+        raise ValueError from error
+    except ValueError as another:
+        assert reports_on(another) == RANKS
+
+
+def test_an_error_that_a_run_survives_is_explained_and_the_next_one_has_other_ranks(
+    tmp_path: Path,
+) -> None:
+    with open_record(small_config(tmp_path / "run"), resolved_yaml="") as record:
+        record.begin_step(1)
         record.phase("generate")
-        record.keep_reports(RANKS)
-        error = _death()
-        for _ in range(2):
+        tails = []
+        for ranks in (RANKS, ()):
+            error = _death()
+            attach_reports(error, ranks)
             record.explain(error)
-        where, post_mortem = error.__notes__
-        assert where.startswith("in step 1 of 3, generate, ")
-        folder = Path(post_mortem.removeprefix("post-mortem: "))
-        assert "a last word" in (folder / "log_tail.txt").read_text()
-        another = _death()  # for example after a restart: the old ranks are not its ranks
-        record.explain(another)
-        folder = Path(another.__notes__[1].removeprefix("post-mortem: "))
-        assert "a last word" not in (folder / "log_tail.txt").read_text()
+            where, post_mortem = error.__notes__
+            assert where.startswith("in step 1 of 3, generate, ")
+            folder = Path(post_mortem.removeprefix("post-mortem: "))
+            tails.append("a last word" in (folder / "log_tail.txt").read_text())
+    assert tails == [True, False]
 
 
 def test_the_log_of_a_run_tells_where_its_post_mortem_is(tmp_path: Path) -> None:
@@ -153,6 +158,7 @@ def test_the_log_of_a_run_tells_where_its_post_mortem_is(tmp_path: Path) -> None
     ):
         record.phase("load data")
         raise ZeroDivisionError
+    assert len(caught.value.__notes__) == 2
     assert caught.value.__notes__[-1] in (folder / "log.txt").read_text()
     assert caught.value.__notes__[-1].startswith(f"post-mortem: {folder}")
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hybridrl.errors import HybridRLError, RewardError, WorkerDiedError
-from hybridrl.run.restarts import with_restarts
+from hybridrl.run.supervise import with_restarts
 
 
 def _died() -> WorkerDiedError:
@@ -24,43 +24,39 @@ class Attempts:
             raise error
 
 
-def test_lost_workers_are_started_again_until_the_work_is_done() -> None:
-    attempts = Attempts((_died(), 0), (_died(), 0), (None, 0))
-    with_restarts(
-        attempts, explain=lambda _: None, newest_step=lambda: attempts.step, max_in_a_row=2
-    )
-    assert not attempts.outcomes
+DONE = (None, 0)
 
 
-def test_without_a_new_checkpoint_between_only_so_many_restarts_are_made() -> None:
-    attempts = Attempts((_died(), 0), (_died(), 0), (_died(), 0), (None, 0))
-    with pytest.raises(WorkerDiedError):
+@pytest.mark.parametrize(
+    ("outcomes", "max_in_a_row", "error", "num_left"),
+    [
+        pytest.param([(_died(), 0)] * 2 + [DONE], 2, None, 0, id="until the work is done"),
+        pytest.param([(_died(), 0)] * 3 + [DONE], 2, WorkerDiedError, 1, id="so many in a row"),
+        pytest.param([(_died(), 1)] * 9 + [DONE], 1, None, 0, id="a checkpoint starts the count"),
+        pytest.param([(RewardError("a bug"), 0), DONE], 2, RewardError, 1, id="would come again"),
+        pytest.param([(_died(), 1), DONE], 0, WorkerDiedError, 1, id="switched off"),
+    ],
+)
+def test_lost_workers_restart_and_survived_errors_are_explained(
+    outcomes: list[tuple[HybridRLError | None, int]],
+    max_in_a_row: int,
+    error: type[HybridRLError] | None,
+    num_left: int,
+) -> None:
+    attempts, explained = Attempts(*outcomes), list[BaseException]()
+
+    def run() -> None:
         with_restarts(
-            attempts, explain=lambda _: None, newest_step=lambda: attempts.step, max_in_a_row=2
+            attempts,
+            explain=explained.append,
+            newest_step=lambda: attempts.step,
+            max_in_a_row=max_in_a_row,
         )
-    assert len(attempts.outcomes) == 1
 
-
-def test_a_new_checkpoint_starts_the_count_anew() -> None:
-    attempts = Attempts(*[(_died(), 1)] * 9, (None, 0))
-    with_restarts(
-        attempts, explain=lambda _: None, newest_step=lambda: attempts.step, max_in_a_row=1
-    )
-    assert not attempts.outcomes
-
-
-def test_an_error_that_would_come_again_is_raised_at_once() -> None:
-    attempts = Attempts((RewardError("a bug in the reward"), 0), (None, 0))
-    with pytest.raises(RewardError):
-        with_restarts(
-            attempts, explain=lambda _: None, newest_step=lambda: attempts.step, max_in_a_row=2
-        )
-    assert len(attempts.outcomes) == 1
-
-
-def test_restarts_can_be_switched_off() -> None:
-    attempts = Attempts((_died(), 1), (None, 0))
-    with pytest.raises(WorkerDiedError):
-        with_restarts(
-            attempts, explain=lambda _: None, newest_step=lambda: attempts.step, max_in_a_row=0
-        )
+    if error is None:
+        run()
+    else:
+        with pytest.raises(error):
+            run()
+    assert len(attempts.outcomes) == num_left
+    assert len(explained) == len(outcomes) - num_left - 1

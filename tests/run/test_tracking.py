@@ -20,10 +20,10 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from hybridrl import log
 from hybridrl.config.tracking import TrackingConfig
+from hybridrl.diagnostics.trace import SpanRecorder
 from hybridrl.errors import MetricError, RunFolderError
 from hybridrl.metrics import Max, Mean
 from hybridrl.run.run_folder import RunLogger, Sample
-from hybridrl.run.tracing import Tracing
 from hybridrl.run.trackers.tensorboard import TensorBoardTracker
 
 ROOT = Path(__file__).parents[2]
@@ -185,11 +185,13 @@ def test_a_log_on_a_full_disk_says_so_once_and_goes_on_in_the_terminal(
 def test_a_trace_on_a_full_disk_says_so_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tracing = Tracing.begin(tmp_path)
-    assert tracing is not None
+    recorder = SpanRecorder()
+    assert recorder.write_to(tmp_path, "driver", num_processes=1)
     with caplog.at_level(logging.WARNING, logger="hybridrl"), small_disk(100):
-        tracing.step({"memory/checkpoint_bytes": 1.0})
-        tracing.close()
+        for _ in range(3):
+            recorder.count({"memory/checkpoint_bytes": 1.0})
+            recorder.write()
+        recorder.end()
     assert [message.partition(":")[0] for message in caplog.messages] == ["the trace ends here"]
 
 

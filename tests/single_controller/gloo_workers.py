@@ -25,15 +25,3 @@ class GlooWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def leave(self) -> None:
         dist.destroy_process_group()
-
-    @register(Dispatch.ONE_TO_ALL)
-    def fail_while_others_reduce(self, rank: int, *, exits: bool) -> float:
-        if self.rank == rank:
-            if exits:
-                os._exit(9)
-            raise ArithmeticError("no sum today")
-        return self.sum_of_ranks()
-
-    @register(Dispatch.ONE_TO_ALL)
-    def pid(self) -> int:
-        return os.getpid()

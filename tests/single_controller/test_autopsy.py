@@ -14,8 +14,13 @@ import psutil
 import pytest
 
 from hybridrl.diagnostics.activity import RecordFiles, start_ticks
-from hybridrl.diagnostics.process_report import MonitoredRank, RankReport, read_ranks
-from hybridrl.diagnostics.rank_monitor import describe_ranks, find_culprits
+from hybridrl.diagnostics.process_report import (
+    MonitoredRank,
+    RankReport,
+    describe_ranks,
+    failed_ranks_first,
+    read_ranks,
+)
 from tests.waiting import wait_until
 
 _BEGIN = """
@@ -162,7 +167,7 @@ def test_the_odd_one_out_is_named_first() -> None:
     elsewhere = report(4, top="barrier")
     dead = report(5, waits=False, state="gone", exit="exit code 3")
     ranks = [*at_the_same_place, answered, loops, elsewhere, dead]
-    found = find_culprits(ranks, late=range(5))
+    found = failed_ranks_first(ranks, late=range(5))
     assert [one.rank for one in found] == [5, 3, 4, 0, 1, 2]
     assert (
         describe_ranks(found).splitlines()[1]

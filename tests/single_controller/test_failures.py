@@ -14,14 +14,13 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from hybridrl.errors import (
-    DeadlineError,
     DispatchError,
     RemoteCallError,
     WorkerDiedError,
     WorkerGroupError,
 )
 from hybridrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from hybridrl.single_controller.failures import Settled, call_error
+from hybridrl.single_controller.failures import FailedCall
 from tests.single_controller.workers import Scaler
 from tests.waiting import wait_until_gone
 
@@ -75,14 +74,6 @@ def test_ranks_that_do_not_return_after_a_failure_are_stopped(two_ranks: RayWork
         two_ranks.describe()
 
 
-def test_a_process_that_exits_is_named_and_takes_the_group_down(two_ranks: RayWorkerGroup) -> None:
-    pids = [place["pid"] for place in two_ranks.describe()]
-    with pytest.raises(WorkerDiedError, match=r"rank 1 .*gone: pid \d+, .*exit_on\(\)") as caught:
-        two_ranks.exit_on(1)
-    assert caught.value.rank == 1
-    wait_until_gone(pids)
-
-
 def test_a_rank_killed_between_calls_is_named_by_the_next(two_ranks: RayWorkerGroup) -> None:
     pids = [place["pid"] for place in two_ranks.describe()]
     os.kill(pids[0], signal.SIGKILL)
@@ -92,20 +83,11 @@ def test_a_rank_killed_between_calls_is_named_by_the_next(two_ranks: RayWorkerGr
     wait_until_gone(pids)
 
 
-def test_a_late_rank_is_named_with_the_key_to_raise(two_ranks: RayWorkerGroup) -> None:
-    pids = [place["pid"] for place in two_ranks.describe()]
-    with pytest.raises(
-        DeadlineError, match=r"ranks \[1\] of 2 have not answered hang_on\(\) within 3 s.*timeout"
-    ):
-        two_ranks.hang_on(1)
-    wait_until_gone(pids)
-
-
 def test_a_death_is_the_root_and_the_others_are_noted() -> None:
     # The collectives of rank 0 break before it is known that rank 1 died.
     reset = RayTaskError("reduce", "traceback text", ConnectionError("reset by peer"))
-    settled = Settled(failures={0: reset, 1: ActorDiedError()}, late=[2])
-    error = call_error(settled, ["host-a", "host-b", "host-c"], "reduce")
+    hosts = ["host-a", "host-b", "host-c"]
+    error = FailedCall("reduce", hosts, {0: reset, 1: ActorDiedError()}, late=[2]).error()
     assert isinstance(error, WorkerDiedError)
     assert (error.rank, error.host) == (1, "host-b")
     assert error.__notes__ == [

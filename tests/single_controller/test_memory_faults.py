@@ -10,14 +10,15 @@ import pytest
 from ray.exceptions import OutOfDiskError, OutOfMemoryError, RayTaskError
 
 from hybridrl.errors import WorkerDiedError
-from hybridrl.single_controller.failures import Settled, call_error
+from hybridrl.single_controller.failures import FailedCall
 
 
 def test_a_rank_that_the_memory_monitor_killed_is_dead_and_named_so() -> None:
     reset = RayTaskError("reduce", "traceback text", ConnectionError("reset by peer"))
-    settled = Settled(failures={0: reset, 1: OutOfMemoryError("8.1GB used / 8GB")}, late=[])
-    assert settled.dead == [1]
-    error = call_error(settled, ["host-a", "host-b"], "update")
+    failures = {0: reset, 1: OutOfMemoryError("8.1GB used / 8GB")}
+    failed = FailedCall("update", ["host-a", "host-b"], failures, late=[])
+    assert failed.dead == [1]
+    error = failed.error()
     assert isinstance(error, WorkerDiedError)
     assert str(error).startswith("rank 1 on host-b: update() failed: Ray's memory monitor killed")
     assert "8.1GB used / 8GB" in str(error)
@@ -25,7 +26,7 @@ def test_a_rank_that_the_memory_monitor_killed_is_dead_and_named_so() -> None:
 
 def test_a_result_without_a_place_names_the_key_of_the_store() -> None:
     full = RayTaskError("make", "traceback text", OutOfDiskError("Local disk is full"))
-    error = call_error(Settled(failures={0: full}, late=[]), ["host-a"], "make")
+    error = FailedCall("make", ["host-a"], {0: full}, late=[]).error()
     assert "cluster.object_store_mib=N" in str(error)
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.errors import DispatchError
-from hybridrl.single_controller import Splittable
+from hybridrl.single_controller import PayloadOps, register_payload
 from hybridrl.single_controller.payload import concat_rows, is_payload, num_rows, take_rows
 
 
@@ -18,21 +17,21 @@ class Pair(NamedTuple):
     second: list[int]
 
 
-class Text(Splittable):
+class Text:
     """A type of one's own."""
 
     def __init__(self, letters: str) -> None:
         self.letters = letters
 
-    def __len__(self) -> int:
-        return len(self.letters)
 
-    def take(self, start: int, stop: int) -> Self:
-        return type(self)(self.letters[start:stop])
-
-    @classmethod
-    def concat(cls, parts: Sequence[Self]) -> Self:
-        return cls("".join(part.letters for part in parts))
+register_payload(
+    Text,
+    PayloadOps(
+        num_rows=lambda text: len(text.letters),
+        take=lambda text, start, stop: Text(text.letters[start:stop]),
+        concat=lambda parts: Text("".join(part.letters for part in parts)),
+    ),
+)
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20), st.data())
@@ -54,7 +53,7 @@ def test_what_has_no_rows_is_no_payload(value: object) -> None:
     assert not is_payload(value)
 
 
-def test_a_type_that_inherits_splittable_is_a_payload() -> None:
+def test_a_type_that_is_registered_is_a_payload() -> None:
     text = Text("abcdef")
     joined = concat_rows([take_rows(text, 3, 6), take_rows(text, 0, 3)])
     assert is_payload(text)
@@ -72,5 +71,5 @@ def test_results_of_different_types_are_not_joined() -> None:
 
 
 def test_what_has_no_rows_says_how_to_get_some() -> None:
-    with pytest.raises(DispatchError, match=r"int has no rows.*Splittable"):
+    with pytest.raises(DispatchError, match=r"int has no rows.*register_payload\(\)"):
         num_rows(3)

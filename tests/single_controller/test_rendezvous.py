@@ -2,13 +2,11 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Iterator
 
 import psutil
 import pytest
 import torch.distributed as dist
 
-from hybridrl.errors import RemoteCallError, WorkerDiedError, WorkerGroupError
 from hybridrl.single_controller import (
     Dispatch,
     RayClassWithInitArgs,
@@ -22,16 +20,6 @@ from hybridrl.single_controller.worker import WorkerHost
 from hybridrl.workers.process_group import end_process_group, start_process_group
 from hybridrl.workers.sharding.control import ControlGroup
 from tests.single_controller.gloo_workers import GlooWorker
-from tests.waiting import wait_until_gone
-
-
-@pytest.fixture
-def joined(ray_cluster: None) -> Iterator[RayWorkerGroup]:
-    with RayWorkerGroup(
-        RayResourcePool([2]), RayClassWithInitArgs(GlooWorker), grace_s=2.0
-    ) as group:
-        group.join()
-        yield group
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="how Linux reads SO_REUSEADDR")
@@ -105,18 +93,3 @@ def test_groups_that_start_together_do_not_meet(ray_cluster: None) -> None:
         first.leave()
         first.join()
         assert first.sum_of_ranks() == second.sum_of_ranks() == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("exits", [False, True])
-def test_no_rank_stays_in_a_collective_that_another_left(
-    joined: RayWorkerGroup, *, exits: bool
-) -> None:
-    assert joined.sum_of_ranks() == [1.0, 1.0]
-    pids = joined.pid()
-    with pytest.raises(WorkerDiedError if exits else RemoteCallError) as caught:
-        joined.fail_while_others_reduce(1, exits=exits)
-    assert caught.value.rank == 1
-    assert exits or "no sum today" in str(caught.value)
-    wait_until_gone(pids)
-    with pytest.raises(WorkerGroupError, match="failed on rank 1"):
-        joined.sum_of_ranks()

@@ -110,17 +110,6 @@ class Scaler(Worker):
             raise KeyError(f"rank {rank} is unhappy")
         time.sleep(600)
 
-    @register(Dispatch.ONE_TO_ALL)
-    def exit_on(self, rank: int) -> None:
-        if self.rank == rank:
-            os._exit(3)
-        time.sleep(600)
-
-    @register(Dispatch.ONE_TO_ALL, timeout_s=3.0)
-    def hang_on(self, rank: int) -> None:
-        if self.rank == rank:
-            time.sleep(600)
-
     @register(Dispatch.ONE_TO_ALL, timeout_s=3.0)
     def hang_on_both(self) -> None:
         time.sleep(600)

@@ -5,24 +5,31 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+import torch
+
+from hybridrl.batch import LogprobBatch, RolloutBatch
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.errors import DriftError
 from hybridrl.metrics import Sum
-from hybridrl.run.workers import build_actor_spec
+from hybridrl.trainer.step import build_train_batch
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
+from hybridrl.workers.rollout.assemble import assemble_rollouts, require_known_tokens
 from hybridrl.workers.rollout.embedded.tensor_memory import checksum
+from hybridrl.workers.rollout.protocol import Response
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.config.values import config_of
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_model
+from tests.workers.rollout.engines import make_prompts, sampling_params
 from tests.workers.train.engines import make_rows, update
 
 
 def _build(config: ExperimentConfig, folder: Path) -> ActorRolloutWorker:
-    spec = build_actor_spec(config, folder)
-    worker = ActorRolloutWorker.__new__(ActorRolloutWorker, spec)
+    worker = ActorRolloutWorker.__new__(ActorRolloutWorker, config, folder)
     worker.fused = {"actor": worker}
-    worker.__init__(spec)  # type: ignore[misc]
+    worker.__init__(config, folder)  # type: ignore[misc]
     return worker
 
 
@@ -63,3 +70,51 @@ def test_a_reference_leaves_the_device_in_each_phase_and_is_never_sent(tmp_path:
     )
     config = replace(config, rollout=replace(config.rollout, num_slots=4, stage_timeout_s=30.0))
     run_ranks(1, _two_steps, make_tiny_model(tmp_path / "model"), config)
+
+
+def _sample(worker: ActorRolloutWorker) -> RolloutBatch:
+    rollouts = worker.generate(make_prompts((4, 9)), sampling_params(group=2, tokens=6))
+    assert rollouts is not None
+    return rollouts
+
+
+def _learn(worker: ActorRolloutWorker, rollouts: RolloutBatch) -> None:
+    advantages_BL = torch.ones_like(rollouts.sampler_logprobs_BL)
+    batch_size = [len(rollouts)]
+    worker.update(build_train_batch(rollouts, LogprobBatch(batch_size=batch_size), advantages_BL))
+
+
+def _sample_from_wrong_weights(worker: ActorRolloutWorker) -> RolloutBatch:
+    _sample(worker)  # sends the weights of this version
+    with worker.sharding.rollout_phase() as engine, torch.no_grad():
+        engine._tensors["model.norm.weight"].mul_(-0.5)  # type: ignore[union-attr]
+    return _sample(worker)
+
+
+def _learn_every_second_step(rank: int, folder: Path, config: ExperimentConfig) -> None:
+    worker = _build(config, folder)
+    _learn(worker, _sample(worker))  # looked at, and well
+    _learn(worker, _sample_from_wrong_weights(worker))  # not looked at
+    rollouts, before = _sample_from_wrong_weights(worker), _sums(worker._actor)
+    with pytest.raises(DriftError, match="No optimizer step was taken"):
+        _learn(worker, rollouts)
+    assert _sums(worker._actor) == before
+    worker.close()
+
+
+def test_nothing_is_learned_from_an_engine_with_a_wrong_weight(tmp_path: Path) -> None:
+    config = config_of("rollout.sleep=false", "rollout.max_response_tokens=6", "data.max_digits=4")
+    rollout = replace(
+        config.rollout, canary_every_steps=2, canary_max_drift_nats=0.01, stage_timeout_s=30.0
+    )
+    config = replace(config, rollout=rollout)
+    run_ranks(1, _learn_every_second_step, make_tiny_model(tmp_path / "model"), config)
+
+
+@pytest.mark.parametrize("shift", [-64, 64])
+def test_token_ids_that_the_model_lacks_are_refused(shift: int) -> None:
+    prompts = make_prompts((4,))
+    response = Response(torch.tensor([5, 6]) + shift, torch.zeros(2), is_truncated=False)
+    rollouts = assemble_rollouts(prompts, [response], policy_version=0)
+    with pytest.raises(DriftError, match=r"2 token ids outside of 0\.\.63"):
+        require_known_tokens(rollouts, vocab_size=64)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hybridrl.batch import PromptBatch, RolloutBatch, jagged_from, row_lengths
-from hybridrl.errors import EngineError
+from hybridrl.errors import DriftError, EngineError
 from hybridrl.workers.rollout.protocol import Response
 
 
@@ -48,6 +48,22 @@ def assemble_rollouts(
         routed_experts_BLJK=_routed_experts(responses, lengths_B),
         batch_size=[len(responses)],
     )
+
+
+def require_known_tokens(rollouts: RolloutBatch, *, vocab_size: int) -> None:
+    """Refuse token ids that the trainer's model does not have: it would read beyond its embedding.
+
+    Raises:
+        DriftError: names the number of such ids.
+    """
+    token_ids = rollouts.token_ids_BL.values()
+    num_unknown = int(((token_ids < 0) | (token_ids >= vocab_size)).sum())
+    if num_unknown:
+        raise DriftError(
+            f"the rollout engine returned {num_unknown} token ids outside of 0..{vocab_size - 1}, "
+            "which are the model's: it runs another model, or its memory is lost; nothing of this "
+            "phase is used. Set rollout.backup_weights=always, or rollout.sleep=false"
+        )
 
 
 def _routed_experts(responses: Sequence[Response], lengths_B: Tensor) -> Tensor | None:

@@ -169,12 +169,6 @@ class FusedEngines:
             trace.note(synced_bytes=num_bytes)
         return failures
 
-    def invalidate_weights(self) -> None:
-        """The next sync sends everything, and proves it again where syncs are proved."""
-        self._synced_version = None
-        if self.managed is not None:
-            self.managed.invalidate_weights()
-
     def take_metrics(self) -> Metrics:
         """Return what the syncs since the last call moved, and start anew."""
         metrics, self._metrics = self._metrics, {}

@@ -223,11 +223,6 @@ class ManagedEngine:
         self.engine.verify_weights()
         self.is_proved = True
 
-    def invalidate_weights(self) -> None:
-        """Take no weight for what it should be until it is sent again."""
-        self.ledger.boot()
-        self.is_proved = False
-
     def restart(self) -> None:
         """Boot the engine anew."""
         self.is_proved = False

@@ -157,11 +157,6 @@ class ShardingManager:
         self._engines.trained_version = version
         self.meter.settle()
 
-    def resend_weights(self) -> None:
-        """The next rollout phase sends all weights, whatever the engines are believed to hold."""
-        self.require_training()
-        self._engines.invalidate_weights()
-
     @property
     def states(self) -> tuple[State, ...]:
         """State of each engine of the worker group."""

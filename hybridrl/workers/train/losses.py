@@ -14,6 +14,7 @@ from torch import Tensor
 from hybridrl.algorithms.kl import estimate_kl
 from hybridrl.algorithms.policy_loss import ClippedSurrogate, clipped_surrogate
 from hybridrl.algorithms.rollout_correction import truncated_importance_weights
+from hybridrl.errors import DriftError
 from hybridrl.metrics import Max, Mean, Metrics
 from hybridrl.workers.train.protocol import TokenLossInputs
 
@@ -40,6 +41,9 @@ class PolicyGradientLoss:
     sampler_ratio_cap: float = 0.0
     """Cap of the importance weight between trainer and rollout engine; 0 is off."""
 
+    max_drift_nats: float | None = None
+    """Largest mean distance of trainer's and sampler's log-probs in a micro-batch; None is off."""
+
     @property
     def needs_entropy_gradient(self) -> bool:
         """True if the entropy stands in the loss; else it is a metric alone."""
@@ -52,6 +56,7 @@ class PolicyGradientLoss:
 
         Raises:
             ValueError: a KL penalty without reference log-probs.
+            DriftError: the responses were sampled by another policy than the trainer's.
         """
         surrogate = clipped_surrogate(
             inputs.current_logprobs_T,
@@ -76,7 +81,10 @@ class PolicyGradientLoss:
             bonus = (inputs.entropy_T * inputs.weights_T).sum()
             shares["loss/entropy"] = -self.entropy_coefficient * bonus
         loss = torch.stack(list(shares.values())).sum()
-        return loss, _to_metrics(inputs, shares=shares, means=means, maxima=maxima)
+        metrics = _to_metrics(inputs, shares=shares, means=means, maxima=maxima)
+        if self.max_drift_nats is not None and metrics:
+            _require_same_policy(metrics, self.max_drift_nats)
+        return loss, metrics
 
     def _kl_to_reference(self, inputs: TokenLossInputs) -> Tensor:
         if inputs.reference_logprobs_T is None:
@@ -129,6 +137,21 @@ def _describe(
         "policy/ratio/max": surrogate.ratio_T.max(),
         "policy/sampler_mismatch_nats/max": mismatch_T.max(),
     }
+
+
+def _require_same_policy(metrics: Metrics, limit_nats: float) -> None:
+    """Refuse to learn from what another policy sampled: garbage in an engine is often fluent."""
+    mean_nats, max_nats = (metrics[f"policy/sampler_mismatch_nats/{of}"] for of in ("mean", "max"))
+    if not mean_nats.value <= limit_nats:  # a mean that is not a number, too
+        raise DriftError(
+            "trainer and rollout engine are not the same policy: log-probs of the tokens in a "
+            f"micro-batch differ by {mean_nats.value:.3g} nats on average and {max_nats.value:.3g} "
+            f"nats at most; rollout.canary_max_drift_nats={limit_nats:g} is the limit of the "
+            "average. No optimizer step was taken from these tokens. If the engine loses its "
+            "weights while it sleeps, set rollout.backup_weights=always or rollout.sleep=false; "
+            "if its number type is coarser, rollout.dtype=float32; if that is only rounding, "
+            "raise rollout.canary_max_drift_nats"
+        )
 
 
 def _to_metrics(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridrl.errors import DriftError
 from hybridrl.metrics import Mean, Metrics, check_declared, merge
 from hybridrl.workers.train.losses import PolicyGradientLoss, SupervisedLoss
 from hybridrl.workers.train.protocol import TokenLossInputs
@@ -156,3 +157,19 @@ def test_supervised_loss_is_the_weighted_negative_log_likelihood() -> None:
 def test_all_metrics_of_the_losses_are_declared() -> None:
     for loss in (EVERYTHING, SupervisedLoss()):
         check_declared(loss(make_inputs())[1])
+
+
+def test_a_drift_of_the_sampler_beyond_the_limit_is_refused() -> None:
+    inputs = make_inputs()
+    inputs = replace(inputs, old_logprobs_T=inputs.sampler_logprobs_T + 0.2)
+    loss = PolicyGradientLoss(clip_low=0.2, clip_high=0.2, max_drift_nats=0.3)
+    _, metrics = loss(inputs)
+    assert metrics["policy/sampler_mismatch_nats/mean"].value == pytest.approx(0.2)
+    rule = r"0\.2 nats on average and 0\.2 nats at most; rollout\.canary_max_drift_nats=0\.1 is"
+    with pytest.raises(DriftError, match=rule):
+        replace(loss, max_drift_nats=0.1)(inputs)
+    sampler_T = inputs.sampler_logprobs_T.clone()
+    sampler_T[3] = float("nan")
+    with pytest.raises(DriftError, match="nan nats"):
+        loss(replace(inputs, sampler_logprobs_T=sampler_T))
+    replace(loss, max_drift_nats=None)(replace(inputs, sampler_logprobs_T=sampler_T))

@@ -1,0 +1,138 @@
+"""``trace.json``: spans and counters as Perfetto and chrome://tracing read them.
+
+Each process of a run appends events to a file of its own, ``RUN_DIR/trace/PROCESS.jsonl``, one a
+line. `join_traces` makes the run's file of them, at its end; at any other time, for example while
+the run goes on, ``python -m hybridrl.diagnostics.trace_file RUN_DIR`` does.
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable, Sequence
+from io import SEEK_END, FileIO
+from pathlib import Path
+from typing import Any
+
+from hybridrl.json_text import to_json_text
+
+log = logging.getLogger(__name__)
+
+FOLDER = "trace"
+NAME = "trace.json"
+MAX_BYTES = 128 << 20
+"""Of all processes together: what a browser still opens."""
+
+_PARTS = {".jsonl-first": "trace-first.json", ".jsonl-previous": "trace-previous.json"}
+_PARTS |= {".jsonl": NAME}
+_TAIL_BYTES = 1 << 20
+
+Event = dict[str, Any]
+
+
+class ProcessTrace:
+    """The events of one process, in a file that no other process writes.
+
+    A run of weeks must not fill the disk: at ``max_bytes`` the file is set aside and a new one
+    begun. The first and the last two are kept.
+    """
+
+    def __init__(self, run_folder: Path, process: str, *, max_bytes: int = MAX_BYTES) -> None:
+        """Begin the file, or go on where another process of the same name was killed.
+
+        Args:
+            run_folder: exists.
+            process: as it is shown; the file is named so, too.
+            max_bytes: size of one file; three may lie in the folder.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        (run_folder / FOLDER).mkdir(exist_ok=True)
+        self._path = run_folder / FOLDER / f"{process}.jsonl"
+        self._process = process
+        self._max_bytes = max_bytes
+        self._open()
+
+    def append(self, events: Iterable[Event]) -> None:
+        """Write whole lines in one call, so that a kill leaves at most the last one incomplete.
+
+        Raises:
+            OSError: the disk is full or gone.
+        """
+        lines = []
+        for event in events:
+            thread = event["tid"]
+            if thread not in self._threads:
+                self._threads.add(thread)
+                name = "main" if thread == 1 else f"thread {thread}"
+                lines.append(_line(_name("thread_name", name) | {"tid": thread}))
+            lines.append(_line(event))
+        self._file.write(b"".join(lines))
+        if self._file.tell() > self._max_bytes:
+            self._file.close()
+            first, previous, _ = (self._path.with_suffix(suffix) for suffix in _PARTS)
+            self._path.replace(previous if first.exists() else first)
+            self._open()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _open(self) -> None:
+        self._threads: set[int] = set()
+        self._file = FileIO(self._path, "a+")
+        start = max(0, self._file.seek(0, SEEK_END) - _TAIL_BYTES)
+        self._file.seek(start)
+        self._file.truncate(start + self._file.read().rfind(b"\n") + 1)
+        self._file.seek(0, SEEK_END)
+        self._file.write(_line(_name("process_name", self._process)))
+
+
+def join_traces(run_folder: Path) -> None:
+    """Write ``trace.json``, and of a long run the files before it, from what processes wrote.
+
+    What cannot be written costs a warning.
+    """
+    files = (run_folder / FOLDER).glob("*.jsonl")
+    processes = sorted(files, key=lambda path: (not path.name.startswith("driver"), path.name))
+    for suffix, name in _PARTS.items():
+        paths = [path.with_suffix(suffix) for path in processes]
+        if any(path.exists() for path in paths):
+            try:
+                _join(paths, run_folder / name)
+            except OSError as error:
+                log.warning("%s is not written: %s", name, error)
+
+
+def _join(paths: Sequence[Path], target: Path) -> None:
+    unfinished = target.with_suffix(".unfinished")
+    with unfinished.open("wb") as joined:
+        joined.write(b"[")
+        separator = b"\n"
+        for row, path in enumerate(paths, 1):
+            for line in _complete_lines(path, row):
+                joined.write(separator + b'{"pid":%d,' % row + line[1:-1])
+                separator = b",\n"
+        joined.write(b"\n]\n")
+    unfinished.replace(target)
+
+
+def _complete_lines(path: Path, row: int) -> Iterable[bytes]:
+    if path.exists():
+        yield _line({"ph": "M", "name": "process_sort_index", "args": {"sort_index": row}})
+        with path.open("rb") as file:
+            yield from (line for line in file if line.endswith(b"\n"))
+
+
+def _name(kind: str, name: str) -> Event:
+    return {"ph": "M", "name": kind, "args": {"name": name}}
+
+
+def _line(event: Event) -> bytes:
+    return to_json_text(event, separators=(",", ":")).encode() + b"\n"
+
+
+if __name__ == "__main__":
+    join_traces(Path(sys.argv[1]))
