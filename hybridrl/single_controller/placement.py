@@ -33,17 +33,15 @@ class ResourceRequest:
 
     def unmet_reason(self) -> str:
         """Say why the cluster cannot hold this even when it is idle; empty if it can."""
-        nodes = _alive_nodes()
         largest = max(self.process_on_nodes)
-        num_fit = sum(_holds(node, self.bundle, largest) for node in nodes)
-        if num_fit == 0:
+        capacities = [_capacity(node, self.bundle) for node in _alive_nodes()]
+        if max(capacities, default=0) < largest:
             return f"no node has {_amounts(self.bundle, largest)}, which {largest} ranks of it need"
-        # Entries of different sizes: the largest first, each on the smallest node that holds it.
-        num_placed = self._num_placed(nodes)
+        num_placed = self._num_placed(capacities)
         if num_placed < len(self.process_on_nodes):
             return (
                 f"only {num_placed} of {len(self.process_on_nodes)} node entries fit on the "
-                f"{len(nodes)} {'node' if len(nodes) == 1 else 'nodes'} that are there"
+                f"{len(capacities)} {'node' if len(capacities) == 1 else 'nodes'} that are there"
             )
         return ""
 
@@ -61,21 +59,16 @@ class ResourceRequest:
             + ", ".join(f"{free.get(name, 0.0):g} {name}" for name in self.bundle)
         )
 
-    def _num_placed(self, nodes: Sequence[Mapping[str, float]]) -> int:
-        left = [dict(node) for node in nodes]
-        num_placed = 0
-        for count in sorted(self.process_on_nodes, reverse=True):
-            fitting = [node for node in left if _holds(node, self.bundle, count)]
+    def _num_placed(self, capacities: Sequence[int]) -> int:
+        """Put the largest entry first, each on the smallest node that holds it."""
+        free = list(capacities)
+        for num_placed, count in enumerate(sorted(self.process_on_nodes, reverse=True)):
+            fitting = [capacity for capacity in free if capacity >= count]
             if not fitting:
                 return num_placed
-            chosen = min(fitting, key=lambda node: [node.get(name, 0) for name in self.bundle])
-            num_placed += 1
-            if self.is_spread:
-                left.remove(chosen)
-            else:
-                for name, amount in self.bundle.items():
-                    chosen[name] -= amount * count
-        return num_placed
+            free.remove(min(fitting))
+            free.append(0 if self.is_spread else min(fitting) - count)
+        return len(self.process_on_nodes)
 
 
 def reserve(request: ResourceRequest, *, wait_s: float) -> list[Any]:
@@ -160,8 +153,12 @@ def _alive_nodes() -> list[dict[str, float]]:
     return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
 
 
-def _holds(node: Mapping[str, float], bundle: Mapping[str, float], count: int) -> bool:
-    return all(node.get(name, 0.0) >= amount * count for name, amount in bundle.items())
+def _capacity(node: Mapping[str, float], bundle: Mapping[str, float]) -> int:
+    """Return how many ranks a node holds; Ray counts in ten-thousandths."""
+    return min(
+        round(node.get(name, 0.0) * 10_000) // max(1, round(amount * 10_000))
+        for name, amount in bundle.items()
+    )
 
 
 def _amounts(bundle: Mapping[str, float], count: int = 1) -> str:

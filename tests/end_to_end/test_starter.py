@@ -6,7 +6,6 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,9 +50,6 @@ class Record:
 
     def begin_step(self, step: int) -> None:
         pass
-
-    def watching(self, ranks: object) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 @pytest.fixture
