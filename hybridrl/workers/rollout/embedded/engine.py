@@ -141,7 +141,7 @@ class HFRolloutEngine:
             try:
                 with (
                     _threads(self._config.num_threads),
-                    activity.watching("rollout engine", decoding.describe_queue),
+                    activity.gauge("rollout engine", decoding.describe_queue),
                 ):
                     self.last_stats = decoding.run()
             except BaseException:

@@ -152,7 +152,7 @@ class SGLangEngine:
             check_prompts(prompts, max_context_tokens=limit, vocab_size=vocab_size)
             sampler = self._sampler(sampling, ticket)
             begin = time.perf_counter()
-            with activity.watching("rollout engine", sampler.describe):
+            with activity.gauge("rollout engine", sampler.describe):
                 sampled = sampler.run(build_groups(prompts, sampling))
             seconds: Metrics = {"time/sample_s": Max(time.perf_counter() - begin)}
             self._metrics = merge([self._metrics, sampled.metrics, seconds])

@@ -28,7 +28,7 @@ import ctypes, faulthandler, json, sys, time
 from dataclasses import asdict
 from pathlib import Path
 from hybridrl.diagnostics import activity
-from hybridrl.diagnostics.activity import scope, watching
+from hybridrl.diagnostics.activity import gauge, scope
 
 faulthandler.enable()
 files = activity.start_recording(Path(sys.argv[1]))
@@ -102,7 +102,7 @@ def test_open_blocks_are_told_from_closed_ones(start: Start) -> None:
 
 
 def test_what_is_watched_is_written_while_the_process_is_stuck(start: Start) -> None:
-    rank = start("with watching('engine', lambda: '3 running'):\n    spin()")
+    rank = start("with gauge('engine', lambda: '3 running'):\n    spin()")
     wait_until(lambda: _look(rank)[0].notes == {"engine": "3 running"})
     assert _look(rank)[0].describe().endswith("; engine: 3 running")
 
