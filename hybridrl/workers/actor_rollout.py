@@ -14,11 +14,11 @@ from hybridrl.metrics import Last, Metrics, from_json, merge, to_json
 from hybridrl.single_controller import Dispatch, ResultLayout, dispatch_by_mesh, register
 from hybridrl.workers.build import (
     ActorRolloutSpec,
+    build_follower,
     build_policy_loss,
     build_reference_engine,
     build_rollout_engine,
     build_train_engine,
-    build_weight_port,
 )
 from hybridrl.workers.canary import Canary
 from hybridrl.workers.checkpointed import CheckpointedWorker
@@ -27,8 +27,8 @@ from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.protocol import SamplingParams
 from hybridrl.workers.rollout.sglang.arguments import device_name
 from hybridrl.workers.sharding.control import ControlGroup
-from hybridrl.workers.sharding.engine_start import start_engine
 from hybridrl.workers.sharding.frozen_base import resolve_lora_base
+from hybridrl.workers.sharding.fused_engines import start_engine
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.train.checkpoint import Notes
@@ -79,7 +79,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         engine = start_engine(build if leads else None, config=spec.rollout, control=control)
         self.sharding = ShardingManager(
             engine=engine,
-            port=build_weight_port(spec, device, engine=engine),
+            follower=None if leads else build_follower(spec, device),
             config=spec.rollout,
             device=device,
             control=control,

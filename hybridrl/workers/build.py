@@ -39,6 +39,7 @@ _MEGATRON = "hybridrl.workers.train.megatron.backend"
 """Likewise; it need not be installed."""
 
 _SGLANG = "hybridrl.workers.rollout.sglang.engine"
+_SGLANG_WEIGHTS = "hybridrl.workers.rollout.sglang.weights"
 """Likewise; it need not be installed."""
 
 
@@ -152,22 +153,17 @@ def build_rollout_engine(
     return _ROLLOUT_ENGINES[spec.rollout.engine](spec, device, gpus or [device_name(device)])
 
 
-def build_weight_port(
-    spec: ActorRolloutSpec, device: torch.device, *, engine: RolloutEngine | None
-) -> WeightSender | None:
-    """Make this rank's end of the weight stream; None where engines lie in their ranks' processes.
+def build_follower(spec: ActorRolloutSpec, device: torch.device) -> WeightSender | None:
+    """Make the end of the weight stream of a rank that leads no engine.
 
-    Args:
-        spec: what the worker runs.
-        device: of this rank.
-        engine: what ``build_rollout_engine`` built here; None on a rank that leads no engine.
+    None where the engine needs no bytes of that rank.
     """
     if spec.rollout.engine == "hf":
         return None
-    port: WeightSender = import_module(_SGLANG).weight_sender(
-        engine, rollout=spec.rollout, device=device
+    transport: WeightSender = import_module(_SGLANG_WEIGHTS).build_transport(
+        spec.rollout, device=device, leads=False
     )
-    return port
+    return transport
 
 
 def build_policy_loss(spec: ActorRolloutSpec) -> TokenLoss:

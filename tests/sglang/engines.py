@@ -15,9 +15,11 @@ from transformers import AutoModelForCausalLM
 from hybridrl.batch import PromptBatch
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import PhaseError
+from hybridrl.workers.rollout.buckets import Bucket
 from hybridrl.workers.rollout.protocol import MemoryTag, Response
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
+from hybridrl.workers.rollout.sglang.weights import encode
 from tests.workers.rollout.engines import rollout_config
 
 MAX_CONTEXT_TOKENS = 96
@@ -62,6 +64,19 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+def send(engine: SGLangEngine, bucket: Bucket) -> None:
+    """Load one bucket, as if all ranks of the server were fed from here."""
+    staged = engine.stage(bucket)
+    others = []
+    if staged.handle and staged.flat is not None:
+        num_others = engine._spec.rollout.tensor_parallel_size - 1
+        others = [encode(staged.flat, staged.spans) for _ in range(num_others)]
+    try:
+        engine.load(staged, [staged.handle, *others])
+    finally:
+        engine.release_buffers()
+
+
 def sync(engine: SGLangEngine, weights: Mapping[str, Tensor], *, version: int) -> None:
     """Send all weights in two buckets, in the order of the life cycle without sleep."""
     engine.pause()
@@ -69,7 +84,7 @@ def sync(engine: SGLangEngine, weights: Mapping[str, Tensor], *, version: int) -
     tensors = list(weights.items())
     half = len(tensors) // 2
     for bucket in (tensors[:half], tensors[half:]):
-        engine.update_weights(bucket)
+        send(engine, bucket)
     engine.finish_update(version=version)
     engine.continue_generation()
 

@@ -110,7 +110,7 @@ def test_what_a_server_lacks_is_one_line_of_the_log(
         lines = [r.getMessage() for r in caplog.records if "SGLang answers" in r.getMessage()]
     (line,) = lines
     assert "version=0.5.17" in line
-    assert "update_session,ready_route" in line
+    assert "update_session,free_memory" in line
 
 
 class _OnDevice(Tensor):
@@ -281,5 +281,5 @@ def test_a_tensor_that_the_server_would_drop_in_silence_is_refused(
     start: Start, calls: Path, tensor: tuple[str, torch.Tensor], word: str
 ) -> None:
     with start("0.5.21") as engine, pytest.raises(EngineError, match=word):
-        engine.update_weights([tensor])
+        engine.stage([tensor])
     assert calls_in(calls) == []

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.workers.rollout.protocol import MemoryTag
-from hybridrl.workers.rollout.sglang.requests import build_groups, group_body
+from hybridrl.workers.rollout.sglang.sampling import GroupSampler, build_groups
 from tests.sglang.engines import greedy_of_hugging_face, sync, weights_of
 from tests.sglang.lora_device import GREEDY, PROMPTS, ForgetfulEngine
 from tests.workers.rollout.engines import tokens_of
@@ -59,13 +59,19 @@ def load_unchecked(engine: ForgetfulEngine, adapter: dict[str, Tensor]) -> None:
         engine._adapter_shapes = shapes
 
 
-def ask(engine: ForgetfulEngine, **extra: object) -> list[list[int]]:
+def ask(engine: ForgetfulEngine, *, adapter: str | None = None) -> list[list[int]]:
     """Send the prompts as they are spelled, past the engine's own checks."""
     answers: list[list[int]] = []
+    sampler = GroupSampler(
+        engine._server.client,
+        GREEDY,
+        max_context_tokens=96,
+        weight_version="",
+        timeout_s=60.0,
+        adapter=adapter,
+    )
     for group in build_groups(PROMPTS, GREEDY):
-        items: list[dict[str, Any]] = engine._server.post(
-            "/generate", **group_body(group, GREEDY, extra, num_tokens=8)
-        )
+        items: list[dict[str, Any]] = engine._server.post("/generate", **sampler.group_body(group))
         answers += [item["output_ids"] for item in items]
     return answers
 
@@ -80,9 +86,9 @@ def test_a_request_without_the_adapters_name_would_get_the_frozen_model_so_each_
     load(loaded, adapter)
     frozen = of_the_frozen_model(served_model)
     assert ask(loaded) == frozen  # the guard is off, and nobody complains
-    assert tokens_of(loaded.generate(PROMPTS, GREEDY)) == ask(loaded, lora_path="policy") != frozen
+    assert tokens_of(loaded.generate(PROMPTS, GREEDY)) == ask(loaded, adapter="policy") != frozen
     with pytest.raises(EngineError, match="never been loaded: stranger"):
-        ask(loaded, lora_path="stranger")
+        ask(loaded, adapter="stranger")
 
 
 def test_nothing_is_sampled_before_an_adapter_has_come(

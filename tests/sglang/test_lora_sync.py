@@ -16,7 +16,7 @@ from hybridrl.workers.sharding.states import State
 from hybridrl.workers.train.protocol import WeightSet
 from tests.sglang.lora_device import GREEDY, PROMPTS, ForgetfulEngine, ServedDevice
 from tests.workers.device import WAYS
-from tests.workers.rollout.engines import rollout_config, tokens_of
+from tests.workers.rollout.engines import load, rollout_config, tokens_of
 from tests.workers.train.engines import CPU
 from tests.workers.train.lora_engines import LORA, adapter_of, with_lora
 
@@ -29,7 +29,7 @@ def greedy_of_the_embedded_engine(device: ServedDevice, folder: Path) -> list[Re
     engine = HFRolloutEngine(
         folder, config=rollout_config(), max_context_tokens=64, device=CPU, lora=lora
     )
-    engine.update_weights(list(device.trainer.full_weights()))
+    load(engine, list(device.trainer.full_weights()))
     if lora is not None:
         engine.load_adapter(dict(device.trainer.full_weights(WeightSet.ADAPTER)))
     engine.finish_update(version=device.version)

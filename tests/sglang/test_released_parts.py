@@ -58,4 +58,4 @@ def test_a_second_resume_would_end_the_server_so_only_what_was_released_is_resum
         assert engine.generate(PROMPTS, GREEDY)
         stopped(engine)
         with pytest.raises(EngineError):
-            engine._server.resume_memory(MemoryTag.WEIGHTS.value)  # past our door
+            engine._server.post("/resume_memory_occupation", tags=["weights"])  # past our door

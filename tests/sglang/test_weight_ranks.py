@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridrl.workers.rollout.sglang.engine import SGLangEngine, weight_sender
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
+from hybridrl.workers.rollout.sglang.weights import build_transport
 from tests.ranks import run_ranks
 from tests.sglang.engines import running_engine, server_spec, weights_of
 from tests.sglang.test_tensor_parallel import one_core_each
@@ -22,7 +23,7 @@ def _send_from(rank: int, engine: SGLangEngine | None, folders: list[Path]) -> l
     """Two streams that arrive, and before each one that breaks off on the rank that only offers."""
     rollout = server_spec(folders[0], tensor_parallel_size=2).rollout
     dist.barrier()  # one of us has waited for the server, longer than a stage may take
-    port = weight_sender(engine, rollout=rollout, device=CPU)
+    follower = None if engine else build_transport(rollout, device=CPU, leads=False)
     reasons = []
     for version, folder in enumerate(folders):
         if engine is not None:
@@ -30,8 +31,8 @@ def _send_from(rank: int, engine: SGLangEngine | None, folders: list[Path]) -> l
             engine.drain(timeout_s=10.0)
         whole = weights_of(folder)
         broken = broken_off(folder, after=12) if rank == 1 else iter(whole.items())
-        reasons.append(stream(engine, broken, port=port, num_ranks=2).failures[1])
-        report = stream(engine, iter(whole.items()), port=port, num_ranks=2)
+        reasons.append(stream(engine, broken, follower=follower, num_ranks=2).failures[1])
+        report = stream(engine, iter(whole.items()), follower=follower, num_ranks=2)
         assert not report.failures
         assert report.num_tensors == len(whole)
         if engine is not None:

@@ -15,6 +15,7 @@ from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.metrics import check_declared
 from hybridrl.workers.rollout.assemble import assemble_rollouts
+from hybridrl.workers.rollout.buckets import StagedBucket
 from hybridrl.workers.rollout.protocol import MemoryTag, Response, SamplingParams
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.manager import ShardingManager
@@ -139,10 +140,10 @@ class Journalling:
     def forget_journal(self) -> None:
         self.journal, self.received = [], []
 
-    def update_weights(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+    def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
         self.journal.append("base")
-        self.received += [name for name, _ in tensors]
-        super().update_weights(tensors)  # type: ignore[misc]
+        self.received += [span.name for span in staged.spans]
+        super().load(staged, handles)  # type: ignore[misc]
 
     def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         self.journal.append("load adapter")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from hybridrl.batch import PromptBatch
 from hybridrl.errors import DriftError
 from hybridrl.metrics import Metrics, check_declared
 from hybridrl.workers.canary import Canary
+from hybridrl.workers.rollout.buckets import StagedBucket
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import Response, SamplingParams
 from tests.ranks import run_ranks
@@ -30,11 +30,11 @@ class HalfReceiving(HFRolloutEngine):
 
     is_torn = False
 
-    def update_weights(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+    def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
         if not self.is_torn:
             self.is_torn = True
-            tensors = [(name, tensor * 1.3) for name, tensor in tensors]
-        super().update_weights(tensors)
+            staged = self.stage([(name, tensor * 1.3) for name, tensor in staged.tensors])
+        super().load(staged, handles)
 
 
 class Mumbling(HFRolloutEngine):

@@ -34,7 +34,7 @@ def require_fit(tensors: Mapping[str, Tensor], shapes: Shapes) -> None:
     if foreign:
         raise EngineError(
             f"{first_of(foreign)} came with an adapter and has no lora_A or lora_B in its name; "
-            "send base weights by update_weights"
+            "base weights come in a pass of their own"
         )
     _require_names(tensors.keys(), shapes.keys())
     for name, tensor in tensors.items():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridrl import env
 from hybridrl.errors import EngineError
-from hybridrl.workers.rollout.sglang.flat_buffers import (
+from hybridrl.workers.rollout.buckets import (
     FlatBuffers,
     allocate_shared,
     allocator_of,

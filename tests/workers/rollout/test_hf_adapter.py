@@ -17,6 +17,7 @@ from hybridrl.workers.rollout.protocol import MemoryTag
 from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import (
     CPU,
+    load,
     make_prompts,
     ready_engine,
     rollout_config,
@@ -66,7 +67,7 @@ def merged_engine(folder: Path, adapter: dict[str, Tensor]) -> HFRolloutEngine:
         a, b = matrix_names(name.removesuffix(".weight"))
         if a in adapter:
             weights[name] = weights[name] + LORA.scaling * adapter[b] @ adapter[a]
-    engine.update_weights(list(weights.items()))
+    load(engine, list(weights.items()))
     return engine
 
 
@@ -168,7 +169,7 @@ def test_base_weights_keep_their_names_and_adapters_are_counted_in_the_weights_m
     more = engine.resident_bytes(MemoryTag.WEIGHTS) - plain.resident_bytes(MemoryTag.WEIGHTS)
     assert more == sum(tensor.nbytes for tensor in adapter.values())
     with pytest.raises(EngineError, match="has no weight"):
-        engine.update_weights(list(adapter.items()))
+        load(engine, list(adapter.items()))
 
 
 def test_a_bfloat16_engine_keeps_the_small_updates_that_merging_would_lose(tmp_path: Path) -> None:

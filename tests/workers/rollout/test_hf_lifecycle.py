@@ -15,6 +15,7 @@ from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import MemoryTag
 from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import (
+    load,
     make_prompts,
     ready_engine,
     sampling_params,
@@ -123,7 +124,7 @@ def test_the_parts_are_independent(tiny_model: Path) -> None:
     engine.release(MemoryTag.KV_CACHE)
     send_weights(engine, tiny_model)  # weights are readable and writable without the cache
     engine.release(MemoryTag.WEIGHTS)
-    with pytest.raises(PhaseError, match="update_weights was refused: WEIGHTS is released"):
+    with pytest.raises(PhaseError, match="load of weights was refused: WEIGHTS is released"):
         send_weights(engine, tiny_model)
 
 
@@ -159,7 +160,7 @@ def test_memory_and_weights_are_not_touched_under_a_running_rollout(tiny_model: 
     with engine._gate.admit(1):
         with pytest.raises(PhaseError, match="release of WEIGHTS was refused"):
             engine.release(MemoryTag.WEIGHTS)
-        with pytest.raises(PhaseError, match="update_weights was refused"):
+        with pytest.raises(PhaseError, match="load of weights was refused"):
             send_weights(engine, tiny_model)
 
 
@@ -179,7 +180,7 @@ def test_a_weight_that_does_not_fit_is_named_and_none_of_its_bucket_arrives(
     expected = tokens_of(engine.generate(prompts, sampling_params()))
     bad_bucket = [("model.embed_tokens.weight", torch.zeros(64, 32)), (name, tensor)]
     with pytest.raises(EngineError, match=message):
-        engine.update_weights(bad_bucket)
+        load(engine, bad_bucket)
     assert tokens_of(engine.generate(prompts, sampling_params())) == expected
 
 
@@ -188,7 +189,7 @@ def test_an_update_copies_and_casts(tiny_model: Path) -> None:
     expected = tokens_of(engine.generate(prompts, sampling_params()))
     weights = load_file(tiny_model / "model.safetensors")
     doubles = [(name, tensor.double()) for name, tensor in weights.items()]
-    engine.update_weights(doubles)
+    load(engine, doubles)
     for _, tensor in doubles:
         tensor.zero_()  # the sender reuses its bucket
     engine.finish_update(version=3)

@@ -8,7 +8,7 @@ from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.manager import ShardingManager
-from hybridrl.workers.sharding.memory_table import Holder, device_figures, memory_table
+from hybridrl.workers.sharding.memory import Holder, device_figures, memory_table
 from tests.workers.sharding.recording import (
     CPU,
     Journal,

@@ -12,7 +12,7 @@ from hybridrl.errors import EngineError
 from hybridrl.metrics import Sum, check_declared
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
-from hybridrl.workers.sharding.memory_table import Holder
+from hybridrl.workers.sharding.memory import Holder
 from tests.workers.sharding.recording import (
     CPU,
     CountedMemory,
@@ -44,7 +44,7 @@ def _managed(
     config = replace(
         rollout_config(), stage_timeout_s=1.0, engine="hf" if engine == "hf" else "sglang"
     )
-    managed = ManagedEngine.of(recording, config=config, device=CPU)
+    managed = ManagedEngine(recording, config=config, device=CPU)
     memory = CountedMemory(total=TOTAL, held_bytes=_held(recording, late))
     managed.memory = memory
     return managed, recording, memory

@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hybridrl.workers.rollout.buckets import stage_by_reference
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
-from hybridrl.workers.sharding import fused_engines
+from hybridrl.workers.sharding import weight_proof
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.manager import ShardingManager
-from hybridrl.workers.sharding.weight_proof import make_weight_folder
+from hybridrl.workers.sharding.weight_proof import WeightFolder
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import make_prompts, rollout_config, sampling_params
@@ -74,12 +75,13 @@ def test_all_ranks_hear_of_the_one_whose_engine_is_wrong(tiny_model: Path, torn_
 
 
 def test_a_folder_of_buckets_is_one_that_engines_load_and_is_gone_afterwards(
-    tiny_model: Path,
+    tiny_model: Path, tmp_path: Path
 ) -> None:
     weights = load_file(tiny_model / "model.safetensors")
-    folder = make_weight_folder(dtype=torch.bfloat16)
+    (tmp_path / "weights").mkdir()
+    folder = WeightFolder(tmp_path / "weights", dtype=torch.bfloat16)
     for item in [*weights.items(), ("step", torch.tensor([7]))]:
-        folder.write([item])
+        folder.write(stage_by_reference([item]), [])
     files = sorted(folder.folder.glob("*.safetensors"))
     assert len(files) == len(weights) + 1
     found = {name: t for file in files for name, t in load_file(file).items()}
@@ -107,7 +109,7 @@ class Noting(HFRolloutEngine):
 def _proofs_on_two_nodes(rank: int, model: Path, folder: Path) -> list[tuple[str, set[str]]]:
     """Ranks 0 and 1 are on one node, 2 on another. All sample, engine 1 restarts, all sample."""
     tempfile.tempdir = str(folder)
-    fused_engines.place_of_temporary_files = lambda: f"node {rank // 2}"
+    weight_proof.place_of_temporary_files = lambda: f"node {rank // 2}"
     config = replace(rollout_config(), check_first_sync=True, dtype="bfloat16")
     engine = Noting(model, config=config, max_context_tokens=32, device=CPU)
     engine.proofs = []
