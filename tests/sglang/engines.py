@@ -19,7 +19,6 @@ from hybridrl.workers.rollout.buckets import Bucket
 from hybridrl.workers.rollout.protocol import MemoryTag, Response
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
-from hybridrl.workers.rollout.sglang.weights import encode
 from tests.workers.rollout.engines import rollout_config
 
 MAX_CONTEXT_TOKENS = 96
@@ -65,14 +64,10 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 
 
 def send(engine: SGLangEngine, bucket: Bucket) -> None:
-    """Load one bucket, as if all ranks of the server were fed from here."""
+    """Load one bucket."""
     staged = engine.stage(bucket)
-    others = []
-    if staged.handle and staged.flat is not None:
-        num_others = engine._spec.rollout.tensor_parallel_size - 1
-        others = [encode(staged.flat, staged.spans) for _ in range(num_others)]
     try:
-        engine.load(staged, [staged.handle, *others])
+        engine.load(staged, [staged.handle])
     finally:
         engine.release_buffers()
 

@@ -87,7 +87,7 @@ def device(served_model: Path) -> Iterator[Device]:
         pytest.param("release", kill_server, marks=pytest.mark.nightly),
     ],
 )
-def test_a_server_killed_in_a_stage_is_named_and_the_next_phases_sample_as_before(
+def test_a_server_killed_in_a_stage_is_named_and_replaced(
     device: Device, method: str, kill: Callable[[SGLangEngine], None]
 ) -> None:
     before = [tokens_of(device.sample()) for _ in range(NUM_CYCLES)]

@@ -80,7 +80,7 @@ def of_the_frozen_model(folder: Path) -> list[list[int]]:
     return tokens_of(greedy_of_hugging_face(folder, PROMPTS, num_tokens=8))
 
 
-def test_a_request_without_the_adapters_name_would_get_the_frozen_model_so_each_names_it(
+def test_each_request_names_the_adapter(
     loaded: ForgetfulEngine, served_model: Path, adapter: dict[str, Tensor]
 ) -> None:
     load(loaded, adapter)
@@ -102,7 +102,7 @@ def test_nothing_is_sampled_before_an_adapter_has_come(
         loaded.unload_adapter()
 
 
-def test_an_adapter_that_matches_no_layer_would_be_loaded_without_effect_so_it_is_refused(
+def test_an_adapter_that_matches_no_layer_is_refused(
     loaded: ForgetfulEngine, served_model: Path, adapter: dict[str, Tensor]
 ) -> None:
     elsewhere = {name.replace("layers", "blocks"): tensor for name, tensor in adapter.items()}
@@ -114,7 +114,7 @@ def test_an_adapter_that_matches_no_layer_would_be_loaded_without_effect_so_it_i
         loaded.generate(PROMPTS, GREEDY)
 
 
-def test_an_adapter_is_whole_and_of_the_engines_rank_or_refused_by_name(
+def test_an_adapter_that_does_not_fit_is_refused_by_name(
     loaded: ForgetfulEngine, adapter: dict[str, Tensor]
 ) -> None:
     first = next(iter(adapter))
@@ -152,7 +152,7 @@ def test_a_rank_above_the_servers_limit_is_refused_by_the_server_too(
     load(loaded, adapter)
 
 
-def test_an_adapter_that_is_gone_is_unloaded_all_the_same_and_one_that_is_there_not_loaded_over(
+def test_an_adapter_is_unloaded_if_gone_and_never_loaded_over(
     loaded: ForgetfulEngine, adapter: dict[str, Tensor]
 ) -> None:
     loaded.unload_adapter()

@@ -46,7 +46,7 @@ def test_no_drift_is_found_in_each_of_three_cycles(
         device.train()
 
 
-def test_a_base_that_did_not_survive_the_sleep_is_found_at_the_next_new_weights(
+def test_a_base_lost_in_sleep_is_found_at_the_next_new_weights(
     lora_engine: ForgetfulEngine, served_model: Path
 ) -> None:
     """The garbage of an adapter on memory that nobody refilled: only the canary can see it."""

@@ -75,7 +75,7 @@ def test_so_it_is_with_an_adapter_apart_or_merged(
 
 
 @pytest.mark.parametrize("word", FUSED)
-def test_one_wrong_number_in_the_stream_is_found_by_the_name_of_its_tensor(
+def test_one_wrong_number_in_the_stream_is_found_by_tensor_name(
     engine: SGLangEngine, served_model: Path, word: str
 ) -> None:
     trainer = build_fsdp2(served_model)
@@ -87,7 +87,7 @@ def test_one_wrong_number_in_the_stream_is_found_by_the_name_of_its_tensor(
     assert not engines.managed.is_proved
 
 
-def test_weights_that_a_transport_lost_are_found_although_the_files_had_brought_them(
+def test_weights_that_a_transport_lost_are_found(
     engine: SGLangEngine, served_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ledger believes a delivery; only what was scrambled in between tells that none came."""

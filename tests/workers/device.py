@@ -161,3 +161,24 @@ class Journalling:
     def resume(self, part: MemoryTag) -> None:
         self.journal.append(f"resume {part.value}")
         super().resume(part)  # type: ignore[misc]
+
+
+def check_passes(device: LoraDevice, way: str) -> None:
+    """The base goes before the first adapter, and afterwards only where it is sent again."""
+    base, adapter = (device.bytes_of(part) for part in (WeightSet.BASE, WeightSet.ADAPTER))
+    device.engine.forget_journal()
+    device.sample()
+    assert [call for call in device.engine.journal if "re" not in call] == [
+        *("base", "unload adapter", "load adapter")
+    ]
+    assert device.take_bytes("synced_bytes") == base + adapter
+    for _ in range(2):
+        device.train()
+        device.engine.forget_journal()
+        device.sample()
+        resent = base if way == "resend" else 0
+        assert device.take_bytes("synced_bytes") == resent + adapter
+        assert all("lora_" in name for name in device.engine.received) == (not resent)
+        sends = [call for call in device.engine.journal if "re" not in call]
+        assert sends[-2:] == ["unload adapter", "load adapter"]
+        assert "base" not in sends[1:]

@@ -45,6 +45,22 @@ def require_fit(tensors: Mapping[str, Tensor], shapes: Shapes) -> None:
             )
 
 
+def built_without_adapters(tensors: Collection[str]) -> EngineError:
+    """Refuse an adapter that comes to an engine without adapted layers."""
+    return EngineError(
+        f"an adapter of {len(tensors)} tensors came, and this engine was built without; "
+        "set lora.enabled=true and lora.sync=adapter"
+    )
+
+
+def no_adapter_loaded() -> EngineError:
+    """Refuse to sample from the frozen model alone."""
+    return EngineError(
+        "generate was refused: no adapter is loaded, and the frozen model alone is not the "
+        "policy; sync weights first, or set lora.sync=merged"
+    )
+
+
 def _require_names(came: Collection[str], taken: Collection[str]) -> None:
     if set(came).isdisjoint(taken):
         raise EngineError(

@@ -71,7 +71,7 @@ def merged_engine(folder: Path, adapter: dict[str, Tensor]) -> HFRolloutEngine:
     return engine
 
 
-def test_an_engine_with_an_adapter_samples_what_one_with_merged_weights_samples(
+def test_an_adapter_samples_what_merged_weights_sample(
     tiny_model: Path,
 ) -> None:
     engine = lora_engine(tiny_model)
@@ -115,7 +115,7 @@ def test_nothing_is_sampled_without_an_adapter(tiny_model: Path) -> None:
     refused()
 
 
-def test_an_adapter_is_loaded_whole_or_refused_by_name_and_then_nothing_changes(
+def test_an_adapter_is_loaded_completely_or_refused_by_name(
     tiny_model: Path,
 ) -> None:
     engine = lora_engine(tiny_model)
@@ -158,7 +158,7 @@ def test_an_adapter_is_not_loaded_into_released_memory(tiny_model: Path) -> None
         engine.load_adapter({})
 
 
-def test_base_weights_keep_their_names_and_adapters_are_counted_in_the_weights_memory(
+def test_base_weights_keep_their_names_and_adapters_are_counted(
     tiny_model: Path,
 ) -> None:
     engine, plain = lora_engine(tiny_model), ready_engine(tiny_model)
@@ -172,7 +172,7 @@ def test_base_weights_keep_their_names_and_adapters_are_counted_in_the_weights_m
         load(engine, list(adapter.items()))
 
 
-def test_a_bfloat16_engine_keeps_the_small_updates_that_merging_would_lose(tmp_path: Path) -> None:
+def test_a_bfloat16_engine_keeps_updates_that_merging_would_lose(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path)
     engine = lora_engine(folder, dtype="bfloat16")
     small = {name: tensor * 0.02 for name, tensor in make_adapter(engine).items()}

@@ -60,7 +60,7 @@ def test_logprobs_are_those_of_hugging_face_whatever_the_slots(
             torch.testing.assert_close(response.logprobs, scores, atol=1e-4, rtol=0)
 
 
-def test_greedy_takes_hugging_faces_best_tokens_with_logprobs_at_temperature_one(
+def test_greedy_takes_the_best_tokens_of_hugging_face(
     tiny_model: Path,
 ) -> None:
     prompts = make_prompts(LENGTHS)
@@ -246,7 +246,7 @@ def test_weights_never_sent_are_an_error_and_leave_no_nan_behind(tiny_model: Pat
     assert tokens_of(engine.generate(prompts, sampling_params())) == expected
 
 
-def test_nan_that_appears_while_decoding_is_an_error_and_leaves_none_behind(tmp_path: Path) -> None:
+def test_nan_while_decoding_is_an_error_and_leaves_none_behind(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, tie_embeddings=False)
     engine, prompts = ready_engine(folder), make_prompts((3, 12))
     swapped = prompts[torch.tensor([1, 0])]  # its short rows lie where long ones left NaN

@@ -130,7 +130,7 @@ def test_a_version_older_than_the_oldest_tested_is_refused(version: str) -> None
         ("0.6.0", "0.5.23"),
     ],
 )
-def test_an_untested_version_is_warned_of_once_and_taken_for_the_one_before(
+def test_an_untested_version_is_warned_of_once(
     version: str, like: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):

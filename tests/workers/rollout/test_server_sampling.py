@@ -86,7 +86,7 @@ def sampling_from(
             client.close()
 
 
-def test_each_sibling_has_the_random_stream_that_the_embedded_engine_gives_it() -> None:
+def test_each_response_has_the_embedded_engines_random_stream() -> None:
     groups = build_groups(PROMPTS, SAMPLING)
     assert [group.token_ids for group in groups] == [[1, 2, 3], [4, 5]]
     keys = response_keys(PROMPTS.seed_P.repeat_interleave(3), torch.arange(3).repeat(2))
@@ -110,7 +110,7 @@ def test_a_group_is_prefilled_once_and_then_asked_for_as_a_whole() -> None:
     assert metrics["rollout/prefix_cache_hit_fraction"].value == pytest.approx(9 / 15)
 
 
-def test_a_response_that_was_cut_off_is_asked_for_again_and_it_alone() -> None:
+def test_only_a_response_that_was_cut_off_is_asked_for_again() -> None:
     victim = build_groups(PROMPTS, SAMPLING)[1].seeds[2]
     answer = Sampler(lambda seed, time: "abort" if seed == victim and time < 3 else "stop")
     told: list[int] = []
@@ -124,7 +124,7 @@ def test_a_response_that_was_cut_off_is_asked_for_again_and_it_alone() -> None:
     assert metrics["rollout/retried_requests"].value == 2
 
 
-def test_a_response_that_is_cut_off_three_times_is_reported_and_nothing_is_scored() -> None:
+def test_a_response_cut_off_three_times_is_never_scored() -> None:
     with (
         sampling_from(Sampler(lambda _, __: "abort")) as (_, run),
         pytest.raises(EngineError, match=r"6 of 6 responses were cut off 3 times.*Aborted"),

@@ -36,7 +36,7 @@ def _settings_of_this_process() -> Iterator[None]:
     torch._C._accelerator_setAllocatorSettings(before or "expandable_segments:False")
 
 
-def test_they_are_off_within_also_after_an_error_and_other_settings_stay() -> None:
+def test_segments_are_off_within_and_other_settings_stay() -> None:
     torch._C._accelerator_setAllocatorSettings(ON)
     for _ in range(2):
         with ordinary_segments():

@@ -33,7 +33,7 @@ def _sync(ledger: WeightLedger, names: list[str]) -> None:
     ledger.receive(names)
 
 
-def test_a_new_engine_holds_its_own_buffers_and_none_of_the_trainers_weights() -> None:
+def test_a_new_engine_holds_its_buffers_and_no_trained_weights() -> None:
     ledger = _ledger()
     with pytest.raises(LedgerError, match="never sent since the engine started"):
         ledger.require_covered()
@@ -42,7 +42,7 @@ def test_a_new_engine_holds_its_own_buffers_and_none_of_the_trainers_weights() -
     ledger.require_covered()
 
 
-def test_a_buffer_released_without_a_copy_is_refused_by_name_in_every_cycle() -> None:
+def test_a_buffer_released_without_a_copy_is_refused_by_name() -> None:
     ledger = _ledger()
     _sync(ledger, list(WEIGHTS))
     for _ in range(2):
@@ -72,7 +72,7 @@ def test_a_sync_that_breaks_off_is_refused_until_one_is_whole() -> None:
         ledger.require_covered()
 
 
-def test_many_missing_tensors_are_counted_and_the_first_in_model_order_named() -> None:
+def test_many_missing_tensors_are_counted_and_the_first_named() -> None:
     ledger = _ledger()
     ledger.release(backup=())
     ledger.begin_sync(set(WEIGHTS))
@@ -81,16 +81,14 @@ def test_many_missing_tensors_are_counted_and_the_first_in_model_order_named() -
         ledger.require_covered()
 
 
-def test_a_tensor_that_the_engine_does_not_have_is_refused_with_the_key_to_look_at() -> None:
+def test_a_tensor_that_the_engine_does_not_have_is_refused() -> None:
     ledger = _ledger()
     with pytest.raises(LedgerError, match=r"1 tensors that .* not have: lm_head.*model\.path"):
         _sync(ledger, ["embed.weight", "lm_head.weight"])
 
 
 @given(sent=st.sets(st.sampled_from(list(WEIGHTS))), is_first=st.booleans())
-def test_a_host_copy_is_kept_of_exactly_the_good_tensors_that_no_sync_sends(
-    sent: set[str], is_first: bool
-) -> None:
+def test_a_host_copy_is_kept_of_exactly_what_no_sync_sends(sent: set[str], is_first: bool) -> None:
     ledger = _ledger()
     if not is_first:
         _sync(ledger, list(WEIGHTS))
@@ -138,7 +136,7 @@ def test_an_engine_without_a_copy_of_its_buffer_serves_nothing() -> None:
         rig.check_training()
 
 
-def test_weights_that_no_sync_sends_keep_their_values_over_three_sleeps() -> None:
+def test_weights_that_no_sync_sends_survive_three_sleeps() -> None:
     """As with LoRA: the base was sent once, afterwards only the last tensor is."""
     managed = managed_engine(RecordingEngine(0, Journal()))
     managed.start()
@@ -181,7 +179,7 @@ def test_a_bucket_that_the_engine_refused_is_not_entered() -> None:
 
 @pytest.mark.parametrize(("call", "part"), [("release", "weights"), ("restart", "")])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_release_or_restart_that_fails_leaves_no_lost_weight_in_good_books(
+def test_a_release_that_fails_leaves_no_lost_weight_marked_good(
     call: str, part: str, when: str
 ) -> None:
     journal = Journal()

@@ -23,7 +23,7 @@ from hybridrl.workers.sharding.states import State
 from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_model
-from tests.workers.device import WAYS, Device, Journalling, LoraDevice
+from tests.workers.device import WAYS, Device, Journalling, LoraDevice, check_passes
 from tests.workers.rollout.engines import rollout_config, tokens_of
 from tests.workers.train.engines import CPU, build_fsdp2
 from tests.workers.train.lora_engines import LORA, with_lora
@@ -119,21 +119,7 @@ def test_an_engine_that_fails_on_one_rank_is_restarted(folder: Path) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_base_goes_before_the_first_adapter_and_not_again(folder: Path, way: str) -> None:
-    device = on_device(folder, way)
-    base, adapter = (device.bytes_of(part) for part in (WeightSet.BASE, WeightSet.ADAPTER))
-    device.sample()
-    sends = [call for call in device.engine.journal if "re" not in call]
-    assert sends == ["base", "unload adapter", "load adapter"]
-    assert device.take_bytes("synced_bytes") == base + adapter
-    for _ in range(2):
-        device.train()
-        device.engine.forget_journal()
-        device.sample()
-        resent = base if way == "resend" else 0
-        assert device.take_bytes("synced_bytes") == resent + adapter
-        assert all("lora_" in name for name in device.engine.received) == (not resent)
-        adapters = [call for call in device.engine.journal if "adapter" in call]
-        assert adapters == ["unload adapter", "load adapter"]
+    check_passes(on_device(folder, way), way)
 
 
 @pytest.mark.parametrize("way", WAYS)

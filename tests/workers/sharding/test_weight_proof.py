@@ -58,7 +58,7 @@ def test_a_true_first_sync_passes_and_nothing_is_compared_later(tiny_model: Path
     assert _sync_with_a_torn_pass(0, tiny_model, 0, 2) == ["", "", ""]
 
 
-def test_a_torn_first_sync_is_named_nobody_samples_and_the_next_is_compared_again(
+def test_a_torn_first_sync_is_named_and_the_next_compared_again(
     tiny_model: Path,
 ) -> None:
     first, *later = _sync_with_a_torn_pass(0, tiny_model, 0, 1)
@@ -74,9 +74,7 @@ def test_all_ranks_hear_of_the_one_whose_engine_is_wrong(tiny_model: Path, torn_
         assert later == ["", ""]
 
 
-def test_a_folder_of_buckets_is_one_that_engines_load_and_is_gone_afterwards(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_folder_of_buckets_can_be_loaded_and_is_removed(tiny_model: Path, tmp_path: Path) -> None:
     weights = load_file(tiny_model / "model.safetensors")
     (tmp_path / "weights").mkdir()
     folder = WeightFolder(tmp_path / "weights", dtype=torch.bfloat16)

@@ -24,6 +24,7 @@ from hybridrl.errors import EngineError, LedgerError, PhaseError, suggest_name
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.models.dtypes import DTYPES
 from hybridrl.models.load import WeightFiles
+from hybridrl.workers.rollout.adapter_fit import built_without_adapters
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
 from hybridrl.workers.rollout.embedded.adapted_layers import LoadedAdapter
 from hybridrl.workers.rollout.embedded.decoding import Decoding, RolloutStats
@@ -125,7 +126,7 @@ class HFRolloutEngine:
                 mean nothing; logits are not finite; or the call was aborted by ``drain``.
         """
         num_responses = len(prompts) * sampling.num_responses_per_prompt
-        with self._gate.admit(num_responses) as ticket:
+        with self._gate.admit(num_responses) as call:
             self._require_resident("generate", *MemoryTag)
             if self._adapter is not None:
                 self._adapter.require_loaded()
@@ -141,7 +142,7 @@ class HFRolloutEngine:
                 vocab_size=self._model.config.vocab_size,
                 prompts=prompts,
                 sampling=sampling,
-                on_step=ticket.check,
+                on_step=call.check,
             )
             begin = time.perf_counter()
             try:
@@ -241,10 +242,7 @@ class HFRolloutEngine:
         """
         self._require_loadable("load_adapter")
         if self._adapter is None:
-            raise EngineError(
-                f"an adapter of {len(tensors)} tensors came, and this engine was built without; "
-                "set lora.enabled=true and lora.sync=adapter"
-            )
+            raise built_without_adapters(tensors)
         self._adapter.load(tensors)
 
     def unload_adapter(self) -> None:

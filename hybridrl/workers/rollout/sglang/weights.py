@@ -16,7 +16,11 @@ from torch import Tensor
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError, LedgerError, PhaseError, suggest_name
 from hybridrl.models.dtypes import DTYPES
-from hybridrl.workers.rollout.adapter_fit import require_fit
+from hybridrl.workers.rollout.adapter_fit import (
+    built_without_adapters,
+    no_adapter_loaded,
+    require_fit,
+)
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, TensorSpan
 from hybridrl.workers.rollout.protocol import MemoryTag, WeightMemory, mismatch
 from hybridrl.workers.rollout.request_gate import RequestGate
@@ -137,10 +141,7 @@ class ServedWeights:
         self._require_loadable("load_adapter")
         lora = self._spec.lora
         if lora is None:
-            raise EngineError(
-                f"an adapter of {len(tensors)} tensors came, and this engine was built without; "
-                "set lora.enabled=true and lora.sync=adapter"
-            )
+            raise built_without_adapters(tensors)
         require_fit(tensors, self._adapter_shapes)
         # From the host: SGLang copies them there anyway (LoRAAdapter keeps its weights on the CPU),
         # and to open a handle of GPU 0 leaves each rank of a server a CUDA context on it.
@@ -216,10 +217,7 @@ class ServedWeights:
 
     def _require_adapter(self) -> None:
         if self._spec.lora is not None and not self._has_adapter:
-            raise EngineError(
-                "generate was refused: no adapter is loaded, and the frozen model alone is not the "
-                "policy; sync weights first, or set lora.sync=merged"
-            )
+            raise no_adapter_loaded()
 
 
 def build_transport(rollout: RolloutConfig, *, device: torch.device, leads: bool) -> Transport:
