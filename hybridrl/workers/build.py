@@ -36,6 +36,9 @@ _MEGATRON = "hybridrl.workers.train.megatron.backend"
 _SGLANG = "hybridrl.workers.rollout.sglang.engine"
 """Likewise; it need not be installed."""
 
+_SGLANG_WEIGHTS = "hybridrl.workers.rollout.sglang.weights"
+"""Likewise."""
+
 
 def build_train_engine(
     config: ExperimentConfig, model_folder: Path, device: torch.device
@@ -108,22 +111,17 @@ def build_rollout_engine(
     return engine
 
 
-def build_weight_port(
-    rollout: RolloutConfig, device: torch.device, *, engine: RolloutEngine | None
-) -> WeightSender | None:
-    """Make this rank's end of the weight stream; None where engines lie in their ranks' processes.
+def build_follower(rollout: RolloutConfig, device: torch.device) -> WeightSender | None:
+    """Make the end of the weight stream of a rank that leads no engine.
 
-    Args:
-        rollout: the section.
-        device: of this rank.
-        engine: what ``build_rollout_engine`` built here; None on a rank that leads no engine.
+    None where the engine needs no bytes of that rank.
     """
     if rollout.engine == "hf":
         return None
-    port: WeightSender = import_module(_SGLANG).weight_sender(
-        engine, rollout=rollout, device=device
+    transport: WeightSender = import_module(_SGLANG_WEIGHTS).build_transport(
+        rollout, device=device, leads=False
     )
-    return port
+    return transport
 
 
 def build_policy_loss(config: ExperimentConfig, *, checks_drift: bool = False) -> TokenLoss:

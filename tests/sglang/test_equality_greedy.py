@@ -54,7 +54,7 @@ def family_engine(
         yield it
 
 
-def test_greedy_tokens_and_log_probs_are_those_of_hugging_face_after_each_sync(
+def test_greedy_tokens_are_those_of_hugging_face_after_each_sync(
     family: Family, family_engine: SGLangEngine, tmp_path: Path
 ) -> None:
     answers = []
