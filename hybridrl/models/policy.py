@@ -1,4 +1,4 @@
-"""The policy as the training engine sees it: packed tokens in, log-probs of chosen tokens out."""
+"""The policy of a training engine: from packed tokens to log-probs of given tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hybridrl.models.packed_model import PackedModel, PackedTokens
 
 
 class PolicyModel(PackedModel):
-    """A causal language model whose last layer computes on scored tokens only."""
+    """A causal language model whose last layer computes only scored tokens."""
 
     def __init__(self, hf: PreTrainedModel, *, chunk_tokens: int) -> None:
         super().__init__(hf)

@@ -1,4 +1,4 @@
-"""The critic as the training engine sees it: packed tokens in, values of states out."""
+"""The critic of a training engine: from packed tokens to values of states."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hybridrl.models.packed_model import PackedModel, PackedTokens
 
 
 class ValueModel(PackedModel):
-    """A language model with one number in place of the next token's distribution.
+    """A language model whose output is one number instead of a distribution over tokens.
 
-    Its ``hf`` is a ``...ForTokenClassification`` with a single label, so an export loads elsewhere.
-    The head's dropout is left out: advantages would get its noise.
+    Its ``hf`` is a ``...ForTokenClassification`` with a single label, so other programs load an
+    export. The head's dropout is not used: it would add noise to advantages.
     """
 
     def forward(self, tokens: PackedTokens) -> Tensor:

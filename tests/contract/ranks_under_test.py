@@ -24,11 +24,11 @@ from hybridrl.workers.build import (
     build_reference_engine,
     build_train_engine,
 )
+from hybridrl.workers.train.checkpoint_files import shards_of
 from hybridrl.workers.train.critic_engine import CriticEngine
 from hybridrl.workers.train.model_engine import ModelEngine
 from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
 from hybridrl.workers.train.protocol import LearningEngine
-from hybridrl.workers.train.shard_files import parts_of
 from tests.config.values import config_of
 from tests.contract.layouts import ENGINES, Layout
 from tests.ranks import RankPool
@@ -191,7 +191,7 @@ def learn(
 
 def told(engine: ModelEngine, metrics: Metrics) -> Metrics:
     """Return the metrics of a rank that leads: what the others say is not asked for."""
-    return metrics if engine.leads else {}
+    return metrics if engine.is_output_rank else {}
 
 
 def together(answers: list[Metrics]) -> dict[str, float]:
@@ -202,9 +202,9 @@ def together(answers: list[Metrics]) -> dict[str, float]:
 def state_of(engine: LearningEngine) -> dict[str, Tensor]:
     """Copy what this rank would put into a checkpoint."""
     return {
-        key: part.values.clone()
+        key: shard.values.clone()
         for name, tensor in engine.checkpoint_tensors().items()
-        for key, part in parts_of(name, tensor)
+        for key, shard in shards_of(name, tensor)
     }
 
 

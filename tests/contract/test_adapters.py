@@ -67,7 +67,7 @@ def _train(
     reference = rank.reference(folder, policy=engine, lora=lora)
     assert all(reference.resident_bytes(part) == 0 for part in TrainState)
     frozen = reference.compute_logprobs(to_rollouts(make_rows(4)), temperature=1.0)
-    logprobs = frozen.logprobs_BL.values() if reference.leads else None
+    logprobs = frozen.logprobs_BL.values() if reference.is_output_rank else None
     return weights_of(engine), _adapter_of(engine), steps, logprobs
 
 
@@ -112,13 +112,13 @@ def test_a_new_adapter_is_the_same_however_the_model_is_cut_and_changes_nothing(
 def _stream(rank: Rank, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     lora = with_lora(target_modules=("q_proj", "down_proj"))
     engine = rank.policy(folder, lora=lora)
-    assert engine.weight_parts == (WeightSet.BASE, WeightSet.ADAPTER)
-    for part in engine.weight_parts:
+    assert engine.weight_sets == (WeightSet.BASE, WeightSet.ADAPTER)
+    for part in engine.weight_sets:
         streamed = engine.full_weights(part)
         for spec, (name, t) in zip(engine.weight_specs(part), streamed, strict=True):
             assert (spec.name, spec.shape, spec.num_bytes) == (name, t.shape, t.nbytes)
     merged = rank.policy(folder, lora=with_lora(sync="merged"))
-    assert merged.weight_parts == (WeightSet.BASE,)
+    assert merged.weight_sets == (WeightSet.BASE,)
     return weights_of(engine), _adapter_of(engine)
 
 
@@ -150,7 +150,7 @@ def _export(rank: Rank, folder: Path, target: Path) -> tuple[dict[str, Tensor], 
     with pytest.raises(ModelError, match=r"no adapter.*lora\.enabled=true"):
         rank.policy(folder).export_adapter(target / "none")
     scored = engine.compute_logprobs(to_rollouts(make_rows(4)), temperature=1.0)
-    return _adapter_of(engine), scored.logprobs_BL.values() if engine.leads else None
+    return _adapter_of(engine), scored.logprobs_BL.values() if engine.is_output_rank else None
 
 
 def test_both_exports_load_elsewhere_and_an_adapter_is_where_another_run_starts(

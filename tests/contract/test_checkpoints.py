@@ -113,7 +113,7 @@ def _load_and_go_on(rank: Rank, folder: Path, target: Path, role: str) -> dict[s
 def _weights(engine: Any, role: str) -> dict[str, Tensor]:
     if role != "adapter":
         return weights_of(engine)
-    return {name: t.clone() for name, t in engine.full_weights(engine.weight_parts[-1])}
+    return {name: t.clone() for name, t in engine.full_weights(engine.weight_sets[-1])}
 
 
 @pytest.mark.parametrize(("saved_by", "loaded_by"), RESHAPES)

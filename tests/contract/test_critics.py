@@ -43,7 +43,7 @@ def _teach(engine: CriticEngine, batch: CriticBatch, *, first: int = 8) -> Metri
 def _values(engine: CriticEngine, batch: Any) -> Tensor | None:
     values = engine.compute_values(to_rollouts(batch)).values_BL.values()
     assert values.dtype == torch.float32
-    return values if engine.leads else None
+    return values if engine.is_output_rank else None
 
 
 def _begin(rank: Rank, folder: Path, target: Path) -> Tensor | None:

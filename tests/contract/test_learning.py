@@ -74,7 +74,7 @@ def _learn_returns(rank: Rank, folder: Path, value_clip: float) -> tuple[list[Me
     )
     steps = [told(engine, engine.update(share_of(batch, engine, 4))) for _ in range(40)]
     values = engine.compute_values(to_rollouts(make_rows(6)))
-    return steps, values.values_BL.values() if engine.leads else None
+    return steps, values.values_BL.values() if engine.is_output_rank else None
 
 
 def test_a_critic_learns_its_returns(ranks: RanksUnderTest, folder: Path) -> None:

@@ -24,11 +24,14 @@ pytestmark = on_layouts(compares_numbers=True)
 
 def _score(rank: Rank, folder: Path, batch: Any) -> tuple[Tensor, Tensor] | None:
     engine = rank.policy(folder)
-    assert (engine.dp_size, engine.leads) in {(rank.layout.dp_size, True), (engine.dp_size, False)}
+    assert (engine.dp_size, engine.is_output_rank) in {
+        (rank.layout.dp_size, True),
+        (engine.dp_size, False),
+    }
     rows = to_rollouts(share_of(batch, engine, 6))
     scored = engine.compute_logprobs(rows, temperature=0.7)
     assert scored.logprobs_BL.values().dtype == torch.float32
-    if not engine.leads:
+    if not engine.is_output_rank:
         return None
     return scored.logprobs_BL.values(), scored.entropy_BL.values()
 
@@ -157,7 +160,7 @@ def _hold_still(rank: Rank, folder: Path) -> None:
         frozen = reference.compute_logprobs(rollouts, temperature=1.0).logprobs_BL.values()
         moved = policy.compute_logprobs(rollouts, temperature=1.0).logprobs_BL.values()
         assert torch.equal(frozen, start)
-        assert not policy.leads or not torch.equal(moved, start)
+        assert not policy.is_output_rank or not torch.equal(moved, start)
 
 
 def test_a_reference_stays_where_it_was_while_the_policy_moves(

@@ -130,7 +130,7 @@ def _train(
         )
     scored = engine.compute_logprobs(to_rollouts(make_rows(4, seed=9)), temperature=0.9)
     assert engine.num_updates == len(lessons)
-    return steps, weights_of(engine), scored.logprobs_BL.values() if engine.leads else None
+    return steps, weights_of(engine), scored.logprobs_BL.values() if engine.is_output_rank else None
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

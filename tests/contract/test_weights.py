@@ -29,7 +29,7 @@ pytestmark = on_layouts()
 
 def _stream(rank: Rank, folder: Path) -> dict[str, Tensor]:
     engine = rank.policy(folder)
-    assert engine.weight_parts == (WeightSet.BASE,)
+    assert engine.weight_sets == (WeightSet.BASE,)
     loaded = weights_of(engine)
     _assert_announced(engine, loaded)
     learn(engine, make_rows(5))
@@ -97,7 +97,7 @@ def _score_exported(rank: Rank, folder: Path, target: Path) -> Tensor | None:
         learn(engine, make_rows(5, seed=seed))
     engine.export_hf(target)
     scored = engine.compute_logprobs(to_rollouts(make_rows(4)), temperature=1.0)
-    return scored.logprobs_BL.values() if engine.leads else None
+    return scored.logprobs_BL.values() if engine.is_output_rank else None
 
 
 def test_an_exported_model_scores_as_the_engine_does(

@@ -147,6 +147,7 @@ def test_what_cannot_be_imported_is_refused_by_the_key() -> None:
 def test_packs_have_a_length_that_eight_bit_products_take(tmp_path: Path) -> None:
     install()
     from hybridrl.workers.train.megatron.architecture import read_architecture
+    from hybridrl.workers.train.megatron.context import MegatronContext
     from hybridrl.workers.train.megatron.transformer import (
         Kernels,
         token_multiple,
@@ -163,13 +164,10 @@ def test_packs_have_a_length_that_eight_bit_products_take(tmp_path: Path) -> Non
             sequence_parallel=is_shared,
             transformer_args=args,
         )
-        built = transformer_config(
-            architecture,
-            megatron=megatron,
-            engine=ACTOR,
-            device=CPU,
-            kernels=Kernels(has_layers=True),
+        context = MegatronContext(
+            megatron=megatron, model=config_of().model, device=CPU, seed=0, timeout_s=60.0
         )
+        built = transformer_config(architecture, context, ACTOR, kernels=Kernels(has_layers=True))
         return token_multiple(built)
 
     assert multiple(1, is_shared=False) == 1

@@ -126,7 +126,7 @@ def test_megatron_takes_each_recipe_with_transformer_engine_and_all_fusions(tmp_
 
 
 def test_ranks_talk_while_they_compute_on_cuda_and_adapters_are_gathered_at_once() -> None:
-    from hybridrl.workers.train.megatron.training import ddp_config
+    from hybridrl.workers.train.megatron.configuration import ddp_config
 
     megatron = config_of("actor=megatron").megatron
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
@@ -159,15 +159,15 @@ def test_a_missing_transformer_engine_is_told_once_on_cuda_with_what_megatron_sa
 
     monkeypatch.setattr(transformer, "HAVE_TE", False)
     monkeypatch.setattr(transformer, "IMPORT_WARNINGS", ("it falls back",))
-    transformer._tell.cache_clear()
+    transformer._log_once.cache_clear()
     megatron = config_of("actor=megatron").megatron
     for _ in range(2):
-        transformer.tell_once(megatron, torch.device("cuda"))
+        transformer.log_warnings_once(megatron, torch.device("cuda"))
     missing, warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert "experts computed one after another" in missing
     assert "pip install 'hybridrl[transformer-engine]'" in missing
     assert warned == "megatron-core: it falls back"
-    transformer._tell.cache_clear()
+    transformer._log_once.cache_clear()
 
 
 def test_the_command_refuses_what_megatron_refuses_and_else_says_what_it_took(

@@ -16,7 +16,7 @@ from hybridrl.models.liger import use_liger_kernels
 from hybridrl.models.load import build_empty_model
 from hybridrl.models.policy import PolicyModel
 from hybridrl.workers.train.microbatcher import lay_out
-from hybridrl.workers.train.shards import build_policy
+from hybridrl.workers.train.shards import build_model
 from tests.config.values import config_of
 from tests.tiny_models import make_tiny_model
 from tests.workers.train.engines import ACTOR, CPU, FSDP2, make_rows
@@ -25,7 +25,7 @@ from tests.workers.train.microbatchers import make_batcher
 
 def _build(folder: Path, *, compile_blocks: bool = False) -> PolicyModel:
     config = replace(ACTOR, fsdp2=replace(FSDP2, compile_blocks=compile_blocks))
-    return build_policy(
+    return build_model(
         folder, config=config, dtype=torch.float32, device=CPU, num_ranks=1, is_trainable=True
     )
 

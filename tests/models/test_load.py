@@ -69,7 +69,7 @@ def test_tied_weights_stored_twice_are_accepted(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"nowhere is no folder; set model.path"):
+    with pytest.raises(ModelError, match=r"nowhere is not a folder; set model.path"):
         build_empty_model(tmp_path / "nowhere", dtype=torch.float32)
     with pytest.raises(ModelError, match=r"has no config.json; set model.path"):
         build_empty_model(tmp_path, dtype=torch.float32)
@@ -149,12 +149,12 @@ def test_values_that_are_no_numbers_are_blamed_on_their_file(
     spoilt = load_file(folder / "model.safetensors")[name].to(dtype)
     spoilt[3, 5] = value
     change_weights(folder, **{name: spoilt})
-    with pytest.raises(ModelError, match=rf"model\.safetensors: {name} holds NaN or infinity"):
+    with pytest.raises(ModelError, match=rf"model\.safetensors: {name} contains NaN or infinity"):
         load(folder)
     files = WeightFiles(folder)
-    with pytest.raises(ModelError, match=f"{name} holds NaN"):
-        files.read_box(name, [(3, 4), (0, 32)])
-    assert files.read_box(name, [(0, 3), (0, 32)]).isfinite().all()
+    with pytest.raises(ModelError, match=f"{name} contains NaN"):
+        files.read_range(name, [(3, 4), (0, 32)])
+    assert files.read_range(name, [(0, 3), (0, 32)]).isfinite().all()
 
 
 def test_a_tied_head_with_values_of_its_own_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybridrl.models.packed import AttentionKernel, Segment, build_layout
 from hybridrl.models.policy import PolicyModel
 from hybridrl.workers.train.microbatcher import lay_out
-from hybridrl.workers.train.shards import build_policy
+from hybridrl.workers.train.shards import build_model
 from tests.models import flash_on_cpu
 from tests.tiny_models import make_tiny_model
 from tests.workers.train.engines import ACTOR, CPU, make_rows
@@ -107,7 +107,7 @@ def _learn(
 
 
 def test_siblings_in_a_pack_compute_their_prompt_once_and_learn_as_alone(tmp_path: Path) -> None:
-    policy = build_policy(
+    policy = build_model(
         make_tiny_model(tmp_path),
         config=ACTOR,
         dtype=torch.float32,

@@ -102,10 +102,10 @@ class FusedEngines:
         self._source = source
         self._names = {
             part: frozenset(spec.name for spec in source.weight_specs(part))
-            for part in source.weight_parts
+            for part in source.weight_sets
         }
         if self.managed is not None:
-            resent = source.weight_parts if self._resends_base else source.weight_parts[-1:]
+            resent = source.weight_sets if self._resends_base else source.weight_sets[-1:]
             self.managed.sent_names = frozenset().union(*(self._names[part] for part in resent))
 
     def run(
@@ -148,7 +148,7 @@ class FusedEngines:
         before it is sent where an engine has lost it or never had it.
         """
         source = self.require_source()
-        due = [part for part in source.weight_parts if self._is_due(part, source.weight_parts[-1])]
+        due = [part for part in source.weight_sets if self._is_due(part, source.weight_sets[-1])]
         if not due:
             return {}
         self._synced_version = None
@@ -209,7 +209,7 @@ class FusedEngines:
                 "folders of proofs", None if weights is None else weights.folder
             )
             report = stream_weights(
-                source.full_weights(source.weight_parts[0]),
+                source.full_weights(source.weight_sets[0]),
                 None if weights is None else weights.write,
                 bucket_bytes=self._bucket_bytes(),
                 control=control,

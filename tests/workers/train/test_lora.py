@@ -112,7 +112,7 @@ def test_a_merged_stream_is_the_policy_and_leaves_the_training_weights_alone(
 ) -> None:
     lora = with_lora(sync="merged", use_rslora=use_rslora)
     engine = build_lora(folder, lora=lora)
-    assert engine.weight_parts == (WeightSet.BASE,)
+    assert engine.weight_sets == (WeightSet.BASE,)
     update(engine, make_rows(6))
     before = adapter_of(engine)
     merged = weights_of(engine)
@@ -209,8 +209,8 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(
         weights.write_bytes(weights.read_bytes()[:-7])
     if fault == "missing":
         weights.unlink()
-    words = {"rank": r"is \[2, 32\], and lora.rank with this model asks for \[4, 32\]"}
-    with pytest.raises(ModelError, match=words.get(fault, "has no readable .*lora.init_from")):
+    words = {"rank": r"is \[2, 32\], and this model with lora.rank needs \[4, 32\]"}
+    with pytest.raises(ModelError, match=words.get(fault, "cannot be read.*lora.init_from")):
         build_lora(folder, lora=with_lora(init_from=str(stored)))
 
 
@@ -226,7 +226,7 @@ def test_an_adapter_that_holds_no_numbers_is_blamed_on_its_file(
     tensors[name] = tensors[name].double()  # 1e300 is infinite as float32
     tensors[name][0, 1] = value
     save_file(tensors, file, metadata={"format": "pt"})
-    words = rf"{re.escape(str(file))}: {re.escape(name)} holds NaN .*set lora\.init_from"
+    words = rf"{re.escape(str(file))}: {re.escape(name)} contains NaN .*set lora\.init_from"
     with pytest.raises(ModelError, match=words):
         build_lora(folder, lora=with_lora(init_from=str(stored)))
 
@@ -234,4 +234,4 @@ def test_an_adapter_that_holds_no_numbers_is_blamed_on_its_file(
 def test_the_engine_without_lora_is_untouched_by_it(folder: Path) -> None:
     engine = build_fsdp2(folder)
     assert engine.backend.adapter is None
-    assert engine.weight_parts == (WeightSet.BASE,)
+    assert engine.weight_sets == (WeightSet.BASE,)

@@ -1,7 +1,7 @@
-"""Names, shapes and order of the tensors in a model's files: what all ranks know without asking.
+"""Names, shapes and order of the tensors in a model's files, computed alike on all ranks.
 
-The order is that of ``named_parameters`` of the Hugging Face model, so that a weight sync sends the
-same stream whichever engine trains.
+The order is that of ``named_parameters`` of the Hugging Face model. So every training engine sends
+the same stream in a weight sync.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ LAST_NORM = "model.norm.weight"
 
 
 def layer_prefix(layer: int) -> str:
-    """Return what the names of a layer's tensors begin with; layers count from 0."""
+    """Return the prefix of the names of a layer's tensors; layers count from 0."""
     return f"model.layers.{layer}."
 
 
 @lru_cache(maxsize=8)
 def hf_tensors(architecture: Architecture) -> Shapes:
-    """Return the whole shape of every tensor, tied ones once, in order. Not to be changed."""
+    """Return the full shape of every tensor, tied ones once, in order. Do not change the result."""
     vocabulary = (architecture.vocab_size, architecture.hidden_size)
     shapes: Shapes = {EMBEDDING: vocabulary}
     for layer in range(architecture.num_layers):
@@ -38,17 +38,17 @@ def hf_tensors(architecture: Architecture) -> Shapes:
 
 
 def critic_tensors(architecture: Architecture) -> Shapes:
-    """Return the whole shape of every tensor of a critic: a value head instead of the other."""
+    """Return the full shape of every tensor of a critic, which has a value head."""
     body = {name: shape for name, shape in hf_tensors(architecture).items() if name != HEAD}
     return body | {"score.weight": (1, architecture.hidden_size), "score.bias": (1,)}
 
 
 def adapter_tensors(architecture: Architecture, leaves: Collection[str], rank: int) -> Shapes:
-    """Return the whole shape of the matrices A and B of an adapter, in order.
+    """Return the full shapes of the matrices A and B of an adapter, in order.
 
     Args:
-        architecture: of the model beside which it stands.
-        leaves: last parts of the names of the layers that have one, as ``q_proj``.
+        architecture: of the adapted model.
+        leaves: last components of the names of the adapted layers, such as ``q_proj``.
         rank: of A and B.
     """
     shapes: Shapes = {}

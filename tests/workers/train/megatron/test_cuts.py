@@ -139,7 +139,7 @@ def _train(rank: Rank, folder: Path, changes: dict[str, Any]) -> Learned:
         for name, _ in engine.backend.stages.named_tensors()
         if ".layers." in name
     ]
-    logprobs = scored.logprobs_BL.values() if engine.leads else None
+    logprobs = scored.logprobs_BL.values() if engine.is_output_rank else None
     return steps, weights_of(engine), logprobs, len(set(names))
 
 

@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 from hybridrl.errors import ModelError
 from hybridrl.models.load import WeightFiles
 from hybridrl.workers.train.megatron.architecture import read_architecture
+from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.megatron.load import check_files, load_weights
-from hybridrl.workers.train.megatron.parallel_rank import ParallelRank
+from hybridrl.workers.train.megatron.shard_map import ShardMap
 from tests.tiny_models import make_tiny_model
 from tests.workers.train.megatron.shards import local_shapes
 
@@ -55,7 +56,7 @@ def test_values_are_cast_and_what_is_in_no_file_is_left_alone(tmp_path: Path) ->
     shapes = local_shapes(architecture, parallel, is_fused=True, lora_rank=2)
     local = {name: torch.full(s, 7.0, dtype=torch.bfloat16) for name, s in shapes.items()}
     local["score.weight"] = torch.full((1, 32), 7.0)
-    load_weights(local, WeightFiles(folder), architecture=architecture, parallel=parallel)
+    load_weights(local, WeightFiles(folder), ShardMap(architecture, parallel))
     wanted = load_file(folder / "model.safetensors")
     embedding = local["embedding.word_embeddings.weight"]
     assert torch.equal(embedding[:29], wanted["model.embed_tokens.weight"][32:].bfloat16())
@@ -71,12 +72,12 @@ def test_no_more_is_read_than_the_rank_has(tmp_path: Path) -> None:
     num_read: list[int] = []
 
     class Counting(WeightFiles):
-        def read_box(self, name: str, box: object) -> torch.Tensor:
-            part = super().read_box(name, box)  # type: ignore[arg-type]
+        def read_range(self, name: str, values: object) -> torch.Tensor:
+            part = super().read_range(name, values)  # type: ignore[arg-type]
             num_read.append(part.numel())
             return part
 
     shapes = local_shapes(architecture, parallel, is_fused=False, lora_rank=0)
     local = {name: torch.empty(shape) for name, shape in shapes.items()}
-    load_weights(local, Counting(folder), architecture=architecture, parallel=parallel)
+    load_weights(local, Counting(folder), ShardMap(architecture, parallel))
     assert sum(num_read) == sum(tensor.numel() for tensor in local.values())  # 64 needs no padding

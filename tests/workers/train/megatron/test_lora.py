@@ -22,7 +22,7 @@ from hybridrl.errors import ModelError
 from hybridrl.models.adapter import Adapter
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
-from hybridrl.workers.train.megatron.setting import MegatronContext
+from hybridrl.workers.train.megatron.context import MegatronContext
 from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
 from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.megatron.stand_ins import install
@@ -90,7 +90,7 @@ class Trained:
     adapter: dict[str, Tensor]
     frozen: Tensor
     dp_rank: int
-    leads: bool
+    is_output_rank: bool
 
 
 def train(engine: PolicyEngine) -> Trained:
@@ -110,7 +110,7 @@ def train(engine: PolicyEngine) -> Trained:
         adapter=adapter_of(engine),
         frozen=frozen.logprobs_BL.values(),
         dp_rank=engine.dp_rank,
-        leads=engine.leads,
+        is_output_rank=engine.is_output_rank,
     )
 
 
@@ -124,7 +124,7 @@ def _frozen_bits(engine: PolicyEngine) -> list[Tensor]:
 
 
 def assert_same_training(ranks: list[Trained], wanted: Trained, *, atol: float = 1e-5) -> None:
-    leading = sorted((t for t in ranks if t.leads), key=lambda trained: trained.dp_rank)
+    leading = sorted((t for t in ranks if t.is_output_rank), key=lambda trained: trained.dp_rank)
     for step in range(2):
         together = torch.cat([trained.logprobs[step] for trained in leading])
         torch.testing.assert_close(together, wanted.logprobs[step], atol=atol, rtol=0)
@@ -171,7 +171,7 @@ def _train(_rank: int, folder: Path, sizes: Sizes, lora: LoraConfig, recomputes:
     plain = PolicyEngine(MegatronBackend(folder, config=ACTOR, setting=setting_of(sizes)))
     rollouts = to_rollouts(own_rows(engine, 7))
     loaded = plain.compute_logprobs(rollouts, temperature=0.9).logprobs_BL.values()
-    if engine.leads:
+    if engine.is_output_rank:
         assert torch.equal(trained.frozen, loaded)
         assert (trained.logprobs[1] - loaded).abs().max() > 0.1
     return trained
@@ -234,7 +234,7 @@ def test_adapters_of_experts_learn_the_same_on_the_ranks_that_share_them(
 def _export(_rank: int, folder: Path, sizes: Sizes, target: Path) -> list[str]:
     engine = build(folder, sizes, with_lora(use_rslora=True))
     merging = build(folder, sizes, with_lora(use_rslora=True, sync="merged"))
-    assert (len(engine.weight_parts), len(merging.weight_parts)) == (2, 1)
+    assert (len(engine.weight_sets), len(merging.weight_sets)) == (2, 1)
     for seed in range(2):
         for each in (engine, merging):
             update(each, own_rows(each, seed))

@@ -60,7 +60,7 @@ def _score(rank: Rank, folder: Path, budget: int) -> tuple[int, Tensor] | None:
     engine = rank.policy(folder, replace(ACTOR, max_tokens_per_microbatch=budget))
     rows = to_rollouts(share_of(_lessons()[0], engine, 8))
     scored = engine.compute_logprobs(rows, temperature=0.9).logprobs_BL.values()
-    return (engine.dp_rank, scored) if engine.leads else None
+    return (engine.dp_rank, scored) if engine.is_output_rank else None
 
 
 @cut_as(*ALL)

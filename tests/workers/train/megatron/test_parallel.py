@@ -9,13 +9,15 @@ from hybridrl.env import ROOT
 
 _PROGRAM = """
 import torch, torch.distributed as dist
+from hybridrl.workers.train.megatron.context import MegatronContext
 from hybridrl.workers.train.megatron.parallel import start_parallel
 from tests.config.values import config_of
 
 store = dist.HashStore()
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-megatron = config_of("actor=megatron").megatron
-start_parallel(megatron, device=torch.device("cpu"), seed=0, timeout_s=60.0)
+config = config_of("actor=megatron")
+sizes = dict(megatron=config.megatron, model=config.model, device=torch.device("cpu"))
+start_parallel(MegatronContext(**sizes, seed=0, timeout_s=60.0))
 """
 
 

@@ -54,7 +54,7 @@ def _train(rank: Rank, folder: Path, lessons: list[TrainBatch], changes: dict[st
         rows.routed_experts_BLJK = share_of(batch, engine, FIRST).routed_experts_BLJK
         scored.append(engine.compute_logprobs(rows, temperature=0.9).logprobs_BL.values())
         told.append(learn(engine, batch, first=FIRST))
-    return told, scored, weights_of(engine), engine.dp_rank if engine.leads else -1
+    return told, scored, weights_of(engine), engine.dp_rank if engine.is_output_rank else -1
 
 
 def _scores(answers: list[Learned], step: int) -> Tensor:
@@ -150,7 +150,7 @@ def _be_refused(rank: Rank, folder: Path, batch: TrainBatch) -> None:
     with pytest.raises(DataError, match=f"3 layers with {width} a token, and the model has 4"):
         learn(engine, _change(batch, lambda experts: experts[:, :3]))
     for wrong in (-1, 6):
-        with pytest.raises(DataError, match=r"row 1 has a token without experts .* at 0"):
+        with pytest.raises(DataError, match=r"token 0 of row 1 names an expert"):
             learn(engine, _change(batch, lambda experts, wrong=wrong: _spoil(experts, wrong)))
     learn(engine, batch)
 
