@@ -1,6 +1,6 @@
 """``python -m hybridrl.export RUN_FOLDER``: a checkpoint as folders that others load.
 
-Works while the run goes on, and needs no cluster: one process reads what all ranks wrote. Writes
+It works during the run, without a cluster: one process reads the files of all ranks. It writes
 ``hf-step-N`` (with LoRA the adapter merged into it, and ``adapter-step-N``) into the run folder, or
 with ``--output FOLDER`` that folder (and ``FOLDER-adapter``).
 """
@@ -29,8 +29,8 @@ def export_checkpoint(
     """Write a checkpoint of ``run_folder`` as a Hugging Face folder, and an adapter if it has one.
 
     Args:
-        run_folder: of a run that goes on, was broken off, or has ended.
-        step: of the checkpoint; None is the newest whole one.
+        run_folder: of a run that continues, was interrupted, or has ended.
+        step: of the checkpoint; None is the newest complete one.
         output: folder to write, must not exist; None names it in the run folder.
 
     Returns:
@@ -38,7 +38,7 @@ def export_checkpoint(
 
     Raises:
         RunFolderError: it is no run folder, or a folder to write exists.
-        CheckpointError: there is no such checkpoint, or it is torn.
+        CheckpointError: the checkpoint does not exist, or is incomplete.
         ModelError: the model that the run started from is no longer there.
     """
     config = _read_config(run_folder)
@@ -64,7 +64,7 @@ def export_checkpoint(
 
 
 def main() -> None:
-    """Run the command line. Exit status: 0 done, 1 refused."""
+    """Run the command line. Exit status: 0 done, 1 failed."""
     parser = argparse.ArgumentParser(prog="python -m hybridrl.export", description=__doc__)
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("--step", type=int, help="of the checkpoint; the newest if left out")
@@ -97,7 +97,7 @@ def _find(run_folder: Path, step: int | None) -> Checkpoint:
     checkpoint = shelf.newest() if step is None else shelf.at(step)
     if checkpoint is None:
         steps = ", ".join(map(str, shelf.steps())) or "none"
-        wanted = "a whole checkpoint" if step is None else f"a checkpoint of step {step}"
+        wanted = "a complete checkpoint" if step is None else f"a checkpoint of step {step}"
         raise CheckpointError(
             f"{run_folder} has not {wanted}; it has: {steps} (checkpoint.keep_last and "
             "checkpoint.keep_best say how many are kept)"

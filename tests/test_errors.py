@@ -77,9 +77,7 @@ def test_what_the_same_code_would_do_again_is_not(error: BaseException) -> None:
         ("EngineError: it did not start: SGLang ended with status 3", False),
     ],
 )
-def test_a_server_that_died_is_worth_new_processes_and_one_that_never_started_is_not(
-    cause: str, is_lost: bool
-) -> None:
+def test_dead_server_is_restartable_but_failed_start_is_not(cause: str, is_lost: bool) -> None:
     error = RemoteCallError(rank=0, host="h", method="generate", cause=cause, traceback="")
     assert is_restartable(error) is is_lost
 

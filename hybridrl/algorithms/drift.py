@@ -1,6 +1,6 @@
-"""How far a sampler is from the trainer, and why: evidence in, cause out.
+"""The cause of a difference between sampler and trainer, from measurements.
 
-Trainer and sampler are two programs that should be one policy. What they disagree on is measured in
+Trainer and sampler are two programs that should be one policy. Their difference is measured in
 log-probs of the same tokens, and the cause is found by changing one thing at a time.
 
 Legend: N sampled tokens.
@@ -30,7 +30,7 @@ class Drift:
 
 
 class Cause(Enum):
-    """What makes a sampler another policy than the trainer."""
+    """The cause of a difference between the sampler's and the trainer's policy."""
 
     TOKENS = "tokens: the sampler answers with ids that the trainer's vocabulary has not"
     WEIGHTS = "weights: the sampler had others than the trainer; sent again, the drift was gone"
@@ -46,7 +46,7 @@ class Cause(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriftMeasurement:
-    """What was measured after the weights had been sent again."""
+    """The measurement after the weights were sent again."""
 
     as_sampled: Drift
     """Of tokens drawn as in training, scored at its temperature."""
@@ -68,7 +68,7 @@ def measure_drift(one_N: Tensor, other_N: Tensor) -> Drift:
     if not one_N.numel():
         return Drift(0.0, 0.0)
     apart_N = (one_N.float() - other_N.float()).abs()
-    # A maximum may drop what is not a number; infinity is kept by all.
+    # A maximum may drop NaN; it always keeps infinity.
     apart_N = apart_N.nan_to_num(nan=float("inf"), posinf=float("inf"))
     return Drift(float(apart_N.mean()), float(apart_N.max()))
 
@@ -77,8 +77,8 @@ def attribute_drift(evidence: DriftMeasurement, *, limit_nats: float) -> Cause:
     """Name the cause of a drift that was above ``limit_nats`` before the weights were sent again.
 
     Args:
-        evidence: measured afterwards, so what has gone was due to the weights.
-        limit_nats: > 0, what trainer and sampler may differ by.
+        evidence: measured afterwards, so a difference that has gone was due to the weights.
+        limit_nats: > 0, the permitted difference between trainer and sampler.
     """
     if evidence.num_foreign_ids:
         return Cause.TOKENS

@@ -62,7 +62,7 @@ def subtract_sequence_kl(
 ) -> Tensor:
     """Charge each response for leaving the reference: ``r_b - coefficient * sum_t kl[b, t]``.
 
-    Done before the advantages, so that siblings are compared after the charge.
+    Done before the advantages, so that responses to a prompt are compared after the charge.
 
     Args:
         rewards_B: float [B].

@@ -1,4 +1,4 @@
-"""Loads a tokenizer and refuses one that cannot do its work; turns responses back into text."""
+"""Load a tokenizer, reject one that does not fit the run, and decode responses."""
 
 from __future__ import annotations
 

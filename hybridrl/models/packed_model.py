@@ -1,12 +1,14 @@
-"""A Hugging Face model whose body computes packed rows; subclasses add a head."""
+"""Policy and critic on a Hugging Face model whose body computes packed rows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from hybridrl.models.logprobs import token_logprobs
 from hybridrl.models.onednn import use_onednn
 from hybridrl.models.packed import PackLayout
 
@@ -49,3 +51,38 @@ class PackedModel(nn.Module):
             pack_layout=tokens.layout,
         ).last_hidden_state
         return hidden_1TH[0].index_select(0, tokens.scored_S)
+
+
+class PolicyModel(PackedModel):
+    """A causal language model whose last layer computes only scored tokens."""
+
+    def __init__(self, hf: PreTrainedModel, *, chunk_tokens: int) -> None:
+        super().__init__(hf)
+        self._chunk_tokens = chunk_tokens
+
+    def forward(
+        self, tokens: PackedTokens, temperature: float, *, needs_entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies of the scored tokens, both float32 [S] nats."""
+        return token_logprobs(
+            self.hidden_before_scored(tokens),
+            self.hf.lm_head.weight,
+            tokens.targets_S,
+            temperature=temperature,
+            chunk_tokens=self._chunk_tokens,
+            needs_entropy_gradient=needs_entropy_gradient,
+        )
+
+
+class ValueModel(PackedModel):
+    """A language model whose output is one number instead of a distribution over tokens.
+
+    Its ``hf`` is a ``...ForTokenClassification`` with a single label, so other programs load an
+    export. The head's dropout is not used: it would add noise to advantages.
+    """
+
+    def forward(self, tokens: PackedTokens) -> Tensor:
+        """Return the value of the state before each scored token, float32 [S] reward units."""
+        score = self.hf.score
+        hidden_SH = self.hidden_before_scored(tokens).float()
+        return linear(hidden_SH, score.weight.float(), score.bias.float())[:, 0]

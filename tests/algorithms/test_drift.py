@@ -26,9 +26,7 @@ def evidence(
         (evidence(sampled=LARGE, greedy=LARGE, foreign=1), Cause.TOKENS),
     ],
 )
-def test_the_cause_is_what_is_left_when_the_others_are_ruled_out(
-    found: DriftMeasurement, cause: Cause
-) -> None:
+def test_drift_cause_follows_by_elimination(found: DriftMeasurement, cause: Cause) -> None:
     assert attribute_drift(found, limit_nats=0.1) is cause
 
 

@@ -72,7 +72,7 @@ def _train(
 
 
 @pytest.mark.parametrize("sync", ["adapter", "merged"])
-def test_the_adapter_learns_what_it_learns_on_one_rank_and_the_base_never_moves(
+def test_adapter_learns_as_on_one_rank_and_base_is_frozen(
     ranks: RanksUnderTest, folder: Path, sync: str
 ) -> None:
     weights, adapter, norms, frozen = _train_alone(folder, sync)
@@ -101,9 +101,7 @@ def _begin(rank: Rank, folder: Path, seed: int) -> dict[str, Tensor]:
     return _adapter_of(engine)
 
 
-def test_a_new_adapter_is_the_same_however_the_model_is_cut_and_changes_nothing(
-    ranks: RanksUnderTest, folder: Path
-) -> None:
+def test_new_adapter_is_the_same_in_every_layout(ranks: RanksUnderTest, folder: Path) -> None:
     expected = _adapter_of(build_lora(folder))
     for adapter in ranks.run(_begin, folder, 0):
         assert_same_weights({name: adapter[name] for name in expected}, expected)
@@ -122,9 +120,7 @@ def _stream(rank: Rank, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tens
     return weights_of(engine), _adapter_of(engine)
 
 
-def test_base_and_adapter_stream_under_the_names_that_others_know(
-    ranks: RanksUnderTest, folder: Path
-) -> None:
+def test_base_and_adapter_stream_under_external_names(ranks: RanksUnderTest, folder: Path) -> None:
     expected = weights_in(folder)
     for base, adapter in ranks.run(_stream, folder):
         assert base.keys() == expected.keys()
@@ -153,7 +149,7 @@ def _export(rank: Rank, folder: Path, target: Path) -> tuple[dict[str, Tensor], 
     return _adapter_of(engine), scored.logprobs_BL.values() if engine.is_output_rank else None
 
 
-def test_both_exports_load_elsewhere_and_an_adapter_is_where_another_run_starts(
+def test_both_exports_load_and_an_adapter_starts_a_run(
     ranks: RanksUnderTest, folder: Path, tmp_path: Path
 ) -> None:
     answers = ranks.run(_export, folder, tmp_path)

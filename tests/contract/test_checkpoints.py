@@ -118,7 +118,7 @@ def _weights(engine: Any, role: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("saved_by", "loaded_by"), RESHAPES)
 @pytest.mark.parametrize("role", ["policy", "adapter"])
-def test_what_one_layout_saved_another_goes_on_from(
+def test_checkpoint_of_one_layout_resumes_in_another(
     make_model: Any, tmp_path: Path, saved_by: str, loaded_by: str, role: str
 ) -> None:
     writers, readers = (RanksUnderTest(layout_of(name)) for name in (saved_by, loaded_by))

@@ -53,7 +53,7 @@ def _begin(rank: Rank, folder: Path, target: Path) -> Tensor | None:
 
 
 @pytest.mark.parametrize("tie", [True, False])
-def test_values_are_0_before_anything_was_learnt_and_the_body_is_the_policys(
+def test_new_critic_values_0_on_the_policys_body(
     ranks: RanksUnderTest, make_model: Any, tmp_path: Path, tie: bool
 ) -> None:
     families = {ranks.layout.family}
@@ -139,7 +139,7 @@ def _skip(rank: Rank, folder: Path, targets: list[Path]) -> list[Metrics]:
     return skipped
 
 
-def test_a_step_that_is_not_finite_is_skipped_by_all_ranks_and_leaves_no_trace(
+def test_all_ranks_skip_a_step_that_is_not_finite(
     ranks: RanksUnderTest, folder: Path, tmp_path: Path
 ) -> None:
     targets = [tmp_path / "one", tmp_path / "other"]
@@ -169,7 +169,7 @@ def _rest(rank: Rank, folder: Path, targets: list[Path]) -> None:
         engine.export_hf(target)
 
 
-def test_an_offloaded_critic_refuses_to_work_and_comes_back_bit_by_bit(
+def test_offloaded_critic_rejects_work_and_restores_exactly(
     ranks: RanksUnderTest, folder: Path, tmp_path: Path
 ) -> None:
     targets = [tmp_path / "resting", tmp_path / "steady"]

@@ -43,7 +43,7 @@ def _improve(rank: Rank, folder: Path) -> float:
     return float(((after - before) * batch.advantages_BL.values()).sum())
 
 
-def test_a_policy_gradient_raises_what_was_better_than_its_siblings(
+def test_policy_gradient_raises_above_average_responses(
     ranks: RanksUnderTest, folder: Path
 ) -> None:
     assert max(ranks.run(_improve, folder)) > 0

@@ -78,9 +78,7 @@ def _look_around_scoring(rank: Rank, folder: Path) -> None:
         assert dtypes == {name: tensor.dtype for name, tensor in engine.full_weights()}
 
 
-def test_scoring_leaves_the_shards_that_it_found_and_nothing_gathered(
-    ranks: RanksUnderTest, folder: Path
-) -> None:
+def test_scoring_leaves_no_gathered_weights(ranks: RanksUnderTest, folder: Path) -> None:
     ranks.run(_look_around_scoring, folder)
 
 
@@ -99,7 +97,7 @@ def _score_what_has_no_response(rank: Rank, folder: Path) -> tuple[Any, Any]:
     return partly, wholly
 
 
-def test_rows_without_a_response_count_as_rows_but_are_not_computed(
+def test_rows_without_a_response_count_but_are_not_computed(
     ranks: RanksUnderTest, folder: Path
 ) -> None:
     partly, wholly = (

@@ -236,9 +236,7 @@ def _skip(rank: Rank, folder: Path) -> list[Metrics]:
     return answers
 
 
-def test_a_step_that_is_not_finite_is_skipped_by_all_ranks_and_leaves_no_trace(
-    ranks: RanksUnderTest, folder: Path
-) -> None:
+def test_all_ranks_skip_a_step_that_is_not_finite(ranks: RanksUnderTest, folder: Path) -> None:
     for answers in zip(*ranks.run(_skip, folder), strict=True):
         metrics = together(list(answers))  # counted once, not once a rank
         assert (metrics["policy/skipped_updates"], metrics["policy/updates"]) == (1, 0)

@@ -45,7 +45,7 @@ def _assert_announced(engine: Any, streamed: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("tie", [True, False])
-def test_weights_stream_on_every_rank_under_their_hf_names_as_announced(
+def test_weights_stream_on_every_rank_as_specified(
     ranks: RanksUnderTest, make_model: Any, tie: bool
 ) -> None:
     families = {ranks.layout.family}
@@ -75,7 +75,7 @@ def _export(rank: Rank, folder: Path, target: Path) -> tuple[dict[str, Tensor], 
 
 
 @pytest.mark.parametrize("tie", [True, False])
-def test_an_export_loads_elsewhere_with_the_trained_weights_and_a_refusal_reaches_every_rank(
+def test_export_loads_in_transformers_and_errors_reach_all_ranks(
     ranks: RanksUnderTest, make_model: Any, tmp_path: Path, tie: bool
 ) -> None:
     target = tmp_path / "deep" / "exported"
@@ -121,7 +121,7 @@ def _fail_to_export(rank: Rank, folder: Path, root: Path) -> str:
     return str(raised.value)
 
 
-def test_an_export_that_fails_leaves_nothing_and_fails_on_every_rank(
+def test_failed_export_leaves_no_files_and_raises_on_all_ranks(
     ranks: RanksUnderTest, folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("in the way")

@@ -94,9 +94,7 @@ TOKENS = torch.arange(24)[None] * 7 % 61
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe"])
-def test_what_was_loaded_computes_what_the_hugging_face_model_computes(
-    tmp_path: Path, family: Family, tp: int
-) -> None:
+def test_loaded_model_computes_hugging_face_logits(tmp_path: Path, family: Family, tp: int) -> None:
     folder = make_tiny_model(tmp_path, family, tie_embeddings=tp == 1, vocab_size=61)
     if family == "llama":
         config = json.loads((folder / "config.json").read_text())

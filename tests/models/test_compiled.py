@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from hybridrl.models.compiled import compile_blocks
 from hybridrl.models.liger import use_liger_kernels
 from hybridrl.models.load import build_empty_model
-from hybridrl.models.policy import PolicyModel
+from hybridrl.models.packed_model import PolicyModel
 from hybridrl.workers.train.microbatcher import lay_out
 from hybridrl.workers.train.shards import build_model
 from tests.config.values import config_of
@@ -42,7 +42,7 @@ def _learn(policy: PolicyModel, num_rows: int) -> tuple[Tensor, dict[str, Tensor
 
 # Dynamo asks for it, and hides what torch then says from those to whom a warning is no error.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_blocks_compute_the_same_with_one_graph_for_all_lengths(
+def test_compiled_blocks_use_one_graph_for_all_lengths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # megatron's stand-ins set it

@@ -172,7 +172,9 @@ def test_where_all_are_torn_the_run_does_not_begin_anew_unasked(
     for file in tmp_path.glob("*/actor/rank-0.safetensors"):
         file.write_bytes(file.read_bytes()[:-1] + b"x")
     for _ in range(2):  # nor the next time
-        with pytest.raises(CheckpointError, match=r"all .* are torn: .*overwrite=true"):
+        with pytest.raises(
+            CheckpointError, match=r"all .* are incomplete or corrupt: .*overwrite=true"
+        ):
             checkpointer(tmp_path, ranks).restore()
     assert len(list(tmp_path.glob("*.torn"))) == 2
 

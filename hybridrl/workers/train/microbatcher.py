@@ -58,51 +58,6 @@ class BatchRows:
     response_lengths_B: Tensor  # int64
     by_number: dict[int, BatchRow]  # of rows that have a response
 
-    @classmethod
-    def of(
-        cls,
-        token_ids_BL: Tensor,
-        response_mask_BL: Tensor,
-        experts_BLJK: Tensor | None = None,
-        *,
-        shares_prompts: bool = True,
-    ) -> BatchRows:
-        """Locate rows and their responses.
-
-        With experts, rows share a prompt only if its tokens went through the same experts. The
-        sampler may have chosen others in another batch.
-
-        Args:
-            token_ids_BL: int64, jagged.
-            response_mask_BL: bool, jagged.
-            experts_BLJK: int16, jagged.
-            shares_prompts: False computes a prompt for each of its rows.
-
-        Raises:
-            DataError: a row begins with a response token, which no token predicts.
-        """
-        token_ids_N, mask_N = token_ids_BL.values(), response_mask_BL.values()
-        experts_NJK = None if experts_BLJK is None else experts_BLJK.values()
-        lengths_B, num_scored_B = row_lengths(token_ids_BL), response_lengths(response_mask_BL)
-        begins_B = lengths_B.cumsum(0) - lengths_B
-        kept_R = num_scored_B.nonzero()[:, 0]
-        first_R = mask_N.nonzero()[:, 0][(num_scored_B.cumsum(0) - num_scored_B)[kept_R]]
-        columns_R = (kept_R, begins_B[kept_R], lengths_B[kept_R], first_R)
-        rows = {}
-        for row, begin, length, first in zip(*(c.tolist() for c in columns_R), strict=True):
-            if first == begin:
-                raise DataError(
-                    f"row {row} of the batch begins with a response token, which no token "
-                    "predicts; give every row a prompt of at least one token"
-                )
-            prompt = b"%d" % row
-            if shares_prompts:
-                prompt = token_ids_N[begin:first].numpy().tobytes()
-            if experts_NJK is not None:
-                prompt += _digest(experts_NJK[begin:first])
-            rows[row] = BatchRow(begin, length - 1, first - begin, prompt)
-        return cls(token_ids_N, mask_N, experts_NJK, num_scored_B, rows)
-
 
 @dataclass(frozen=True, slots=True)
 class MicroBatcher:
@@ -132,12 +87,42 @@ class MicroBatcher:
     def read(
         self, token_ids_BL: Tensor, response_mask_BL: Tensor, experts_BLJK: Tensor | None = None
     ) -> BatchRows:
-        """Locate this rank's rows; see ``BatchRows.of``."""
+        """Locate rows and their responses.
+
+        With experts, rows share a prompt only if its tokens went through the same experts. The
+        sampler may have chosen others in another batch.
+
+        Args:
+            token_ids_BL: int64, jagged.
+            response_mask_BL: bool, jagged.
+            experts_BLJK: int16, jagged.
+
+        Raises:
+            DataError: a row begins with a response token, which no token predicts.
+        """
         # Ranks that share tokens and attend with the varlen kernel compute each prompt by itself.
         shares_prompts = self.kernel == "padded" or self.share is None
-        return BatchRows.of(
-            token_ids_BL, response_mask_BL, experts_BLJK, shares_prompts=shares_prompts
-        )
+        token_ids_N, mask_N = token_ids_BL.values(), response_mask_BL.values()
+        experts_NJK = None if experts_BLJK is None else experts_BLJK.values()
+        lengths_B, num_scored_B = row_lengths(token_ids_BL), response_lengths(response_mask_BL)
+        begins_B = lengths_B.cumsum(0) - lengths_B
+        kept_R = num_scored_B.nonzero()[:, 0]
+        first_R = mask_N.nonzero()[:, 0][(num_scored_B.cumsum(0) - num_scored_B)[kept_R]]
+        columns_R = (kept_R, begins_B[kept_R], lengths_B[kept_R], first_R)
+        rows = {}
+        for row, begin, length, first in zip(*(c.tolist() for c in columns_R), strict=True):
+            if first == begin:
+                raise DataError(
+                    f"row {row} of the batch begins with a response token, which no token "
+                    "predicts; give every row a prompt of at least one token"
+                )
+            prompt = b"%d" % row
+            if shares_prompts:
+                prompt = token_ids_N[begin:first].numpy().tobytes()
+            if experts_NJK is not None:
+                prompt += _digest(experts_NJK[begin:first])
+            rows[row] = BatchRow(begin, length - 1, first - begin, prompt)
+        return BatchRows(token_ids_N, mask_N, experts_NJK, num_scored_B, rows)
 
     def divide(
         self, token_ids_BL: Tensor, response_mask_BL: Tensor, experts_BLJK: Tensor | None = None
@@ -147,7 +132,7 @@ class MicroBatcher:
         All ranks get equally many micro-batches, at least one; some may be dummies.
 
         Raises:
-            DataError: see ``BatchRows.of``.
+            DataError: see ``read``.
         """
         rows = self.read(token_ids_BL, response_mask_BL, experts_BLJK)
         planned = plan(rows, max_tokens=self.max_tokens)

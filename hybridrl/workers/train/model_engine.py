@@ -167,11 +167,15 @@ class ModelEngine:
         """
         self._require("update()", *TrainState)
         microbatches = self.backend.microbatches(batch)
-        weights_B = global_weights(
-            microbatches.response_lengths_B,
+        response_lengths_B = microbatches.response_lengths_B
+        own_counts = [int(response_lengths_B.sum()), len(response_lengths_B)]
+        num_tokens, num_rows = self.backend.data_ranks.gather(own_counts).sum(dim=0).tolist()
+        weights_B = token_weights(
+            response_lengths_B,
             aggregation=aggregation,
+            num_tokens_global=num_tokens,
+            num_sequences_global=num_rows,
             max_response_tokens=max_response_tokens,
-            ranks=self.backend.data_ranks,
         )
 
         def loss_of(microbatch: MicroBatch, output: Output) -> tuple[Tensor, Metrics]:
@@ -186,28 +190,6 @@ class ModelEngine:
     def _model_metrics(self, _metrics: Metrics) -> Metrics:
         """Return the model's own metrics; a role that reports them overrides this."""
         return {}
-
-
-def global_weights(
-    response_lengths_B: Tensor, *, aggregation: str, max_response_tokens: int, ranks: Ranks
-) -> Tensor:
-    """Return the weight of each token of each row in the *global* loss [B]; one collective.
-
-    Args:
-        response_lengths_B: of this rank's rows.
-        aggregation: of token losses; see ``algorithms/aggregate.py``.
-        max_response_tokens: the fixed length of one of the aggregations.
-        ranks: the data-parallel ranks.
-    """
-    own_counts = [int(response_lengths_B.sum()), len(response_lengths_B)]
-    num_tokens, num_rows = ranks.gather(own_counts).sum(dim=0).tolist()
-    return token_weights(
-        response_lengths_B,
-        aggregation=aggregation,
-        num_tokens_global=num_tokens,
-        num_sequences_global=num_rows,
-        max_response_tokens=max_response_tokens,
-    )
 
 
 def step_metrics(result: StepResult, *, area: str, counts: bool) -> Metrics:

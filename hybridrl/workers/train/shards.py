@@ -34,9 +34,7 @@ from hybridrl.models.load import (
     fill_weights,
     finish_model,
 )
-from hybridrl.models.packed_model import PackedModel
-from hybridrl.models.policy import PolicyModel
-from hybridrl.models.value import ValueModel
+from hybridrl.models.packed_model import PackedModel, PolicyModel, ValueModel
 
 Adapt = Callable[[PreTrainedModel, WeightSource], WeightSource]
 """Changes a model without memory; returns the weights of the changed model."""

@@ -9,7 +9,6 @@ Legend: T tokens (with sequence parallelism of this rank), I inputs, O outputs, 
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -85,6 +84,7 @@ class LayerAdapter(nn.ModuleDict):
         self._rank, self._scaling = config.rank, config.scaling
         self._is_expert = is_expert
         self._is_sequence_parallel: bool = layer.config.sequence_parallel
+        self._is_column_parallel = isinstance(layer, COLUMN_PARALLEL)
         self._group = _ranks_of(layer)
         for matrices in self._matrices().values():
             # Some of TransformerEngine's layers lack the mark where it is true.
@@ -158,13 +158,21 @@ class LayerAdapter(nn.ModuleDict):
             inputs_T1I = _normed(layer, inputs_T1I)
         return outputs_T1O + self(inputs_T1I), bias_O
 
-    @abstractmethod
     def _exchange(self, low_T1R: Tensor) -> Tensor:
         """Exchange A x between ranks, from the layout of A to that of B."""
-
-    @abstractmethod
-    def _sharding(self, matrices: Matrices) -> tuple[nn.Parameter, nn.Parameter, int]:
-        """Return the sharded matrix, the replicated one, and the dimension of the shards."""
+        group, is_split = self._group, self._is_sequence_parallel
+        exchanged: Tensor
+        if self._is_column_parallel and is_split:
+            exchanged = gather_from_sequence_parallel_region(
+                low_T1R, tensor_parallel_output_grad=True, group=group
+            )
+        elif self._is_column_parallel:
+            exchanged = copy_to_tensor_model_parallel_region(low_T1R, group=group)
+        elif is_split:
+            exchanged = reduce_scatter_to_sequence_parallel_region(low_T1R, group=group)
+        else:
+            exchanged = reduce_from_tensor_model_parallel_region(low_T1R, group=group)
+        return exchanged
 
     def _mark(self, matrices: Matrices, *, is_shared: bool) -> None:
         """Mark parameters for megatron-core's sums and norms of gradients.
@@ -175,48 +183,18 @@ class LayerAdapter(nn.ModuleDict):
         """
         for parameter in (matrices.A, matrices.B):
             parameter.allreduce = is_shared  # type: ignore[attr-defined]
-        shard, full_shape, dim = self._sharding(matrices)
         if not self._is_expert:
-            set_tensor_model_parallel_attributes(shard, True, dim, 1)  # noqa: FBT003 - megatron's
-            full_shape.sequence_parallel = self._is_sequence_parallel  # type: ignore[attr-defined]
+            sharded, replicated, dim = matrices.A, matrices.B, 1
+            if self._is_column_parallel:
+                sharded, replicated, dim = matrices.B, matrices.A, 0
+            set_tensor_model_parallel_attributes(sharded, True, dim, 1)  # noqa: FBT003 - megatron's
+            replicated.sequence_parallel = self._is_sequence_parallel  # type: ignore[attr-defined]
             return
         for parameter in (matrices.A, matrices.B):
             if is_shared:  # tensor-parallel ranks have the same expert, for other tokens
                 parameter.sequence_parallel = self._is_sequence_parallel  # type: ignore[attr-defined]
             else:
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)  # noqa: FBT003
-
-
-class _ColumnAdapter(LayerAdapter):
-    """Beside a layer whose outputs are sharded over ranks."""
-
-    def _exchange(self, low_T1R: Tensor) -> Tensor:
-        exchanged: Tensor
-        if self._is_sequence_parallel:
-            exchanged = gather_from_sequence_parallel_region(
-                low_T1R, tensor_parallel_output_grad=True, group=self._group
-            )
-        else:
-            exchanged = copy_to_tensor_model_parallel_region(low_T1R, group=self._group)
-        return exchanged
-
-    def _sharding(self, matrices: Matrices) -> tuple[nn.Parameter, nn.Parameter, int]:
-        return matrices.B, matrices.A, 0
-
-
-class _RowAdapter(LayerAdapter):
-    """Beside a layer whose inputs are sharded over ranks."""
-
-    def _exchange(self, low_T1R: Tensor) -> Tensor:
-        reduced: Tensor
-        if self._is_sequence_parallel:
-            reduced = reduce_scatter_to_sequence_parallel_region(low_T1R, group=self._group)
-        else:
-            reduced = reduce_from_tensor_model_parallel_region(low_T1R, group=self._group)
-        return reduced
-
-    def _sharding(self, matrices: Matrices) -> tuple[nn.Parameter, nn.Parameter, int]:
-        return matrices.A, matrices.B, 1
 
 
 def _ranks_of(layer: ParallelLinear) -> ProcessGroup:
@@ -235,13 +213,7 @@ def _normed(layer: ParallelLinear, states: Tensor) -> Tensor:
 def adapt_layer(
     layer: ParallelLinear, rows: Rows, *, config: LoraConfig, is_expert: bool
 ) -> LayerAdapter | None:
-    """Put adapters beside a layer.
-
-    Args:
-        layer: frozen.
-        rows: its outputs on this rank.
-        config: rank, scaling, and the adapted layers.
-        is_expert: whether the layer is of an expert.
+    """Put adapters beside a layer; see ``LayerAdapter``.
 
     Returns:
         None if none of its Hugging Face layers is adapted.
@@ -257,5 +229,4 @@ def adapt_layer(
             "megatron.expert_tensor_parallel_size=1, or leave gate_proj, up_proj and down_proj out "
             "of lora.target_modules"
         )
-    kind = _ColumnAdapter if isinstance(layer, COLUMN_PARALLEL) else _RowAdapter
-    return kind(layer, rows, config=config, is_expert=is_expert)
+    return LayerAdapter(layer, rows, config=config, is_expert=is_expert)

@@ -75,7 +75,7 @@ class RecomputedExperts(MoELayer):
 class RMSNorm(nn.Module):
     """Root mean square norm (arXiv:1910.07467) whose weight may see only a part of the tokens.
 
-    Megatron-core's own, without TransformerEngine, refuses sequence parallelism. The mark on the
+    Megatron-core's own, without TransformerEngine, rejects sequence parallelism. The mark on the
     weight makes it sum the gradient over the tensor-parallel ranks.
     """
 

@@ -172,7 +172,7 @@ def transformer_config(
 
 
 def _require_shared_experts(architecture: Architecture, megatron: MegatronConfig) -> None:
-    """Refuse grouped experts of which each tensor-parallel rank has all: they would diverge.
+    """Reject grouped experts of which each tensor-parallel rank has all: they would diverge.
 
     ``layers.mark_shards`` sums their gradients for megatron-core's own layers alone.
     """

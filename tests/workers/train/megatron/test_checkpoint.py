@@ -166,7 +166,7 @@ def _copy_tensors(engine: LearningEngine) -> dict[str, Tensor]:
         ("adapter", "qwen3", True, 1),
     ],
 )
-def test_resume_through_other_parallel_sizes_is_bitwise_identical(
+def test_resume_through_other_sizes_is_bitwise_identical(
     tmp_path: Path, role: str, family: Family, is_tied: bool, num_updates: int
 ) -> None:
     folder = make_tiny_model(tmp_path / "model", family, tie_embeddings=is_tied, vocab_size=67)

@@ -61,7 +61,7 @@ def _export_adapters(rank: int, folder: Path) -> list[str]:
     return [spec.name for spec in export.specs]
 
 
-def test_adapters_come_whole_beside_the_weights_that_they_change(tmp_path: Path) -> None:
+def test_export_yields_full_adapters_beside_their_weights(tmp_path: Path) -> None:
     first, second = run_ranks(2, _export_adapters, make_tiny_model(tmp_path, num_layers=1))
     leaves = [f"self_attn.{x}_proj" for x in "qkvo"]
     leaves += [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
@@ -94,7 +94,7 @@ def _measure_batches(rank: int, folder: Path) -> list[int]:
     return sizes
 
 
-def test_no_more_is_gathered_at_once_than_a_batch_or_one_larger_tensor(tmp_path: Path) -> None:
+def test_export_buffer_holds_one_batch_or_one_tensor(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path)
     tensors = load_file(folder / "model.safetensors").values()
     matrices = [tensor.nbytes for tensor in tensors if tensor.ndim == 2]
@@ -117,13 +117,13 @@ def _miss_a_layer(rank: int, folder: Path) -> str:
     return "both"
 
 
-def test_ranks_that_lack_something_between_them_say_so_before_the_first_tensor(
+def test_missing_shards_are_reported_before_the_first_tensor(
     tmp_path: Path,
 ) -> None:
     assert run_ranks(2, _miss_a_layer, make_tiny_model(tmp_path)) == ["both"] * 2
 
 
-def test_without_a_group_tensors_are_written_from_where_they_are(tmp_path: Path) -> None:
+def test_export_without_a_group_yields_live_weights(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", "qwen3_moe")
     local = _loaded(folder, ParallelRank())
     flat = torch.cat([tensor.view(-1) for tensor in local.values()])  # as in a gradient buffer

@@ -44,7 +44,7 @@ def _train(
 
 
 @pytest.mark.parametrize("expert_tensor_parallel_size", [1, 2])
-def test_experts_learn_from_all_tokens_where_each_rank_has_a_part_of_them(
+def test_experts_learn_from_the_tokens_of_all_ranks(
     tmp_path: Path, expert_tensor_parallel_size: int
 ) -> None:
     folder = make_tiny_model(tmp_path / "model", "qwen3_moe", tie_embeddings=False)

@@ -23,7 +23,7 @@ def _change(folder: Path, **tensors: torch.Tensor | None) -> Path:
     return folder
 
 
-def test_all_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
+def test_all_misfit_tensors_are_named(tmp_path: Path) -> None:
     folder = _change(
         make_tiny_model(tmp_path, "qwen3"),
         model__layers__0__self_attn__q_proj__weight=None,
@@ -50,7 +50,7 @@ def test_copies_of_tied_weights_and_old_frequencies_do_no_harm(tmp_path: Path) -
         check_files(WeightFiles(untied), read_architecture(untied))
 
 
-def test_values_are_cast_and_what_is_in_no_file_is_left_alone(tmp_path: Path) -> None:
+def test_load_casts_values_and_keeps_tensors_in_no_file(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, "qwen2", vocab_size=61)
     architecture, parallel = read_architecture(folder), ParallelRank(tp_rank=1, tp_size=2)
     shapes = local_shapes(architecture, parallel, is_fused=True, lora_rank=2)
@@ -66,7 +66,7 @@ def test_values_are_cast_and_what_is_in_no_file_is_left_alone(tmp_path: Path) ->
         assert bool((tensor == 7.0).all()) is is_elsewhere, name
 
 
-def test_no_more_is_read_than_the_rank_has(tmp_path: Path) -> None:
+def test_load_reads_only_the_values_of_the_rank(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, "llama")
     architecture, parallel = read_architecture(folder), ParallelRank(tp_rank=3, tp_size=4)
     num_read: list[int] = []

@@ -109,7 +109,7 @@ def _only_measure(rank: Rank, folder: Path) -> list[Metrics]:
 
 
 @cut_as("1", "tp2-sp-ep2", "pp2-ep2")
-def test_without_a_coefficient_it_is_measured_and_each_step_begins_anew(
+def test_balance_is_measured_per_step_without_a_coefficient(
     ranks: RanksUnderTest, folder: Path
 ) -> None:
     one, two, mute_step = (

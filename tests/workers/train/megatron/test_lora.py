@@ -219,7 +219,7 @@ def _start_and_train_sparse(
     [(("all-linear",), [EP2, SP2, {**SP2, **EP2}]), (EXPERTS, [EP2])],
     ids=["all", "experts alone"],
 )
-def test_adapters_of_experts_learn_the_same_on_the_ranks_that_share_them(
+def test_expert_adapters_learn_alike_on_sharing_ranks(
     sparse: Path, tmp_path: Path, targets: tuple[str, ...], layouts: list[Sizes]
 ) -> None:
     start = tmp_path / "start"
@@ -248,7 +248,7 @@ def _export(_rank: int, folder: Path, sizes: Sizes, target: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("family", "sizes"), [("qwen3", SP2), ("qwen2", PP2), ("llama", TP2)])
-def test_the_merged_export_is_what_peft_makes_of_the_adapter_folder(
+def test_merged_export_equals_peft_on_the_adapter_folder(
     tmp_path: Path, family: str, sizes: Sizes
 ) -> None:
     source = make_tiny_model(tmp_path / "model", family, tie_embeddings=family == "qwen3")
@@ -272,7 +272,7 @@ def _merge_sparse(_rank: int, folder: Path, target: Path) -> None:
     engine.export_adapter(target / "adapter")
 
 
-def test_experts_are_exported_with_their_adapters_in_them(sparse: Path, tmp_path: Path) -> None:
+def test_expert_export_includes_merged_adapters(sparse: Path, tmp_path: Path) -> None:
     run_ranks(2, _merge_sparse, sparse, tmp_path)
     adapter = load_file(tmp_path / "adapter" / ADAPTER_FILE)
     exported = load_file(tmp_path / "hf" / "model.safetensors")
@@ -313,7 +313,7 @@ def _resume(
     return adapter_of(engine)
 
 
-def test_a_run_goes_on_from_its_adapter_with_other_sizes_or_on_fsdp2(
+def test_adapter_resumes_with_other_sizes_or_on_fsdp2(
     folder: Path, lora: LoraConfig, tmp_path: Path
 ) -> None:
     wanted = run_ranks(2, _save, folder, SP2, lora, tmp_path)[0]

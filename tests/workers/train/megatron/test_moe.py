@@ -90,7 +90,7 @@ def _train(rank: Rank, folder: Path, changes: dict[str, Any], first: int) -> Lea
     ],
     ids=["one pack", "computed again", "fillers"],
 )
-def test_two_steps_are_those_of_the_plain_model_experts_and_routers_too(
+def test_two_steps_equal_the_plain_model_with_its_routers(
     ranks: RanksUnderTest, folder: Path, changes: dict[str, Any], first: int
 ) -> None:
     steps, expected = _plain(folder)
@@ -120,7 +120,7 @@ def _export(rank: Rank, folder: Path, target: Path) -> dict[str, Tensor]:
 
 
 @cut_as(*ALL)
-def test_what_is_exported_is_the_model_bit_by_bit_under_the_names_of_its_files(
+def test_export_is_bitwise_identical_under_hf_names(
     ranks: RanksUnderTest, folder: Path, tmp_path: Path
 ) -> None:
     streamed = ranks.run(_export, folder, tmp_path)[0]
@@ -156,7 +156,7 @@ def _load_and_go_on(rank: Rank, folder: Path, source: Path) -> dict[str, Tensor]
     ("saved_by", "loaded_by"),
     [("ep2", "tp2-sp-ep2"), ("1", "pp2-ep2"), ("pp2-ep2", "ep2"), ("tp2-sp-ep2", "1")],
 )
-def test_what_experts_one_layout_saved_another_goes_on_from(
+def test_expert_checkpoint_resumes_in_another_layout(
     folder: Path, tmp_path: Path, saved_by: str, loaded_by: str
 ) -> None:
     with running(saved_by) as writers, running(loaded_by) as readers:

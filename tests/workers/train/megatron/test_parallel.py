@@ -21,7 +21,7 @@ start_parallel(MegatronContext(**sizes, seed=0, timeout_s=60.0))
 """
 
 
-def test_without_cuda_and_without_stand_ins_the_key_to_set_is_named() -> None:
+def test_missing_cuda_names_the_key_to_set() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM],
         cwd=ROOT,

@@ -64,7 +64,7 @@ def _scores(answers: list[Learned], step: int) -> Tensor:
 
 @cut_as(*ALL, replay_routing=True)
 @pytest.mark.parametrize("budget", [10_000, 30])
-def test_the_model_s_own_routes_change_nothing_bit_by_bit(
+def test_replay_of_own_routes_is_bitwise_identical(
     ranks: RanksUnderTest, folder: Path, budget: int
 ) -> None:
     model, lessons = RoutedPolicy(folder), []
@@ -97,7 +97,7 @@ def _train_freely(
     ],
     ids=["one pack", "many packs", "computed again"],
 )
-def test_other_routes_are_those_of_a_plain_model_that_is_forced_to_them(
+def test_replay_of_other_routes_equals_a_forced_plain_model(
     ranks: RanksUnderTest, folder: Path, changes: dict[str, Any]
 ) -> None:
     model = RoutedPolicy(folder)
@@ -171,8 +171,6 @@ def _spoil(experts_TJK: Tensor, wrong: int) -> Tensor:
 
 
 @cut_as("1", replay_routing=True)
-def test_rows_that_do_not_say_their_routes_are_refused_by_name(
-    ranks: RanksUnderTest, folder: Path
-) -> None:
+def test_rows_without_experts_are_rejected(ranks: RanksUnderTest, folder: Path) -> None:
     batch = RoutedPolicy(folder).with_own_routes(_lessons()[0])
     ranks.run(_be_refused, folder, batch)
