@@ -20,7 +20,7 @@ from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.contract.layouts import ENGINES, on_layouts
 from tests.contract.plain import weights_in
-from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn, together
+from tests.contract.ranks_under_test import Rank, RanksUnderTest, merge_metrics, take_step
 from tests.workers.train.engines import (
     assert_same_weights,
     make_rows,
@@ -57,12 +57,12 @@ def _train(
     lora = with_lora(sync=sync)
     engine = rank.policy(folder, LIVELY, lora=lora)
     base, start = weights_of(engine), _adapter_of(engine)
-    steps = [learn(engine, make_rows(11, seed=seed), first=8) for seed in range(3)]
+    steps = [take_step(engine, make_rows(11, seed=seed), first=8) for seed in range(3)]
     assert all(not torch.equal(start[n], t) for n, t in _adapter_of(engine).items())
     if sync == "adapter":
         assert_same_weights(weights_of(engine), base)
     before = _adapter_of(engine)
-    learn(engine, with_nan_advantage(make_rows(5), row=4))
+    take_step(engine, with_nan_advantage(make_rows(5), row=4))
     assert_same_weights(_adapter_of(engine), before)
     reference = rank.reference(folder, policy=engine, lora=lora)
     assert all(reference.resident_bytes(part) == 0 for part in TrainState)
@@ -78,7 +78,7 @@ def test_adapter_learns_as_on_one_rank_and_base_is_frozen(
     weights, adapter, norms, frozen = _train_alone(folder, sync)
     answers = ranks.run(_train, folder, sync)
     for step, norm in enumerate(norms):
-        metrics = together([answer[2][step] for answer in answers])
+        metrics = merge_metrics([answer[2][step] for answer in answers])
         assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
         num_trained = sum(tensor.numel() for tensor in adapter.values())
         assert metrics["policy/trained_parameters"] == num_trained
@@ -136,7 +136,7 @@ def test_base_and_adapter_stream_under_external_names(ranks: RanksUnderTest, fol
 def _export(rank: Rank, folder: Path, target: Path) -> tuple[dict[str, Tensor], Tensor | None]:
     engine = rank.policy(folder, LIVELY, lora=LORA)
     for seed in range(2):
-        learn(engine, make_rows(6, seed=seed), first=4)
+        take_step(engine, make_rows(6, seed=seed), first=4)
     engine.export_adapter(target / "adapter")
     engine.export_hf(target / "hf")
     with pytest.raises(RunFolderError, match="adapter exists"):
@@ -173,7 +173,7 @@ def _rest(rank: Rank, folder: Path) -> None:
     resting, steady = (rank.policy(folder, lora=LORA) for _ in range(2))
     for seed in range(3):
         for engine in (resting, steady):
-            learn(engine, make_rows(5, seed=seed))
+            take_step(engine, make_rows(5, seed=seed))
         for part in TrainState:
             resting.offload(part)
             assert resting.resident_bytes(part) == 0

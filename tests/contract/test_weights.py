@@ -15,7 +15,7 @@ from hybridrl.errors import RunFolderError
 from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.contract.layouts import on_layouts
 from tests.contract.plain import PlainPolicy, weights_in
-from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn
+from tests.contract.ranks_under_test import Rank, RanksUnderTest, take_step
 from tests.workers.train.engines import (
     OPTIMIZER,
     assert_same_weights,
@@ -32,7 +32,7 @@ def _stream(rank: Rank, folder: Path) -> dict[str, Tensor]:
     assert engine.weight_sets == (WeightSet.BASE,)
     loaded = weights_of(engine)
     _assert_announced(engine, loaded)
-    learn(engine, make_rows(5))
+    take_step(engine, make_rows(5))
     _assert_announced(engine, weights_of(engine))
     held = engine.resident_bytes(TrainState.PARAMETERS)
     assert held <= rank.layout.max_share * sum(spec.num_bytes for spec in engine.weight_specs())
@@ -62,14 +62,14 @@ def test_weights_stream_on_every_rank_as_specified(
 
 def _export(rank: Rank, folder: Path, target: Path) -> tuple[dict[str, Tensor], str]:
     engine = rank.policy(folder)
-    learn(engine, make_rows(4))
+    take_step(engine, make_rows(4))
     engine.export_hf(target)
     assert sorted(path.name for path in target.parent.iterdir()) == ["exported"]
     with pytest.raises(RunFolderError, match="exported exists; export to a new folder") as again:
         engine.export_hf(target)
     trained = weights_of(engine)
     assert_same_weights(weights_of(rank.policy(target)), trained)
-    learn(engine, make_rows(4, seed=1))  # and goes on
+    take_step(engine, make_rows(4, seed=1))  # and goes on
     dist.barrier()
     return trained, str(again.value)
 
@@ -94,7 +94,7 @@ def test_export_loads_in_transformers_and_errors_reach_all_ranks(
 def _score_exported(rank: Rank, folder: Path, target: Path) -> Tensor | None:
     engine = rank.policy(folder)
     for seed in range(2):
-        learn(engine, make_rows(5, seed=seed))
+        take_step(engine, make_rows(5, seed=seed))
     engine.export_hf(target)
     scored = engine.compute_logprobs(to_rollouts(make_rows(4)), temperature=1.0)
     return scored.logprobs_BL.values() if engine.is_output_rank else None
@@ -117,7 +117,7 @@ def _fail_to_export(rank: Rank, folder: Path, root: Path) -> str:
     engine = rank.policy(folder)
     with pytest.raises(RunFolderError, match="cannot be written") as raised:
         engine.export_hf(root / "file" / "exported")
-    learn(engine, make_rows(4))
+    take_step(engine, make_rows(4))
     return str(raised.value)
 
 

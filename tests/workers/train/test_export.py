@@ -27,5 +27,5 @@ def _fail_to_write(rank: int) -> tuple[str, str]:
 
 
 def test_export_error_reaches_all_ranks() -> None:
-    told = "temperature without do_sample"
-    assert run_ranks(2, _fail_to_write) == [("ValueError", told), ("RunFolderError", told)]
+    message = "temperature without do_sample"
+    assert run_ranks(2, _fail_to_write) == [("ValueError", message), ("RunFolderError", message)]

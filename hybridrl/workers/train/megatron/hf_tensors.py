@@ -62,39 +62,27 @@ def adapter_tensors(architecture: Architecture, leaves: Collection[str], rank: i
 
 
 def _layer(architecture: Architecture, layer: int) -> Shapes:
-    prefix, hidden = layer_prefix(layer), architecture.hidden_size
-    mlp = _experts if architecture.is_sparse(layer) else _dense_mlp
-    shapes = _attention(architecture) | mlp(architecture)
+    hidden, experts = architecture.hidden_size, architecture.experts
+    shapes = _attention(architecture)
+    if experts is None or not architecture.is_sparse(layer):
+        shapes |= _mlp("mlp", architecture, architecture.intermediate_size)
+    else:
+        for expert in range(experts.num_experts):
+            shapes |= _mlp(f"mlp.experts.{expert}", architecture, experts.intermediate_size)
+        shapes["mlp.gate.weight"] = (experts.num_experts, hidden)
     shapes |= {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-    return {prefix + name: shape for name, shape in shapes.items()}
+    return {layer_prefix(layer) + name: shape for name, shape in shapes.items()}
 
 
 def _attention(architecture: Architecture) -> Shapes:
-    hidden, query, key = (
-        architecture.hidden_size,
-        architecture.query_size,
-        architecture.key_size,
-    )
+    hidden, query, key = architecture.hidden_size, architecture.query_size, architecture.key_size
     shapes: Shapes = {}
     for leaf, outputs in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
         shapes |= _linear(f"self_attn.{leaf}", outputs, hidden, has_bias=architecture.has_qkv_bias)
     shapes |= _linear("self_attn.o_proj", hidden, query, has_bias=architecture.has_linear_bias)
     if architecture.has_head_norms:
-        shapes |= {f"self_attn.{leaf}.weight": (architecture.head_size,) for leaf in _HEAD_NORMS}
-    return shapes
-
-
-def _dense_mlp(architecture: Architecture) -> Shapes:
-    return _mlp("mlp", architecture, architecture.intermediate_size)
-
-
-def _experts(architecture: Architecture) -> Shapes:
-    experts = architecture.experts
-    shapes: Shapes = {}
-    if experts is not None:
-        for expert in range(experts.num_experts):
-            shapes |= _mlp(f"mlp.experts.{expert}", architecture, experts.intermediate_size)
-        shapes["mlp.gate.weight"] = (experts.num_experts, architecture.hidden_size)
+        for leaf in ("q_norm", "k_norm"):
+            shapes[f"self_attn.{leaf}.weight"] = (architecture.head_size,)
     return shapes
 
 
@@ -110,6 +98,3 @@ def _mlp(module: str, architecture: Architecture, inner: int) -> Shapes:
 def _linear(module: str, outputs: int, inputs: int, *, has_bias: bool) -> Shapes:
     shapes: Shapes = {f"{module}.weight": (outputs, inputs)}
     return shapes | {f"{module}.bias": (outputs,)} if has_bias else shapes
-
-
-_HEAD_NORMS = ("q_norm", "k_norm")

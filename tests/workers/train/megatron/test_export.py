@@ -54,8 +54,8 @@ def _export_adapters(rank: int, folder: Path) -> list[str]:
     for name, tensor in export.full_weights(adapters):
         wanted = torch.arange(float(tensor.numel())).view(tensor.shape) + len(name)
         assert torch.equal(tensor, wanted), name
-    together = WeightExport(everything, shard_map, group=dist.group.WORLD)
-    assert sorted(spec.name for spec in together.specs) == sorted(
+    joint = WeightExport(everything, shard_map, group=dist.group.WORLD)
+    assert sorted(spec.name for spec in joint.specs) == sorted(
         [*hf_tensors(shard_map.architecture), *(spec.name for spec in export.specs)]
     )
     return [spec.name for spec in export.specs]

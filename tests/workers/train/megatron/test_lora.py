@@ -126,8 +126,8 @@ def _frozen_bits(engine: PolicyEngine) -> list[Tensor]:
 def assert_same_training(ranks: list[Trained], wanted: Trained, *, atol: float = 1e-5) -> None:
     leading = sorted((t for t in ranks if t.is_output_rank), key=lambda trained: trained.dp_rank)
     for step in range(2):
-        together = torch.cat([trained.logprobs[step] for trained in leading])
-        torch.testing.assert_close(together, wanted.logprobs[step], atol=atol, rtol=0)
+        logprobs = torch.cat([trained.logprobs[step] for trained in leading])
+        torch.testing.assert_close(logprobs, wanted.logprobs[step], atol=atol, rtol=0)
     frozen = torch.cat([trained.frozen for trained in leading])
     torch.testing.assert_close(frozen, wanted.frozen, atol=atol, rtol=0)
     for trained in ranks:
