@@ -42,8 +42,8 @@ class RolloutBatch(TensorClass):
     prompt_index_B: Tensor  # int64, same value for all responses to a prompt
     policy_version_B: Tensor  # int64, optimizer steps taken when the response was sampled
     is_truncated_B: Tensor  # bool, True if the length limit and no stop token ended it
-    # int16, jagged, as the rollout engine routed each token; -1 for the last, which was no input.
-    # None: it does not say.
+    # int16, jagged, the experts of each token in the rollout engine; -1 for the last token.
+    # None if the engine does not return them.
     routed_experts_BLJK: Tensor | None = None
 
 

@@ -37,9 +37,9 @@ def export_checkpoint(
         The folders written.
 
     Raises:
-        RunFolderError: it is no run folder, or a folder to write exists.
+        RunFolderError: it is not a run folder, or a folder to write exists.
         CheckpointError: the checkpoint does not exist, or is incomplete.
-        ModelError: the model that the run started from is no longer there.
+        ModelError: the run's first model does not exist any more.
     """
     config = _read_config(run_folder)
     chosen = _find(run_folder, step)
@@ -83,7 +83,7 @@ def main() -> None:
 def _read_config(run_folder: Path) -> ExperimentConfig:
     path = run_folder / "config.yaml"
     if not path.is_file():
-        raise RunFolderError(f"{run_folder} is no run folder: it has no config.yaml")
+        raise RunFolderError(f"{run_folder} is not a run folder: it has no config.yaml")
     config, violations = read_config(yaml.safe_load(path.read_text(encoding="utf-8")))
     if config is None:
         raise RunFolderError(

@@ -1,9 +1,9 @@
-"""Runs a command and leaves nothing of it behind: ``python guard.py COMMAND...``, on Linux.
+"""Run a command and kill all its processes at the end: ``python guard.py COMMAND...``, on Linux.
 
-A script of its own that imports nothing of hybridrl. It adopts the orphans of the command, so that
-a process that left its session (``setsid``) or its parents (a daemon) stays below it. When the
-command has ended, or standard input closes because the process at the other end is gone, it kills
-all that is below it, and ends as the command did.
+A script of its own, without imports of hybridrl. It adopts the orphans of the command. So a process
+that left its session (``setsid``) or its parents (a daemon) stays below it. When the command ends,
+or standard input closes because the process at the other end is gone, it kills all processes below
+it. Then it ends with the status of the command.
 """
 
 from __future__ import annotations

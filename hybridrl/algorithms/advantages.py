@@ -69,7 +69,7 @@ def grpo_advantages(rewards_B: Tensor, *, num_responses: int, divide_by_std: boo
         float32 [B]; ``batch.spread_over_tokens`` gives it to the tokens.
 
     Raises:
-        ValueError: B is no multiple of G, or G < 2.
+        ValueError: B is not a multiple of G, or G < 2.
     """
     if rewards_B.ndim != 1 or len(rewards_B) % num_responses:
         raise ValueError(

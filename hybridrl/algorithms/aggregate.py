@@ -1,7 +1,7 @@
 """Aggregate the losses of many tokens to one number.
 
-Legend: B rows. ``global`` counts are taken over all ranks and micro-batches of one optimizer step,
-so that the sum of all weighted losses is the loss, however rows fall on ranks and micro-batches.
+Legend: B rows. ``global`` counts are taken over all ranks and micro-batches of one optimizer step.
+So the sum of all weighted losses is the loss, for any division of rows.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def clipped_value_loss(
         values_T: float32 reward units, with gradient.
         old_values_T: float32, before the step's first update.
         returns_T: float32, targets of the values.
-        value_clip: c in reward units; 0 is no clip.
+        value_clip: c in reward units; 0 is off.
     """
     losses_T = (values_T - returns_T).square() / 2
     if not value_clip:

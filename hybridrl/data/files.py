@@ -88,7 +88,7 @@ def _read_records(path: Path, *, columns: Columns, key: str) -> Iterator[tuple[i
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    # surrogateescape keeps a line with bytes that are no UTF-8 readable, so that it can be named.
+    # surrogateescape reads a line with bytes that are not UTF-8, so that it can be named.
     with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
@@ -152,7 +152,7 @@ def _parse(record: _Record, *, columns: Columns, default_source: str, origin: st
 
 def _parse_json(line: str) -> Mapping[str, object]:
     try:
-        line.encode()  # bytes that were no UTF-8 cannot be encoded again
+        line.encode()  # bytes that were not UTF-8 cannot be encoded again
         record = json.loads(line, object_pairs_hook=_parse_object)
     except UnicodeEncodeError as error:
         raise _Malformed(f"is not UTF-8 at character {error.start + 1}") from error

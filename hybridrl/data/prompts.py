@@ -57,9 +57,9 @@ def tokenize_rows(
         The rows in order; fewer if some were dropped.
 
     Raises:
-        DataError: a chat prompt without a chat template, a prompt that the template rejects or
-            leaves out, or that has no tokens, overlong prompts with ``overlong="error"``, or all of
-            them dropped.
+        DataError: a chat prompt has no chat template; the template rejects a prompt or leaves it
+            out; a prompt has no tokens. Or a prompt is overlong with ``overlong="error"``, or all
+            prompts were dropped.
     """
     tokenized: list[TokenizedRow] = []
     for start in range(0, len(rows), _ROWS_PER_CALL):

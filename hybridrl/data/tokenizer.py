@@ -46,8 +46,8 @@ def load_stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tup
     """Return the tokens that end a response: the tokenizer's and those of generation_config.json.
 
     Raises:
-        ModelError: generation_config.json is no JSON object, or one of them is no token of the
-            model.
+        ModelError: generation_config.json is not a JSON object, or one of them is not a token of
+            the model.
     """
     end = tokenizer.eos_token_id
     vocab_size = read_settings(folder).get("vocab_size") if (folder / CONFIG).exists() else None

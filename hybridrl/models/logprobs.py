@@ -39,8 +39,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Score each target token, and measure the entropy of its full distribution.
 
-    The logits ``hidden @ weight.T / temperature`` exist for one chunk at a time, in the forward
-    pass and again in the backward pass, which recomputes them.
+    The logits ``hidden @ weight.T / temperature`` exist for one chunk at a time. The backward pass
+    recomputes them.
 
     Args:
         hidden_SH: float [S, H], the model's last hidden states, after its last norm.

@@ -1,8 +1,8 @@
-"""The driver's end of the socket to a reward process, which is trusted with nothing.
+"""The driver's end of the socket to a reward process, which it does not trust.
 
-Whatever a user's function, its forks and threads do to the socket, it costs at most the
-time of the call: lengths are bounded, all is read under a deadline, and an answer counts only if it
-bears the number of the call that waits for it.
+Whatever a user's function, its forks and threads do to the socket, it costs at most the time of the
+call. Lengths are bounded and every read has a deadline. An answer counts only with the number of
+the current call.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Channel:
             if number == self._number:
                 return _rewards_of(answer)
             if not isinstance(number, int) or not 0 <= number < self._number:
-                raise Garbage("sent a message that is not an answer to a call")
+                raise Garbage("answered with text that is not an answer to a call")
             # The answer to an earlier call, which timed out or was answered twice.
 
     def _read(self, size: int, deadline: float) -> bytes:
@@ -104,9 +104,9 @@ def _parse(data: bytes) -> dict[str, object]:
     try:
         answer = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise Garbage("sent a message that is not JSON") from error
+        raise Garbage("answered with text that is not JSON") from error
     if not isinstance(answer, dict):
-        raise Garbage("sent a message that is not an answer to a call")
+        raise Garbage("answered with text that is not an answer to a call")
     return answer
 
 
@@ -116,4 +116,4 @@ def _rewards_of(answer: Mapping[str, object]) -> list[float | str]:
             raise Refused(reason)
         case {"rewards": list(rewards)} if all(type(value) in (float, str) for value in rewards):
             return rewards
-    raise Garbage("sent an answer that is not a list of rewards")
+    raise Garbage("answered with text that is not a list of rewards")

@@ -110,8 +110,8 @@ class RewardScorer:
         A failed call is repeated response by response, to find the one that fails.
 
         Raises:
-            RewardError: with ``on_error="stop"``, the function raised, hung, ended its process, or
-                returned another number of rewards, or something that is no number of a size that
+            RewardError: with ``on_error="stop"``, the function raised, hung or ended its process.
+                Or it returned another number of rewards, or a value that is not a number that
                 training can compute with. Names function, response and prompt.
         """
         outcomes = self._call(inputs)

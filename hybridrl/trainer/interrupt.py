@@ -1,7 +1,7 @@
 """Ctrl-C, SIGTERM and SIGHUP end a run after the step they fall into, saved, and with their status.
 
-A batch system or a shell (``a && b``) must see that a run is not done, so one that was stopped ends
-with 128 + the signal's number, as shells count.
+A batch system or a shell (``a && b``) must see that a run is not done. So a stopped run ends with
+128 + the signal's number, as in shells.
 """
 
 from __future__ import annotations

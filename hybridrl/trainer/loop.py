@@ -73,7 +73,7 @@ class Loop:
         """Run to the end, or until somebody interrupts. Returns the number of steps done.
 
         Raises:
-            TrainingError: too many updates in a row had no finite gradient.
+            TrainingError: too many consecutive updates had gradients that are not finite.
             CheckpointError: checkpoints can no longer be written.
         """
         with self.interrupt.listening():

@@ -88,12 +88,12 @@ def test_late_answer_does_not_count_for_the_next_call(open_runner: Open) -> None
     ("sent", "words"),
     [
         ("struct.pack('!Q', 1 << 60)", "answered with 1152921504606846976 bytes, more than"),
-        ("frame(b'hello')", "what is no JSON"),
-        ("frame(b'[' * 60000)", "what is no JSON"),
-        ("frame(b'[]')", "no answer to a call"),
-        ("frame(b'{\"call\": 7}')", "no answer to a call"),
-        ("frame(b'{\"call\": 1}')", "no list of rewards"),
-        ('frame(b\'{"call": 1, "rewards": [true]}\')', "no list of rewards"),
+        ("frame(b'hello')", "text that is not JSON"),
+        ("frame(b'[' * 60000)", "text that is not JSON"),
+        ("frame(b'[]')", "text that is not an answer to a call"),
+        ("frame(b'{\"call\": 7}')", "text that is not an answer to a call"),
+        ("frame(b'{\"call\": 1}')", "not a list of rewards"),
+        ('frame(b\'{"call": 1, "rewards": [true]}\')', "not a list of rewards"),
     ],
 )
 def test_garbage_on_the_socket_costs_the_call_and_not_the_next(

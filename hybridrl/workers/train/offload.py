@@ -1,7 +1,7 @@
 """Move the bytes of tensors to the host and back; the tensor objects stay the same.
 
-The storage behind a tensor is emptied and refilled, so every view of it, every shard and every
-reference that an optimizer or FSDP2 holds survives.
+The storage behind a tensor is emptied and refilled. So every view of it, every shard and every
+reference of an optimizer or of FSDP2 stays valid.
 """
 
 from __future__ import annotations
