@@ -23,7 +23,7 @@ from hybridrl.workers.train.backend import Backend
 from hybridrl.workers.train.critic_engine import CriticEngine
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.losses import PolicyGradientLoss
-from hybridrl.workers.train.megatron.setting import MegatronContext
+from hybridrl.workers.train.megatron.context import MegatronContext
 from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
 from hybridrl.workers.train.protocol import TokenLoss
 
@@ -160,7 +160,7 @@ def _build_backend(
             num_total_steps=num_total_steps,
             adapter=adapter,
         )
-    setting = MegatronContext(
+    context = MegatronContext(
         megatron=config.megatron,
         model=config.model,
         device=device,
@@ -170,7 +170,7 @@ def _build_backend(
     backend: Backend = import_module(_MEGATRON).MegatronBackend(
         model_folder,
         config=section,
-        setting=setting,
+        context=context,
         num_total_steps=num_total_steps,
         adapter=adapter,
     )

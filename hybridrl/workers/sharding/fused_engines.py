@@ -95,10 +95,10 @@ class FusedEngines:
         self._source = source
         self._names = {
             part: frozenset(spec.name for spec in source.weight_specs(part))
-            for part in source.weight_parts
+            for part in source.weight_sets
         }
         if self.managed is not None:
-            resent = source.weight_parts if self._resends_base else source.weight_parts[-1:]
+            resent = source.weight_sets if self._resends_base else source.weight_sets[-1:]
             self.managed.sent_names = frozenset().union(*(self._names[part] for part in resent))
 
     def run(
@@ -137,7 +137,7 @@ class FusedEngines:
         before it is sent where an engine has lost it or never had it.
         """
         source = self.require_source()
-        due = [part for part in source.weight_parts if self._is_due(part, source.weight_parts[-1])]
+        due = [part for part in source.weight_sets if self._is_due(part, source.weight_sets[-1])]
         if not due:
             return {}
         self._synced_version = None
@@ -181,7 +181,7 @@ class FusedEngines:
         leaders = [engine * self._ranks_per_engine for engine in unproved]
         dtype = DTYPES[self._config.dtype]
         with folder_on_each_node(leaders, dtype=dtype, control=self._control) as (folder, path):
-            weights = source.full_weights(source.weight_parts[0])
+            weights = source.full_weights(source.weight_sets[0])
             report = self._send_to(None if folder is None else folder.write, weights)
             if report.failures:
                 return self._of_engines(report.failures)

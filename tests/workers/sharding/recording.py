@@ -388,9 +388,9 @@ class RecordingTrainEngine(RecordingTenant):
     def __init__(self, journal: Journal, policy: Policy = Policy.WHOLE) -> None:
         super().__init__(journal)
         self.policy = policy
-        self.weight_parts: tuple[WeightSet, ...] = (WeightSet.BASE,)
+        self.weight_sets: tuple[WeightSet, ...] = (WeightSet.BASE,)
         if policy.adapter:
-            self.weight_parts += (WeightSet.ADAPTER,)
+            self.weight_sets += (WeightSet.ADAPTER,)
             self.state[TrainState.PARAMETERS] |= {
                 name: torch.full((size,), float(size)) for name, size in policy.adapter.items()
             }

@@ -143,7 +143,7 @@ def test_every_tensor_has_the_trainers_bits_after_every_sync(folder: Path, way: 
         with device.manager.rollout_phase() as engine:
             assert engine is device.engine
             ours = device.engine.checksums()
-        for part in device.trainer.weight_parts:
+        for part in device.trainer.weight_sets:
             for name, tensor in device.trainer.full_weights(part):
                 assert ours[name] == checksum(tensor), name
         for name in buffers:
