@@ -128,8 +128,8 @@ def compare(overrides: tuple[str, ...], measured: dict[str, float]) -> Iterator[
             f"{phase.name}: {predicted / MIB:.0f}, {found / MIB:.0f}, {found / predicted - 1:+.0%}"
         )
         if "VERBOSE" in os.environ:
-            parts = (f"{part.name} {part.num_bytes / MIB:.0f}" for part in phase.parts)
-            line += f" ({', '.join(parts)})"
+            items = (f"{item.name} {item.num_bytes / MIB:.0f}" for item in phase.items)
+            line += f" ({', '.join(items)})"
         yield line
 
 

@@ -146,7 +146,7 @@ def test_what_cannot_be_imported_is_refused_by_the_key() -> None:
 
 def test_packs_have_a_length_that_eight_bit_products_take(tmp_path: Path) -> None:
     install()
-    from hybridrl.workers.train.megatron.architecture import read_architecture
+    from hybridrl.config.architecture import read_architecture
     from hybridrl.workers.train.megatron.transformer import (
         Kernels,
         token_multiple,

@@ -24,7 +24,7 @@ from hybridrl.metrics import Metrics, merge
 from hybridrl.models.adapter_names import file_name
 from hybridrl.workers.train.backend import Compute, LossOf, Output, Rows, StepOutcome, as_columns
 from hybridrl.workers.train.export import Configuration
-from hybridrl.workers.train.megatron.architecture import read_architecture
+from hybridrl.workers.train.megatron.architecture import megatron_architecture
 from hybridrl.workers.train.megatron.balance import LoadBalance
 from hybridrl.workers.train.megatron.checkpoint import checkpoint_tensors
 from hybridrl.workers.train.megatron.export import WeightExport
@@ -72,7 +72,7 @@ class MegatronBackend:
         self.device = setting.device
         self.adapter = adapter
         self._config = config
-        architecture = read_architecture(folder)
+        architecture = megatron_architecture(folder)
         duty: Duty = "scores" if num_total_steps is None else "learns"
         self._stage_adapter: StageAdapter | None = None
         if adapter is not None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from hybridrl.workers.train.megatron.architecture import Architecture
+from hybridrl.config.architecture import Architecture
 from hybridrl.workers.train.megatron.optimizer import DistributedAdamW
 from hybridrl.workers.train.megatron.optimizer_state import MOMENTS
 from hybridrl.workers.train.megatron.parallel_rank import ParallelRank

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from hybridrl.config.architecture import Architecture
 from hybridrl.models.load import WeightFiles
-from hybridrl.workers.train.megatron.architecture import Architecture
 from hybridrl.workers.train.megatron.blocks import blocks_of, flat_pieces
 from hybridrl.workers.train.megatron.hf_tensors import hf_tensors
 from hybridrl.workers.train.megatron.optimizer import DistributedAdamW

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hybridrl.workers.train.megatron.architecture import Architecture
+from hybridrl.config.architecture import Architecture
 from hybridrl.workers.train.megatron.blocks import blocks_of, flat_pieces
 from hybridrl.workers.train.megatron.parallel_rank import ParallelRank
 from hybridrl.workers.train.places import ShardedPieces, ShardSpec, TensorShard

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from hybridrl.config.actor import EngineConfig
+from hybridrl.config.architecture import Architecture, architecture_of
 from hybridrl.config.checks.megatron import INSTALL_TRANSFORMER_ENGINE
 from hybridrl.config.checks.megatron_args import (
     keys_of_transformer_engine,
@@ -17,7 +18,7 @@ from hybridrl.config.checks.megatron_args import (
 )
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ConfigError, ConfigErrors
-from hybridrl.workers.train.megatron.architecture import Architecture, read_architecture
+from hybridrl.workers.train.megatron.architecture import megatron_architecture
 from hybridrl.workers.train.megatron.megatron_core import HAVE_TE, VERSION
 from hybridrl.workers.train.megatron.training import ddp_config, optimizer_config
 from hybridrl.workers.train.megatron.transformer import (
@@ -36,12 +37,11 @@ class _Role:
     duty: Duty
 
 
-def rehearse(config: ExperimentConfig, folder: Path) -> list[str]:
+def rehearse(config: ExperimentConfig) -> list[str]:
     """Build megatron-core's configuration objects as the run's engines would.
 
     Args:
-        config: of a run that trains on megatron-core.
-        folder: Hugging Face folder of the model; of its files config.json alone is read.
+        config: of a run that trains on megatron-core; of the model config.json alone is read.
 
     Returns:
         What megatron-core said on the way, line by line.
@@ -50,7 +50,8 @@ def rehearse(config: ExperimentConfig, folder: Path) -> list[str]:
         ConfigErrors: what it refuses, of all models of the run.
         ModelError: it cannot compute the model.
     """
-    architecture = read_architecture(folder)
+    path = config.model.path
+    architecture = megatron_architecture(Path(path)) if path else architecture_of(config.model)
     device = torch.device(config.cluster.device)
     unchecked = {} if HAVE_TE else keys_of_transformer_engine(config.megatron)
     if unchecked:

@@ -11,13 +11,13 @@ import torch
 from torch.nn.functional import silu
 
 from hybridrl.config.actor import EngineConfig
+from hybridrl.config.architecture import Architecture
 from hybridrl.config.checks.lora import OF_EXPERTS
 from hybridrl.config.checks.megatron import INSTALL_TRANSFORMER_ENGINE
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.megatron import MegatronConfig
 from hybridrl.config.model import ModelConfig
 from hybridrl.errors import ConfigError
-from hybridrl.workers.train.megatron.architecture import Architecture
 from hybridrl.workers.train.megatron.given import build_configuration
 from hybridrl.workers.train.megatron.megatron_core import (
     HAVE_FUSED_PERMUTE,
@@ -184,7 +184,7 @@ def transformer_config(
         "layernorm_epsilon": architecture.norm_eps,
         "qk_layernorm": architecture.has_head_norms,
         "add_qkv_bias": architecture.has_qkv_bias,
-        "add_bias_linear": architecture.has_linear_bias,
+        "add_bias_linear": architecture.has_mlp_bias,
         "normalization": "RMSNorm",
         "transformer_impl": "transformer_engine" if is_fused else "local",
         "moe_grouped_gemm": kernels.groups_experts,

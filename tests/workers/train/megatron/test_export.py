@@ -11,9 +11,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hybridrl.config.architecture import Architecture, read_architecture
 from hybridrl.errors import ModelError
 from hybridrl.models.load import WeightFiles
-from hybridrl.workers.train.megatron.architecture import Architecture, read_architecture
 from hybridrl.workers.train.megatron.blocks import blocks_of
 from hybridrl.workers.train.megatron.export import WeightExport
 from hybridrl.workers.train.megatron.hf_tensors import hf_tensors
