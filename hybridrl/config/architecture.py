@@ -194,6 +194,17 @@ def architecture_of(model: ModelConfig) -> Architecture:
     return _of_starter(model.starter)
 
 
+def find_architecture(model: ModelConfig) -> Architecture | None:
+    """Return the architecture for rules to be held against; None where it cannot be read.
+
+    ``check_model_folder`` and ``check_engines_know_the_model`` say why.
+    """
+    try:
+        return architecture_of(model)
+    except (ModelError, ArithmeticError):  # a made model without heads
+        return None
+
+
 def read_architecture(folder: Path) -> Architecture:
     """Read the architecture of a Hugging Face folder.
 
@@ -217,7 +228,7 @@ def read_architecture(folder: Path) -> Architecture:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
+class _SizeReader:
     """Whole numbers of config.json, or of the family where it has none."""
 
     values: Mapping[str, Any]
@@ -232,7 +243,7 @@ class _Sizes:
 
 
 def _of_values(values: Mapping[str, Any], family: _Family) -> Architecture:
-    size = _Sizes(values, family)
+    size = _SizeReader(values, family)
     num_heads, hidden_size = size("num_attention_heads"), size("hidden_size")
     has_bias = bool(values.get("attention_bias"))
     rope = rope_of(values)
@@ -266,7 +277,7 @@ def rope_of(values: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def _scaling(rope: Mapping[str, Any], size: _Sizes) -> RopeScaling:
+def _scaling(rope: Mapping[str, Any], size: _SizeReader) -> RopeScaling:
     return RopeScaling(
         factor=float(rope["factor"]),
         low_frequency_factor=float(rope["low_freq_factor"]),
@@ -277,7 +288,7 @@ def _scaling(rope: Mapping[str, Any], size: _Sizes) -> RopeScaling:
     )
 
 
-def _experts(values: Mapping[str, Any], size: _Sizes) -> MoEConfig | None:
+def _experts(values: Mapping[str, Any], size: _SizeReader) -> MoEConfig | None:
     """Read which layers have experts, as transformers' Qwen3-MoE decides it."""
     num_experts = size("num_local_experts") or size("num_experts")  # as transformers 5 writes it
     dense = {n for n in values.get("mlp_only_layers") or () if isinstance(n, int)}

@@ -7,18 +7,15 @@ a step (``docs/architecture.md``); sizes are in ``model_memory.py``, ``activatio
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 from hybridrl.config.architecture import Architecture, architecture_of
-from hybridrl.config.cluster import ClusterConfig
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.planning.activations import Activations
 from hybridrl.planning.model_memory import ModelMemory
-from hybridrl.planning.plan import MemoryItem, MemoryKind, MemoryPlan, Phase
+from hybridrl.planning.plan import MemoryItem, MemoryKind, MemoryPlan, Phase, capacity_bytes
 from hybridrl.planning.rollout import RolloutMemory
 from hybridrl.planning.split import Split, count_parameters
 from hybridrl.planning.workload import Workload
@@ -26,7 +23,6 @@ from hybridrl.planning.workload import Workload
 _GIB = 2**30
 _MIB = 2**20
 _FLOAT32 = 4
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 _PROCESS = 640 * _MIB
 """Python, torch, transformers and Ray in a worker before it builds engines; measured on Linux."""
@@ -44,23 +40,7 @@ _EXPORT_FILE = 4 * _GIB  # workers/train/export.py
 
 Items = list[MemoryItem]
 
-
-def capacity_bytes(cluster: ClusterConfig) -> int | None:
-    """Return the memory of one rank's device.
-
-    ``cluster.device_memory_gib`` if it is set. Else, on a CPU, an equal share of this machine's
-    memory (or its container's, if that is less) for each rank; on CUDA None: the size is unknown.
-    """
-    if cluster.device_memory_gib is not None:
-        return int(cluster.device_memory_gib * _GIB)
-    if cluster.device == "cuda":
-        return None
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = _CGROUP_LIMIT.read_text(encoding="ascii").strip()
-    except OSError:
-        limit = ""
-    return (min(total, int(limit)) if limit.isdigit() else total) // cluster.num_ranks_per_node
+_HOST_OR_DEVICE = {True: MemoryKind.HOST, False: MemoryKind.DEVICE}
 
 
 def plan_memory(config: ExperimentConfig, *, workload: Workload | None = None) -> MemoryPlan:
@@ -93,10 +73,11 @@ def _fullest(
     num_stages = config.megatron.pipeline_parallel_size if config.megatron_worlds else 1
     plans = []
     for stage in range(num_stages):
-        rank = _Rank(config, model, workload or longest, longest.num_row_tokens, stage)
-        phases = rank.phases_of_critic_pool() if is_critic_pool else rank.phases()
+        rank = _Rank(
+            config, model, workload or longest, longest.num_row_tokens, stage, is_critic_pool
+        )
         shown = stage if num_stages > 1 else None
-        plans.append(MemoryPlan(config.cluster.device, tuple(phases), shown))
+        plans.append(MemoryPlan(config.cluster.device, tuple(rank.phases()), shown))
     # A server takes the same share of every device: then the next largest phase decides.
     return max(plans, key=lambda plan: sorted(map(plan.peak_bytes, plan.phases), reverse=True))
 
@@ -118,74 +99,150 @@ class _Rank:
     workload: Workload
     max_context_tokens: int
     stage: int
+    is_critic_pool: bool
+
+    @cached_property
+    def _models(self) -> tuple[ModelMemory, ...]:
+        """Models whose training state is here. With LoRA the actor is its own reference."""
+        config, names = self.config, ["actor"]
+        if config.algorithm.kl.placement != "none" and not config.lora.enabled:
+            names.append("reference")
+        if config.has_critic and not config.has_critic_pool:
+            names.append("critic")
+        names = ["critic"] if self.is_critic_pool else names
+        return tuple(ModelMemory(config, name, self.model, self.stage) for name in names)
 
     def phases(self) -> Iterator[Phase]:
         """Yield the phases in the order of a run."""
-        models, sleeps = self._policy_models, self.config.rollout.sleep
-        if has_critic := self.config.has_critic and not self.config.has_critic_pool:
-            models = (*models, self._critic)
-        at_rest, algorithm = self._engine_at_rest(), self.config.algorithm
-        standing = [*_weights(models), *_optimizer(models), *at_rest]
-        load = [*([] if sleeps else self._engine), *_load(models)]
-        yield self._phase("build", max(self._engine, load, key=_total), models)
-        if sleeps:  # moments lie on the device until their copies on the host are complete
-            copies = _on_host("offloaded optimizer", _movable(models))
-            yield self._phase("offload_optimizer", [*standing, copies], models)
-        yield self._phase("sync", max(self._sync(models), key=_total), models)
-        yield self._phase("generate", self._generate(standing, models), models)
-        if has_critic:
-            yield self._phase("values", [*standing, *self._values()], models)
-        if algorithm.kl.placement != "none" or algorithm.old_logprobs == "recompute":
-            yield self._phase("logprobs", [*standing, *self._logprobs()], models)
-        if has_critic:
-            update = self._update(self._critic, self._critic_workload)
-            yield self._phase("critic_update", [*standing, *update], models)
-        update = self._update(models[0], self.workload)
-        yield self._phase("update", [*standing, *update], models)
-        yield self._phase("export", [*standing, _checkpoint(models), self._weight_file()], models)
+        first, last = self._models[0], self._models[-1]
+        algorithm, sleeps = self.config.algorithm, self.config.rollout.sleep
+        standing = [*self._weights, *self._optimizer(), *self._engine_at_rest]
+        yield self._phase("build", self._build())
+        if not self.is_critic_pool:
+            if sleeps:  # moments lie on the device until their copies on the host are complete
+                copies = _on_host("offloaded optimizer", self._movable)
+                yield self._phase("offload_optimizer", [*standing, copies])
+            yield self._phase("sync", max(self._sync(), key=_total))
+            yield self._phase("generate", self._generate(standing))
+        if last.has_value_head:
+            yield self._phase("values", [*standing, *self._forward(last)])
+        scores = algorithm.kl.placement != "none" or algorithm.old_logprobs == "recompute"
+        if scores and not self.is_critic_pool:
+            yield self._phase("logprobs", [*standing, *self._forward(first)])
+        if last.has_value_head:
+            yield self._phase("critic_update", [*standing, *self._update(last)])
+        if not self.is_critic_pool:
+            yield self._phase("update", [*standing, *self._update(first)])
+        yield self._phase("export", [*standing, self._checkpoint(), *self._weight_file()])
 
-    def phases_of_critic_pool(self) -> Iterator[Phase]:
-        """Yield the phases of a rank of the critic's own pool."""
-        models = (self._critic,)
-        standing = [*_weights(models), *_optimizer(models)]
-        yield self._phase("build", _load(models), models)
-        yield self._phase("values", [*standing, *self._values()], models)
-        update = self._update(self._critic, self._critic_workload)
-        yield self._phase("critic_update", [*standing, *update], models)
-        yield self._phase("export", [*standing, _checkpoint(models)], models)
-
-    def _phase(self, name: str, items: Items, models: tuple[ModelMemory, ...]) -> Phase:
+    def _phase(self, name: str, items: Items) -> Phase:
         """Add what lies there in every phase."""
         items = [*items]
-        if self._is_served and models[0].name == "actor":
+        if self._is_served and not self.is_critic_pool:
             rollout = self._rollout
             items.append(_on_host("SGLang's processes", _SERVER, is_measured=False))
             items.append(_on_host("routed experts", rollout.server_routes, is_measured=False))
             items.append(MemoryItem("SGLang itself", rollout.server_resident, is_measured=False))
-        if self.config.cluster.device == "cuda":
+        if self._is_cuda:
             items.append(MemoryItem("CUDA, NCCL, fragments", _CUDA_RESERVE, is_measured=False))
         else:
             items.append(MemoryItem("libraries", _LIBRARIES))
         if name not in ("build", "export"):
             # It is written while the step after the save goes on; how long depends on the disk.
-            items.append(_checkpoint(models, is_measured=False))
-        on_host = sum(model.host_optimizer for model in models)
+            items.append(self._checkpoint(is_measured=False))
+        on_host = sum(model.host_optimizer for model in self._models)
         items.append(_on_host("optimizer kept on the host", on_host))
         items.append(_on_host("Python, torch, Ray", _PROCESS, is_measured=False))
         return Phase(name, tuple(item for item in items if item.num_bytes))
+
+    @property
+    def _is_cuda(self) -> bool:
+        return self.config.cluster.device == "cuda"
+
+    # -- training state --------------------------------------------------------------------------
+
+    @property
+    def _weights(self) -> Items:
+        return [
+            MemoryItem(f"{m.name} weights", m.weights, _HOST_OR_DEVICE[m.lies_on_host])
+            for m in self._models
+        ]
+
+    @property
+    def _movable(self) -> int:
+        """Bytes of the optimizers that lie on the device while their models compute."""
+        return sum(model.optimizer for model in self._models if not model.lies_on_host)
+
+    def _optimizer(self, *, is_offloaded: bool = False) -> Items:
+        name = "offloaded optimizer" if is_offloaded else "optimizer"
+        on_host = sum(model.optimizer for model in self._models if model.lies_on_host)
+        return [
+            MemoryItem(name, self._movable, _HOST_OR_DEVICE[is_offloaded]),
+            _on_host("optimizer on the host", on_host),
+        ]
+
+    def _checkpoint(self, *, is_measured: bool = True) -> MemoryItem:
+        """The copy on the host that a save writes from."""
+        saves = self.config.checkpoint.every_num_steps > 0
+        num_bytes = saves * sum(model.snapshot for model in self._models)
+        return _on_host("checkpoint", num_bytes, is_measured=is_measured)
+
+    def _build(self) -> Items:
+        """The engine alone, or beside it weights with the files that they are read from."""
+        buffers = MemoryItem("gradient buffers", max(model.buffers for model in self._models))
+        masters = MemoryItem("optimizer", sum(model.masters for model in self._models))
+        files = _on_host("weight files, mapped", self._models[0].mapped_files)
+        load = [*self._weights, buffers, masters, files]
+        if self.is_critic_pool:
+            return load
+        sleeps = self.config.rollout.sleep
+        return max(self._engine, [*([] if sleeps else self._engine), *load], key=_total)
+
+    # -- passes ----------------------------------------------------------------------------------
+
+    def _pass(self, model: ModelMemory, *, is_update: bool) -> Activations:
+        workload = self.workload
+        if model.has_value_head:
+            workload = workload.of_critic(self.config)
+        if not is_update:
+            workload = workload.scoring()
+        return Activations(model, workload.microbatch(shares_prompts=model.shares_prompts))
+
+    def _forward(self, model: ModelMemory) -> Items:
+        """A pass without gradients: a block computes, or a chunk of logits exists."""
+        one = self._pass(model, is_update=False)
+        computing = MemoryItem("activations", one.passing + one.whole_stream)
+        logits = MemoryItem("logits", one.logits_forward + 2 * one.whole_stream)
+        gathered = MemoryItem("gathered weights", model.gathered)
+        return [gathered, max(computing, logits, key=lambda item: item.num_bytes)]
+
+    def _update(self, model: ModelMemory) -> Items:
+        """The fullest instant of the last backward pass: its loss, its last or its first block."""
+        one = self._pass(model, is_update=True)
+        before, held = model.gradients_before_last(one.microbatch), model.embedding_gradient
+        instants = (
+            {"gradients": before, "activations": one.saved, "logits": one.logits_backward},
+            {"gradients": before + held, "activations": one.saved + one.passing},
+            {
+                "gradients": model.gradients_at_end + held,
+                "activations": one.saved_by_block + one.passing,
+            },
+        )
+        fullest = max(instants, key=lambda instant: sum(instant.values()))
+        return [
+            MemoryItem("gradient buffers", model.buffers),
+            MemoryItem("gathered weights", model.gathered),
+            _on_host("gradients on the host", model.gradients_on_host),
+            *(MemoryItem(name, num_bytes) for name, num_bytes in fullest.items()),
+        ]
 
     # -- the rollout engine ----------------------------------------------------------------------
 
     @cached_property
     def _rollout(self) -> RolloutMemory:
-        cluster = self.config.cluster
-        return RolloutMemory(
-            self.config,
-            self.model,
-            self.workload.sampling(self.config),
-            self.max_context_tokens,
-            capacity_bytes(cluster) if cluster.device == "cuda" else None,
-        )
+        capacity = capacity_bytes(self.config.cluster) if self._is_cuda else None
+        workload = self.workload.sampling(self.config)
+        return RolloutMemory(self.config, self.model, workload, self.max_context_tokens, capacity)
 
     @property
     def _is_served(self) -> bool:
@@ -194,8 +251,8 @@ class _Rank:
 
     @property
     def _engine_weights(self) -> MemoryItem:
-        sees = not self._is_served
-        return MemoryItem("rollout weights", self._rollout.weights, is_measured=sees)
+        is_measured = not self._is_served
+        return MemoryItem("rollout weights", self._rollout.weights, is_measured=is_measured)
 
     @property
     def _engine(self) -> Items:
@@ -203,9 +260,12 @@ class _Rank:
         graphs = MemoryItem("SGLang's graphs", self._rollout.server_graphs, is_measured=False)
         return [self._engine_weights, kv_cache, graphs]
 
+    @property
     def _engine_at_rest(self) -> Items:
         """What the rollout engine keeps while training has the device."""
         lora, weights = self.config.lora, self._rollout.weights
+        if self.is_critic_pool:
+            return []
         if not self.config.rollout.sleep:
             return self._engine
         if lora.sends_adapters and lora.base in ("auto", "resident"):
@@ -216,24 +276,24 @@ class _Rank:
         kept = "backup of rollout weights"
         return [_on_host(kept, weights, is_measured=not self._is_served)]
 
-    def _generate(self, standing: Items, models: tuple[ModelMemory, ...]) -> Items:
-        sees = not self._is_served
-        sampling = MemoryItem("sampling", self._rollout.computing, is_measured=sees)
+    def _generate(self, standing: Items) -> Items:
+        is_measured = not self._is_served
+        sampling = MemoryItem("sampling", self._rollout.computing, is_measured=is_measured)
         if not self.config.rollout.sleep:
             return [*standing, sampling]
-        away = sum(model.weights + model.optimizer for model in models)
+        away = sum(model.weights + model.optimizer for model in self._models)
         return [_on_host("offloaded training state", away), *self._engine, sampling]
 
     # -- weights on their way --------------------------------------------------------------------
 
-    def _sync(self, models: tuple[ModelMemory, ...]) -> Iterator[Items]:
+    def _sync(self) -> Iterator[Items]:
         """Both copies of the weights are there, and a bucket in between.
 
         Of an adapter the base is sent before the first step, when there are no moments yet.
         """
         lora, sleeps = self.config.lora, self.config.rollout.sleep
-        resident = [*_weights(models), *([self._engine_weights] if sleeps else self._engine)]
-        moments = _optimizer(models, is_offloaded=sleeps)
+        resident = [*self._weights, *([self._engine_weights] if sleeps else self._engine)]
+        moments = self._optimizer(is_offloaded=sleeps)
         stream = MemoryItem("weight stream", self._bucket())
         if not lora.sends_adapters:
             yield [*resident, *moments, stream]
@@ -248,125 +308,21 @@ class _Rank:
 
         Plain weights are sent as they are; with an adapter merged into them they are new ones.
         """
-        lora, actor = self.config.lora, self._policy_models[0]
+        lora, actor = self.config.lora, self._models[0]
         if not actor.gathers and not (lora.enabled and lora.sync == "merged"):
             return 0
         largest = Split().count_embedding(self.model) * actor.storage_bytes
-        default = _CUDA_BUCKET if self.config.cluster.device == "cuda" else _CPU_BUCKET
-        bucket = self.config.rollout.bucket_mib * _MIB or default
+        bucket = self.config.rollout.bucket_mib * _MIB
+        bucket = bucket or (_CUDA_BUCKET if self._is_cuda else _CPU_BUCKET)
         return min(self._model_bytes, bucket + largest) + actor.gathers * largest
 
-    def _weight_file(self) -> MemoryItem:
-        """At the end rank 0 writes files of whole weights."""
-        is_copied = self._policy_models[0].gathers or self.config.cluster.device == "cuda"
-        is_copied |= self.config.lora.enabled  # merged
-        return _on_host("file of weights", is_copied * min(self._model_bytes, _EXPORT_FILE))
+    def _weight_file(self) -> Items:
+        """At the end rank 0 of the policy writes files of all weights."""
+        if self.is_critic_pool:
+            return []
+        is_copied = self._models[0].gathers or self._is_cuda or self.config.lora.enabled
+        return [_on_host("file of weights", is_copied * min(self._model_bytes, _EXPORT_FILE))]
 
     @property
     def _model_bytes(self) -> int:
-        return count_parameters(self.model) * self._policy_models[0].storage_bytes
-
-    # -- training --------------------------------------------------------------------------------
-
-    @cached_property
-    def _policy_models(self) -> tuple[ModelMemory, ...]:
-        """The actor and its reference. With LoRA the reference is the actor without adapter."""
-        actor = ModelMemory(self.config, "actor", self.model, self.stage)
-        if self.config.algorithm.kl.placement == "none" or self.config.lora.enabled:
-            return (actor,)
-        return actor, ModelMemory(self.config, "reference", self.model, self.stage)
-
-    @cached_property
-    def _critic(self) -> ModelMemory:
-        return ModelMemory(self.config, "critic", self.model, self.stage)
-
-    @property
-    def _critic_workload(self) -> Workload:
-        return Workload.of_critic(self.config, self.workload)
-
-    def _values(self) -> Items:
-        """The critic's forward pass: no chunk of logits."""
-        one = _activations(self._critic, self._critic_workload.scoring())
-        computing = MemoryItem("activations", one.passing + one.whole_stream)
-        return [MemoryItem("gathered weights", self._critic.gathered), computing]
-
-    def _logprobs(self) -> Items:
-        """A forward pass without gradients: a block computes, or a chunk of logits exists."""
-        actor = self._policy_models[0]
-        one = _activations(actor, self.workload.scoring())
-        instants = (
-            MemoryItem("activations", one.passing + one.whole_stream),
-            MemoryItem("logits", one.logits_forward + 2 * one.whole_stream),
-        )
-        gathered = MemoryItem("gathered weights", actor.gathered)
-        return [gathered, max(instants, key=lambda item: item.num_bytes)]
-
-    def _update(self, model: ModelMemory, workload: Workload) -> Items:
-        """The fullest instant of the last backward pass: its loss, its last or its first block."""
-        one = _activations(model, workload)
-        before, held = model.gradients_before_last(one.microbatch), model.embedding_gradient
-        instants: tuple[Items, ...] = (
-            [
-                MemoryItem("gradients", before),
-                MemoryItem("activations", one.saved),
-                MemoryItem("logits", one.logits_backward),
-            ],
-            [
-                MemoryItem("gradients", before + held),
-                MemoryItem("activations", one.saved + one.passing),
-            ],
-            [
-                MemoryItem("gradients", model.gradients_at_end + held),
-                MemoryItem("activations", one.saved_by_block + one.passing),
-            ],
-        )
-        return [
-            MemoryItem("gradient buffers", model.buffers),
-            MemoryItem("gathered weights", model.gathered),
-            _on_host("gradients on the host", model.gradients_on_host),
-            *max(instants, key=_total),
-        ]
-
-
-def _activations(model: ModelMemory, workload: Workload) -> Activations:
-    return Activations(model, workload.microbatch(shares_prompts=model.shares_prompts))
-
-
-# -- what models keep ----------------------------------------------------------------------------
-
-
-def _kind_of(model: ModelMemory) -> MemoryKind:
-    """Return where the model's state lies while it computes."""
-    return MemoryKind.HOST if model.lies_on_host else MemoryKind.DEVICE
-
-
-def _weights(models: tuple[ModelMemory, ...]) -> Items:
-    return [MemoryItem(f"{m.name} weights", m.weights, _kind_of(m)) for m in models]
-
-
-def _movable(models: tuple[ModelMemory, ...]) -> int:
-    """Add up the optimizers that lie on the device while their models compute."""
-    return sum(model.optimizer for model in models if not model.lies_on_host)
-
-
-def _optimizer(models: tuple[ModelMemory, ...], *, is_offloaded: bool = False) -> Items:
-    name = "offloaded optimizer" if is_offloaded else "optimizer"
-    kind = MemoryKind.HOST if is_offloaded else MemoryKind.DEVICE
-    on_host = sum(model.optimizer for model in models if model.lies_on_host)
-    movable = MemoryItem(name, _movable(models), kind)
-    return [movable, _on_host("optimizer on the host", on_host)]
-
-
-def _load(models: tuple[ModelMemory, ...]) -> Items:
-    """Weights are there, and the files that they were read from still mapped."""
-    buffers = MemoryItem("gradient buffers", max(model.buffers for model in models))
-    masters = MemoryItem("optimizer", sum(model.masters for model in models))
-    files = _on_host("weight files, mapped", models[0].mapped_files)
-    return [*_weights(models), buffers, masters, files]
-
-
-def _checkpoint(models: tuple[ModelMemory, ...], *, is_measured: bool = True) -> MemoryItem:
-    """The copy on the host that a save writes from."""
-    saves = models[0].config.checkpoint.every_num_steps > 0
-    num_bytes = saves * sum(model.snapshot for model in models)
-    return _on_host("checkpoint", num_bytes, is_measured=is_measured)
+        return count_parameters(self.model) * self._models[0].storage_bytes

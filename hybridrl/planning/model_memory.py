@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 from hybridrl.config.actor import EngineConfig
 from hybridrl.config.architecture import Architecture
@@ -28,7 +27,9 @@ class ModelMemory:
     """Bytes of one model on one rank. Sizes that depend on rows are of one micro-batch."""
 
     config: ExperimentConfig
-    name: Literal["actor", "reference", "critic"]
+    name: str
+    """actor, reference or critic."""
+
     architecture: Architecture
     stage: int = 0
     """Of the pipeline, from 0; 0 where there is none."""
@@ -143,8 +144,9 @@ class ModelMemory:
     @property
     def mapped_files(self) -> int:
         """The files that it is read from: FSDP2 maps all of them, megatron-core what it reads."""
-        whole = self.split.count(self.architecture).total * self.storage_bytes
-        return self.weights if self.is_megatron else whole
+        if self.is_megatron:
+            return self.weights
+        return self.split.count(self.architecture).total * self.storage_bytes
 
     @property
     def _master_bytes(self) -> int:

@@ -10,8 +10,8 @@ from rich.table import Table
 from hybridrl.config.architecture import architecture_of
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ModelError
-from hybridrl.planning.memory import capacity_bytes, plan_critic_pool, plan_memory
-from hybridrl.planning.plan import MemoryItem, MemoryKind, MemoryPlan
+from hybridrl.planning.memory import plan_critic_pool, plan_memory
+from hybridrl.planning.plan import MemoryItem, MemoryKind, MemoryPlan, capacity_bytes
 from hybridrl.planning.split import count_parameters
 from hybridrl.planning.suggestions import largest_saving, suggest_override
 

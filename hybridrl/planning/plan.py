@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
+
+from hybridrl.config.cluster import ClusterConfig
+
+_GIB = 2**30
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class MemoryKind(Enum):
@@ -75,3 +82,21 @@ class MemoryPlan:
     def item_names(self) -> tuple[str, ...]:
         """Every item of any phase, in order of appearance."""
         return tuple(dict.fromkeys(item.name for phase in self.phases for item in phase.items))
+
+
+def capacity_bytes(cluster: ClusterConfig) -> int | None:
+    """Return the memory of one rank's device.
+
+    ``cluster.device_memory_gib`` if it is set. Else, on a CPU, an equal share of this machine's
+    memory (or its container's, if that is less) for each rank; on CUDA None: the size is unknown.
+    """
+    if cluster.device_memory_gib is not None:
+        return int(cluster.device_memory_gib * _GIB)
+    if cluster.device == "cuda":
+        return None
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = _CGROUP_LIMIT.read_text(encoding="ascii").strip()
+    except OSError:
+        limit = ""
+    return (min(total, int(limit)) if limit.isdigit() else total) // cluster.num_ranks_per_node

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
 
 from hybridrl.config.checks.violations import find_violations
-from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.experiment import ExperimentConfig, with_value
 from hybridrl.planning.memory import plan_memory
 
 _FEWEST_TOKENS = 128  # of a chunk of logits: smaller ones save nothing that counts
@@ -74,7 +73,7 @@ def suggestions(config: ExperimentConfig) -> Iterator[Suggestion]:
     """
     for key, value, price in (*_values(config), *_sizes(config)):
         if attrgetter(key)(config) != value:
-            yield Suggestion(key, value, price, _with_value(config, key, value))
+            yield Suggestion(key, value, price, with_value(config, key, value))
 
 
 def _values(config: ExperimentConfig) -> Iterator[tuple[str, bool | int | str, int]]:
@@ -96,7 +95,8 @@ def _values(config: ExperimentConfig) -> Iterator[tuple[str, bool | int | str, i
 
 def _sizes(config: ExperimentConfig) -> Iterator[tuple[str, int, int]]:
     """Yield halvings down to a limit, and doublings up to one."""
-    cluster, row_tokens, megatron = config.cluster, config.max_row_tokens, config.megatron_worlds
+    cluster, row_tokens = config.cluster, config.max_row_tokens
+    has_megatron = bool(config.megatron_worlds)
     has_critic = config.has_critic and not config.has_critic_pool
     is_cuda = cluster.device == "cuda"
     for is_offered, key, at_least in (
@@ -110,9 +110,9 @@ def _sizes(config: ExperimentConfig) -> Iterator[tuple[str, int, int]]:
             if number >> times >= at_least:
                 yield key, number >> times, times
     for is_offered, key, at_most, price in (  # tensor-parallel ranks stay within a node
-        (megatron, "megatron.tensor_parallel_size", cluster.num_ranks_per_node, 2),
-        (megatron, "megatron.expert_parallel_size", cluster.num_ranks, 2),
-        (megatron, "megatron.pipeline_parallel_size", cluster.num_ranks, 3),
+        (has_megatron, "megatron.tensor_parallel_size", cluster.num_ranks_per_node, 2),
+        (has_megatron, "megatron.expert_parallel_size", cluster.num_ranks, 2),
+        (has_megatron, "megatron.pipeline_parallel_size", cluster.num_ranks, 3),
         (is_cuda, "cluster.num_ranks_per_node", _MOST_RANKS_PER_NODE, 6),
         (is_cuda and cluster.ray_address is not None, "cluster.num_nodes", _MOST_NODES, 7),
     ):
@@ -120,11 +120,3 @@ def _sizes(config: ExperimentConfig) -> Iterator[tuple[str, int, int]]:
         for times in range(1, 8 if is_offered else 1):
             if number << times <= at_most:
                 yield key, number << times, price * times
-
-
-def _with_value(config: ExperimentConfig, key: str, value: object) -> ExperimentConfig:
-    section, _, name = key.rpartition(".")
-    changed: Any = replace(attrgetter(section)(config), **{name: value})
-    if "." in section:
-        return _with_value(config, section, changed)
-    return replace(config, **{section: changed})

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.drift import Drift, DriftMeasurement, attribute_drift, measure_drift
 from hybridrl.batch import PromptBatch
-from hybridrl.config.model_folder import read_settings
+from hybridrl.config.architecture import read_architecture
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import DriftError
 from hybridrl.metrics import Max, Mean, Metrics
@@ -72,7 +72,7 @@ class Canary:
         self._sharding = sharding
         self._control = control
         self._trainer = trainer
-        self._vocab_size = int(read_settings(model_folder)["vocab_size"])
+        self._vocab_size = read_architecture(model_folder).vocab_size
         self._prompts: PromptBatch | None = None
         self._scored_version: int | None = None
         self._known: tuple[int, list[Response]] | None = None

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config.checks.violations import find_violations
-from hybridrl.planning.memory import capacity_bytes, plan_memory
+from hybridrl.planning.memory import plan_memory
 from hybridrl.planning.page import peak_line, plan_page, verdict
+from hybridrl.planning.plan import capacity_bytes
 from hybridrl.planning.suggestions import largest_saving, suggest_override, suggestions
 from tests.config.values import config_of
 from tests.planning.models import QWEN3_8B

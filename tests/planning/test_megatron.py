@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
@@ -32,9 +31,6 @@ COMMON = (
 )
 
 
-Name = Literal["actor", "reference", "critic"]
-
-
 @pytest.fixture
 def dense(tmp_path: Path) -> tuple[str, ...]:
     """Qwen3-8B on 2 x 8 GPUs: tensor 4, data 4."""
@@ -54,7 +50,7 @@ def sparse(tmp_path: Path) -> tuple[str, ...]:
     )
 
 
-def memory_of(*overrides: str, stage: int = 0, name: Name = "actor") -> ModelMemory:
+def memory_of(*overrides: str, stage: int = 0, name: str = "actor") -> ModelMemory:
     config = config_of(*overrides)
     return ModelMemory(config, name, architecture_of(config.model), stage)
 

@@ -127,7 +127,7 @@ def workload_of(siblings: int) -> Workload:
     return Workload(
         num_rows=8,
         num_rows_per_update=8,
-        num_siblings=siblings,
+        group_size=siblings,
         num_prompt_tokens=6,
         num_response_tokens=10,
         max_tokens_per_microbatch=10_000,

@@ -13,13 +13,12 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridrl.batch import PromptBatch
-from hybridrl.config.model_folder import read_settings
+from hybridrl.config.architecture import Architecture, read_architecture
 from hybridrl.config.rollout import ABORT_GRACE_S, FLUSH_TIMEOUT_S, RolloutConfig
 from hybridrl.diagnostics import activity
 from hybridrl.errors import EngineError, LedgerError, ModelError, PhaseError, suggest_name
@@ -112,7 +111,7 @@ class SGLangEngine:
         self._weights = list_weights(
             {**self._shapes, **self._adapter_shapes}, itemsize=_ITEMSIZE[spec.rollout.dtype]
         )
-        self._model = read_settings(spec.model_folder)
+        self._model = read_architecture(spec.model_folder)
         self._experts = _expert_shape(self._model) if spec.rollout.routed_experts else None
         self.transport = build_transport(
             spec.rollout, HOOKS, device=device or torch.device(spec.device), leads=True
@@ -146,7 +145,7 @@ class SGLangEngine:
         with self._gate.admit(len(prompts) * sampling.num_responses_per_prompt) as ticket:
             self._require_resident("generate", *MemoryTag)
             self._require_adapter()
-            vocab_size: int = self._model["vocab_size"]
+            vocab_size = self._model.vocab_size
             check_sampling(sampling, vocab_size=vocab_size)
             limit = self._spec.max_context_tokens
             check_prompts(prompts, max_context_tokens=limit, vocab_size=vocab_size)
@@ -443,13 +442,13 @@ def _handle(flat: Tensor, slots: Sequence[TensorSpan]) -> str:
     return _serialized({"flattened_tensor": flat, "metadata": metadata})
 
 
-def _expert_shape(model: Mapping[str, Any]) -> ExpertShape:
-    if "num_experts_per_tok" not in model:
+def _expert_shape(model: Architecture) -> ExpertShape:
+    if model.experts is None:
         raise ModelError(
-            f"rollout.routed_experts=true, and model_type={model['model_type']!r} has no experts; "
+            f"rollout.routed_experts=true, and model_type={model.model_type!r} has no experts; "
             "set rollout.routed_experts=false"
         )
-    return ExpertShape(model["num_hidden_layers"], model["num_experts_per_tok"])
+    return ExpertShape(model.num_layers, model.experts.num_per_token)
 
 
 def _serialized(payload: object) -> str:

@@ -11,8 +11,7 @@ import torch
 from torch.nn.functional import silu
 
 from hybridrl.config.actor import EngineConfig
-from hybridrl.config.architecture import Architecture
-from hybridrl.config.checks.lora import OF_EXPERTS
+from hybridrl.config.architecture import MLP_MODULES, Architecture
 from hybridrl.config.checks.megatron import INSTALL_TRANSFORMER_ENGINE
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.megatron import MegatronConfig
@@ -139,7 +138,7 @@ def choose_kernels(
 
 def adapting_duty(architecture: Architecture, lora: LoraConfig) -> Duty:
     """Return what a frozen model with adapters is for: experts with adapters compute one by one."""
-    is_of_experts = architecture.experts is not None and {*lora.modules} & {*OF_EXPERTS}
+    is_of_experts = architecture.experts is not None and {*lora.modules} & {*MLP_MODULES}
     return "adapts_experts" if is_of_experts else "adapts"
 
 

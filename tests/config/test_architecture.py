@@ -3,10 +3,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     PretrainedConfig,
@@ -104,18 +106,52 @@ def test_a_made_model_is_counted_before_it_is_made(tmp_path: Path) -> None:
     assert architecture_of(replace(model, path=str(tmp_path / "made"))) == architecture_of(model)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "qwen3_moe"])
-def test_what_a_folder_leaves_out_is_what_transformers_would_take(
-    model_type: str, tmp_path: Path
+CONFIGS = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+}
+OLD_LLAMA3 = {
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 4096},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 2e5}},
+        {**OLD_LLAMA3, "max_position_embeddings": 131072},
+    ],
+    ids=["nothing", "old-rope", "new-rope", "llama3"],
+)
+def test_reader_agrees_with_transformers(
+    model_type: str, values: dict[str, object], tmp_path: Path
 ) -> None:
-    config = {
-        "llama": LlamaConfig,
-        "qwen2": Qwen2Config,
-        "qwen3": Qwen3Config,
-        "qwen3_moe": Qwen3MoeConfig,
-    }[model_type]()
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    assert count_parameters(read_architecture(tmp_path)) == num_real_parameters(config)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **values}))
+    config: Any = AutoConfig.from_pretrained(tmp_path)
+    architecture, rope = read_architecture(tmp_path), config.rope_parameters
+    assert count_parameters(architecture) == num_real_parameters(config)
+    assert architecture.max_positions == config.max_position_embeddings
+    assert architecture.norm_eps == config.rms_norm_eps
+    assert architecture.rope_theta == rope["rope_theta"]
+    scaling = architecture.rope_scaling
+    assert (scaling is not None) == (rope["rope_type"] == "llama3")
+    if scaling is not None:
+        names = ("factor", "low_freq_factor", "high_freq_factor")
+        read = (scaling.factor, scaling.low_frequency_factor, scaling.high_frequency_factor)
+        assert read == tuple(rope[name] for name in names)
+        assert scaling.original_max_positions == rope["original_max_position_embeddings"]
 
 
 @pytest.mark.parametrize(
