@@ -210,22 +210,26 @@ class _Rank:
 
     def _forward(self, model: ModelMemory) -> Items:
         """A pass without gradients: a block computes, or a chunk of logits exists."""
-        one = self._pass(model, is_update=False)
-        computing = MemoryItem("activations", one.passing + one.whole_stream)
-        logits = MemoryItem("logits", one.logits_forward + 2 * one.whole_stream)
+        activations = self._pass(model, is_update=False)
+        computing = MemoryItem("activations", activations.passing + activations.whole_stream)
+        logits = MemoryItem("logits", activations.logits_forward + 2 * activations.whole_stream)
         gathered = MemoryItem("gathered weights", model.gathered)
         return [gathered, max(computing, logits, key=lambda item: item.num_bytes)]
 
     def _update(self, model: ModelMemory) -> Items:
         """The fullest instant of the last backward pass: its loss, its last or its first block."""
-        one = self._pass(model, is_update=True)
-        before, held = model.gradients_before_last(one.microbatch), model.embedding_gradient
+        activations = self._pass(model, is_update=True)
+        before, held = model.gradients_before_last(activations.microbatch), model.embedding_gradient
         instants = (
-            {"gradients": before, "activations": one.saved, "logits": one.logits_backward},
-            {"gradients": before + held, "activations": one.saved + one.passing},
+            {
+                "gradients": before,
+                "activations": activations.saved,
+                "logits": activations.logits_backward,
+            },
+            {"gradients": before + held, "activations": activations.saved + activations.passing},
             {
                 "gradients": model.gradients_at_end + held,
-                "activations": one.saved_by_block + one.passing,
+                "activations": activations.saved_by_block + activations.passing,
             },
         )
         fullest = max(instants, key=lambda instant: sum(instant.values()))

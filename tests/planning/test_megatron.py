@@ -31,6 +31,10 @@ COMMON = (
 )
 
 
+ENDS = ("megatron.num_layers_in_first_stage=22", "megatron.num_layers_in_last_stage=24")
+UNEVEN = [22, 24, 24, 24]
+
+
 @pytest.fixture
 def dense(tmp_path: Path) -> tuple[str, ...]:
     """Qwen3-8B on 2 x 8 GPUs: tensor 4, data 4."""
@@ -155,17 +159,33 @@ def test_some_layers_may_be_dense_and_the_stage_that_has_more_experts_is_fuller(
     assert "stage 2 of 2: the fullest" in plan_page(config_of(*sparse))
 
 
-def test_stages_hold_the_whole_model_between_them(sparse: tuple[str, ...]) -> None:
-    alone = ("megatron.tensor_parallel_size=1", "megatron.sequence_parallel=false")
+@pytest.mark.parametrize(
+    ("num_layers", "ends", "virtual", "lengths"),
+    [(48, (), 1, [12] * 4), (48, (), 3, [12] * 4), (94, ENDS, 1, UNEVEN), (94, ENDS, 2, UNEVEN)],
+)
+def test_stages_hold_the_whole_model_between_them(
+    sparse: tuple[str, ...],
+    tmp_path: Path,
+    num_layers: int,
+    ends: tuple[str, ...],
+    virtual: int,
+    lengths: list[int],
+) -> None:
+    model = {**QWEN3_30B_A3B, "num_hidden_layers": num_layers}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    alone = ("megatron.tensor_parallel_size=1", "megatron.sequence_parallel=false", *ends)
     alone += ("megatron.expert_parallel_size=1", "megatron.pipeline_parallel_size=4")
-    for virtual in (1, 3):
-        given = (*sparse, *alone, f"megatron.num_virtual_stages={virtual}")
-        stages = [memory_of(*given, stage=stage) for stage in range(4)]
-        whole = count_parameters(architecture_of(config_of(*given).model))
-        assert sum(stage.parameters.total for stage in stages) == whole
-    layers = [layer for stage in stages for layer in stage.split.layers_of(stage.architecture)]
-    assert sorted(layers) == list(range(48))
-    assert stages[1].split.layers_of(stages[1].architecture)[:5] == (4, 5, 6, 7, 20)
+    given = (*sparse, *alone, f"megatron.num_virtual_stages={virtual}")
+    stages = [memory_of(*given, stage=stage) for stage in range(4)]
+    whole = count_parameters(architecture_of(config_of(*given).model))
+    assert sum(stage.parameters.total for stage in stages) == whole
+    layers = [stage.split.layers_of(stage.architecture) for stage in stages]
+    assert [len(of_stage) for of_stage in layers] == lengths
+    assert sorted(layer for of_stage in layers for layer in of_stage) == list(range(num_layers))
+    if virtual == 3:
+        assert layers[1][:5] == (4, 5, 6, 7, 20)
+    if virtual == 2:
+        assert layers[1][:13] == (*range(11, 23), 58)
 
 
 def test_words_are_padded_and_a_tied_embedding_stands_on_both_ends(
@@ -260,21 +280,6 @@ def test_a_critic_in_its_own_pool_is_cut_over_its_own_ranks(dense: tuple[str, ..
     assert part(plan, "critic_update", "critic weights") == 2 * numbers
     assert part(plan, "critic_update", "optimizer") == pytest.approx(12 * numbers / 2, abs=24)
     assert Workload.longest(config).num_rows == 512 * config.rollout.num_responses_per_prompt // 4
-
-
-def test_stages_of_unequal_length_hold_the_whole_model_too(
-    sparse: tuple[str, ...], tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_30B_A3B, "num_hidden_layers": 94}))
-    ends = ("megatron.num_layers_in_first_stage=22", "megatron.num_layers_in_last_stage=24")
-    given = (*sparse, "megatron.pipeline_parallel_size=4", *ends, "megatron.expert_parallel_size=4")
-    for virtual in (1, 2):
-        sizes = (*given, f"megatron.num_virtual_stages={virtual}")
-        stages = [memory_of(*sizes, stage=stage) for stage in range(4)]
-        layers = [stage.split.layers_of(stage.architecture) for stage in stages]
-        assert [len(of) for of in layers] == [22, 24, 24, 24]
-        assert sorted(layer for of in layers for layer in of) == list(range(94))
-    assert layers[1][:13] == (*range(11, 23), 58)
 
 
 def test_an_optimizer_on_the_host_takes_nothing_of_the_device(dense: tuple[str, ...]) -> None:
