@@ -49,9 +49,8 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.foreign_names import answer_choice
 from hybridrl.config.help_text import help_text
 from hybridrl.config.interpolation import check_lengths, leaves, unresolved
-from hybridrl.config.load import load_config
+from hybridrl.config.load import load_config, unknown_key
 from hybridrl.config.summary import summarize
-from hybridrl.config.unknown_keys import unknown_key
 from hybridrl.config.yaml_text import flaw_of_yaml
 from hybridrl.errors import (
     ConfigError,

@@ -13,7 +13,7 @@ from pathlib import Path
 from hybridrl import __version__
 from hybridrl.checkpoint.manifest import Recipe, RunFingerprint
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.keys import flatten
+from hybridrl.config.spelling import flatten
 from hybridrl.errors import CheckpointError
 from hybridrl.json_text import to_json_text
 

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.planning.megatron import MegatronMemory
-from hybridrl.planning.megatron_cut import Cut
-from hybridrl.planning.roles import ModelPrecision, PlannedModel
-from hybridrl.planning.shapes import read_shape
+from hybridrl.config.architecture import read_architecture
+from hybridrl.planning.activations import Activations
+from hybridrl.planning.model_memory import ModelMemory
 from hybridrl.workers.train.megatron.backend import MegatronBackend
 from hybridrl.workers.train.megatron.context import MegatronContext
 from tests.config.values import config_of
@@ -56,11 +55,8 @@ def test_activations_are_those_that_were_planned(
     folder = make_tiny_model(tmp_path, family, hidden_size=128, num_layers=3)
     num_ranks = 2 if overrides else 1
     config = config_of("actor=megatron", f"cluster.num_ranks_per_node={num_ranks}", *overrides)
-    memory = MegatronMemory(
-        PlannedModel(name="actor", shape=read_shape(folder), learns=True),
-        ModelPrecision.of(config),
-        Cut.of(config.megatron, num_ranks=num_ranks, stage=0),
-    )
-    predicted = memory.activations(workload_of(siblings).microbatch(shares_prompts=True))
+    planned = ModelMemory(config, "actor", read_architecture(folder))
+    microbatch = workload_of(siblings).microbatch(shares_prompts=True)
+    predicted = Activations(planned, microbatch).saved
     for num_bytes in run_ranks(num_ranks, _keep, folder, siblings, *overrides):
         assert num_bytes == pytest.approx(predicted, rel=0.04)

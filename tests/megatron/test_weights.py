@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hybridrl.models.load import WeightFiles
-from hybridrl.workers.train.megatron.architecture import inverse_frequencies, read_architecture
+from hybridrl.workers.train.megatron.architecture import inverse_frequencies, megatron_architecture
 from hybridrl.workers.train.megatron.export import WeightExport
 from hybridrl.workers.train.megatron.hf_tensors import hf_tensors
 from hybridrl.workers.train.megatron.load import load_weights
@@ -25,7 +25,7 @@ from tests.workers.train.megatron.test_architecture import LLAMA3
 
 
 def _go_there_and_back(_rank: int, folder: Path, tp: int, pp: int, ep: int, etp: int) -> int:
-    architecture = read_architecture(folder)
+    architecture = megatron_architecture(folder)
     local = global_parameters(build_local_model(architecture, tp=tp, pp=pp, ep=ep, etp=etp))
     shard_map = ShardMap(architecture, this_rank())
     with torch.no_grad():
@@ -75,7 +75,7 @@ def test_files_come_back_bit_by_bit(
 
 
 def _compute_logits(_rank: int, folder: Path, tp: int) -> Tensor:
-    architecture = read_architecture(folder)
+    architecture = megatron_architecture(folder)
     model = build_local_model(architecture, tp=tp, pp=1, ep=1, etp=1).eval()
     local = global_parameters(model)
     load_weights(local, WeightFiles(folder), ShardMap(architecture, this_rank()))

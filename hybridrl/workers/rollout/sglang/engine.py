@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from hybridrl.batch import PromptBatch
-from hybridrl.config.model_folder import read_settings
+from hybridrl.config.architecture import Architecture, read_architecture
 from hybridrl.config.rollout import ABORT_GRACE_S, FLUSH_TIMEOUT_S
 from hybridrl.diagnostics import activity
 from hybridrl.errors import EngineError, ModelError, PhaseError
@@ -51,7 +50,7 @@ class SGLangEngine(ServedWeights):
         """
         super().__init__(spec, device=device or torch.device(spec.device))
         self._variables = dict(variables)
-        self._model = read_settings(spec.model_folder)
+        self._model = read_architecture(spec.model_folder)
         self._experts = _expert_shape(self._model) if spec.rollout.routed_experts else None
         self._metrics: Metrics = {}
         self.frees_memory = spec.device == "cuda"
@@ -80,7 +79,7 @@ class SGLangEngine(ServedWeights):
         with self._gate.admit(len(prompts) * sampling.num_responses_per_prompt) as call:
             self._require_resident("generate", *MemoryTag)
             self._require_adapter()
-            vocab_size: int = self._model["vocab_size"]
+            vocab_size = self._model.vocab_size
             check_sampling(sampling, vocab_size=vocab_size)
             limit = self._spec.max_context_tokens
             check_prompts(prompts, max_context_tokens=limit, vocab_size=vocab_size)
@@ -199,10 +198,10 @@ class SGLangEngine(ServedWeights):
         self.transport.forget()
 
 
-def _expert_shape(model: Mapping[str, Any]) -> ExpertShape:
-    if "num_experts_per_tok" not in model:
+def _expert_shape(model: Architecture) -> ExpertShape:
+    if model.experts is None:
         raise ModelError(
-            f"rollout.routed_experts=true, and model_type={model['model_type']!r} has no experts; "
+            f"rollout.routed_experts=true, and model_type={model.model_type!r} has no experts; "
             "set rollout.routed_experts=false"
         )
-    return ExpertShape(model["num_hidden_layers"], model["num_experts_per_tok"])
+    return ExpertShape(model.num_layers, model.experts.num_per_token)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.checks.server import TYPED
+from hybridrl.config.checks.rollout import TYPED
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model import StarterConfig
 from hybridrl.errors import ConfigError, ConfigErrors

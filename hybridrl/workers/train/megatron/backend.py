@@ -25,7 +25,7 @@ from hybridrl.models.adapter_names import file_name
 from hybridrl.models.load import WeightFiles
 from hybridrl.workers.train.backend import Compute, LossOf, Output, Rows, StepOutcome, as_columns
 from hybridrl.workers.train.export import Configuration
-from hybridrl.workers.train.megatron.architecture import read_architecture
+from hybridrl.workers.train.megatron.architecture import megatron_architecture
 from hybridrl.workers.train.megatron.balance import LoadBalance
 from hybridrl.workers.train.megatron.checkpoint import OwnedSpan, checkpoint_tensors
 from hybridrl.workers.train.megatron.configuration import ddp_config
@@ -74,7 +74,7 @@ class MegatronBackend:
         self.device = context.device
         self.adapter = adapter
         self._config = config
-        architecture = read_architecture(folder)
+        architecture = megatron_architecture(folder)
         duty: Duty = "scores" if num_total_steps is None else "learns"
         self._stage_adapter: StageAdapter | None = None
         if adapter is not None:

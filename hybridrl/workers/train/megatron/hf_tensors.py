@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import lru_cache
 
+from hybridrl.config.architecture import Architecture
 from hybridrl.models.adapter_names import ADAPTER_NAME
-from hybridrl.workers.train.megatron.architecture import Architecture
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -79,7 +79,7 @@ def _attention(architecture: Architecture) -> Shapes:
     shapes: Shapes = {}
     for leaf, outputs in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
         shapes |= _linear(f"self_attn.{leaf}", outputs, hidden, has_bias=architecture.has_qkv_bias)
-    shapes |= _linear("self_attn.o_proj", hidden, query, has_bias=architecture.has_linear_bias)
+    shapes |= _linear("self_attn.o_proj", hidden, query, has_bias=architecture.has_output_bias)
     if architecture.has_head_norms:
         for leaf in ("q_norm", "k_norm"):
             shapes[f"self_attn.{leaf}.weight"] = (architecture.head_size,)
@@ -87,7 +87,7 @@ def _attention(architecture: Architecture) -> Shapes:
 
 
 def _mlp(module: str, architecture: Architecture, inner: int) -> Shapes:
-    hidden, has_bias = architecture.hidden_size, architecture.has_linear_bias
+    hidden, has_bias = architecture.hidden_size, architecture.has_mlp_bias
     return (
         _linear(f"{module}.gate_proj", inner, hidden, has_bias=has_bias)
         | _linear(f"{module}.up_proj", inner, hidden, has_bias=has_bias)

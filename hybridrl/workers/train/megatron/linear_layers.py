@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from hybridrl.config.architecture import Architecture
 from hybridrl.errors import ModelError
 from hybridrl.models.adapter_names import ADAPTER_NAME
-from hybridrl.workers.train.megatron.architecture import Architecture
 from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.megatron.hf_tensors import hf_tensors
 from hybridrl.workers.train.shard_spec import ShardSpec

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from hybridrl.config.architecture import Architecture
 from hybridrl.models.logprobs import VocabShard, token_logprobs
 from hybridrl.models.packed_model import PackedTokens
-from hybridrl.workers.train.megatron.architecture import Architecture, inverse_frequencies
+from hybridrl.workers.train.megatron.architecture import inverse_frequencies
 from hybridrl.workers.train.megatron.balance import LoadBalance
 from hybridrl.workers.train.megatron.layers import decoder_layers
 from hybridrl.workers.train.megatron.megatron_core import (

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from hybridrl.config.actor import EngineConfig
+from hybridrl.config.architecture import Architecture, architecture_of
 from hybridrl.config.checks.megatron import INSTALL_TRANSFORMER_ENGINE
 from hybridrl.config.checks.megatron_args import (
     keys_of_transformer_engine,
@@ -17,7 +18,7 @@ from hybridrl.config.checks.megatron_args import (
 )
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ConfigError, ConfigErrors
-from hybridrl.workers.train.megatron.architecture import Architecture, read_architecture
+from hybridrl.workers.train.megatron.architecture import megatron_architecture
 from hybridrl.workers.train.megatron.configuration import ddp_config, optimizer_config
 from hybridrl.workers.train.megatron.context import Duty, MegatronContext
 from hybridrl.workers.train.megatron.megatron_core import HAVE_TE, VERSION
@@ -36,12 +37,11 @@ class _Role:
     duty: Duty
 
 
-def rehearse(config: ExperimentConfig, folder: Path) -> list[str]:
+def rehearse(config: ExperimentConfig) -> list[str]:
     """Build megatron-core's configuration objects as the run's engines would.
 
     Args:
-        config: of a run that trains on megatron-core.
-        folder: Hugging Face folder of the model; only its config.json is read.
+        config: of a run that trains on megatron-core; only the config.json of its model is read.
 
     Returns:
         Lines for the user, with megatron-core's warnings.
@@ -50,7 +50,8 @@ def rehearse(config: ExperimentConfig, folder: Path) -> list[str]:
         ConfigErrors: it rejects the configuration of a model; all of them at once.
         ModelError: it cannot compute the model.
     """
-    architecture = read_architecture(folder)
+    path = config.model.path
+    architecture = megatron_architecture(Path(path)) if path else architecture_of(config.model)
     device = torch.device(config.cluster.device)
     unchecked = {} if HAVE_TE else keys_of_transformer_engine(config.megatron)
     if unchecked:

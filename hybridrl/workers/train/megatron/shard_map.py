@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hybridrl.config.architecture import Architecture
 from hybridrl.errors import ModelError
-from hybridrl.planning.megatron_cut import padded_words
-from hybridrl.workers.train.megatron.architecture import Architecture
+from hybridrl.planning.split import padded_vocabulary
 from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.megatron.hf_tensors import (
     EMBEDDING,
@@ -59,7 +59,7 @@ def is_of_adapter(name: str) -> bool:
 
 def padded_vocab_size(architecture: Architecture, *, tp_size: int) -> int:
     """Return the rows of the padded embedding: a multiple of 8 on every tensor-parallel rank."""
-    return padded_words(architecture.vocab_size, tp_size=tp_size)
+    return padded_vocabulary(architecture.vocab_size, tp_size=tp_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 from hybridrl.config.actor import ActorConfig
+from hybridrl.config.architecture import Architecture
 from hybridrl.config.critic import CriticConfig
 from hybridrl.models.load import WeightFiles
 from hybridrl.workers.train.backend import choose_kernel
-from hybridrl.workers.train.megatron.architecture import Architecture
 from hybridrl.workers.train.megatron.context import Duty, MegatronContext
 from hybridrl.workers.train.megatron.layers import mark_shards
 from hybridrl.workers.train.megatron.load import load_weights

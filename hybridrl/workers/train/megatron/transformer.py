@@ -10,12 +10,11 @@ import torch
 from torch.nn.functional import silu
 
 from hybridrl.config.actor import EngineConfig
-from hybridrl.config.checks.lora import OF_EXPERTS
+from hybridrl.config.architecture import MLP_MODULES, Architecture
 from hybridrl.config.checks.megatron import INSTALL_TRANSFORMER_ENGINE
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.megatron import MegatronConfig
 from hybridrl.errors import ConfigError
-from hybridrl.workers.train.megatron.architecture import Architecture
 from hybridrl.workers.train.megatron.configuration import build_configuration
 from hybridrl.workers.train.megatron.context import Duty, MegatronContext
 from hybridrl.workers.train.megatron.megatron_core import (
@@ -129,7 +128,7 @@ def choose_kernels(
 
 def adapting_duty(architecture: Architecture, lora: LoraConfig) -> Duty:
     """Return the duty of a frozen model with adapters; adapted experts compute one by one."""
-    is_of_experts = architecture.experts is not None and {*lora.modules} & {*OF_EXPERTS}
+    is_of_experts = architecture.experts is not None and {*lora.modules} & {*MLP_MODULES}
     return "adapts_experts" if is_of_experts else "adapts"
 
 
@@ -199,7 +198,7 @@ def _sizes(architecture: Architecture) -> dict[str, object]:
         "layernorm_epsilon": architecture.norm_eps,
         "qk_layernorm": architecture.has_head_norms,
         "add_qkv_bias": architecture.has_qkv_bias,
-        "add_bias_linear": architecture.has_linear_bias,
+        "add_bias_linear": architecture.has_mlp_bias,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "activation_func": silu,

@@ -11,12 +11,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from hybridrl.config.architecture import Architecture, read_architecture
 from hybridrl.errors import CheckpointError
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter
 from hybridrl.workers.train.critic_engine import CriticEngine
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
-from hybridrl.workers.train.megatron.architecture import Architecture, read_architecture
 from hybridrl.workers.train.megatron.checkpoint import MOMENTS, OwnedSpan, checkpoint_tensors
 from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.megatron.hf_tensors import adapter_tensors, critic_tensors, hf_tensors

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hybridrl.config.architecture import read_architecture
 from hybridrl.errors import ModelError
 from hybridrl.models.load import WeightFiles
-from hybridrl.workers.train.megatron.architecture import read_architecture
 from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.megatron.load import check_files, load_weights
 from hybridrl.workers.train.megatron.shard_map import ShardMap

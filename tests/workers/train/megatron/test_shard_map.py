@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridrl.config.architecture import Architecture
 from hybridrl.errors import ModelError
-from hybridrl.workers.train.megatron.architecture import Architecture
 from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.megatron.hf_tensors import hf_tensors
 from hybridrl.workers.train.megatron.shard_map import (
@@ -102,7 +102,8 @@ MODEL = Architecture(
     max_positions=16,
     is_tied=True,
     has_qkv_bias=True,
-    has_linear_bias=False,
+    has_output_bias=False,
+    has_mlp_bias=False,
     has_head_norms=False,
     norm_eps=1e-6,
     rope_theta=1e4,

@@ -1,12 +1,13 @@
-"""Rules about the SGLang server that rollout engines start."""
+"""Rules about rollout engines, and the SGLang server that they may start."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from importlib.util import find_spec
 
-from hybridrl.config.checks.lora import model_values
+from hybridrl.config.architecture import find_architecture
 from hybridrl.config.checks.passed_arguments import refuse_own_arguments
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.rollout import ABORT_GRACE_S, FLUSH_TIMEOUT_S
@@ -145,10 +146,10 @@ def check_drain_fits_its_stage(config: ExperimentConfig) -> Iterator[ConfigError
 
 def check_server_reads_the_model(config: ExperimentConfig) -> Iterator[ConfigError]:
     """SGLang (seen with 0.5.21) leaves a tied head of Qwen3-MoE as it was made: at random."""
-    values = model_values(config)
-    if config.rollout.engine != "sglang" or not values.get("tie_word_embeddings", False):
+    model = find_architecture(config.model)
+    if config.rollout.engine != "sglang" or model is None or not model.is_tied:
         return
-    if values.get("model_type") == "qwen3_moe":
+    if model.model_type == "qwen3_moe":
         yield ConfigError(
             "model.path",
             config.model.path,
@@ -189,3 +190,56 @@ def check_transport(config: ExperimentConfig) -> Iterator[ConfigError]:
             "NCCL takes one process of a group on a GPU, and engines share theirs with the trainer",
             remedies=[(f"{key}=auto",), (f"{key}=disk",)],
         )
+
+
+def check_rollout_engine(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The embedded engine runs on one rank."""
+    size = config.rollout.tensor_parallel_size
+    if config.rollout.engine == "hf" and size != 1:
+        yield ConfigError(
+            "rollout.tensor_parallel_size",
+            size,
+            "rollout.engine=hf runs on one rank",
+            remedies=[("rollout.tensor_parallel_size=1",)],
+        )
+
+
+READ_BY: Mapping[str, tuple[str, str | int | float | bool]] = {
+    "num_threads": ("hf", 1),
+    "memory_fraction": ("sglang", 0.85),
+    "cuda_graphs": ("sglang", True),
+    "routed_experts": ("sglang", False),
+    "start_timeout_s": ("sglang", 600.0),
+    "request_timeout_s": ("sglang", 600.0),
+}
+"""Keys of ``rollout`` that one engine alone reads, and their value in hydra_configs/rollout."""
+
+
+def check_rollout_keys_are_read(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Keys of the other rollout engine are as they were: else a setting would be ignored."""
+    engine, values = config.rollout.engine, asdict(config.rollout)
+    for name, (reader, usual) in READ_BY.items():
+        if reader == engine or values[name] == usual:
+            continue
+        reset = f"rollout.{name}={str(usual).lower()}"
+        yield ConfigError(
+            f"rollout.{name}",
+            values[name],
+            f"would be ignored: rollout.engine={reader} alone reads it, and this is {engine}",
+            remedies=[(reset,)],
+            fix=f"set {reset}, or rollout={reader}",
+        )
+
+
+RULES = (
+    check_rollout_engine,
+    check_rollout_keys_are_read,
+    check_transport,
+    check_certificate,
+    check_sglang_is_installed,
+    check_engine_args,
+    check_graphs_can_be_released,
+    check_server_computes_in,
+    check_drain_fits_its_stage,
+    check_server_reads_the_model,
+)

@@ -3,10 +3,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     PretrainedConfig,
@@ -15,8 +17,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from hybridrl.config.architecture import architecture_of, read_architecture
 from hybridrl.errors import ModelError
-from hybridrl.planning.shapes import read_shape, shape_of
+from hybridrl.planning.split import count_parameters
 from hybridrl.run.starter import write_random_model
 from tests.config.values import config_of
 
@@ -67,7 +70,7 @@ def test_parameters_are_counted_as_transformers_counts_them(
 ) -> None:
     config.tie_word_embeddings = is_tied
     config.save_pretrained(tmp_path)
-    assert read_shape(tmp_path).num_parameters == num_real_parameters(config)
+    assert count_parameters(read_architecture(tmp_path)) == num_real_parameters(config)
 
 
 def test_published_models_have_their_published_sizes(tmp_path: Path) -> None:
@@ -81,7 +84,7 @@ def test_published_models_have_their_published_sizes(tmp_path: Path) -> None:
         tie_word_embeddings=True,
     )
     qwen.save_pretrained(tmp_path)
-    assert read_shape(tmp_path).num_parameters == 494_032_768  # Qwen2.5-0.5B's model card
+    assert count_parameters(read_architecture(tmp_path)) == 494_032_768  # Qwen2.5-0.5B's model card
 
 
 def test_layers_with_experts_are_those_of_transformers(tmp_path: Path) -> None:
@@ -89,32 +92,66 @@ def test_layers_with_experts_are_those_of_transformers(tmp_path: Path) -> None:
         **{**SIZES, **EXPERTS, "num_hidden_layers": 6}, mlp_only_layers=[3], decoder_sparse_step=2
     )
     config.save_pretrained(tmp_path)  # transformers 5 writes num_local_experts
-    experts = read_shape(tmp_path).experts
+    experts = read_architecture(tmp_path).experts
     assert experts is not None
     assert (experts.num_experts, experts.num_per_token, experts.intermediate_size) == (4, 2, 40)
-    assert experts.layers == {1, 5}
+    assert experts.sparse_layers == (1, 5)
 
 
 def test_a_made_model_is_counted_before_it_is_made(tmp_path: Path) -> None:
     model = config_of().model
     assert model.starter is not None
     write_random_model(model.starter, tmp_path / "made", seed=0)
-    assert shape_of(model) == read_shape(tmp_path / "made")
-    assert shape_of(replace(model, path=str(tmp_path / "made"))) == shape_of(model)
+    assert architecture_of(model) == read_architecture(tmp_path / "made")
+    assert architecture_of(replace(model, path=str(tmp_path / "made"))) == architecture_of(model)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "qwen3_moe"])
-def test_what_a_folder_leaves_out_is_what_transformers_would_take(
-    model_type: str, tmp_path: Path
+CONFIGS = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+}
+OLD_LLAMA3 = {
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 4096},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 2e5}},
+        {**OLD_LLAMA3, "max_position_embeddings": 131072},
+    ],
+    ids=["nothing", "old-rope", "new-rope", "llama3"],
+)
+def test_reader_agrees_with_transformers(
+    model_type: str, values: dict[str, object], tmp_path: Path
 ) -> None:
-    config = {
-        "llama": LlamaConfig,
-        "qwen2": Qwen2Config,
-        "qwen3": Qwen3Config,
-        "qwen3_moe": Qwen3MoeConfig,
-    }[model_type]()
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    assert read_shape(tmp_path).num_parameters == num_real_parameters(config)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **values}))
+    config: Any = AutoConfig.from_pretrained(tmp_path)
+    architecture, rope = read_architecture(tmp_path), config.rope_parameters
+    assert count_parameters(architecture) == num_real_parameters(config)
+    assert architecture.max_positions == config.max_position_embeddings
+    assert architecture.norm_eps == config.rms_norm_eps
+    assert architecture.rope_theta == rope["rope_theta"]
+    scaling = architecture.rope_scaling
+    assert (scaling is not None) == (rope["rope_type"] == "llama3")
+    if scaling is not None:
+        names = ("factor", "low_freq_factor", "high_freq_factor")
+        read = (scaling.factor, scaling.low_frequency_factor, scaling.high_frequency_factor)
+        assert read == tuple(rope[name] for name in names)
+        assert scaling.original_max_positions == rope["original_max_position_embeddings"]
 
 
 @pytest.mark.parametrize(
@@ -132,4 +169,4 @@ def test_what_a_folder_leaves_out_is_what_transformers_would_take(
 def test_an_odd_config_is_refused_by_name(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelError, match=words):
-        read_shape(tmp_path)
+        read_architecture(tmp_path)

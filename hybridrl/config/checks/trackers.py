@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 from packaging.specifiers import SpecifierSet
 
+from hybridrl.config.checks.data import listed_twice
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ConfigError
 
@@ -47,3 +48,14 @@ def _flaw_of(tracker: str) -> str:
     if SpecifierSet(versions).contains(installed, prereleases=True):
         return ""
     return f"{package} {installed} is installed, and {versions} was tested"
+
+
+def check_trackers_stand_once(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Each tracker is opened once: two would write each value twice."""
+    trackers = config.tracking.trackers
+    once = tuple(dict.fromkeys(trackers))
+    if len(once) < len(trackers):
+        yield listed_twice("tracking.trackers", trackers, once)
+
+
+RULES = (check_trackers, check_trackers_stand_once)
