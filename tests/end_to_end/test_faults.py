@@ -81,7 +81,7 @@ def test_a_rank_that_hangs_ends_the_run_at_its_deadline_by_name(tmp_path: Path) 
     error = run_into(
         tmp_path / "run",
         "cluster.num_ranks_per_node=2",
-        "cluster.call_timeout_s=15",
+        "cluster.call_timeout_s=10",
         at="update",
         number=signal.SIGSTOP,
     )
