@@ -59,7 +59,6 @@ def run_into(folder: Path, *overrides: str, at: str, number: int) -> BaseExcepti
     return caught.value
 
 
-@pytest.mark.nightly  # by day a rank is killed in test_command_line.py and test_resume.py
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_rank_killed_in_any_phase_ends_the_run_by_name(tmp_path: Path, phase: str) -> None:
