@@ -14,7 +14,7 @@ from torch import Tensor
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter
 from hybridrl.workers.train.protocol import LearningEngine
-from tests.contract.layouts import RESHAPES, layout_of, on_layouts
+from tests.contract.layouts import RESHAPES, RESHAPES_BY_NIGHT, layout_of, on_layouts
 from tests.contract.ranks_under_test import (
     Rank,
     RanksUnderTest,
@@ -87,8 +87,14 @@ def _save_and_load(rank: Rank, folder: Path, target: Path, role: str, num_before
 
 
 @on_layouts()
-@pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("num_before", [0, 2])
+@pytest.mark.parametrize(
+    ("role", "num_before"),
+    [
+        *((role, 2) for role in ROLES),
+        ("policy", 0),
+        *(pytest.param(role, 0, marks=pytest.mark.nightly) for role in ROLES[1:]),
+    ],
+)
 def test_a_loaded_engine_learns_on_as_if_it_had_never_stopped(
     ranks: RanksUnderTest, folder: Path, tmp_path: Path, role: str, num_before: int
 ) -> None:
@@ -122,7 +128,10 @@ def _weights(engine: Any, role: str) -> dict[str, Tensor]:
     return {name: t.clone() for name, t in engine.full_weights(engine.weight_sets[-1])}
 
 
-@pytest.mark.parametrize(("saved_by", "loaded_by"), RESHAPES)
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by"),
+    [*RESHAPES, *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in RESHAPES_BY_NIGHT)],
+)
 @pytest.mark.parametrize("role", ["policy", "adapter"])
 def test_checkpoint_of_one_layout_resumes_in_another(
     make_model: Any, tmp_path: Path, saved_by: str, loaded_by: str, role: str

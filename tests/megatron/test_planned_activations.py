@@ -46,9 +46,23 @@ def _keep(_rank: int, folder: Path, siblings: int, *overrides: str) -> int:
     return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in weights)
 
 
-@pytest.mark.parametrize("siblings", [1, 4])
-@pytest.mark.parametrize("overrides", [(), (TENSOR,), (TENSOR, SEQUENCE)], ids=["1", "tp2", "sp2"])
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+CUTS: dict[str, tuple[str, ...]] = {"1": (), "tp2": (TENSOR,), "sp2": (TENSOR, SEQUENCE)}
+BY_DAY = {("qwen3", "1", 4), ("llama", "tp2", 4), ("qwen3", "sp2", 1), ("llama", "1", 1)}
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "siblings"),
+    [
+        pytest.param(
+            *(family, overrides, siblings),
+            id=f"{family}-{cut}-{siblings}",
+            marks=[pytest.mark.nightly] * ((family, cut, siblings) not in BY_DAY),
+        )
+        for family in ("qwen3", "llama")
+        for cut, overrides in CUTS.items()
+        for siblings in (1, 4)
+    ],
+)
 def test_activations_are_those_that_were_planned(
     tmp_path: Path, family: Family, overrides: tuple[str, ...], siblings: int
 ) -> None:

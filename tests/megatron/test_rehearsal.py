@@ -16,6 +16,7 @@ from hybridrl.config.load import load_config
 from hybridrl.errors import ConfigErrors
 from hybridrl.main import compose
 from hybridrl.run.megatron_rehearsal import rehearse_megatron
+from tests.command_line import call_main
 from tests.config.test_megatron_recipes import MODELS
 from tests.config.test_megatron_recipes import config_of as recipe_of
 from tests.config.values import config_of
@@ -173,19 +174,9 @@ def test_missing_transformer_engine_is_logged_once(
 def test_check_command_reports_megatrons_answer(
     tmp_path: Path,
 ) -> None:
-    def check(*overrides: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "hybridrl.main", *CHECK, *overrides],
-            env={**os.environ, "PYTHONPATH": str(_ROOT)},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    refused = check("+megatron.transformer_args.no_such=1")
+    refused = call_main(*CHECK, "+megatron.transformer_args.no_such=1", folder=tmp_path)
     assert refused.returncode == 2
     assert "megatron.transformer_args.no_such=1" in refused.stderr
-    taken = check()
+    taken = call_main(*CHECK, folder=tmp_path)
     assert taken.returncode == 0, taken.stderr
     assert "takes the configuration of: policy" in taken.stdout

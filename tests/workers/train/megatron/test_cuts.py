@@ -100,8 +100,13 @@ OVERLAPPED_EXPERTS = _cut(
     expert_parallel_size=2,
     overlap_communication=True,
 )
+BY_NIGHT = (UNEVEN, SELECTIVE, OVERLAPPED)
+"""What others show too: with virtual stages, or with experts."""
+
 CASES = [
-    pytest.param(layout, changes, id=layout.name)
+    pytest.param(
+        layout, changes, id=layout.name, marks=[pytest.mark.nightly] * (layout in BY_NIGHT)
+    )
     for layout, changes in (
         (UNEVEN, BUDGET),
         (UNEVEN_VIRTUAL, AGAIN),

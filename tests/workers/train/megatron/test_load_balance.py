@@ -28,7 +28,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def _lessons() -> list[TrainBatch]:
-    return [rows_of(make_rows(12, seed=seed), range(11)) for seed in range(2)]
+    return [rows_of(make_rows(12, seed=seed), range(6)) for seed in range(2)]
 
 
 class PlainBalance(PlainPolicy):
