@@ -13,7 +13,7 @@ set -euo pipefail
 : "${NUM_NODES:=2}" "${NUM_RANKS_PER_NODE:=8}" "${PORT:=6379}" "${DEVICE:=one_gpu}"
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN HYBRIDRL_CACHE="$SHARED/cache"
 
-ray start --head --port="$PORT" --disable-usage-stats --block &
+ray start --head --port="$PORT" --include-dashboard=false --disable-usage-stats --block &
 head=$!
 end_ray() { # and no `ray stop`, which ends every Ray on this machine
     kill "$head" 2> /dev/null || return 0
