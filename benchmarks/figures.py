@@ -6,6 +6,7 @@ They are alarms, not goals. Only import rules and import cycles fail a test (tes
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from hybridrl import errors
 from hybridrl.config.load import known_keys
 
 ROOT = Path(__file__).resolve().parents[1]
+DURATIONS = ROOT / "benchmarks" / "durations.json"
 HEAVY = ("sglang", "megatron", "hydra", "peft")
 # Roughly: an imperative that tells what to type or do.
 _REMEDY = re.compile(
@@ -43,8 +45,23 @@ def page() -> str:
         "| figure | measured | target |",
         "|---|---|---|",
         *(f"| {' | '.join(row)} |" for row in measure()),
+        *durations(),
     ]
     return "\n".join(lines) + "\n"
+
+
+def durations() -> Iterator[str]:
+    """Yield the table of seconds by folder of the tests' last recorded run, if there is one."""
+    if not DURATIONS.is_file():
+        return
+    folders = json.loads(DURATIONS.read_text(encoding="utf-8"))
+    yield from ("", "## Seconds of tests by folder", "")
+    yield "Of all workers of `RECORD_DURATIONS=benchmarks/durations.json make test`."
+    yield from ("", "| folder | tests | seconds |", "|---|---|---|")
+    for folder, (num_tests, seconds) in sorted(folders.items(), key=lambda item: -item[1][1]):
+        yield f"| `{folder}` | {num_tests} | {seconds:.0f} |"
+    totals = [sum(column) for column in zip(*folders.values(), strict=True)]
+    yield f"| in all | {totals[0]} | {totals[1]:.0f} |"
 
 
 def measure() -> list[Row]:

@@ -31,6 +31,7 @@ import torch
 
 from hybridrl.run.ray_token import keep_token_private
 from tests.durations import DurationsByFolder, folder_of
+from tests.warm_workers.forking import workers_forked
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # cores are shared
 hypothesis.settings.load_profile("untimed")
@@ -45,17 +46,18 @@ def a_closed_terminal_counts() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A local Ray of eight logical CPUs that belongs to this session alone."""
-    ray.init(
-        address="local",
-        num_cpus=8,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=512 * 1024 * 1024,
-    )
-    yield
-    ray.shutdown()
+    with workers_forked(tmp_path_factory.mktemp("workers")):
+        ray.init(
+            address="local",
+            num_cpus=8,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=512 * 1024 * 1024,
+        )
+        yield
+        ray.shutdown()
 
 
 class _Ending:

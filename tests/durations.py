@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
 _MIN_TOTAL_S = 60.0
 """Below that nobody asks where the time went."""
+
+_RECORD = "RECORD_DURATIONS"
+"""Variable that names a JSON file: each run puts its folders' tests and seconds into it."""
 
 
 class DurationsByFolder:
@@ -33,6 +39,14 @@ class DurationsByFolder:
             )
         num_tests = sum(map(len, self._tests.values()))
         terminalreporter.write_line(f"{total_s:8.1f} s  {num_tests:5} tests  in all")
+        if os.environ.get(_RECORD):
+            self._record(Path(os.environ[_RECORD]))
+
+    def _record(self, path: Path) -> None:
+        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        for folder, seconds in self._seconds.items():
+            known[folder] = [len(self._tests[folder]), round(seconds, 1)]
+        path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def folder_of(nodeid: str) -> str:

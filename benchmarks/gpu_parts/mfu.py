@@ -16,7 +16,8 @@ from benchmarks.gpu_parts.rank import Setup, read_setup, small, stand_alone
 from benchmarks.gpu_parts.shapes import shape_in
 from benchmarks.gpu_parts.transfers import synchronize
 from hybridrl.batch import TrainBatch, jagged_from, spread_over_tokens
-from hybridrl.planning.shapes import ModelShape
+from hybridrl.config.architecture import Architecture
+from hybridrl.planning.split import count_parameters
 from hybridrl.workers.build import build_policy_loss, build_train_engine
 from hybridrl.workers.process_group import start_process_group
 from hybridrl.workers.train.policy_engine import PolicyEngine
@@ -130,10 +131,10 @@ def use_stand_ins(bench: Bench) -> None:
     bench.record.not_exercised("megatron-core on CUDA: it ran on a CPU, behind stand-ins")
 
 
-def num_product_parameters(shape: ModelShape) -> int:
+def num_product_parameters(model: Architecture) -> int:
     """Return N: parameters that a token is multiplied with; an input embedding is looked up."""
-    looked_up = 0 if shape.is_tied else shape.num_embedding_parameters
-    return shape.num_parameters - looked_up
+    looked_up = 0 if model.is_tied else model.vocab_size * model.hidden_size
+    return count_parameters(model) - looked_up
 
 
 def _name_kernels(bench: Bench, engine: PolicyEngine, update: object) -> None:

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
 from transformers.utils import logging as transformers_logging
 
+from hybridrl.config.architecture import Architecture, read_architecture
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
-from hybridrl.planning.shapes import ModelShape, read_shape
 
 _FILE_BYTES = 4 * 2**30
 _STD = 0.02
@@ -155,9 +155,9 @@ def ensure_model(name: str, folder: Path, *, device: torch.device) -> Path:
     return target
 
 
-def shape_in(folder: Path) -> ModelShape:
+def shape_in(folder: Path) -> Architecture:
     """Return the sizes as planning reads them from a made folder."""
-    return read_shape(folder)
+    return read_architecture(folder)
 
 
 def config_of(shape: Shape) -> PretrainedConfig:

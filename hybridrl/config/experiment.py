@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Annotated, Any, Literal
 
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.algorithm import AlgorithmConfig
@@ -170,3 +171,12 @@ class ExperimentConfig:
     def num_critic_updates(self) -> int:
         """Optimizer steps that the critic takes over the run, if there is one."""
         return self.trainer.num_steps * self.critic.num_updates_per_step
+
+
+def with_value(config: ExperimentConfig, key: str, value: object) -> ExperimentConfig:
+    """Return ``config`` with another value of a dotted key; nothing is checked."""
+    section, _, name = key.rpartition(".")
+    changed: Any = replace(attrgetter(section)(config), **{name: value})
+    if "." in section:
+        return with_value(config, section, changed)
+    return replace(config, **{section: changed})

@@ -15,7 +15,7 @@ from hybridrl.config.foreign_names import answer_choice, answer_key
 from hybridrl.config.limits import Within
 from hybridrl.config.scalars import KINDS, flaw_of_argument, flaw_of_text, is_of, meant_by
 from hybridrl.config.spelling import to_override
-from hybridrl.errors import ConfigError, ConfigErrors, shown
+from hybridrl.errors import ConfigError, ConfigErrors, shown, suggest_name
 
 
 def load_config(values: Mapping[str, object]) -> ExperimentConfig:
@@ -267,3 +267,26 @@ def _typed_list(key: str, values: Sequence[object], at: int, meant: str) -> list
         return []
     entries = [to_override(value) for value in others]
     return [f"{key}=[{','.join([*entries[:at], meant, *entries[at:]])}]"]
+
+
+def unknown_key(key: str, value: str) -> ConfigError:
+    """Say what is wrong with ``key``, and which known ones are near.
+
+    Args:
+        key: dotted, as it was typed.
+        value: as it was typed.
+    """
+    section, dot, name = key.rpartition(".")
+    if any(free in (section, key) for free in free_keys()):
+        fix = f"write +{key}={value}"
+        return ConfigError(key, value, "it is no key of ours but of another program", fix)
+    if answer := answer_key(key):
+        return ConfigError(key, value, "it is a key of another framework", answer)
+    all_keys = [known.rpartition(".") for known in (*known_keys(), "recipes")]
+    names = [known for above, _, known in all_keys if above == section]
+    if not names:  # the section itself is mistyped, or the key stands in another one
+        return ConfigError(
+            key, value, "there is no such section", suggest_name(key, [*known_keys()])
+        )
+    hint = suggest_name(name, names)
+    return ConfigError(key, value, f"there is no such key{dot and ' in ' + section}", hint)

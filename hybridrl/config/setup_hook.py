@@ -7,8 +7,13 @@ from importlib import import_module
 
 from hybridrl.errors import ConfigError
 
-KEY = "cluster.worker_setup_hook"
-REMOVE = (f"{KEY}=null",)
+_KEY = "cluster.worker_setup_hook"
+
+
+def hook_error(path: str, rule: str, fix: str = "mend it") -> ConfigError:
+    """Return the error of a hook that cannot be called."""
+    reset = f"{_KEY}=null"
+    return ConfigError(_KEY, path, rule, fix=f"{fix}, or set {reset}", remedies=[(reset,)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +33,17 @@ class SetupHook:
         try:
             function = vars(import_module(module_name)).get(name)
         except Exception as err:
-            raise self._error(f"{module_name} cannot be imported here: {_say(err)}") from err
+            rule = f"{module_name} cannot be imported here: {_say(err)}"
+            raise hook_error(self.path, rule) from err
         if not callable(function):
             what = (
                 f"no {name}" if function is None else f"{name}={function!r}, which is no function"
             )
-            raise self._error(f"{module_name} has {what}")
+            raise hook_error(self.path, f"{module_name} has {what}")
         try:
             function()
         except Exception as err:
-            raise self._error(f"it raised {_say(err)}") from err
-
-    def _error(self, rule: str) -> ConfigError:
-        return ConfigError(
-            KEY, self.path, rule, fix=f"mend it, or set {REMOVE[0]}", remedies=[REMOVE]
-        )
+            raise hook_error(self.path, f"it raised {_say(err)}") from err
 
 
 def _say(error: Exception) -> str:

@@ -1,9 +1,9 @@
-"""Values as they are typed on the command line: Hydra reads back what is written here."""
+"""Keys and values as they are typed on the command line: Hydra reads back what is written here."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 _PLAIN = re.compile(r"[\w./@%+:-]+", re.ASCII)
 _NOT_TEXT = ("null", "true", "false", "nan", "inf", "+inf", "-inf")
@@ -51,3 +51,12 @@ def resetting(key: str, value: object, usual: object) -> tuple[str, ...]:
     if isinstance(value, Mapping):
         return tuple(f"~{key}.{name}" for name in value)
     return (f"{key}={to_override(usual)}",)
+
+
+def flatten(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield each dotted key that holds no section, with its value."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

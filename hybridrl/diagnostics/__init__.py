@@ -1,1 +1,1 @@
-"""What processes do, while they run, hang and end."""
+"""Reports on processes: activity, memory, stacks, exit status, and the trace."""

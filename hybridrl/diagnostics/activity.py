@@ -1,9 +1,9 @@
-"""What this process is doing, written where others read it while it is stuck and after its death.
+"""A record of what this process does, in files that others read while it hangs or after it died.
 
 A rank that waits in C code, loops, or was killed answers nobody. So each rank keeps a record in
 three small files, and whoever asks (``diagnostics/process_report.py``) needs only the files:
 
-``STEM.activity``  the open `doing` blocks with their beginning, and what `watching` says
+``STEM.activity``  the open `scope` blocks with their beginning, and what `gauge` says
 ``STEM.memory``    the last 10 minutes, one sample a second: seconds, resident bytes, /dev/shm bytes
 ``STEM.stacks``    the stacks of all threads, written by a signal handler in C when asked for
 
@@ -160,7 +160,7 @@ def scope(what: str, *, waits: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def watching(name: str, describe: Callable[[], str]) -> Iterator[None]:
+def gauge(name: str, describe: Callable[[], str]) -> Iterator[None]:
     """Let a thread write down once a second what ``describe`` says: free for what is described.
 
     Args:

@@ -1,7 +1,7 @@
-"""What can be found out about ranks on this machine, whether they answer, hang or are gone.
+"""Reports on the ranks of this machine, whether they answer, hang or are gone.
 
-Reads the files that `hybridrl.diagnostics.activity` leaves, /proc, and the logs that Ray keeps of
-its workers. Runs on the machine of the ranks: on the driver's in the driver, elsewhere as a Ray
+They are made of the files that `hybridrl.diagnostics.activity` leaves, /proc, and Ray's logs of its
+workers. Runs on the machine of the ranks: on the driver's in the driver, elsewhere as a Ray
 task.
 """
 
@@ -61,7 +61,7 @@ class MonitoredRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What one rank did when somebody looked."""
+    """The state of one rank at one moment."""
 
     rank: int
     host: str

@@ -1,4 +1,4 @@
-"""The driver's eye on the ranks of a group: where each of them is, and how one ended."""
+"""Monitors the processes of a group's ranks from the driver: state, stacks, exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process did, and when: spans, in the process's own file of the run's trace.
+"""Records the spans of this process, and writes them to its own file of the run's trace.
 
     with trace.span("sync", version=3):
         ...

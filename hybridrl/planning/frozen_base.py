@@ -57,10 +57,10 @@ def plan_base(config: ExperimentConfig) -> BasePlan | None:
     training = [phase for phase in plan.phases if phase.name not in _WITH_ENGINE]
     return BasePlan(
         base_bytes=max(
-            part.num_bytes
+            item.num_bytes
             for phase in training
-            for part in phase.parts
-            if part.name == "rollout weights"
+            for item in phase.items
+            if item.name == "rollout weights"
         ),
         peak_bytes=max(plan.peak_bytes(phase) for phase in training),
     )

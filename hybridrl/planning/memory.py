@@ -1,28 +1,46 @@
-"""The formula: from a configuration and a workload to the memory plan of the fullest rank.
+"""From a configuration and a workload to the memory plan of the fullest rank.
 
 Pure: reads config.json, allocates nothing. What lies in memory in which phase follows the life of
-a step (``docs/architecture.md``); each number stands in ``training.py`` or ``sampling.py``.
+a step (``docs/architecture.md``); sizes are in ``model_memory.py``, ``activations.py`` and
+``rollout.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
+from hybridrl.config.architecture import Architecture, architecture_of
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.planning.capacity import capacity_bytes
-from hybridrl.planning.plan import MemoryItem, MemoryKind, MemoryPlan, Phase
-from hybridrl.planning.rank import CriticRank, ModelMemory, Rank, total_bytes
-from hybridrl.planning.roles import AdapterShape, policy_roles
-from hybridrl.planning.sampling import RolloutMemory
+from hybridrl.planning.activations import Activations
+from hybridrl.planning.model_memory import ModelMemory
+from hybridrl.planning.plan import MemoryItem, MemoryKind, MemoryPlan, Phase, capacity_bytes
+from hybridrl.planning.rollout import RolloutMemory
+from hybridrl.planning.split import Split, count_parameters
 from hybridrl.planning.workload import Workload
 
+_GIB = 2**30
 _MIB = 2**20
 _FLOAT32 = 4
+
+_PROCESS = 640 * _MIB
+"""Python, torch, transformers and Ray in a worker before it builds engines; measured on Linux."""
+
+_LIBRARIES = 40 * _MIB
+"""Code and workspaces of torch that a CPU process touches first in a phase: 10 to 60 MiB."""
+
+_CUDA_RESERVE = 2048 * _MIB
+"""CUDA context, NCCL's buffers and what the allocator cannot use. An allowance, not measured."""
+
 _CPU_BUCKET = 256 * _MIB  # workers/sharding/weight_stream.py
-_CUDA_BUCKET_SHARE = 0.1  # of free memory, as there; free is taken as half of 80 GiB
+_CUDA_BUCKET = int(0.1 * 40 * _GIB)  # a tenth of free memory, as there, of half of 80 GiB
 _SERVER = 1300 * _MIB  # of host memory before any weights, unshared; measured with SGLang 0.5.21
-_EXPORT_FILE = 4 * 2**30  # workers/train/export.py
+_EXPORT_FILE = 4 * _GIB  # workers/train/export.py
+
+Items = list[MemoryItem]
+
+_HOST_OR_DEVICE = {True: MemoryKind.HOST, False: MemoryKind.DEVICE}
 
 
 def plan_memory(config: ExperimentConfig, *, workload: Workload | None = None) -> MemoryPlan:
@@ -35,7 +53,7 @@ def plan_memory(config: ExperimentConfig, *, workload: Workload | None = None) -
     Raises:
         ModelError: the model's config.json cannot be read, or is of an unknown family.
     """
-    return _PolicyRank.fullest(config, workload)
+    return _fullest(config, workload, is_critic_pool=False)
 
 
 def plan_critic_pool(config: ExperimentConfig) -> MemoryPlan | None:
@@ -44,176 +62,271 @@ def plan_critic_pool(config: ExperimentConfig) -> MemoryPlan | None:
     Raises:
         ModelError: as ``plan_memory``.
     """
-    if not config.has_critic_pool:
-        return None
-    return CriticRank.fullest(config, None)
+    return _fullest(config, None, is_critic_pool=True) if config.has_critic_pool else None
 
 
-class _PolicyRank(Rank):
-    """A rank of the policy, its rollout engine, its reference, and a critic that is fused."""
+def _fullest(
+    config: ExperimentConfig, workload: Workload | None, *, is_critic_pool: bool
+) -> MemoryPlan:
+    """Plan for a rank of each pipeline stage, and return the plan of the fullest."""
+    model, longest = architecture_of(config.model), Workload.longest(config)
+    num_stages = config.megatron.pipeline_parallel_size if config.megatron_worlds else 1
+    plans = []
+    for stage in range(num_stages):
+        rank = _Rank(
+            config, model, workload or longest, longest.num_row_tokens, stage, is_critic_pool
+        )
+        shown = stage if num_stages > 1 else None
+        plans.append(MemoryPlan(config.cluster.device, tuple(rank.phases()), shown))
+    # A server takes the same share of every device: then the next largest phase decides.
+    return max(plans, key=lambda plan: sorted(map(plan.peak_bytes, plan.phases), reverse=True))
+
+
+def _on_host(name: str, num_bytes: int, *, is_measured: bool = True) -> MemoryItem:
+    return MemoryItem(name, num_bytes, MemoryKind.HOST, is_measured=is_measured)
+
+
+def _total(items: Items) -> int:
+    return sum(item.num_bytes for item in items)
+
+
+@dataclass(frozen=True)  # without slots: sizes are computed once
+class _Rank:
+    """A rank: of the policy, its engine, its reference and a fused critic; or of a critic alone."""
+
+    config: ExperimentConfig
+    model: Architecture
+    workload: Workload
+    max_context_tokens: int
+    stage: int
+    is_critic_pool: bool
+
+    @cached_property
+    def _models(self) -> tuple[ModelMemory, ...]:
+        """Models whose training state is here. With LoRA the actor is its own reference."""
+        config, names = self.config, ["actor"]
+        if config.algorithm.kl.placement != "none" and not config.lora.enabled:
+            names.append("reference")
+        if config.has_critic and not config.has_critic_pool:
+            names.append("critic")
+        names = ["critic"] if self.is_critic_pool else names
+        return tuple(ModelMemory(config, name, self.model, self.stage) for name in names)
 
     def phases(self) -> Iterator[Phase]:
-        yield self._phase("build", max([*self._engine()], self._build(), key=total_bytes))
-        if self._sleeps:
-            yield self._phase("offload_optimizer", self._make_room())
-        yield self._phase("sync", max(self._sync(), key=total_bytes))
-        yield self._phase("generate", self._generate())
-        if self._has_critic:
-            yield self._phase("values", self._values())
-        if self._scores_rollouts:
-            yield self._phase("logprobs", self._logprobs())
-        if self._has_critic:
-            yield self._phase("critic_update", self._critic_update())
-        yield self._phase("update", self._policy_update())
-        yield self._phase("export", self._export())
+        """Yield the phases in the order of a run."""
+        first, last = self._models[0], self._models[-1]
+        algorithm, sleeps = self.config.algorithm, self.config.rollout.sleep
+        standing = [*self._weights, *self._optimizer(), *self._engine_at_rest]
+        yield self._phase("build", self._build())
+        if not self.is_critic_pool:
+            if sleeps:  # moments lie on the device until their copies on the host are complete
+                copies = _on_host("offloaded optimizer", self._movable)
+                yield self._phase("offload_optimizer", [*standing, copies])
+            yield self._phase("sync", max(self._sync(), key=_total))
+            yield self._phase("generate", self._generate(standing))
+        if last.has_value_head:
+            yield self._phase("values", [*standing, *self._forward(last)])
+        scores = algorithm.kl.placement != "none" or algorithm.old_logprobs == "recompute"
+        if scores and not self.is_critic_pool:
+            yield self._phase("logprobs", [*standing, *self._forward(first)])
+        if last.has_value_head:
+            yield self._phase("critic_update", [*standing, *self._update(last)])
+        if not self.is_critic_pool:
+            yield self._phase("update", [*standing, *self._update(first)])
+        yield self._phase("export", [*standing, self._checkpoint(), *self._weight_file()])
 
-    def _phase(self, name: str, parts: list[MemoryItem]) -> Phase:
-        if self._sees_engine:
-            return super()._phase(name, parts)
-        server = MemoryItem("SGLang's processes", _SERVER, MemoryKind.HOST, is_measured=False)
-        on_gpu = MemoryItem("SGLang itself", self._rollout.server_resident, is_measured=False)
-        routes = MemoryItem(
-            "routed experts", self._rollout.server_routes, MemoryKind.HOST, is_measured=False
-        )
-        return super()._phase(name, [*parts, server, routes, on_gpu])
-
-    def _engine(self) -> tuple[MemoryItem, ...]:
-        kv_cache = MemoryItem("KV cache", self._rollout.kv_cache, is_measured=self._sees_engine)
-        graphs = MemoryItem("SGLang's graphs", self._rollout.server_graphs, is_measured=False)
-        return self._rollout_weights(), kv_cache, graphs
-
-    def _rollout_weights(self) -> MemoryItem:
-        return MemoryItem("rollout weights", self._rollout.weights, is_measured=self._sees_engine)
+    def _phase(self, name: str, items: Items) -> Phase:
+        """Add what lies there in every phase."""
+        items = [*items]
+        if self._is_served and not self.is_critic_pool:
+            rollout = self._rollout
+            items.append(_on_host("SGLang's processes", _SERVER, is_measured=False))
+            items.append(_on_host("routed experts", rollout.server_routes, is_measured=False))
+            items.append(MemoryItem("SGLang itself", rollout.server_resident, is_measured=False))
+        if self._is_cuda:
+            items.append(MemoryItem("CUDA, NCCL, fragments", _CUDA_RESERVE, is_measured=False))
+        else:
+            items.append(MemoryItem("libraries", _LIBRARIES))
+        if name not in ("build", "export"):
+            # It is written while the step after the save goes on; how long depends on the disk.
+            items.append(self._checkpoint(is_measured=False))
+        on_host = sum(model.host_optimizer for model in self._models)
+        items.append(_on_host("optimizer kept on the host", on_host))
+        items.append(_on_host("Python, torch, Ray", _PROCESS, is_measured=False))
+        return Phase(name, tuple(item for item in items if item.num_bytes))
 
     @property
-    def _sees_engine(self) -> bool:
-        return not self._rollout.is_server
+    def _is_cuda(self) -> bool:
+        return self.config.cluster.device == "cuda"
 
-    def _at_rest(self) -> list[MemoryItem]:
-        if not self._sleeps:
-            return [*self._engine()]
+    # -- training state --------------------------------------------------------------------------
+
+    @property
+    def _weights(self) -> Items:
+        return [
+            MemoryItem(f"{m.name} weights", m.weights, _HOST_OR_DEVICE[m.lies_on_host])
+            for m in self._models
+        ]
+
+    @property
+    def _movable(self) -> int:
+        """Bytes of the optimizers that lie on the device while their models compute."""
+        return sum(model.optimizer for model in self._models if not model.lies_on_host)
+
+    def _optimizer(self, *, is_offloaded: bool = False) -> Items:
+        name = "offloaded optimizer" if is_offloaded else "optimizer"
+        on_host = sum(model.optimizer for model in self._models if model.lies_on_host)
+        return [
+            MemoryItem(name, self._movable, _HOST_OR_DEVICE[is_offloaded]),
+            _on_host("optimizer on the host", on_host),
+        ]
+
+    def _checkpoint(self, *, is_measured: bool = True) -> MemoryItem:
+        """The copy on the host that a save writes from."""
+        saves = self.config.checkpoint.every_num_steps > 0
+        num_bytes = saves * sum(model.snapshot for model in self._models)
+        return _on_host("checkpoint", num_bytes, is_measured=is_measured)
+
+    def _build(self) -> Items:
+        """The engine alone, or beside it weights with the files that they are read from."""
+        buffers = MemoryItem("gradient buffers", max(model.buffers for model in self._models))
+        masters = MemoryItem("optimizer", sum(model.masters for model in self._models))
+        files = _on_host("weight files, mapped", self._models[0].mapped_files)
+        load = [*self._weights, buffers, masters, files]
+        if self.is_critic_pool:
+            return load
+        sleeps = self.config.rollout.sleep
+        return max(self._engine, [*([] if sleeps else self._engine), *load], key=_total)
+
+    # -- passes ----------------------------------------------------------------------------------
+
+    def _pass(self, model: ModelMemory, *, is_update: bool) -> Activations:
+        workload = self.workload
+        if model.has_value_head:
+            workload = workload.of_critic(self.config)
+        if not is_update:
+            workload = workload.scoring()
+        return Activations(model, workload.microbatch(shares_prompts=model.shares_prompts))
+
+    def _forward(self, model: ModelMemory) -> Items:
+        """A pass without gradients: a block computes, or a chunk of logits exists."""
+        activations = self._pass(model, is_update=False)
+        computing = MemoryItem("activations", activations.passing + activations.whole_stream)
+        logits = MemoryItem("logits", activations.logits_forward + 2 * activations.whole_stream)
+        gathered = MemoryItem("gathered weights", model.gathered)
+        return [gathered, max(computing, logits, key=lambda item: item.num_bytes)]
+
+    def _update(self, model: ModelMemory) -> Items:
+        """The fullest instant of the last backward pass: its loss, its last or its first block."""
+        activations = self._pass(model, is_update=True)
+        before, held = model.gradients_before_last(activations.microbatch), model.embedding_gradient
+        instants = (
+            {
+                "gradients": before,
+                "activations": activations.saved,
+                "logits": activations.logits_backward,
+            },
+            {"gradients": before + held, "activations": activations.saved + activations.passing},
+            {
+                "gradients": model.gradients_at_end + held,
+                "activations": activations.saved_by_block + activations.passing,
+            },
+        )
+        fullest = max(instants, key=lambda instant: sum(instant.values()))
+        return [
+            MemoryItem("gradient buffers", model.buffers),
+            MemoryItem("gathered weights", model.gathered),
+            _on_host("gradients on the host", model.gradients_on_host),
+            *(MemoryItem(name, num_bytes) for name, num_bytes in fullest.items()),
+        ]
+
+    # -- the rollout engine ----------------------------------------------------------------------
+
+    @cached_property
+    def _rollout(self) -> RolloutMemory:
+        capacity = capacity_bytes(self.config.cluster) if self._is_cuda else None
+        workload = self.workload.sampling(self.config)
+        return RolloutMemory(self.config, self.model, workload, self.max_context_tokens, capacity)
+
+    @property
+    def _is_served(self) -> bool:
+        """The engine's memory is that of processes which the meter of a run does not see."""
+        return self._rollout.is_server
+
+    @property
+    def _engine_weights(self) -> MemoryItem:
+        is_measured = not self._is_served
+        return MemoryItem("rollout weights", self._rollout.weights, is_measured=is_measured)
+
+    @property
+    def _engine(self) -> Items:
+        kv_cache = MemoryItem("KV cache", self._rollout.kv_cache, is_measured=not self._is_served)
+        graphs = MemoryItem("SGLang's graphs", self._rollout.server_graphs, is_measured=False)
+        return [self._engine_weights, kv_cache, graphs]
+
+    @property
+    def _engine_at_rest(self) -> Items:
+        """What the rollout engine keeps while training has the device."""
         lora, weights = self.config.lora, self._rollout.weights
+        if self.is_critic_pool:
+            return []
+        if not self.config.rollout.sleep:
+            return self._engine
         if lora.sends_adapters and lora.base in ("auto", "resident"):
-            return [self._rollout_weights()]
+            return [self._engine_weights]
         if self.config.rollout.backup_weights == "ledger":
             keeps_base = lora.sends_adapters and lora.base == "backup"
             weights = keeps_base * self._rollout.base_weights
         kept = "backup of rollout weights"
-        return [MemoryItem(kept, weights, MemoryKind.HOST, is_measured=self._sees_engine)]
+        return [_on_host(kept, weights, is_measured=not self._is_served)]
 
-    def _build(self) -> list[MemoryItem]:
-        """Training engines load; a rollout engine that sleeps has nothing to keep yet."""
-        return [*([] if self._sleeps else self._engine()), *self._load()]
+    def _generate(self, standing: Items) -> Items:
+        is_measured = not self._is_served
+        sampling = MemoryItem("sampling", self._rollout.computing, is_measured=is_measured)
+        if not self.config.rollout.sleep:
+            return [*standing, sampling]
+        away = sum(model.weights + model.optimizer for model in self._models)
+        return [_on_host("offloaded training state", away), *self._engine, sampling]
 
-    def _make_room(self) -> list[MemoryItem]:
-        """Moments lie on the device until their copies on the host are whole."""
-        copies = MemoryItem("offloaded optimizer", self._movable_moments, MemoryKind.HOST)
-        return [*self._standing(), copies]
+    # -- weights on their way --------------------------------------------------------------------
 
-    def _sync(self) -> Iterator[list[MemoryItem]]:
+    def _sync(self) -> Iterator[Items]:
         """Both copies of the weights are there, and a bucket in between.
 
         Of an adapter the base is sent before the first step, when there are no moments yet.
         """
-        moments = self._moments(MemoryKind.HOST if self._sleeps else MemoryKind.DEVICE)
-        engine = [self._rollout_weights()] if self._sleeps else self._engine()
-        resident = [*self._weights(), *engine]
+        lora, sleeps = self.config.lora, self.config.rollout.sleep
+        resident = [*self._weights, *([self._engine_weights] if sleeps else self._engine)]
+        moments = self._optimizer(is_offloaded=sleeps)
         stream = MemoryItem("weight stream", self._bucket())
-        if not self.config.lora.sends_adapters:
+        if not lora.sends_adapters:
             yield [*resident, *moments, stream]
             return
         yield [*resident, stream]
-        arrived = MemoryItem("weight stream", self._actor.role.num_adapter_parameters * _FLOAT32)
-        again = self._sleeps and self.config.lora.base == "resend"
-        yield [*resident, *moments, stream if again else arrived]
+        num_numbers = Split().count_adapter(self.model, lora).total
+        arrived = MemoryItem("weight stream", num_numbers * _FLOAT32)
+        yield [*resident, *moments, stream if sleeps and lora.base == "resend" else arrived]
 
     def _bucket(self) -> int:
         """A bucket, the tensor that no longer fitted into it, and the buffer of its gather.
 
         Plain weights are sent as they are; with an adapter merged into them they are new ones.
         """
-        lora = self.config.lora
-        if not self._numerics.is_sharded and not (lora.enabled and lora.sync == "merged"):
+        lora, actor = self.config.lora, self._models[0]
+        if not actor.gathers and not (lora.enabled and lora.sync == "merged"):
             return 0
-        model_bytes = self.shape.num_parameters * self._numerics.storage_bytes
-        largest = self.shape.num_embedding_parameters * self._numerics.storage_bytes
-        configured = self.config.rollout.bucket_mib * _MIB
-        if not configured and self.config.cluster.device == "cuda":
-            configured = int(_CUDA_BUCKET_SHARE * 40 * 2**30)
-        gathered = largest if self._numerics.is_sharded else 0
-        return min(model_bytes, (configured or _CPU_BUCKET) + largest) + gathered
+        largest = Split().count_embedding(self.model) * actor.storage_bytes
+        bucket = self.config.rollout.bucket_mib * _MIB
+        bucket = bucket or (_CUDA_BUCKET if self._is_cuda else _CPU_BUCKET)
+        return min(self._model_bytes, bucket + largest) + actor.gathers * largest
 
-    def _generate(self) -> list[MemoryItem]:
-        sampling = MemoryItem("sampling", self._rollout.sampling, is_measured=self._sees_engine)
-        if not self._sleeps:
-            return [*self._standing(), sampling]
-        away = sum(model.weights + model.optimizer for model in self._models)
-        return [
-            MemoryItem("offloaded training state", away, MemoryKind.HOST),
-            *self._engine(),
-            sampling,
-        ]
-
-    def _logprobs(self) -> list[MemoryItem]:
-        """A forward pass without gradients: a block computes, or a chunk of logits exists."""
-        actor = self._actor
-        pack = self._scored(self.workload, actor)
-        stream = pack.num_tokens * self.shape.hidden_size * self._numerics.compute_bytes
-        instants = (
-            MemoryItem("activations", actor.passing(pack) + stream),
-            MemoryItem("logits", actor.logits_forward(pack) + 2 * stream),
-        )
-        gathered = MemoryItem("gathered weights", actor.gathered)
-        return [*self._standing(), gathered, max(instants, key=lambda part: part.num_bytes)]
-
-    def _policy_update(self) -> list[MemoryItem]:
-        pack = self._trained(self.workload, self._actor)
-        return max(self._update(self._actor, pack), key=total_bytes)
-
-    def _export(self) -> list[MemoryItem]:
-        model_bytes = self.shape.num_parameters * self._numerics.storage_bytes
-        is_copied = self._numerics.is_sharded or self.config.cluster.device == "cuda"
-        is_copied |= self.config.lora.enabled  # merged
-        file = MemoryItem(
-            "file of weights", is_copied * min(model_bytes, _EXPORT_FILE), MemoryKind.HOST
-        )
-        return [*super()._export(), file]
-
-    # -- sizes -----------------------------------------------------------------------------------
-
-    @cached_property
-    def _models(self) -> tuple[ModelMemory, ...]:
-        actor = self.config.actor
-        roles = policy_roles(self.config, self.shape)
-        policy = tuple(self._memory(role, self._numerics, actor) for role in roles)
-        return (*policy, self._critic) if self._has_critic else policy
+    def _weight_file(self) -> Items:
+        """At the end rank 0 of the policy writes files of all weights."""
+        if self.is_critic_pool:
+            return []
+        is_copied = self._models[0].gathers or self._is_cuda or self.config.lora.enabled
+        return [_on_host("file of weights", is_copied * min(self._model_bytes, _EXPORT_FILE))]
 
     @property
-    def _actor(self) -> ModelMemory:
-        return self._models[0]
-
-    @cached_property
-    def _rollout(self) -> RolloutMemory:
-        lora = self.config.lora
-        return RolloutMemory(
-            self.shape,
-            self.config.rollout,
-            self.workload.sampling(self.config),
-            self.max_context_tokens,
-            AdapterShape.of(lora, self.shape) if lora.sends_adapters else None,
-            capacity_bytes(self.config.cluster) if self.config.cluster.device == "cuda" else None,
-            on_gpu=self.config.cluster.device == "cuda",
-        )
-
-    @property
-    def _sleeps(self) -> bool:
-        return self.config.rollout.sleep
-
-    @property
-    def _has_critic(self) -> bool:
-        return self.config.has_critic and not self.config.has_critic_pool
-
-    @property
-    def _scores_rollouts(self) -> bool:
-        algorithm = self.config.algorithm
-        return algorithm.kl.placement != "none" or algorithm.old_logprobs == "recompute"
+    def _model_bytes(self) -> int:
+        return count_parameters(self.model) * self._models[0].storage_bytes

@@ -1,4 +1,4 @@
-"""What ``mode=plan`` prints: phases and parts, the peak, whether it fits, and what to change."""
+"""What ``mode=plan`` prints: phases and items, the peak, whether it fits, and what to change."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import io
 from rich.console import Console
 from rich.table import Table
 
+from hybridrl.config.architecture import architecture_of
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ModelError
-from hybridrl.planning.advice import largest_saving, suggest_override
-from hybridrl.planning.capacity import capacity_bytes
 from hybridrl.planning.memory import plan_critic_pool, plan_memory
-from hybridrl.planning.plan import MemoryItem, MemoryKind, MemoryPlan
-from hybridrl.planning.shapes import shape_of
+from hybridrl.planning.plan import MemoryItem, MemoryKind, MemoryPlan, capacity_bytes
+from hybridrl.planning.split import count_parameters
+from hybridrl.planning.suggestions import largest_saving, suggest_override
 
 _GIB = 2**30
 _MIB = 2**20
@@ -29,25 +29,20 @@ def plan_page(config: ExperimentConfig, *, width: int = 120) -> str:
     Raises:
         ModelError: the model's config.json cannot be read, or is of an unknown family.
     """
-    plan, shape = plan_memory(config), shape_of(config.model)
-    heading = (
-        f"memory of one rank ({config.cluster.num_ranks} x {config.cluster.device}"
-        f"{_place(config, plan)}), "
-        f"{shape.num_parameters / 1e6:,.1f} M parameters, rows of {config.max_row_tokens} tokens; "
-        "nothing started"
-    )
+    plan, num_parameters = plan_memory(config), count_parameters(architecture_of(config.model))
+    ranks = f"{config.cluster.num_ranks} x {config.cluster.device}"
+    if plan.stage is not None:
+        num_stages = config.megatron.pipeline_parallel_size
+        ranks += f", stage {plan.stage + 1} of {num_stages}: the fullest"
     text = io.StringIO()
     console = Console(file=text, width=width)
     console.print(_table(plan), crop=False)
-    lines = f"{heading}\n{text.getvalue()}{verdict(config, plan)}\n{_pool_line(config)}"
-    return lines + _ON_A_CPU * (plan.device == "cpu")
-
-
-def _place(config: ExperimentConfig, plan: MemoryPlan) -> str:
-    """Say which stage of a pipeline is the fullest."""
-    if plan.stage is None:
-        return ""
-    return f", stage {plan.stage + 1} of {config.megatron.pipeline_parallel_size}: the fullest"
+    return (
+        f"memory of one rank ({ranks}), {num_parameters / 1e6:,.1f} M parameters, rows of "
+        f"{config.max_row_tokens} tokens; nothing started\n"
+        f"{text.getvalue()}{verdict(config, plan)}\n{_pool_line(config)}"
+        f"{_ON_A_CPU * (plan.device == 'cpu')}"
+    )
 
 
 def _pool_line(config: ExperimentConfig) -> str:
@@ -77,23 +72,19 @@ def peak_line(config: ExperimentConfig) -> str:
 def verdict(config: ExperimentConfig, plan: MemoryPlan) -> str:
     """Say whether the peak fits the device, and if not the one key to change."""
     peak = plan.peak_bytes(plan.fullest)
-    says = f"peak: {format_bytes(peak)} in {plan.fullest.name}"
+    text = f"peak: {format_bytes(peak)} in {plan.fullest.name}"
     capacity = capacity_bytes(config.cluster)
     if capacity is None:
-        return f"{says}. Set cluster.device_memory_gib to learn whether it fits"
+        return f"{text}. Set cluster.device_memory_gib to learn whether it fits"
     if peak <= capacity:
-        return f"{says}. Fits: {format_bytes(capacity - peak)} of {format_bytes(capacity)} are left"
-    says += f". Does not fit: {format_bytes(peak - capacity)} more than {format_bytes(capacity)}"
-    suggestion = suggest_override(config, capacity_bytes=capacity)
-    if suggestion is not None:
-        return f"{says}. Set {suggestion.override}: {format_bytes(suggestion.peak_bytes)}"
-    best = largest_saving(config)
-    says += ". No single key makes it fit"
-    return (
-        says
-        if best is None
-        else f"{says}; most saves {best.override}: {format_bytes(best.peak_bytes)}"
-    )
+        return f"{text}. Fits: {format_bytes(capacity - peak)} of {format_bytes(capacity)} are left"
+    text += f". Does not fit: {format_bytes(peak - capacity)} more than {format_bytes(capacity)}"
+    if suggestion := suggest_override(config, capacity_bytes=capacity):
+        return f"{text}. Set {suggestion.override}: {format_bytes(suggestion.peak_bytes)}"
+    text += ". No single key makes it fit"
+    if best := largest_saving(config):
+        text += f"; most saves {best.override}: {format_bytes(best.peak_bytes)}"
+    return text
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -104,31 +95,27 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def _table(plan: MemoryPlan) -> Table:
-    """Parts as rows, phases as columns; on CUDA the host's parts stand apart."""
+    """Items as rows, phases as columns; on CUDA those of the host stand apart."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("MiB", no_wrap=True)
     for phase in plan.phases:
         mark = " *" if phase is plan.fullest else ""
         table.add_column(phase.name + mark, justify="right", no_wrap=True)
-    places = (MemoryKind.DEVICE, MemoryKind.HOST) if plan.device == "cuda" else (None,)
-    for place in places:
-        for name in plan.part_names:
-            items_of_phases = [[p for p in phase.parts if p.name == name] for phase in plan.phases]
-            if place in (None, *(p.place for parts in items_of_phases for p in parts)):
-                table.add_row(_row_name(name, place), *(_mib(parts) for parts in items_of_phases))
+    is_cuda = plan.device == "cuda"
+    for kind in (MemoryKind.DEVICE, MemoryKind.HOST) if is_cuda else (None,):
+        is_host = kind is MemoryKind.HOST
+        for name in plan.item_names:
+            cells = [[i for i in phase.items if i.name == name] for phase in plan.phases]
+            if kind is None or any(item.kind is kind for items in cells for item in items):
+                table.add_row(name + " (host)" * is_host, *map(_mib, cells))
         totals = [
-            plan.peak_bytes(phase) if place is not MemoryKind.HOST else phase.bytes_on(place)
-            for phase in plan.phases
+            p.bytes_on(MemoryKind.HOST) if is_host else plan.peak_bytes(p) for p in plan.phases
         ]
-        style = "bold" if place is not MemoryKind.HOST else ""
-        title = "peak" if place is None else f"peak, {place.value}"
+        title = f"peak, {kind.value}" if kind else "peak"
+        style = "" if is_host else "bold"
         table.add_row(title, *(f"{total / _MIB:,.0f}" for total in totals), style=style)
     return table
 
 
-def _row_name(name: str, place: MemoryKind | None) -> str:
-    return f"{name} (host)" if place is MemoryKind.HOST else name
-
-
-def _mib(parts: list[MemoryItem]) -> str:
-    return f"{sum(part.num_bytes for part in parts) / _MIB:,.0f}" if parts else "."
+def _mib(items: list[MemoryItem]) -> str:
+    return f"{sum(item.num_bytes for item in items) / _MIB:,.0f}" if items else "."

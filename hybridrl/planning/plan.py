@@ -1,9 +1,16 @@
-"""What a memory plan is: phases of a run, each a list of what is in memory at its worst moment."""
+"""A memory plan: phases of a run, each with the items in memory at its fullest moment."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
+
+from hybridrl.config.cluster import ClusterConfig
+
+_GIB = 2**30
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class MemoryKind(Enum):
@@ -19,25 +26,25 @@ class MemoryItem:
 
     name: str
     num_bytes: int
-    place: MemoryKind = MemoryKind.DEVICE
+    kind: MemoryKind = MemoryKind.DEVICE
 
     is_measured: bool = True
-    """False for what the meter of a run does not see: the process before its engines, and what
-    a GPU holds outside torch's allocator."""
+    """Whether the meter of a run sees it. It does not see the process before its engines, nor
+    memory of a GPU outside torch's allocator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of a run at the moment when it needs most."""
+    """A phase of a run at its fullest moment."""
 
     name: str
     """As in the metric ``memory/<name>_peak_bytes/max``."""
 
-    parts: tuple[MemoryItem, ...]
+    items: tuple[MemoryItem, ...]
 
-    def bytes_on(self, place: MemoryKind) -> int:
-        """Return what lies in that place."""
-        return sum(part.num_bytes for part in self.parts if part.place is place)
+    def bytes_on(self, kind: MemoryKind) -> int:
+        """Return the bytes of one kind of memory."""
+        return sum(item.num_bytes for item in self.items if item.kind is kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +65,11 @@ class MemoryPlan:
         return phase.bytes_on(MemoryKind.DEVICE) + host
 
     def measured_bytes(self, phase: Phase) -> int:
-        """Return the part of ``peak_bytes`` that the meter of a run sees."""
+        """Return the bytes of ``peak_bytes`` that the meter of a run sees."""
         unseen = sum(
-            part.num_bytes
-            for part in phase.parts
-            if not part.is_measured and (self.device == "cpu" or part.place is MemoryKind.DEVICE)
+            item.num_bytes
+            for item in phase.items
+            if not item.is_measured and (self.device == "cpu" or item.kind is MemoryKind.DEVICE)
         )
         return self.peak_bytes(phase) - unseen
 
@@ -72,6 +79,24 @@ class MemoryPlan:
         return max(self.phases, key=self.peak_bytes)
 
     @property
-    def part_names(self) -> tuple[str, ...]:
-        """Every part of any phase, in order of appearance."""
-        return tuple(dict.fromkeys(part.name for phase in self.phases for part in phase.parts))
+    def item_names(self) -> tuple[str, ...]:
+        """Every item of any phase, in order of appearance."""
+        return tuple(dict.fromkeys(item.name for phase in self.phases for item in phase.items))
+
+
+def capacity_bytes(cluster: ClusterConfig) -> int | None:
+    """Return the memory of one rank's device.
+
+    ``cluster.device_memory_gib`` if it is set. Else, on a CPU, an equal share of this machine's
+    memory (or its container's, if that is less) for each rank; on CUDA None: the size is unknown.
+    """
+    if cluster.device_memory_gib is not None:
+        return int(cluster.device_memory_gib * _GIB)
+    if cluster.device == "cuda":
+        return None
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = _CGROUP_LIMIT.read_text(encoding="ascii").strip()
+    except OSError:
+        limit = ""
+    return (min(total, int(limit)) if limit.isdigit() else total) // cluster.num_ranks_per_node

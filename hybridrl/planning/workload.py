@@ -20,7 +20,7 @@ class Workload:
     num_rows_per_update: int
     """Of them, those of one optimizer step."""
 
-    num_siblings: int
+    group_size: int
     """Responses to one prompt among the rows of an update: they may share its computation."""
 
     num_prompt_tokens: int
@@ -34,41 +34,26 @@ class Workload:
     @classmethod
     def longest(cls, config: ExperimentConfig) -> Workload:
         """Assume that every prompt and every response is as long as it may be."""
-        num_ranks = config.num_train_groups
-        num_rows = max(1, config.num_rows_per_step // num_ranks)
-        # Each rank gets rows of nearly every prompt (balance_over_ranks), so that siblings part.
-        num_siblings = max(1, config.rollout.num_responses_per_prompt // num_ranks)
+        num_ranks, minibatches = config.num_train_groups, config.algorithm.num_minibatches
         return cls(
-            num_rows=num_rows,
-            num_rows_per_update=max(1, num_rows // config.algorithm.num_minibatches),
-            num_siblings=num_siblings,
+            **_rows(config, num_ranks, minibatches),
             num_prompt_tokens=config.data.max_prompt_tokens,
             num_response_tokens=config.rollout.max_response_tokens,
             max_tokens_per_microbatch=config.actor.max_tokens_per_microbatch,
         )
 
-    @classmethod
-    def of_critic(cls, config: ExperimentConfig, policy: Workload) -> Workload:
-        """Return what the critic does with rows as long as the policy's."""
-        num_ranks = config.num_critic_groups
-        num_rows = max(1, config.num_rows_per_step // num_ranks)
+    def of_critic(self, config: ExperimentConfig) -> Workload:
+        """Return what the critic does with rows as long as these of the policy."""
         return replace(
-            policy,
-            num_rows=num_rows,
-            num_rows_per_update=max(1, num_rows // config.critic.num_minibatches),
-            num_siblings=max(1, config.rollout.num_responses_per_prompt // num_ranks),
+            self,
+            **_rows(config, config.num_critic_groups, config.critic.num_minibatches),
             max_tokens_per_microbatch=config.critic.max_tokens_per_microbatch,
             microbatch_tokens=None,
         )
 
     def sampling(self, config: ExperimentConfig) -> Workload:
         """Return what one rank's rollout engine samples, of rows as long as these."""
-        num_ranks = config.cluster.num_ranks
-        return replace(
-            self,
-            num_rows=max(1, config.num_rows_per_step // num_ranks),
-            num_siblings=max(1, config.rollout.num_responses_per_prompt // num_ranks),
-        )
+        return replace(self, **_rows(config, config.cluster.num_ranks, 1))
 
     def scoring(self) -> Workload:
         """Return the same rows as a pass without gradients takes them: those of all updates."""
@@ -98,35 +83,45 @@ class Workload:
     @property
     def all_prompt_tokens(self) -> int:
         """Tokens of the rank's distinct prompts."""
-        return -(-self.num_rows // self.num_siblings) * self.num_prompt_tokens
+        return -(-self.num_rows // self.group_size) * self.num_prompt_tokens
 
     def microbatch(self, *, shares_prompts: bool) -> Microbatch:
         """Return the largest micro-batch of an update.
 
         Args:
-            shares_prompts: siblings compute their prompt once; see workers/train/microbatcher.py.
+            shares_prompts: responses to one prompt compute it once (workers/train/microbatcher.py).
         """
-        siblings = self.num_siblings if shares_prompts else 1
+        group_size = self.group_size if shares_prompts else 1
         # The last token of a row is not computed: it predicts nothing.
         tail = self.num_response_tokens - 1
-        if siblings == 1:
+        if group_size == 1:
             prompt, tail = 0, tail + self.num_prompt_tokens
         else:
             prompt = self.num_prompt_tokens
-        per_family = prompt + siblings * tail
-        num_families = self.num_rows_per_update / siblings
-        num_microbatches = max(1, -(-per_family * num_families // self.max_tokens_per_microbatch))
-        num_tokens = self.microbatch_tokens or per_family * num_families / num_microbatches
+        per_group = prompt + group_size * tail
+        num_groups = self.num_rows_per_update / group_size
+        num_microbatches = max(1, -(-per_group * num_groups // self.max_tokens_per_microbatch))
+        num_tokens = self.microbatch_tokens or per_group * num_groups / num_microbatches
         num_tokens = max(num_tokens, prompt + tail)  # a single longer row runs alone
-        num_families = num_tokens / per_family
-        num_rows = num_families * siblings
+        num_groups = num_tokens / per_group
+        num_rows = num_groups * group_size
         return Microbatch(
             num_tokens=round(num_tokens),
             num_scored=round(num_rows * self.num_response_tokens),
-            num_key_slots=round(num_families * prompt + num_rows * (prompt + tail)),
+            num_key_slots=round(num_groups * prompt + num_rows * (prompt + tail)),
             num_mask_elements=round(num_rows * tail * (prompt + tail)) if prompt else 0,
             num_microbatches=round(num_microbatches),
         )
+
+
+def _rows(config: ExperimentConfig, num_ranks: int, num_minibatches: int) -> dict[str, int]:
+    """Return a rank's rows. It has rows of nearly every prompt (balance_over_ranks): few of one."""
+    num_rows = max(1, config.num_rows_per_step // num_ranks)
+    return {
+        "num_rows": num_rows,
+        "num_rows_per_update": max(1, num_rows // num_minibatches),
+        "group_size": max(1, config.rollout.num_responses_per_prompt // num_ranks),
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +135,7 @@ class Microbatch:
     """Response tokens S whose log-probs are wanted."""
 
     num_key_slots: int
-    """Keys that the padded kernel lays out; a shared prompt's keys once for each sibling."""
+    """Keys that the padded kernel lays out; a shared prompt's keys once for each response."""
 
     num_mask_elements: int
     """Of the visibility masks of rows that share a prompt."""

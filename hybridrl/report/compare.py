@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import cycle
 
 from hybridrl.report.charts import COLORS, base_layout, trace
-from hybridrl.report.findings import RUNNING_RULES, diagnose
-from hybridrl.report.learning_rules import LEARNING_RULES
+from hybridrl.report.findings import diagnose
+from hybridrl.report.learning_rules import RULES
 from hybridrl.report.markup import Html, card, figure_html, number, page, section, table, tag
 from hybridrl.report.run import Run
 
@@ -53,7 +53,7 @@ def _result(run: Run) -> list[str]:
         f"{number(best[0])} at step {best[1]}" if best else "",
         number(held_out[-1] if held_out else None),
         number(run.history.get("time/step_s").mean_of_last(1)),
-        "; ".join(finding.title for finding in diagnose(run, (*RUNNING_RULES, *LEARNING_RULES))),
+        "; ".join(finding.title for finding in diagnose(run, RULES)),
     ]
 
 

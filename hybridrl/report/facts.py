@@ -13,10 +13,11 @@ from pathlib import Path
 
 from hybridrl.atomic_io import atomic_write_text
 from hybridrl.checkpoint.fingerprint import processor_name
+from hybridrl.config.architecture import architecture_of
 from hybridrl.config.model import ModelConfig, StarterConfig
 from hybridrl.errors import ModelError
 from hybridrl.json_text import to_json_text
-from hybridrl.planning.shapes import shape_of
+from hybridrl.planning.split import count_parameters
 from hybridrl.report.history import parse_row
 from hybridrl.report.run import Run
 from hybridrl.report.settings import Settings
@@ -80,7 +81,7 @@ def _model(settings: Settings) -> str:
     )
     name = "the demo model" if is_demo else Path(folder).name
     try:
-        name += f", {in_words(shape_of(config).num_parameters)} parameters"
+        name += f", {in_words(count_parameters(architecture_of(config)))} parameters"
     except (ArithmeticError, ModelError):
         name += ", of unknown size"  # the folder has gone, or the configuration has no sizes
     is_lora = settings.text("lora.enabled") == "true"

@@ -13,6 +13,7 @@ from hybridrl.report.findings import (
     ENOUGH_STEPS,
     LR,
     RECENT_STEPS,
+    RUNNING_RULES,
     Finding,
     Rule,
     first_and_now,
@@ -200,7 +201,8 @@ def updates_skipped(run: Run) -> Finding | None:
     return Finding("Updates were left out", f"{text}{skipped[-1]}.", remedies)
 
 
-LEARNING_RULES: tuple[Rule, ...] = (
+RULES: tuple[Rule, ...] = (
+    *RUNNING_RULES,
     *(training_did_harm, reward_does_not_rise, reward_may_be_gamed, rewards_do_not_differ),
     *(evaluation_falls, entropy_collapsed, policy_moves_too_fast, far_from_reference),
     *(updates_skipped, responses_are_cut, gradient_far_above_limit),

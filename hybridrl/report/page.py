@@ -13,8 +13,8 @@ from hybridrl.errors import RunFolderError
 from hybridrl.metrics import find_declaration
 from hybridrl.report.charts import SECTIONS, Chart, build_charts
 from hybridrl.report.facts import facts_of
-from hybridrl.report.findings import RUNNING_RULES, Finding, diagnose
-from hybridrl.report.learning_rules import LEARNING_RULES
+from hybridrl.report.findings import Finding, diagnose
+from hybridrl.report.learning_rules import RULES
 from hybridrl.report.markup import (
     Html,
     card,
@@ -86,7 +86,7 @@ def try_report(folder: Path) -> None:
 
 def build_page(run: Run) -> str:
     """Return the page as HTML."""
-    findings = diagnose(run, (*RUNNING_RULES, *LEARNING_RULES))
+    findings = diagnose(run, RULES)
     charts = build_charts(run.history, run.settings)
     grids = {name: _grid([c for c in charts if c.section == name]) for name in SECTIONS}
     silent = "No rule found anything to say. That alone does not make a run good."

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from hybridrl.config.keys import flatten
+from hybridrl.config.spelling import flatten
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # In a wheel the folder lies inside the package, in a checkout beside it.
@@ -20,7 +20,6 @@ _DEFAULTS = next(
     ),
     None,
 )
-_MISSING = object()
 
 
 class Settings:

@@ -1,4 +1,4 @@
-"""What is said when the driver's process ends without an exception.
+"""Reports the end of a driver that Ray ended without an exception.
 
 Ray ends the process of a driver from C++ when the raylet beside it, or the head, is gone: at once
 or after 60 s, depending on what the driver does at that moment (Ray 2.60), with exit status 1 and

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 from importlib import import_module
-from pathlib import Path
-from typing import Any
 
-from hybridrl.config.checks.lora import model_values
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.json_text import to_json_text
 
 _MEGATRON = "hybridrl.workers.train.megatron.rehearsal"
 """Imported by name if asked for: it takes 5 s, and megatron-core need not be installed."""
@@ -34,13 +29,5 @@ def rehearse_megatron(config: ExperimentConfig) -> list[str]:
             f"not checked: what megatron-core takes, for it cannot be imported here ({err}); "
             "pip install 'hybridrl[megatron]'"
         ]
-    if config.model.path is not None:
-        lines: list[str] = rehearsal.rehearse(config, Path(config.model.path))
-        return lines
-    with tempfile.TemporaryDirectory() as scratch:
-        # The made model is not made yet: this is its shape.
-        sizes: dict[str, Any] = dict(model_values(config))
-        sizes["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
-        (Path(scratch) / "config.json").write_text(to_json_text(sizes), encoding="utf-8")
-        lines = rehearsal.rehearse(config, Path(scratch))
-        return lines
+    lines: list[str] = rehearsal.rehearse(config)
+    return lines

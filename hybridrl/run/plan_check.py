@@ -1,9 +1,8 @@
-"""Holds the memory plan against what the ranks measured, step by step."""
+"""Holds the memory plan against the memory that ranks measured, step by step."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ModelError
@@ -16,36 +15,17 @@ from hybridrl.planning.workload import Workload
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Prediction and measurement of one phase, both in bytes on the fullest rank."""
-
-    phase: str
-    predicted: int
-    measured: float
-
-    @property
-    def error_fraction(self) -> float:
-        """(measured - predicted) / predicted."""
-        return self.measured / self.predicted - 1
-
-    def __str__(self) -> str:
-        return (
-            f"{format_bytes(self.measured)} at most, in {self.phase} "
-            f"(mode=plan estimates {format_bytes(self.predicted)})"
-        )
-
-
 class PlanCheck:
     """Compares predictions for the lengths that a step had with its measured peaks."""
 
     def __init__(self, config: ExperimentConfig) -> None:
         self._config = config
-        self._num_steps = 0
-        self._largest: Comparison | None = None
+        self._largest_bytes, self._largest = 0.0, ""
 
     def compare(self, metrics: Metrics) -> Metrics:
         """Return ``memory/<phase>_plan_error_fraction`` of the phases that a step measured.
+
+        That is (measured - predicted) / predicted, on the fullest rank.
 
         Args:
             metrics: of one step: measured peaks, mean lengths, tokens and micro-batches.
@@ -54,22 +34,33 @@ class PlanCheck:
             plan = self._plan_for(metrics)
         except (ModelError, KeyError):  # no plan for this model, or a step without its sizes
             return {}
-        self._num_steps += 1
+        is_first = not self._largest
+        errors: Metrics = {}
         # On a CPU malloc keeps freed memory: every phase looks as large as the largest.
-        phases = plan.phases if plan.device == "cuda" else (plan.fullest,)
-        comparisons = [
-            Comparison(phase.name, plan.measured_bytes(phase), metrics[name].value)
-            for phase in phases
-            if (name := f"memory/{phase.name}_peak_bytes/max") in metrics
-        ]
-        self._note(comparisons)
-        return {
-            f"memory/{c.phase}_plan_error_fraction": Mean(c.error_fraction) for c in comparisons
-        }
+        for phase in plan.phases if plan.device == "cuda" else (plan.fullest,):
+            measured = metrics.get(f"memory/{phase.name}_peak_bytes/max")
+            if measured is None:
+                continue
+            predicted = plan.measured_bytes(phase)
+            errors[f"memory/{phase.name}_plan_error_fraction"] = Mean(
+                measured.value / predicted - 1
+            )
+            if measured.value > self._largest_bytes:
+                self._largest_bytes = measured.value
+                self._largest = (
+                    f"{format_bytes(measured.value)} at most, in {phase.name} "
+                    f"(mode=plan estimates {format_bytes(predicted)})"
+                )
+        if is_first and errors:
+            longest = plan_memory(self._config)
+            limit = format_bytes(longest.peak_bytes(longest.fullest))
+            text = "memory of a rank in the first step: %s; rows of full length are estimated at %s"
+            log.info(text, self._largest, limit)
+        return errors
 
     def report(self) -> None:
         """Say at the end of a run how far the prediction was off."""
-        if self._largest is not None:
+        if self._largest:
             log.info("memory of a rank: %s", self._largest)
 
     def _plan_for(self, metrics: Metrics) -> MemoryPlan:
@@ -80,18 +71,3 @@ class PlanCheck:
             / metrics["data/microbatches"].value,
         )
         return plan_memory(self._config, workload=workload)
-
-    def _note(self, comparisons: list[Comparison]) -> None:
-        peak = max(comparisons, key=lambda comparison: comparison.measured, default=None)
-        if peak is None:
-            return
-        if self._largest is None or peak.measured > self._largest.measured:
-            self._largest = peak
-        if self._num_steps == 1:
-            longest = plan_memory(self._config)
-            limit = format_bytes(longest.peak_bytes(longest.fullest))
-            log.info(
-                "memory of a rank in the first step: %s; rows of full length are estimated at %s",
-                peak,
-                limit,
-            )

@@ -1,4 +1,4 @@
-"""What a crash leaves: ``RUN_DIR/postmortem/TIME``, for whoever looks into it later.
+"""The post-mortem of a crash: ``RUN_DIR/postmortem/TIME``.
 
 ``what.txt``            the error, where the run was, how processes ended, a line per rank
 ``stacks.txt``          stacks of all threads, of the driver and of every rank

@@ -164,9 +164,8 @@ def _find_error(folder: Path, status: int) -> str:
         return f"stopped by {_STOPPED[status].name} before its last step"
     file = folder / "log.txt"
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    errors: list[str] = _ERROR_LINE.findall(text)
-    line = errors[-1] if errors else f"exit status {status}, see above"
-    return line.removeprefix("hybridrl.errors.")[:_MAX_ERROR]
+    lines: list[str] = [f"exit status {status}, see above", *_ERROR_LINE.findall(text)]
+    return lines[-1].removeprefix("hybridrl.errors.")[:_MAX_ERROR]
 
 
 def describe(results: Sequence[SweepResult], *, num_jobs: int) -> str:

@@ -34,7 +34,7 @@ from hybridrl.single_controller.head import LOOK_EVERY_S, HeadMonitor
 from hybridrl.single_controller.network import rendezvous_address
 from hybridrl.single_controller.payload import install_reducers
 from hybridrl.single_controller.resource_pool import RayResourcePool
-from hybridrl.single_controller.worker import Location, MeshPlace, WorkerSpec, build_host_class
+from hybridrl.single_controller.worker import Location, MeshPosition, WorkerSpec, build_host_class
 
 log = logging.getLogger(__name__)
 
@@ -187,19 +187,22 @@ class RankActors:
     def _ask_for_layout(self, prefix: str, mesh: str) -> RankLayout:
         refs = [actor.host_mesh.remote(prefix, mesh) for actor in self.actors]
         deadline = Deadline.after(self.limits.timeout_s, "timeout_s")
-        places: list[MeshPlace | None] = self.gather(refs, method="host_mesh", deadline=deadline)
-        missing = [rank for rank, place in enumerate(places) if place is None]
+        positions: list[MeshPosition | None] = self.gather(
+            refs, method="host_mesh", deadline=deadline
+        )
+        missing = [rank for rank, position in enumerate(positions) if position is None]
         if missing:
             raise DispatchError(
                 f"ranks {missing} have not registered the mesh {mesh!r}; call "
                 f"self.register_mesh({mesh!r}, dp_rank=, dp_size=, is_output_rank=) on every "
                 "rank first"
             )
-        known = [place for place in places if place is not None]
+        known = [position for position in positions if position is not None]
         layout = RankLayout(
-            tuple(place.dp_rank for place in known), tuple(place.is_output_rank for place in known)
+            tuple(position.dp_rank for position in known),
+            tuple(position.is_output_rank for position in known),
         )
-        wrong = [rank for rank, place in enumerate(known) if place.dp_size != layout.dp_size]
+        wrong = [rank for rank, position in enumerate(known) if position.dp_size != layout.dp_size]
         if wrong:
             raise DispatchError(
                 f"mesh {mesh!r} has {layout.dp_size} dp ranks, but ranks {wrong} say dp_size="
@@ -353,10 +356,10 @@ def _meeting_address(locations: Sequence[Location]) -> str:
 def rank_order(locations: Sequence[Location]) -> list[int]:
     """Return the indices of ``locations`` in rank order: by node address and id, then GPU."""
 
-    def place(index: int) -> tuple[int, str, int, str]:
+    def sort_key(index: int) -> tuple[int, str, int, str]:
         location = locations[index]
         gpu_id = location.gpu_id or ""
         number = int(gpu_id) if gpu_id.isdigit() else 0  # 10 comes after 9
         return int(ipaddress.ip_address(location.host)), location.node_id, number, gpu_id
 
-    return sorted(range(len(locations)), key=place)
+    return sorted(range(len(locations)), key=sort_key)

@@ -33,17 +33,15 @@ class ResourceRequest:
 
     def unmet_reason(self) -> str:
         """Say why the cluster cannot hold this even when it is idle; empty if it can."""
-        nodes = _alive_nodes()
         largest = max(self.process_on_nodes)
-        num_fit = sum(_holds(node, self.bundle, largest) for node in nodes)
-        if num_fit == 0:
-            return f"no node has {_spell(self.bundle, largest)}, which {largest} ranks of it need"
-        # Entries of different sizes: the largest first, each on the smallest node that holds it.
-        num_places = self._num_placed(nodes)
-        if num_places < len(self.process_on_nodes):
+        capacities = [_capacity(node, self.bundle) for node in _alive_nodes()]
+        if max(capacities, default=0) < largest:
+            return f"no node has {_amounts(self.bundle, largest)}, which {largest} ranks of it need"
+        num_placed = self._num_placed(capacities)
+        if num_placed < len(self.process_on_nodes):
             return (
-                f"only {num_places} of {len(self.process_on_nodes)} node entries fit on the "
-                f"{len(nodes)} {'node' if len(nodes) == 1 else 'nodes'} that are there"
+                f"only {num_placed} of {len(self.process_on_nodes)} node entries fit on the "
+                f"{len(capacities)} {'node' if len(capacities) == 1 else 'nodes'} that are there"
             )
         return ""
 
@@ -56,29 +54,24 @@ class ResourceRequest:
         )
         where = ", each entry on a node of its own" if self.is_spread else ""
         return (
-            f"{list(self.process_on_nodes)} processes per node of {_spell(self.bundle)} each"
+            f"{list(self.process_on_nodes)} processes per node of {_amounts(self.bundle)} each"
             f"{where}: nodes have {has}; free in the cluster are "
             + ", ".join(f"{free.get(name, 0.0):g} {name}" for name in self.bundle)
         )
 
-    def _num_placed(self, nodes: Sequence[Mapping[str, float]]) -> int:
-        left = [dict(node) for node in nodes]
-        num_placed = 0
-        for count in sorted(self.process_on_nodes, reverse=True):
-            fitting = [node for node in left if _holds(node, self.bundle, count)]
+    def _num_placed(self, capacities: Sequence[int]) -> int:
+        """Put the largest entry first, each on the smallest node that holds it."""
+        free = list(capacities)
+        for num_placed, count in enumerate(sorted(self.process_on_nodes, reverse=True)):
+            fitting = [capacity for capacity in free if capacity >= count]
             if not fitting:
                 return num_placed
-            chosen = min(fitting, key=lambda node: [node.get(name, 0) for name in self.bundle])
-            num_placed += 1
-            if self.is_spread:
-                left.remove(chosen)
-            else:
-                for name, amount in self.bundle.items():
-                    chosen[name] -= amount * count
-        return num_placed
+            free.remove(min(fitting))
+            free.append(0 if self.is_spread else min(fitting) - count)
+        return len(self.process_on_nodes)
 
 
-def reserve(wish: ResourceRequest, *, wait_s: float) -> list[Any]:
+def reserve(request: ResourceRequest, *, wait_s: float) -> list[Any]:
     """Return one placement group per node entry, all of them ready.
 
     What is missing is said at once, and every 5 s, because a node may yet join, or another run end.
@@ -90,10 +83,10 @@ def reserve(wish: ResourceRequest, *, wait_s: float) -> list[Any]:
     groups: list[Any] = []
     taken: list[str] = []
     try:
-        for count in wish.process_on_nodes:
-            group = _request(wish, count, avoid=taken if wish.is_spread else [])
+        for count in request.process_on_nodes:
+            group = _start_request(request, count, avoid=taken if request.is_spread else [])
             groups.append(group)
-            _wait(group, wish, deadline_s=deadline_s, wait_s=wait_s)
+            _wait(group, request, deadline_s=deadline_s, wait_s=wait_s)
             taken += set(placement_group_table(group)["bundles_to_node_id"].values())
     except BaseException:
         remove(groups)
@@ -107,29 +100,29 @@ def remove(groups: Sequence[Any]) -> None:
         remove_placement_group(group)
 
 
-def _request(wish: ResourceRequest, count: int, *, avoid: Sequence[str]) -> Any:  # noqa: ANN401 - Ray's
+def _start_request(request: ResourceRequest, count: int, *, avoid: Sequence[str]) -> Any:  # noqa: ANN401 - Ray's
     # STRICT_SPREAD spreads the bundles of one group, and ranks of an entry have to be together:
     # so a group per entry, kept off the nodes of those before it.
     selector = {_NODE_ID: f"!in({','.join(avoid)})"} if avoid else None
     return placement_group(
-        [dict(wish.bundle)] * count,
+        [dict(request.bundle)] * count,
         strategy="STRICT_PACK",
         bundle_label_selector=[selector] * count if selector else None,
     )
 
 
-def _wait(group: Any, wish: ResourceRequest, *, deadline_s: float, wait_s: float) -> None:  # noqa: ANN401
+def _wait(group: Any, request: ResourceRequest, *, deadline_s: float, wait_s: float) -> None:  # noqa: ANN401
     pause_s = 1.0  # an idle cluster needs 10 ms
     while (left_s := deadline_s - time.monotonic()) > 0:
         if _is_ready(group, math.ceil(min(pause_s, left_s))):  # Ray cuts the fraction off
             return
         pause_s = _PROGRESS_S
         if (waited_s := wait_s - deadline_s + time.monotonic()) < wait_s:
-            log.warning("no room yet, %.0f of %g s: %s", waited_s, wait_s, _why_not_yet(wish))
-    unmet_reason = wish.unmet_reason()
+            log.warning("no room yet, %.0f of %g s: %s", waited_s, wait_s, _why_not_yet(request))
+    unmet_reason = request.unmet_reason()
     why = f"{unmet_reason}; " if unmet_reason else "others hold it; "
     raise ResourceError(
-        f"no room after {wait_s:g} s for {wish.describe()}; {why}"
+        f"no room after {wait_s:g} s for {request.describe()}; {why}"
         "lower cluster.num_nodes or cluster.num_ranks_per_node, add nodes, free resources, or "
         "raise cluster.start_timeout_s (in code: process_on_nodes and wait_s of the pool)"
     )
@@ -146,23 +139,27 @@ def _is_ready(group: Any, wait_s: int) -> bool:  # noqa: ANN401
         ) from error
 
 
-def _why_not_yet(wish: ResourceRequest) -> str:
-    unmet_reason = wish.unmet_reason()
+def _why_not_yet(request: ResourceRequest) -> str:
+    unmet_reason = request.unmet_reason()
     cause = (
         f"{unmet_reason}, waiting for nodes to join"
         if unmet_reason
         else "waiting for others to end"
     )
-    return f"{cause}; asked for {wish.describe()}"
+    return f"{cause}; asked for {request.describe()}"
 
 
 def _alive_nodes() -> list[dict[str, float]]:
     return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
 
 
-def _holds(node: Mapping[str, float], bundle: Mapping[str, float], count: int) -> bool:
-    return all(node.get(name, 0.0) >= amount * count for name, amount in bundle.items())
+def _capacity(node: Mapping[str, float], bundle: Mapping[str, float]) -> int:
+    """Return how many ranks a node holds; Ray counts in ten-thousandths."""
+    return min(
+        round(node.get(name, 0.0) * 10_000) // max(1, round(amount * 10_000))
+        for name, amount in bundle.items()
+    )
 
 
-def _spell(bundle: Mapping[str, float], count: int = 1) -> str:
+def _amounts(bundle: Mapping[str, float], count: int = 1) -> str:
     return ", ".join(f"{amount * count:g} {name}" for name, amount in bundle.items())

@@ -15,11 +15,11 @@ from hybridrl.single_controller.placement import ResourceRequest, remove, reserv
 class _Reservation:
     """Placement groups, one per node entry, held while any group runs on any of their bundles."""
 
-    def __init__(self, wish: ResourceRequest, max_colocated: int) -> None:
+    def __init__(self, request: ResourceRequest, max_colocated: int) -> None:
         self.max_colocated = max_colocated
-        self._wish = wish
+        self._request = request
         self._placement_groups: list[Any] = []
-        self._num_leases = [0] * sum(wish.process_on_nodes)
+        self._num_leases = [0] * sum(request.process_on_nodes)
 
     def lease(self, bundles: range, wait_s: float) -> list[dict[str, Any]]:
         if any(self._num_leases[index] >= self.max_colocated for index in bundles):
@@ -28,20 +28,20 @@ class _Reservation:
                 f"make the pool with RayResourcePool(max_colocate_count={self.max_colocated + 1})"
             )
         if not self._placement_groups:
-            self._placement_groups = reserve(self._wish, wait_s=wait_s)
+            self._placement_groups = reserve(self._request, wait_s=wait_s)
         for index in bundles:
             self._num_leases[index] += 1
         bundle_of_rank = [
             (group, index)
             for group, count in zip(
-                self._placement_groups, self._wish.process_on_nodes, strict=True
+                self._placement_groups, self._request.process_on_nodes, strict=True
             )
             for index in range(count)
         ]
         # Ray counts resources in ten-thousandths: rounded down, all shares fit in the bundle.
         share = {
             name: int(amount / self.max_colocated * 10_000) / 10_000
-            for name, amount in self._wish.bundle.items()
+            for name, amount in self._request.bundle.items()
         }
         return [
             {
@@ -98,8 +98,8 @@ class RayResourcePool:
                 "use RayResourcePool(process_on_nodes=[1])"
             )
         bundle = {"CPU": num_cpus_per_rank} | ({"GPU": 1.0} if use_gpu else {})
-        wish = ResourceRequest(tuple(process_on_nodes), bundle, is_spread)
-        reservation = _Reservation(wish, max_colocate_count)
+        request = ResourceRequest(tuple(process_on_nodes), bundle, is_spread)
+        reservation = _Reservation(request, max_colocate_count)
         self._parts = [(reservation, range(sum(process_on_nodes)))]
         self._wait_s = wait_s
 

@@ -22,8 +22,8 @@ from hybridrl.single_controller.register import Registration, registered_methods
 
 
 @dataclass(frozen=True, slots=True)
-class MeshPlace:
-    """The place of one rank in a named mesh."""
+class MeshPosition:
+    """The position of one rank in a named mesh."""
 
     dp_rank: int
     dp_size: int
@@ -47,7 +47,7 @@ class Worker:
     on a CPU the index among the ranks of the node. torch expects the same of LOCAL_RANK."""
     fused: Mapping[str, Worker]
     """The workers in this process by prefix, in order of construction, this one included."""
-    meshes: dict[str, MeshPlace]
+    meshes: dict[str, MeshPosition]
 
     def __new__(cls, *_: object, **__: object) -> Self:
         """Take the place in the group; not in ``__init__``, which a subclass may not call."""
@@ -62,7 +62,7 @@ class Worker:
     def register_mesh(
         self, name: str, *, dp_rank: int, dp_size: int, is_output_rank: bool = True
     ) -> None:
-        """Report this rank's place in a mesh, for ``dispatch_by_mesh(name)``.
+        """Report this rank's position in a mesh, for ``dispatch_by_mesh(name)``.
 
         Args:
             name: of the mesh.
@@ -71,13 +71,13 @@ class Worker:
             is_output_rank: whether this rank answers; exactly one rank of each dp rank does.
 
         Raises:
-            DispatchError: the mesh was registered before with another place.
+            DispatchError: the mesh was registered before with another position.
         """
-        place = MeshPlace(dp_rank, dp_size, is_output_rank)
-        if self.meshes.setdefault(name, place) != place:
+        position = MeshPosition(dp_rank, dp_size, is_output_rank)
+        if self.meshes.setdefault(name, position) != position:
             raise DispatchError(
-                f"mesh {name!r} is already {self.meshes[name]} on rank {self.rank}, not {place}; "
-                "register it once"
+                f"mesh {name!r} is already {self.meshes[name]} on rank {self.rank}, "
+                f"not {position}; register it once"
             )
 
     def close(self) -> None:
@@ -183,8 +183,8 @@ class WorkerHost:
             with activity.scope(f"{class_name}.__init__()"), trace.span("build", role=class_name):
                 role.cls.__init__(worker, *role.args, **role.kwargs)
 
-    def host_mesh(self, prefix: str, mesh: str) -> MeshPlace | None:
-        """Return the place that a worker registered in a mesh, if it did."""
+    def host_mesh(self, prefix: str, mesh: str) -> MeshPosition | None:
+        """Return the position that a worker registered in a mesh, if it did."""
         return self.workers[prefix].meshes.get(mesh)
 
     def host_execute(self, prefix: str, name: str, *args: object, **kwargs: object) -> object:

@@ -16,11 +16,11 @@ from hybridrl.metrics import Last, Metrics, from_json, merge, to_json
 from hybridrl.planning.frozen_base import plan_base
 from hybridrl.single_controller import Dispatch, ResultLayout, dispatch_by_mesh, register
 from hybridrl.workers.build import (
+    build_follower,
     build_policy_loss,
     build_reference_engine,
     build_rollout_engine,
     build_train_engine,
-    build_weight_port,
 )
 from hybridrl.workers.checkpointed import CheckpointedWorker
 from hybridrl.workers.process_group import end_process_group, start_process_group
@@ -28,8 +28,8 @@ from hybridrl.workers.rollout.assemble import assemble_rollouts, require_known_t
 from hybridrl.workers.rollout.protocol import SamplingParams
 from hybridrl.workers.rollout.sglang.arguments import device_name
 from hybridrl.workers.sharding.control import ControlGroup
-from hybridrl.workers.sharding.engine_start import start_engine
 from hybridrl.workers.sharding.frozen_base import resolve_lora_base
+from hybridrl.workers.sharding.fused_engines import start_engine
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.train.checkpoint import Notes
@@ -86,7 +86,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         engine = start_engine(build if leads else None, config=config.rollout, control=control)
         self.sharding = ShardingManager(
             engine=engine,
-            port=build_weight_port(config.rollout, device, engine=engine),
+            follower=None if leads else build_follower(config.rollout, device),
             config=config.rollout,
             device=device,
             control=control,

@@ -23,7 +23,7 @@ from hybridrl.workers.train.backend import Backend
 from hybridrl.workers.train.critic_engine import CriticEngine
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.losses import PolicyGradientLoss
-from hybridrl.workers.train.megatron.setting import MegatronContext
+from hybridrl.workers.train.megatron.context import MegatronContext
 from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
 from hybridrl.workers.train.protocol import TokenLoss
 
@@ -35,6 +35,9 @@ _MEGATRON = "hybridrl.workers.train.megatron.backend"
 
 _SGLANG = "hybridrl.workers.rollout.sglang.engine"
 """Likewise; it need not be installed."""
+
+_SGLANG_WEIGHTS = "hybridrl.workers.rollout.sglang.weights"
+"""Likewise."""
 
 
 def build_train_engine(
@@ -108,22 +111,17 @@ def build_rollout_engine(
     return engine
 
 
-def build_weight_port(
-    rollout: RolloutConfig, device: torch.device, *, engine: RolloutEngine | None
-) -> WeightSender | None:
-    """Make this rank's end of the weight stream; None where engines lie in their ranks' processes.
+def build_follower(rollout: RolloutConfig, device: torch.device) -> WeightSender | None:
+    """Make the end of the weight stream of a rank that leads no engine.
 
-    Args:
-        rollout: the section.
-        device: of this rank.
-        engine: what ``build_rollout_engine`` built here; None on a rank that leads no engine.
+    None where the engine needs no bytes of that rank.
     """
     if rollout.engine == "hf":
         return None
-    port: WeightSender = import_module(_SGLANG).weight_sender(
-        engine, rollout=rollout, device=device
+    transport: WeightSender = import_module(_SGLANG_WEIGHTS).build_transport(
+        rollout, device=device, leads=False
     )
-    return port
+    return transport
 
 
 def build_policy_loss(config: ExperimentConfig, *, checks_drift: bool = False) -> TokenLoss:
@@ -162,7 +160,7 @@ def _build_backend(
             num_total_steps=num_total_steps,
             adapter=adapter,
         )
-    setting = MegatronContext(
+    context = MegatronContext(
         megatron=config.megatron,
         model=config.model,
         device=device,
@@ -172,7 +170,7 @@ def _build_backend(
     backend: Backend = import_module(_MEGATRON).MegatronBackend(
         model_folder,
         config=section,
-        setting=setting,
+        context=context,
         num_total_steps=num_total_steps,
         adapter=adapter,
     )

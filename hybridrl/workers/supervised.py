@@ -38,7 +38,7 @@ class SupervisedWorker(CheckpointedWorker):
     def evaluate(self, batch: SupervisedBatch) -> Metrics:
         """Score held-out rows: the same loss, no step."""
         scored = self._engine.compute_logprobs(batch, temperature=1.0)
-        if not self._engine.leads:
+        if not self._engine.is_output_rank:
             return {}
         mask_T = batch.response_mask_BL.values()
         total = -scored.logprobs_BL.values()[mask_T].sum().item()

@@ -6,8 +6,7 @@ import pytest
 
 from hybridrl.config import foreign_names
 from hybridrl.config.foreign_names import answer_choice, answer_key
-from hybridrl.config.load import known_keys, load_config
-from hybridrl.config.unknown_keys import unknown_key
+from hybridrl.config.load import known_keys, load_config, unknown_key
 from hybridrl.errors import ConfigErrors
 from tests.config.values import values_of
 

@@ -6,9 +6,9 @@ import pytest
 
 import hybridrl
 from hybridrl.config.help_text import help_text
-from hybridrl.config.keys import flatten
 from hybridrl.config.load import known_keys
 from hybridrl.config.reference import KeyReference, read_sections
+from hybridrl.config.spelling import flatten
 from hybridrl.errors import ConfigError
 from hybridrl.main import compose
 

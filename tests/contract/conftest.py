@@ -14,6 +14,20 @@ from tests.tiny_models import Family, make_tiny_model
 MakeModel = Callable[..., Path]
 
 
+_STEPS_BY_DAY = ("many micro-batches", "a rank without rows")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a layout with ``by_day="steps"``, leave the night all but these optimizer steps."""
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        layout = params.get("ranks")
+        is_step = any(steps in item.name for steps in _STEPS_BY_DAY)
+        if isinstance(layout, Layout) and layout.by_day == "steps" and not is_step:
+            item.add_marker(pytest.mark.nightly)
+
+
 @pytest.fixture(scope="package")
 def ranks(request: pytest.FixtureRequest) -> Iterator[RanksUnderTest]:
     """The ranks of ``request.param``, a layout."""

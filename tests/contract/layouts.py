@@ -16,6 +16,8 @@ import pytest
 from tests.megatron.stand_ins import install
 from tests.tiny_models import Family
 
+ByDay = Literal["all", "numbers", "steps", "nothing"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -47,8 +49,9 @@ class Layout:
     deadline_s: float = 90.0
     """Of one check on the ranks."""
 
-    by_day: Literal["all", "numbers", "nothing"] = "all"
-    """Which tests are not nightly: of a cut that others contain, those that compare numbers."""
+    by_day: ByDay = "all"
+    """Which tests are not nightly: of a cut that others contain, those that compare numbers, or
+    the optimizer steps alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +78,7 @@ def _megatron(
     family: Family = "qwen3",
     num_layers: int = 2,
     max_share: float = 1.1,
-    by_day: Literal["all", "numbers", "nothing"] = "all",
+    by_day: ByDay = "all",
     **sizes: int | bool,
 ) -> Layout:
     return Layout(
@@ -102,7 +105,7 @@ def _fsdp2(
     num_ranks: int = 2,
     max_share: float = 0.6,
     deadline_s: float = 90.0,
-    by_day: Literal["all", "numbers", "nothing"] = "all",
+    by_day: ByDay = "all",
     **options: int | bool | str,
 ) -> Layout:
     return Layout(
@@ -122,9 +125,9 @@ ENGINES: dict[str, EngineUnderTest] = {
         layouts=(
             _fsdp2("1", num_ranks=1, max_share=1.1, by_day="numbers"),
             _fsdp2("2"),
-            _fsdp2("2x2", num_ranks=4, num_replicas=2, by_day="numbers"),
+            _fsdp2("2x2", num_ranks=4, num_replicas=2, by_day="steps"),
             _fsdp2("2x1", num_replicas=2, max_share=1.1, by_day="nothing"),
-            _fsdp2("offload", cpu_offload=True, max_share=0.0),
+            _fsdp2("offload", cpu_offload=True, max_share=0.0, by_day="steps"),
             _fsdp2("offload-1", num_ranks=1, cpu_offload=True, max_share=0.0, by_day="nothing"),
             _fsdp2("compile", compile_blocks=True, deadline_s=170.0, by_day="nothing"),
             _fsdp2(
@@ -132,7 +135,7 @@ ENGINES: dict[str, EngineUnderTest] = {
                 reshard_after_forward=False,
                 num_prefetched_blocks=1,
                 reduce_gradients="last_microbatch",
-                by_day="numbers",
+                by_day="steps",
             ),
             _fsdp2("prefetch", num_prefetched_blocks=2, by_day="nothing"),
         ),
@@ -155,10 +158,9 @@ ENGINES: dict[str, EngineUnderTest] = {
                 pipeline_parallel_size=2,
                 num_virtual_stages=2,
                 num_layers=4,
-                by_day="numbers",
             ),
-            _megatron("dp2", dp_size=2, by_day="numbers"),
-            _megatron("cp2", context_parallel_size=2, by_day="numbers"),
+            _megatron("dp2", dp_size=2, by_day="steps"),
+            _megatron("cp2", context_parallel_size=2, by_day="steps"),
             _megatron("dp2-overlap", dp_size=2, overlap_communication=True, by_day="nothing"),
             _megatron(
                 "pp2-vp2-overlap",
@@ -193,8 +195,16 @@ ENGINES: dict[str, EngineUnderTest] = {
                 family="qwen3_moe",
                 by_day="nothing",
             ),
-            _megatron("tp2-pp2", tensor_parallel_size=2, pipeline_parallel_size=2, num_ranks=4),
-            _megatron("ep2", expert_parallel_size=2, dp_size=2, family="qwen3_moe"),
+            _megatron(
+                "tp2-pp2",
+                tensor_parallel_size=2,
+                pipeline_parallel_size=2,
+                num_ranks=4,
+                by_day="nothing",
+            ),
+            _megatron(
+                "ep2", expert_parallel_size=2, dp_size=2, family="qwen3_moe", by_day="numbers"
+            ),
             _megatron(
                 "sp2-ep2",
                 tensor_parallel_size=2,
@@ -219,12 +229,14 @@ ENGINES: dict[str, EngineUnderTest] = {
 RESHAPES = [
     ("fsdp2-2", "fsdp2-1"),
     ("fsdp2-1", "fsdp2-2"),
+    ("megatron-tp2", "fsdp2-2"),
+    ("fsdp2-2", "megatron-pp2"),
+]
+RESHAPES_BY_NIGHT = [
     ("fsdp2-2x2", "fsdp2-offload"),
     ("fsdp2-offload", "fsdp2-2x2"),
     ("megatron-tp2-pp2", "megatron-dp2"),
     ("megatron-dp2", "megatron-pp2"),
-    ("megatron-tp2", "fsdp2-2"),
-    ("fsdp2-2", "megatron-pp2"),
     ("fsdp2-2", "megatron-cp2"),
     ("megatron-cp2", "megatron-tp2"),
 ]
@@ -247,7 +259,7 @@ def on_layouts(
 
     With ``families``, on those layouts alone whose model is of one of them.
     """
-    by_day = {"all", "numbers"} if compares_numbers else {"all"}
+    by_day = {"all", "numbers", "steps"} if compares_numbers else {"all"}
     params = [
         pytest.param(
             layout,

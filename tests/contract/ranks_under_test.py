@@ -23,11 +23,11 @@ from hybridrl.workers.build import (
     build_reference_engine,
     build_train_engine,
 )
+from hybridrl.workers.train.checkpoint_files import shards_of
 from hybridrl.workers.train.critic_engine import CriticEngine
 from hybridrl.workers.train.model_engine import ModelEngine
 from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
 from hybridrl.workers.train.protocol import LearningEngine
-from hybridrl.workers.train.shard_files import parts_of
 from tests.config.values import config_of
 from tests.contract.layouts import ENGINES, Layout
 from tests.ranks import RankPool
@@ -124,18 +124,18 @@ def _config_of(layout: Layout) -> ExperimentConfig:
     )
 
 
-def share_of(batch: Any, engine: ModelEngine, first: int) -> Any:
-    """Return this rank's rows: the first ones are of data-parallel rank 0, the rest of the others.
+def rows_of_rank(batch: Any, engine: ModelEngine, first: int) -> Any:
+    """Return this rank's rows: the first ones are of data-parallel rank 0, later ones of others.
 
     No rows at all cannot be taken of jagged ones: a row without a response stands in.
     """
     if engine.dp_size == 1:
         return batch
-    rows = shares_of(len(batch), engine.dp_size, first)[engine.dp_rank]
+    rows = rank_ranges(len(batch), engine.dp_size, first)[engine.dp_rank]
     return rows_of(batch, rows) if len(rows) else mute(rows_of(batch, [0]))
 
 
-def shares_of(num_rows: int, dp_size: int, first: int) -> list[range]:
+def rank_ranges(num_rows: int, dp_size: int, first: int) -> list[range]:
     """Return the rows of each data-parallel rank."""
     if dp_size == 1:
         return [range(num_rows)]
@@ -152,7 +152,7 @@ def mute(batch: Any) -> Any:
     return silent
 
 
-def learn(
+def take_step(
     engine: PolicyEngine,
     batch: Any,
     *,
@@ -160,33 +160,33 @@ def learn(
     loss: Any = LOSS,
     aggregation: str = "token_mean",
 ) -> Metrics:
-    """Take a step on this rank's share; return what it has to tell, if it leads."""
+    """Take a step on this rank's rows; return the metrics of an output rank."""
     metrics = engine.update(
-        share_of(batch, engine, first),
+        rows_of_rank(batch, engine, first),
         loss=loss,
         aggregation=aggregation,
         temperature=0.9,
         max_response_tokens=8,
     )
-    return told(engine, metrics)
+    return output_metrics(engine, metrics)
 
 
-def told(engine: ModelEngine, metrics: Metrics) -> Metrics:
-    """Return the metrics of a rank that leads: what the others say is not asked for."""
-    return metrics if engine.leads else {}
+def output_metrics(engine: ModelEngine, metrics: Metrics) -> Metrics:
+    """Return the metrics of an output rank; those of other ranks are not used."""
+    return metrics if engine.is_output_rank else {}
 
 
-def together(answers: list[Metrics]) -> dict[str, float]:
-    """Merge what ranks told about one step, as the driver does."""
+def merge_metrics(answers: list[Metrics]) -> dict[str, float]:
+    """Merge the metrics of ranks, as the driver does."""
     return {name: metric.value for name, metric in merge(answers).items()}
 
 
-def state_of(engine: LearningEngine) -> dict[str, Tensor]:
-    """Copy what this rank would put into a checkpoint."""
+def copy_state(engine: LearningEngine) -> dict[str, Tensor]:
+    """Copy the tensors of this rank's checkpoint."""
     return {
-        key: part.values.clone()
+        key: shard.values.clone()
         for name, tensor in engine.checkpoint_tensors().items()
-        for key, part in parts_of(name, tensor)
+        for key, shard in shards_of(name, tensor)
     }
 
 

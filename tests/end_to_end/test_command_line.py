@@ -44,6 +44,7 @@ def test_a_signal_ends_the_run_after_its_step_saved_and_with_its_status(
     assert (folder / "hf" / "config.json").is_file()
 
 
+@pytest.mark.nightly  # by day test_faults.py kills it in each phase, within the process
 def test_a_killed_worker_ends_the_run_by_name_and_leaves_no_process(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     endless = ("trainer.num_steps=100000", "cluster.num_ranks_per_node=2")

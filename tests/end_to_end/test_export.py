@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hybridrl import export
 from hybridrl.errors import CheckpointError, RunFolderError
 from hybridrl.export import export_checkpoint
 from hybridrl.run.child import to_yaml
@@ -55,20 +56,26 @@ def test_a_checkpoint_of_two_ranks_becomes_the_folders_that_the_run_itself_wrote
 
 
 def test_the_command_names_the_folder_it_wrote_and_what_it_cannot_do(
-    made: tuple[Path, bool], tmp_path: Path
+    made: tuple[Path, bool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = shutil.copytree(made[0], tmp_path / "run")
     result = _command(str(folder))
     assert result.returncode == 0, result
     assert result.stdout.splitlines()[0] == str(folder / "hf-step-3")
-    result = _command(str(folder), "--step", "7")
-    assert result.returncode == 1
-    assert "has not a checkpoint of step 7; it has: 2, 3" in result.stderr
+    monkeypatch.setattr("sys.argv", ["export", str(folder), "--step", "7"])
+    with pytest.raises(SystemExit) as ended:
+        export.main()
+    assert ended.value.code == 1
+    assert "has not a checkpoint of step 7; it has: 2, 3" in capsys.readouterr().err
     with pytest.raises(RunFolderError, match="exists; export to a new folder with --output"):
         export_checkpoint(folder)
     elsewhere = tmp_path / "models" / "digits"
-    result = _command(str(folder), "--output", str(elsewhere))
-    assert (result.returncode, result.stdout.splitlines()[:1]) == (0, [str(elsewhere)])
+    monkeypatch.setattr("sys.argv", ["export", str(folder), "--output", str(elsewhere)])
+    export.main()
+    assert capsys.readouterr().out.splitlines()[:1] == [str(elsewhere)]
     ours, own = (load_file(f / "model.safetensors") for f in (elsewhere, folder / "hf-step-3"))
     assert all(torch.equal(ours[name], own[name]) for name in own)
     with pytest.raises(RunFolderError, match="no run folder"):

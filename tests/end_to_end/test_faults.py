@@ -59,7 +59,6 @@ def run_into(folder: Path, *overrides: str, at: str, number: int) -> BaseExcepti
     return caught.value
 
 
-@pytest.mark.nightly  # by day a rank is killed in test_command_line.py and test_resume.py
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_rank_killed_in_any_phase_ends_the_run_by_name(tmp_path: Path, phase: str) -> None:
@@ -81,7 +80,7 @@ def test_a_rank_that_hangs_ends_the_run_at_its_deadline_by_name(tmp_path: Path) 
     error = run_into(
         tmp_path / "run",
         "cluster.num_ranks_per_node=2",
-        "cluster.call_timeout_s=15",
+        "cluster.call_timeout_s=10",
         at="update",
         number=signal.SIGSTOP,
     )

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybridrl.workers.train.megatron.architecture import Architecture
-from hybridrl.workers.train.megatron.blocks import padded_vocab_size
-from hybridrl.workers.train.megatron.parallel_rank import ParallelRank
+from hybridrl.config.architecture import Architecture
+from hybridrl.workers.train.megatron.context import ParallelRank
+from hybridrl.workers.train.megatron.shard_map import padded_vocab_size
 from tests.megatron.stand_ins import install
 
 
@@ -49,7 +49,7 @@ def build_local_model(architecture: Architecture, *, tp: int, pp: int, ep: int, 
         layernorm_epsilon=architecture.norm_eps,
         gated_linear_unit=True,
         activation_func=functional.silu,
-        add_bias_linear=architecture.has_linear_bias,
+        add_bias_linear=architecture.has_mlp_bias,
         add_qkv_bias=architecture.has_qkv_bias,
         qk_layernorm=architecture.has_head_norms,
         tensor_model_parallel_size=tp,

@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.planning.megatron import MegatronMemory
-from hybridrl.planning.megatron_cut import Cut
-from hybridrl.planning.roles import ModelPrecision, PlannedModel
-from hybridrl.planning.shapes import read_shape
+from hybridrl.config.architecture import read_architecture
+from hybridrl.planning.activations import Activations
+from hybridrl.planning.model_memory import ModelMemory
 from hybridrl.workers.train.megatron.backend import MegatronBackend
-from hybridrl.workers.train.megatron.setting import MegatronContext
+from hybridrl.workers.train.megatron.context import MegatronContext
 from tests.config.values import config_of
 from tests.planning.test_memory import make_pack, workload_of
 from tests.ranks import run_ranks
@@ -47,20 +46,31 @@ def _keep(_rank: int, folder: Path, siblings: int, *overrides: str) -> int:
     return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in weights)
 
 
-@pytest.mark.parametrize("siblings", [1, 4])
-@pytest.mark.parametrize("overrides", [(), (TENSOR,), (TENSOR, SEQUENCE)], ids=["1", "tp2", "sp2"])
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+CUTS: dict[str, tuple[str, ...]] = {"1": (), "tp2": (TENSOR,), "sp2": (TENSOR, SEQUENCE)}
+BY_DAY = {("qwen3", "1", 4), ("llama", "tp2", 4), ("qwen3", "sp2", 1), ("llama", "1", 1)}
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "siblings"),
+    [
+        pytest.param(
+            *(family, overrides, siblings),
+            id=f"{family}-{cut}-{siblings}",
+            marks=[pytest.mark.nightly] * ((family, cut, siblings) not in BY_DAY),
+        )
+        for family in ("qwen3", "llama")
+        for cut, overrides in CUTS.items()
+        for siblings in (1, 4)
+    ],
+)
 def test_activations_are_those_that_were_planned(
     tmp_path: Path, family: Family, overrides: tuple[str, ...], siblings: int
 ) -> None:
     folder = make_tiny_model(tmp_path, family, hidden_size=128, num_layers=3)
     num_ranks = 2 if overrides else 1
     config = config_of("actor=megatron", f"cluster.num_ranks_per_node={num_ranks}", *overrides)
-    memory = MegatronMemory(
-        PlannedModel(name="actor", shape=read_shape(folder), learns=True),
-        ModelPrecision.of(config),
-        Cut.of(config.megatron, num_ranks=num_ranks, stage=0),
-    )
-    predicted = memory.activations(workload_of(siblings).microbatch(shares_prompts=True))
+    planned = ModelMemory(config, "actor", read_architecture(folder))
+    microbatch = workload_of(siblings).microbatch(shares_prompts=True)
+    predicted = Activations(planned, microbatch).saved
     for num_bytes in run_ranks(num_ranks, _keep, folder, siblings, *overrides):
         assert num_bytes == pytest.approx(predicted, rel=0.04)

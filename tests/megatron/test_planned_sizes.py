@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.planning.megatron_cut import Cut
-from hybridrl.planning.roles import PlannedModel
-from hybridrl.planning.shapes import read_shape
-from hybridrl.workers.train.megatron.architecture import read_architecture
+from hybridrl.config.architecture import read_architecture
+from hybridrl.planning.split import Split
 from tests.megatron.models import build_local_model
 from tests.ranks import run_ranks
 from tests.tiny_models import Family, make_tiny_model
@@ -38,18 +36,15 @@ def test_each_rank_has_as_many_parameters_as_were_planned(
     tmp_path: Path, family: Family, is_tied: bool, tp: int, pp: int, ep: int, etp: int
 ) -> None:
     folder = make_tiny_model(tmp_path, family, tie_embeddings=is_tied, vocab_size=61)
-    role = PlannedModel(name="actor", shape=read_shape(folder), learns=True)
     num_ranks = pp * max(tp, ep * etp)
     for stage, built in run_ranks(num_ranks, _count, folder, tp, pp, ep, etp):
-        cut = Cut(
+        split = Split(
             tensor=tp,
             pipeline=pp,
-            num_virtual=1,
-            context=1,
             expert=ep,
             expert_tensor=etp,
-            sequence=1,
             num_ranks=num_ranks,
             stage=stage,
+            pads_vocabulary=True,
         )
-        assert cut.parameters(role).here == built
+        assert split.count(read_architecture(folder)).total == built

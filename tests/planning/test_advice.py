@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config.checks.violations import find_violations
-from hybridrl.planning.advice import largest_saving, suggest_override, suggestions
-from hybridrl.planning.capacity import capacity_bytes
 from hybridrl.planning.memory import plan_memory
 from hybridrl.planning.page import peak_line, plan_page, verdict
+from hybridrl.planning.plan import capacity_bytes
+from hybridrl.planning.suggestions import largest_saving, suggest_override, suggestions
 from tests.config.values import config_of
 from tests.planning.models import QWEN3_8B
 
@@ -113,7 +113,7 @@ def test_ranks_of_a_cpu_share_its_memory() -> None:
 
 def test_the_page_shows_every_part_and_marks_the_peak(big: tuple[str, ...]) -> None:
     page, plan = plan_page(config_of(*big)), plan_memory(config_of(*big))
-    for name in plan.part_names:
+    for name in plan.item_names:
         assert name in page
     assert f"{plan.fullest.name} *" in page
     assert "8,190.7 M parameters" in page

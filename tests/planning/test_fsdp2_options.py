@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hybridrl.planning.advice import suggestions
+from hybridrl.config.architecture import architecture_of
+from hybridrl.planning.activations import Activations
 from hybridrl.planning.memory import plan_memory
+from hybridrl.planning.model_memory import ModelMemory
 from hybridrl.planning.plan import MemoryKind, MemoryPlan
-from hybridrl.planning.roles import ModelPrecision, PlannedModel
-from hybridrl.planning.shapes import shape_of
-from hybridrl.planning.training import TrainingMemory
-from hybridrl.planning.workload import Microbatch, Workload
+from hybridrl.planning.suggestions import suggestions
+from hybridrl.planning.workload import Workload
 from tests.config.values import config_of
 from tests.planning.test_memory import part, phase, plan_of
 
@@ -82,27 +81,28 @@ def test_replicas_each_hold_the_model_over_fewer_ranks() -> None:
 
 
 def test_attention_is_planned_as_the_kernel_of_the_device_takes_it() -> None:
-    def saved(*overrides: str) -> tuple[TrainingMemory, Microbatch, int]:
-        config = config_of("cluster=one_gpu", *overrides)
-        role = PlannedModel(name="actor", shape=shape_of(config.model), learns=True)
-        memory = TrainingMemory(role, ModelPrecision.of(config))
-        pack = Workload.longest(config).microbatch(shares_prompts=memory.numerics.shares_prompts)
-        return memory, pack, memory.saved_by_attention(pack)
+    def one_pass(*overrides: str) -> Activations:
+        config = config_of(*overrides)
+        model = ModelMemory(config, "actor", architecture_of(config.model))
+        workload = Workload.longest(config)
+        return Activations(model, workload.microbatch(shares_prompts=model.shares_prompts))
 
-    memory, pack, num_bytes = saved("actor.compute_dtype=bfloat16")
-    shape = memory.role.shape
-    per_token = 4 * (shape.query_size + shape.key_size) + 4 * shape.num_heads
-    assert num_bytes == pack.num_tokens * per_token  # heads as they are, a shared prompt once
-    assert pack.num_key_slots > pack.num_tokens
-    padded, pack, num_bytes = saved("actor.compute_dtype=float32")
-    assert not padded.numerics.has_varlen_attention
+    varlen = one_pass("cluster=one_gpu", "actor.compute_dtype=bfloat16")
+    model, microbatch = varlen.model.architecture, varlen.microbatch
+    per_token = 4 * (model.query_size + model.key_size) + 4 * model.num_heads
+    # Heads as they are, a shared prompt once.
+    assert varlen.saved_by_attention == microbatch.num_tokens * per_token
+    assert microbatch.num_key_slots > microbatch.num_tokens
+    padded = one_pass("cluster=one_gpu", "actor.compute_dtype=float32")
+    microbatch = padded.microbatch
+    assert not padded.model.has_varlen_attention
     # Keys and values once for each query head, and the masks: what torch's kernel is given.
-    keys_and_masks = 4 * (2 * pack.num_key_slots * shape.query_size + pack.num_mask_elements)
-    assert num_bytes > keys_and_masks
-    on_cpu = replace(padded.numerics, repeats_key_heads=False)
-    fewer = TrainingMemory(padded.role, on_cpu).saved_by_attention(pack)
-    num_repeated = shape.query_size - shape.key_size
-    assert num_bytes - fewer == 4 * 2 * pack.num_key_slots * num_repeated > 0
+    num_keys = 2 * microbatch.num_key_slots
+    assert padded.saved_by_attention > 4 * (
+        num_keys * model.query_size + microbatch.num_mask_elements
+    )
+    fewer = padded.saved_by_attention - one_pass().saved_by_attention  # on a CPU
+    assert fewer == 4 * num_keys * (model.query_size - model.key_size) > 0
 
 
 def test_with_cpu_offload_the_state_lies_on_the_host_in_every_phase() -> None:

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.planning.megatron import MegatronMemory
-from hybridrl.planning.megatron_cut import Cut
+from hybridrl.config.architecture import architecture_of
+from hybridrl.planning.activations import Activations
 from hybridrl.planning.memory import plan_critic_pool, plan_memory
+from hybridrl.planning.model_memory import ModelMemory
 from hybridrl.planning.page import plan_page
 from hybridrl.planning.plan import MemoryKind
-from hybridrl.planning.rank import Rank
-from hybridrl.planning.roles import AdapterShape, ModelPrecision, PlannedModel, critic_role
-from hybridrl.planning.shapes import shape_of
+from hybridrl.planning.split import Split, count_parameters
 from hybridrl.planning.workload import Microbatch, Workload
 from tests.config.values import config_of
 from tests.planning.models import QWEN3_8B, QWEN3_30B_A3B
@@ -30,6 +29,10 @@ COMMON = (
     *("actor.compute_dtype=bfloat16", "rollout.dtype=bfloat16", "megatron.sequence_parallel=true"),
     *("critic.compute_dtype=bfloat16", "trainer.num_prompts_per_step=64"),
 )
+
+
+ENDS = ("megatron.num_layers_in_first_stage=22", "megatron.num_layers_in_last_stage=24")
+UNEVEN = [22, 24, 24, 24]
 
 
 @pytest.fixture
@@ -51,17 +54,13 @@ def sparse(tmp_path: Path) -> tuple[str, ...]:
     )
 
 
-def memory_of(*overrides: str, stage: int = 0, role: str = "actor") -> MegatronMemory:
+def memory_of(*overrides: str, stage: int = 0, name: str = "actor") -> ModelMemory:
     config = config_of(*overrides)
-    shape = shape_of(config.model)
-    adapter = AdapterShape.of(config.lora, shape) if config.lora.enabled else None
-    roles = {
-        "actor": PlannedModel(name="actor", shape=shape, learns=True, adapter=adapter),
-        "reference": PlannedModel(name="reference", shape=shape, learns=False),
-        "critic": critic_role(shape),
-    }
-    numerics = ModelPrecision.of(config) if role == "actor" else ModelPrecision.of_critic(config)
-    return MegatronMemory.of(config, roles[role], numerics, stage=stage)
+    return ModelMemory(config, name, architecture_of(config.model), stage)
+
+
+def pass_of(*overrides: str, stage: int = 0) -> Activations:
+    return Activations(memory_of(*overrides, stage=stage), PACK)
 
 
 # Of one layer of the 8B: query, key, value and output matrices, the MLP, norms, norms of heads.
@@ -72,14 +71,14 @@ _8B_RANK = 36 * _8B_LAYER + 2 * 151936 // 4 * 4096 + 4096
 def test_state_of_a_dense_model_on_one_rank(dense: tuple[str, ...]) -> None:
     memory = memory_of(*dense)
     assert _8B_RANK == 2_047_915_008
-    assert memory.parameters.here == _8B_RANK
+    assert memory.parameters.total == _8B_RANK
     assert memory.weights == 4_095_830_016  # 2 bytes each
     assert memory.buffers == 8_191_660_032  # 4 bytes each
     assert memory.masters == 2_047_915_008  # 4 bytes, divided by 4 data-parallel ranks
     assert memory.optimizer == 6_143_745_024  # and 8 more
     assert memory.snapshot == 6_143_745_024
     assert memory_of(*dense, "actor.reduce_dtype=bfloat16").buffers == memory.weights
-    frozen = memory_of(*dense, role="reference")
+    frozen = memory_of(*dense, name="reference")
     assert (frozen.weights, frozen.buffers, frozen.optimizer) == (4_095_830_016, 0, 0)
 
 
@@ -92,22 +91,22 @@ def test_weights_that_are_float32_are_their_own_masters(dense: tuple[str, ...]) 
 
 
 def test_activations_of_a_dense_model_on_one_rank(dense: tuple[str, ...]) -> None:
-    memory = memory_of(*dense)
+    one = pass_of(*dense)
     # Both norms and their results, on a quarter of the tokens; norms of a quarter of the heads;
     # a quarter of the MLP and of the heads: queries, their output, keys and values; row sums of 8
     # heads; cosine and sine of a rotation for queries and keys, and the fused projection.
     layer = 16 * 4096 // 4 + 6 * 5120 // 4 + 10 * 12288 // 4 + 4 * (4096 + 1024) // 4 + 4 * 8
     layer += 2 * (4 * 128 + 5120 // 4)
     assert layer == 63_520
-    assert memory.saved_by_block(PACK) == 1000 * layer
+    assert one.saved_by_block == 1000 * layer
     head = 1000 * 4096 * 6 // 4 + 400 * 4096 * 2
-    assert memory.activations(PACK) == 36 * 1000 * layer + head
-    recomputed = memory_of(*dense, "actor.gradient_checkpointing=true")
+    assert one.saved == 36 * 1000 * layer + head
+    recomputed = pass_of(*dense, "actor.gradient_checkpointing=true")
     stream = 1000 * 4096 * 2 // 4
-    assert recomputed.activations(PACK) == 36 * stream + 1000 * layer + head
-    spread = memory_of(*dense, "megatron.sequence_parallel=false")
-    assert spread.saved_by_block(PACK) == 1000 * (layer + 3 * 16 * 4096 // 4)
-    assert memory.logits_forward(PACK) == 12 * 400 * 151936 // 4
+    assert recomputed.saved == 36 * stream + 1000 * layer + head
+    spread = pass_of(*dense, "megatron.sequence_parallel=false")
+    assert spread.saved_by_block == 1000 * (layer + 3 * 16 * 4096 // 4)
+    assert one.logits_forward == 12 * 400 * 151936 // 4
 
 
 def test_state_of_a_model_with_experts_on_one_rank(sparse: tuple[str, ...]) -> None:
@@ -130,19 +129,19 @@ def test_state_of_a_model_with_experts_on_one_rank(sparse: tuple[str, ...]) -> N
 
 
 def test_activations_of_a_model_with_experts_on_one_rank(sparse: tuple[str, ...]) -> None:
-    memory = memory_of(*sparse, stage=1)
+    one = pass_of(*sparse, stage=1)
     # 8 experts a token, and half of the tokens here: 4 pairs a token.
     experts = 4 * (5 * 768 + 2 * 2048) * 2 + 128 * 3 * 4 // 2
     layer = 16 * 2048 // 2 + 6 * 4608 // 2 + 4 * (4096 + 512) // 2 + 4 * 16 + experts
     layer += 2 * (4 * 128 + 4608 // 2)
     assert layer == 109_376
-    assert memory.saved_by_block(PACK) == 1000 * layer
+    assert one.saved_by_block == 1000 * layer
     received = 1000 * 2048 * 2 // 2
     head = 1000 * 2048 * 6 // 2 + 400 * 2048 * 2
-    assert memory.activations(PACK) == 24 * 1000 * layer + received + head
-    first = memory_of(*sparse)
-    assert first.activations(PACK) == 2 * (24 * 1000 * layer + received)  # 2 micro-batches wait
-    assert first.logits_forward(PACK) == first.logits_backward(PACK) == 0
+    assert one.saved == 24 * 1000 * layer + received + head
+    first = pass_of(*sparse)
+    assert first.saved == 2 * (24 * 1000 * layer + received)  # 2 micro-batches wait
+    assert first.logits_forward == first.logits_backward == 0
 
 
 def test_some_layers_may_be_dense_and_the_stage_that_has_more_experts_is_fuller(
@@ -160,17 +159,33 @@ def test_some_layers_may_be_dense_and_the_stage_that_has_more_experts_is_fuller(
     assert "stage 2 of 2: the fullest" in plan_page(config_of(*sparse))
 
 
-def test_stages_hold_the_whole_model_between_them(sparse: tuple[str, ...]) -> None:
-    alone = ("megatron.tensor_parallel_size=1", "megatron.sequence_parallel=false")
+@pytest.mark.parametrize(
+    ("num_layers", "ends", "virtual", "lengths"),
+    [(48, (), 1, [12] * 4), (48, (), 3, [12] * 4), (94, ENDS, 1, UNEVEN), (94, ENDS, 2, UNEVEN)],
+)
+def test_stages_hold_the_whole_model_between_them(
+    sparse: tuple[str, ...],
+    tmp_path: Path,
+    num_layers: int,
+    ends: tuple[str, ...],
+    virtual: int,
+    lengths: list[int],
+) -> None:
+    model = {**QWEN3_30B_A3B, "num_hidden_layers": num_layers}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    alone = ("megatron.tensor_parallel_size=1", "megatron.sequence_parallel=false", *ends)
     alone += ("megatron.expert_parallel_size=1", "megatron.pipeline_parallel_size=4")
-    for virtual in (1, 3):
-        given = (*sparse, *alone, f"megatron.num_virtual_stages={virtual}")
-        stages = [memory_of(*given, stage=stage) for stage in range(4)]
-        whole = shape_of(config_of(*given).model).num_parameters
-        assert sum(stage.parameters.here for stage in stages) == whole
-    layers = [layer for stage in stages for layer in stage.cut.layers_of(stage.role.shape)]
-    assert sorted(layers) == list(range(48))
-    assert stages[1].cut.layers_of(stages[1].role.shape)[:5] == (4, 5, 6, 7, 20)
+    given = (*sparse, *alone, f"megatron.num_virtual_stages={virtual}")
+    stages = [memory_of(*given, stage=stage) for stage in range(4)]
+    whole = count_parameters(architecture_of(config_of(*given).model))
+    assert sum(stage.parameters.total for stage in stages) == whole
+    layers = [stage.split.layers_of(stage.architecture) for stage in stages]
+    assert [len(of_stage) for of_stage in layers] == lengths
+    assert sorted(layer for of_stage in layers for layer in of_stage) == list(range(num_layers))
+    if virtual == 3:
+        assert layers[1][:5] == (4, 5, 6, 7, 20)
+    if virtual == 2:
+        assert layers[1][:13] == (*range(11, 23), 58)
 
 
 def test_words_are_padded_and_a_tied_embedding_stands_on_both_ends(
@@ -179,19 +194,19 @@ def test_words_are_padded_and_a_tied_embedding_stands_on_both_ends(
     tied = {**QWEN3_8B, "vocab_size": 151937, "tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(tied))
     words = 151968 // 4 * 4096  # the next multiple of 8 x 4
-    assert memory_of(*dense).parameters.here == 36 * _8B_LAYER + words + 4096
+    assert memory_of(*dense).parameters.total == 36 * _8B_LAYER + words + 4096
     two = (*dense, "megatron.pipeline_parallel_size=2")
-    assert memory_of(*two).parameters.here == 18 * _8B_LAYER + words
-    assert memory_of(*two, stage=1).parameters.here == 18 * _8B_LAYER + words + 4096
-    critic = memory_of(*two, stage=1, role="critic")
-    assert critic.parameters.here == 18 * _8B_LAYER + 2 * 4096 + 1
+    assert memory_of(*two).parameters.total == 18 * _8B_LAYER + words
+    assert memory_of(*two, stage=1).parameters.total == 18 * _8B_LAYER + words + 4096
+    critic = memory_of(*two, stage=1, name="critic")
+    assert critic.parameters.total == 18 * _8B_LAYER + 2 * 4096 + 1
 
 
 def test_an_adapter_is_cut_as_its_layer_and_has_the_only_optimizer(dense: tuple[str, ...]) -> None:
     lora = ("lora=default", "lora.rank=16", "lora.target_modules=[q_proj,o_proj]")
     memory = memory_of(*dense, *lora)
     numbers = 36 * 16 * ((4096 + 4096 // 4) + (4096 // 4 + 4096))
-    assert memory.adapter_parameters.here == numbers == 5_898_240
+    assert memory.adapter_parameters.total == numbers == 5_898_240
     assert memory.weights == 2 * _8B_RANK + 4 * numbers
     assert memory.buffers == 4 * numbers
     assert memory.masters == 0
@@ -203,9 +218,10 @@ def test_each_expert_has_an_adapter_of_its_own(sparse: tuple[str, ...]) -> None:
     memory = memory_of(*sparse, *lora)
     assert memory.adapter_parameters.expert == 24 * 16 * 2 * 4 * (768 + 2048)
     assert memory.adapter_parameters.dense == 24 * 4 * (512 // 2 + 2048)
-    adapter = memory.role.adapter
-    assert adapter is not None
-    assert adapter.num_parameters == 48 * (128 * 2 * 4 * (768 + 2048) + 4 * (512 + 2048))
+    assert memory.adapter is not None
+    assert Split().count_adapter(memory.architecture, memory.adapter).total == 48 * (
+        128 * 2 * 4 * (768 + 2048) + 4 * (512 + 2048)
+    )
 
 
 @pytest.mark.parametrize(
@@ -221,21 +237,11 @@ def test_each_expert_has_an_adapter_of_its_own(sparse: tuple[str, ...]) -> None:
 def test_a_stage_keeps_the_micro_batches_of_one_forward_one_backward(
     stages: int, virtual: int, num_microbatches: int, expected: list[float]
 ) -> None:
-    cuts = [
-        Cut(
-            tensor=1,
-            pipeline=stages,
-            num_virtual=virtual,
-            context=1,
-            expert=1,
-            expert_tensor=1,
-            sequence=1,
-            num_ranks=stages,
-            stage=stage,
-        )
+    splits = [
+        Split(pipeline=stages, num_virtual=virtual, num_ranks=stages, stage=stage)
         for stage in range(stages)
     ]
-    assert [cut.in_flight(num_microbatches) for cut in cuts] == pytest.approx(expected)
+    assert [split.in_flight(num_microbatches) for split in splits] == pytest.approx(expected)
 
 
 def test_ranks_with_parts_of_one_model_train_on_the_same_rows(dense: tuple[str, ...]) -> None:
@@ -273,25 +279,7 @@ def test_a_critic_in_its_own_pool_is_cut_over_its_own_ranks(dense: tuple[str, ..
     numbers = _8B_RANK - 151936 // 4 * 4096 + 4096 + 1  # a value head for the output embedding
     assert part(plan, "critic_update", "critic weights") == 2 * numbers
     assert part(plan, "critic_update", "optimizer") == pytest.approx(12 * numbers / 2, abs=24)
-    assert (
-        Rank.of(config, None)[0].workload.num_rows
-        == 512 * config.rollout.num_responses_per_prompt // 4
-    )
-
-
-def test_stages_of_unequal_length_hold_the_whole_model_too(
-    sparse: tuple[str, ...], tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_30B_A3B, "num_hidden_layers": 94}))
-    ends = ("megatron.num_layers_in_first_stage=22", "megatron.num_layers_in_last_stage=24")
-    given = (*sparse, "megatron.pipeline_parallel_size=4", *ends, "megatron.expert_parallel_size=4")
-    for virtual in (1, 2):
-        sizes = (*given, f"megatron.num_virtual_stages={virtual}")
-        stages = [memory_of(*sizes, stage=stage) for stage in range(4)]
-        layers = [stage.cut.layers_of(stage.role.shape) for stage in stages]
-        assert [len(of) for of in layers] == [22, 24, 24, 24]
-        assert sorted(layer for of in layers for layer in of) == list(range(94))
-    assert layers[1][:13] == (*range(11, 23), 58)
+    assert Workload.longest(config).num_rows == 512 * config.rollout.num_responses_per_prompt // 4
 
 
 def test_an_optimizer_on_the_host_takes_nothing_of_the_device(dense: tuple[str, ...]) -> None:
@@ -299,7 +287,7 @@ def test_an_optimizer_on_the_host_takes_nothing_of_the_device(dense: tuple[str, 
     offload = "optimizer_cpu_offload: true"
     aware = "use_precision_aware_optimizer: true"
 
-    def given(*args: str) -> MegatronMemory:
+    def given(*args: str) -> ModelMemory:
         return memory_of(*dense, "mode=plan", f"megatron.optimizer_args={{{', '.join(args)}}}")
 
     share = usual.optimizer // 12

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,18 +8,18 @@ import torch
 from torch import Tensor
 
 from hybridrl.batch import jagged, jagged_from
+from hybridrl.config.architecture import read_architecture
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.models.adapter import Adapter
 from hybridrl.models.packed_model import PackedModel, PackedTokens
+from hybridrl.planning.activations import Activations
 from hybridrl.planning.memory import plan_critic_pool, plan_memory
+from hybridrl.planning.model_memory import ModelMemory
 from hybridrl.planning.page import plan_page
 from hybridrl.planning.plan import MemoryKind, MemoryPlan, Phase
-from hybridrl.planning.roles import AdapterShape, ModelPrecision, PlannedModel, critic_role
-from hybridrl.planning.shapes import read_shape
-from hybridrl.planning.training import TrainingMemory
 from hybridrl.planning.workload import Workload
 from hybridrl.workers.train.microbatcher import lay_out
-from hybridrl.workers.train.shards import build_critic, build_policy
+from hybridrl.workers.train.shards import build_model
 from tests.config.values import config_of
 from tests.tiny_models import Family, make_tiny_model
 from tests.workers.train.critics import CRITIC
@@ -38,7 +39,7 @@ def phase(plan: MemoryPlan, name: str) -> Phase:
 
 
 def part(plan: MemoryPlan, phase_name: str, name: str) -> int:
-    return sum(p.num_bytes for p in phase(plan, phase_name).parts if p.name == name)
+    return sum(p.num_bytes for p in phase(plan, phase_name).items if p.name == name)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -49,11 +50,12 @@ def test_activations_are_what_autograd_keeps(
 ) -> None:
     """Exact up to positions, rotary angles and other columns of one number a token."""
     folder = make_tiny_model(tmp_path, family, hidden_size=128, num_layers=3)
-    policy = build_policy(
+    policy = build_model(
         folder, config=ACTOR, dtype=torch.float32, device=CPU, num_ranks=1, is_trainable=True
     )
-    role = PlannedModel(name="actor", shape=read_shape(folder), learns=True)
-    _compare_activations(policy, role, siblings=siblings, checkpointing=checkpointing)
+    config = _config(checkpointing=checkpointing)
+    planned = ModelMemory(config, "actor", read_architecture(folder))
+    _compare_activations(policy, planned, siblings=siblings)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -65,7 +67,7 @@ def test_beside_an_adapter_only_its_inputs_are_kept(
 ) -> None:
     folder = make_tiny_model(tmp_path, hidden_size=128, num_layers=3)
     lora = with_lora(target_modules=modules)
-    policy = build_policy(
+    policy = build_model(
         folder,
         config=ACTOR,
         dtype=torch.float32,
@@ -74,27 +76,28 @@ def test_beside_an_adapter_only_its_inputs_are_kept(
         is_trainable=True,
         adapt=Adapter(lora, seed=0).inject,
     )
-    shape = read_shape(folder)
-    role = PlannedModel(
-        name="actor", shape=shape, learns=True, adapter=AdapterShape.of(lora, shape)
-    )
+    config = replace(_config(checkpointing=checkpointing), lora=lora)
+    planned = ModelMemory(config, "actor", read_architecture(folder))
     trained = [p.numel() for p in policy.parameters() if p.requires_grad]
-    assert role.num_trained == sum(trained)
-    _compare_activations(policy, role, siblings=4, checkpointing=checkpointing)
+    assert planned.trained.total == sum(trained)
+    _compare_activations(policy, planned, siblings=4)
 
 
 def test_a_critic_has_no_vocabulary(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, hidden_size=128, num_layers=3)
-    critic = build_critic(folder, config=CRITIC, dtype=torch.float32, device=CPU, num_ranks=1)
-    role = critic_role(read_shape(folder))
-    assert role.num_trained == sum(p.numel() for p in critic.parameters())
-    assert role.num_outputs == 0
-    _compare_activations(critic, role, siblings=1, checkpointing=False)
+    critic = build_model(folder, config=CRITIC, dtype=torch.float32, device=CPU, num_ranks=1)
+    planned = ModelMemory(_config(checkpointing=False), "critic", read_architecture(folder))
+    assert planned.trained.total == sum(p.numel() for p in critic.parameters())
+    one = _compare_activations(critic, planned, siblings=1)
+    assert one.logits_forward == 0
 
 
-def _compare_activations(
-    model: PackedModel, role: PlannedModel, *, siblings: int, checkpointing: bool
-) -> None:
+def _config(*, checkpointing: bool) -> ExperimentConfig:
+    return config_of(*(["actor.gradient_checkpointing=true"] if checkpointing else []))
+
+
+def _compare_activations(model: PackedModel, planned: ModelMemory, *, siblings: int) -> Activations:
+    checkpointing = planned.engine.gradient_checkpointing
     if checkpointing:
         model.train()
         model.hf.gradient_checkpointing_enable({"use_reentrant": False})
@@ -107,18 +110,16 @@ def _compare_activations(
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        scored = model(tokens) if role.has_value_head else model(tokens, 1.0)
+        scored = model(tokens) if planned.has_value_head else model(tokens, 1.0)
     num_bytes = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in weights)
     del scored
-    config = config_of(*([] if not checkpointing else ["actor.gradient_checkpointing=true"]))
-    memory = TrainingMemory(role, ModelPrecision.of(config))
-    microbatch = workload_of(siblings).microbatch(shares_prompts=True)
-    assert microbatch.num_tokens == len(tokens.token_ids_T)
-    assert microbatch.num_scored == len(tokens.scored_S)
-    predicted = memory.activations(microbatch)
-    if checkpointing:  # the recomputed block is kept by the backward pass alone
-        predicted -= memory.saved_by_block(microbatch)
+    one = Activations(planned, workload_of(siblings).microbatch(shares_prompts=True))
+    assert one.microbatch.num_tokens == len(tokens.token_ids_T)
+    assert one.microbatch.num_scored == len(tokens.scored_S)
+    # A recomputed block is kept by the backward pass alone.
+    predicted = one.saved - checkpointing * one.saved_by_block
     assert num_bytes == pytest.approx(predicted, rel=0.03, abs=4096)
+    return one
 
 
 def workload_of(siblings: int) -> Workload:
@@ -126,7 +127,7 @@ def workload_of(siblings: int) -> Workload:
     return Workload(
         num_rows=8,
         num_rows_per_update=8,
-        num_siblings=siblings,
+        group_size=siblings,
         num_prompt_tokens=6,
         num_response_tokens=10,
         max_tokens_per_microbatch=10_000,
@@ -160,8 +161,9 @@ def test_a_plan_lists_the_phases_of_a_run_and_parts_add_up_to_each_peak() -> Non
         "export",
     ]
     for one in plan.phases:
-        assert plan.peak_bytes(one) == sum(p.num_bytes for p in one.parts)
-        assert all(p.num_bytes > 0 for p in one.parts)
+        assert plan.peak_bytes(one) == sum(p.num_bytes for p in one.items)
+        assert all(p.num_bytes > 0 for p in one.items)
+    assert phase(plan, "generate").bytes_on(MemoryKind.HOST) > 0  # on a CPU the same memory
     assert plan.fullest.name == "update"
 
 
@@ -175,7 +177,7 @@ def test_on_a_gpu_a_sleeping_engine_and_the_training_state_are_never_there_toget
         asleep, "generate", "offloaded training state"
     )
     both = {"actor weights", "rollout weights"}
-    assert both <= {p.name for p in phase(asleep, "sync").parts}
+    assert both <= {p.name for p in phase(asleep, "sync").items}
 
 
 SERVED = ("rollout=sglang", "rollout.dtype=bfloat16", *GPU, "rollout.sleep=true")
@@ -190,15 +192,6 @@ def test_sglang_takes_its_share_of_a_gpu_and_its_memory_is_no_part_of_the_ranks(
     assert plan.measured_bytes(generate) < plan.peak_bytes(generate) - sum(held)
     assert part(plan, "update", "SGLang's processes") > 2**30
     assert part(plan_of(*GPU), "update", "SGLang's processes") == 0
-
-
-def test_a_cpu_keeps_on_one_memory_what_a_gpu_would_send_to_the_host() -> None:
-    plan = plan_of("rollout.sleep=true")
-    generate = phase(plan, "generate")
-    assert generate.bytes_on(MemoryKind.HOST) > 0
-    assert plan.peak_bytes(generate) == generate.bytes_on(MemoryKind.HOST) + generate.bytes_on(
-        MemoryKind.DEVICE
-    )
 
 
 @pytest.mark.parametrize(
@@ -264,8 +257,8 @@ def test_a_critic_in_its_own_pool_is_planned_apart() -> None:
     policy, critic = plan_of(*pool), plan_critic_pool(config_of(*pool))
     assert critic is not None
     assert plan_critic_pool(config_of("algorithm=ppo")) is None
-    assert "critic weights" not in policy.part_names
-    assert "actor weights" not in critic.part_names
+    assert "critic weights" not in policy.item_names
+    assert "actor weights" not in critic.item_names
     assert [p.name for p in critic.phases] == ["build", "values", "critic_update", "export"]
     assert "the critic's own ranks (2 x cpu) come on top" in plan_page(config_of(*pool))
 
@@ -274,13 +267,13 @@ def test_an_adapter_has_the_only_moments_and_the_reference_is_free() -> None:
     kl = ("algorithm.kl.placement=loss", "algorithm.kl.coefficient=0.01")
     whole, lora = plan_of(*GPU), plan_of(*GPU, "lora=default", *kl)
     assert 0 < part(lora, "update", "optimizer") < 0.3 * part(whole, "update", "optimizer")
-    assert "reference weights" not in lora.part_names
+    assert "reference weights" not in lora.item_names
     assert part(lora, "logprobs", "actor weights") > part(whole, "update", "actor weights")
     assert part(lora, "export", "checkpoint") < 0.3 * part(whole, "export", "checkpoint")
 
 
 @pytest.mark.parametrize(
-    ("base", "name", "place"),
+    ("base", "name", "kind"),
     [
         ("resident", "rollout weights", MemoryKind.DEVICE),
         ("backup", "backup of rollout weights", MemoryKind.HOST),
@@ -288,11 +281,11 @@ def test_an_adapter_has_the_only_moments_and_the_reference_is_free() -> None:
     ],
 )
 def test_frozen_weights_of_a_sleeping_engine_lie_where_lora_base_says(
-    base: str, name: str | None, place: MemoryKind | None
+    base: str, name: str | None, kind: MemoryKind | None
 ) -> None:
     plan = plan_of(*GPU, "lora=default", "rollout.sleep=true", f"lora.base={base}")
-    found = {p.name: p.place for p in phase(plan, "update").parts if "rollout" in p.name}
-    assert found == ({name: place} if name else {})
+    kinds = {i.name: i.kind for i in phase(plan, "update").items if "rollout" in i.name}
+    assert kinds == ({name: kind} if name else {})
 
 
 def test_a_checkpoint_is_one_copy_of_weights_that_learn_and_their_moments() -> None:

@@ -9,16 +9,15 @@ import pytest
 
 from hybridrl.config.load import load_config
 from hybridrl.main import compose
-from hybridrl.report.findings import RUNNING_RULES, diagnose
+from hybridrl.report.findings import diagnose
 from hybridrl.report.history import History, read_rows
-from hybridrl.report.learning_rules import LEARNING_RULES
+from hybridrl.report.learning_rules import RULES
 from hybridrl.report.run import Run
 from hybridrl.report.settings import Settings, read_defaults
 
 Curve = Callable[[int], float]
 
 NUM_STEPS = 60
-RULES = (*RUNNING_RULES, *LEARNING_RULES)
 RECORDED = Path(__file__).parent / "recorded"
 DEFAULTS = read_defaults()
 WOBBLE = (-0.02, 0.01, 0.02, -0.01, 0.0)

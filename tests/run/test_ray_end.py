@@ -54,7 +54,8 @@ def _end_of(program: str, argument: Path) -> tuple[int, str]:
     """Run a driver, kill the process whose id it prints; return how the driver ended."""
     command = [sys.executable, "-c", _BEGIN + program, str(argument)]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+    environment = os.environ | {"RAY_preload_python_modules": "json"}  # not what ranks need
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
         try:
             assert process.stdout is not None
             os.kill(int(process.stdout.readline()), signal.SIGKILL)

@@ -31,7 +31,8 @@ with ray_cluster(load_config(compose([])).cluster):
 
 
 def test_a_ray_started_here_has_a_token_that_nobody_else_can_read(home: Path) -> None:
-    environment = {**os.environ, "HOME": str(home)}  # a process of its own: Ray keeps what it read
+    # A process of its own: Ray keeps what it read. No worker imports what ranks need.
+    environment = os.environ | {"HOME": str(home), "RAY_preload_python_modules": "json"}
     subprocess.run([sys.executable, "-c", _START], env=environment, timeout=120, check=True)
     token = home / ".ray" / "auth_token"
     assert len(token.read_text()) == 64

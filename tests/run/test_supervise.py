@@ -100,8 +100,15 @@ interrupt.raise_if_unfinished()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("whom", ["parent", "both"])
+@pytest.mark.parametrize(
+    ("number", "whom"),
+    [
+        *((number, "parent") for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)),
+        (signal.SIGINT, "both"),  # as Ctrl-C in a terminal
+        pytest.param(signal.SIGTERM, "both", marks=pytest.mark.nightly),
+        pytest.param(signal.SIGHUP, "both", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_signal_stops_the_run_once_whoever_gets_it(
     tmp_path: Path, number: signal.Signals, whom: str
 ) -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import os
 import socket
 import sys
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
 from hybridrl.single_controller import (
@@ -19,7 +21,6 @@ from hybridrl.single_controller.network import interface_of, rendezvous_address
 from hybridrl.single_controller.worker import WorkerHost
 from hybridrl.workers.process_group import end_process_group, start_process_group
 from hybridrl.workers.sharding.control import ControlGroup
-from tests.single_controller.gloo_workers import GlooWorker
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="how Linux reads SO_REUSEADDR")
@@ -78,6 +79,23 @@ def test_the_interface_of_an_address_is_found_by_name() -> None:
         first = [one.address for one in addresses if one.family == socket.AF_INET][:1]
         assert [interface_of(address) for address in first] == [name] * len(first)
     assert interface_of("198.51.100.7") == ""  # of nobody: kept for documents
+
+
+class GlooWorker(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def sum_of_ranks(self) -> float:
+        total = torch.tensor([float(self.rank)])
+        dist.all_reduce(total)
+        return total.item()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def join(self) -> str:
+        dist.init_process_group("gloo")
+        return os.environ["MASTER_PORT"]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def leave(self) -> None:
+        dist.destroy_process_group()
 
 
 def test_groups_that_start_together_do_not_meet(ray_cluster: None) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,10 +10,55 @@ from tensordict import TensorDict
 
 from hybridrl.batch import RolloutBatch, jagged
 from hybridrl.errors import RemoteCallError
-from hybridrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from tests.single_controller.tensor_workers import TensorWorker
+from hybridrl.single_controller import (
+    Dispatch,
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    Worker,
+    register,
+)
 
 _ROWS = 4096  # above 100 KB, below which Ray copies
+
+
+class TensorWorker(Worker):
+    @register(Dispatch.DP_COMPUTE)
+    def echo(self, batch: Any) -> Any:
+        return batch
+
+    @register(Dispatch.DP_COMPUTE)
+    def storage_bytes(self, rows: torch.Tensor) -> list[int]:
+        return [rows.untyped_storage().nbytes()]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def keep(self, rows: torch.Tensor) -> None:
+        self.kept = rows
+
+    @register(Dispatch.RANK_ZERO)
+    def write_into_kept(self, *, is_hidden: bool) -> None:
+        (self.kept.data if is_hidden else self.kept).add_(1.0)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def first_kept(self) -> float:
+        return self.kept[0].item()
+
+    @register(Dispatch.DP_COMPUTE)
+    def add_in_place(self, batch: TensorDict) -> TensorDict:
+        batch["x"].add_(1.0)
+        return batch
+
+    @register(Dispatch.DP_COMPUTE)
+    def add_in_place_without_autograd(self, rows: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            rows[0] = 5.0
+        return rows
+
+    @register(Dispatch.DP_COMPUTE)
+    def clone_and_add_in_place(self, batch: TensorDict) -> TensorDict:
+        own = batch.clone()
+        own["x"].add_(1.0)
+        return own
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import figures
 from benchmarks.figure_stamps import FIGURES, Block, Figures, find_all_faults, find_faults, put
 from benchmarks.figures import page
 
@@ -16,6 +17,17 @@ TEXT = "`python -m benchmarks.gae` at commit 0123abc on 2026-01-31:\n\n| a |\n|-
 def test_what_can_be_counted_is_what_the_page_says() -> None:
     written = (ROOT / "docs" / "figures.md").read_text(encoding="utf-8")
     assert written == page(), "type: make figures"
+
+
+def test_recorded_seconds_of_tests_become_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = tmp_path / "durations.json"
+    record.write_text('{"tests/a": [3, 1.6], "tests/b": [1, 20.0]}')
+    monkeypatch.setattr(figures, "DURATIONS", record)
+    *_, first, second, last = figures.durations()
+    assert (first, second) == ("| `tests/b` | 1 | 20 |", "| `tests/a` | 3 | 2 |")
+    assert last == "| in all | 4 | 22 |"
 
 
 def test_no_published_table_is_older_than_what_it_measures() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from hybridrl.config.checks.lora import linear_sizes, model_values
+from hybridrl.config.architecture import ATTENTION_MODULES, find_architecture
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora import LINEAR_MODULES
 from hybridrl.config.paths import flaw_of_file, flaw_of_folder
@@ -29,8 +29,6 @@ _DEFAULTS: Mapping[str, object] = {
     "alpha_pattern": {},
 }
 """Settings of peft that are not supported unless they have these values."""
-
-_MOST_LAYERS = 10_000
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -130,15 +128,15 @@ def _other_settings(
 
 
 def _other_model(config: ExperimentConfig, folder: Path, shapes: Shapes) -> Iterator[ConfigError]:
-    sizes, num_layers = linear_sizes(config), model_values(config).get("num_hidden_layers")
-    if sizes is None or not isinstance(num_layers, int) or model_values(config).get("num_experts"):
+    model = find_architecture(config.model)
+    if model is None or model.experts is not None:
         return  # experts have names of their own; whoever loads the adapter compares them
     expected: dict[str, tuple[int, ...]] = {}
-    for layer in range(min(num_layers, _MOST_LAYERS)):
-        for module in (name for name in config.lora.modules if name in sizes):
-            part = "self_attn" if module in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
-            name = f"base_model.model.model.layers.{layer}.{part}.{module}"
-            outputs, inputs = sizes[module]
+    for layer in range(model.num_layers):
+        for module in (name for name in config.lora.modules if name in model.linear_sizes):
+            block = "self_attn" if module in ATTENTION_MODULES else "mlp"
+            name = f"base_model.model.model.layers.{layer}.{block}.{module}"
+            outputs, inputs = model.linear_sizes[module]
             expected[f"{name}.lora_A.weight"] = (config.lora.rank, inputs)
             expected[f"{name}.lora_B.weight"] = (outputs, config.lora.rank)
     for name in sorted(expected.keys() | shapes.keys()):

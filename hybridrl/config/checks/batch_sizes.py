@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import combinations, product
+from operator import itemgetter
 from typing import Self
 
-from hybridrl.config.checks.divisors import divisors_of, multiples_near
+from hybridrl.config.checks.divisors import divisors_near, divisors_of, multiples_near
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ConfigError
 
@@ -18,8 +18,6 @@ _KEYS = {
     "num_minibatches": "algorithm.num_minibatches",
     "num_ranks_per_node": "cluster.num_ranks_per_node",
 }
-_MAX_REMEDIES = 4
-_REACH = 16  # neighbours tried on either side of a value, besides the multiples nearest to it
 _MOST = 2**20  # of prompts, responses and mini-batches
 
 
@@ -78,13 +76,8 @@ class BatchSizes:
 
     @property
     def are_legal(self) -> bool:
-        """Whether all divides; as many times as it is asked, ``broken_rules`` would be slow."""
-        return not (
-            self.num_ranks % self.world_multiple
-            or self.num_ranks_per_node % self.tensor_parallel_size
-            or self.num_prompts % self.num_engines
-            or self.num_prompts * self.num_responses % (self.num_groups * self.num_minibatches)
-        )
+        """Whether all divides."""
+        return not self.broken_rules()
 
     def broken_rules(self) -> tuple[str, ...]:
         """Say in words what does not divide; nothing if all does."""
@@ -161,50 +154,52 @@ def check_engines_lie_within_nodes(config: ExperimentConfig) -> Iterator[ConfigE
 
 
 def nearest_legal(sizes: BatchSizes, *, fixed: Collection[str] = ()) -> list[BatchSizes]:
-    """Return up to four legal combinations that change one or two sizes, the nearest first.
+    """Return the nearest legal value of each size that alone makes all legal, the nearest first.
 
-    Distance is the sum of ``|log(new / old)|``, so that 8 -> 16 is as far as 8 -> 4. Of each set
-    of changed names only the nearest combination is kept; a pair must beat every single change.
-    Ranks are never raised, because nobody can conjure GPUs.
+    Distance is ``|log(new / old)|``, so that 8 -> 16 is as far as 8 -> 4. Ranks are never raised:
+    nobody can conjure GPUs.
     """
-    names = [name for name in _KEYS if name not in fixed]
-    best: dict[tuple[str, ...], tuple[float, BatchSizes]] = {}
-    for num_changes in (1, 2):
-        bound = min((distance for distance, _ in best.values()), default=math.inf)
-        for changed in combinations(names, num_changes):
-            legal_sizes = _nearest_of(sizes, changed)
-            if legal_sizes is not None and (num_changes == 1 or legal_sizes[0] < bound):
-                best[changed] = legal_sizes
-    ranked = sorted(best.values(), key=lambda legal_sizes: legal_sizes[0])
-    return [legal for _, legal in ranked[:_MAX_REMEDIES]]
-
-
-def _nearest_of(sizes: BatchSizes, changed: tuple[str, ...]) -> tuple[float, BatchSizes] | None:
     before = asdict(sizes)
-    best: tuple[float, BatchSizes] | None = None
-    for values in product(*(_candidates(sizes, name) for name in changed)):
-        distance = sum(
-            abs(math.log(n / before[name])) for name, n in zip(changed, values, strict=True)
-        )
-        if best is not None and distance >= best[0]:
-            continue
-        legal = replace(sizes, **dict(zip(changed, values, strict=True)))
-        if legal.are_legal:
-            best = (distance, legal)
-    return best
+    legal: list[tuple[float, BatchSizes]] = []
+    for name, values in _candidates(sizes):
+        changed = [
+            (abs(math.log(value / before[name])), replace(sizes, **{name: value}))
+            for value in values
+            if 0 < value <= _MOST and name not in fixed
+        ]
+        nearest = sorted((c for c in changed if c[1].are_legal), key=itemgetter(0))
+        legal.extend(nearest[:1])
+    return [changed for _, changed in sorted(legal, key=itemgetter(0))]
 
 
-def _candidates(sizes: BatchSizes, name: str) -> list[int]:
-    """Return the other values worth trying: neighbours, and the nearest multiples of a divisor."""
-    value = asdict(sizes)[name]
-    tried = set(range(value - _REACH, value + _REACH + 1))
+def _candidates(sizes: BatchSizes) -> Iterator[tuple[str, Iterable[int]]]:
+    """Yield values around those that divide, by size."""
+    num_prompts, num_responses = sizes.num_prompts, sizes.num_responses
     shares = sizes.num_groups * sizes.num_minibatches
-    steps = (sizes.num_engines, sizes.num_groups, shares, math.lcm(shares, sizes.num_engines))
-    for step in (*steps, sizes.tensor_parallel_size):
-        tried |= {*multiples_near(value, step)}
-    highest = _MOST
-    if name == "num_ranks_per_node":
-        tried |= {*divisors_of(value), *range(1, _REACH + 1)}
-        highest = value - 1
-    lowest = 2 if name == "num_responses" else 1
-    return sorted(n for n in tried if lowest <= n <= highest and n != value)
+    step = math.lcm(sizes.num_engines, shares // math.gcd(shares, num_responses))
+    yield "num_prompts", multiples_near(num_prompts, step)
+    below, above = multiples_near(num_responses, shares // math.gcd(shares, num_prompts))
+    yield "num_responses", (n for n in (below, above) if n > 1)
+    rows_per_rank = num_prompts * num_responses // sizes.num_groups
+    if rows_per_rank:
+        wanted = sizes.num_minibatches
+        yield "num_minibatches", divisors_near(rows_per_rank, wanted, at_most=_MOST, count=2)
+    engines_per_node = divisors_of(max(1, num_prompts // sizes.num_nodes))
+    ranks = (sizes.tensor_parallel_size * number for number in engines_per_node)
+    yield "num_ranks_per_node", (number for number in ranks if number < sizes.num_ranks_per_node)
+
+
+def check_sft_batch(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Rows of a supervised step divide evenly over the ranks that have rows of their own."""
+    size, num_ranks = config.sft.batch_size, config.num_train_groups
+    if size % num_ranks:
+        legal = [n for n in (size // num_ranks * num_ranks, -(-size // num_ranks) * num_ranks) if n]
+        yield ConfigError(
+            "sft.batch_size",
+            size,
+            f"must be a multiple of {num_ranks} ranks with rows of their own",
+            remedies=[(f"sft.batch_size={n}",) for n in legal],
+        )
+
+
+RULES = (check_batch_sizes, check_engines_lie_within_nodes)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.python_files import ANYTHING, flaw_of_function, names_at_top_level
-from hybridrl.config.setup_hook import KEY, REMOVE
+from hybridrl.config.setup_hook import hook_error
 from hybridrl.errors import ConfigError, suggest_name
 
 _SMALLEST_STORE_MIB = 80
@@ -70,19 +70,12 @@ def check_worker_setup_hook(config: ExperimentConfig) -> Iterator[ConfigError]:
     module_name, _, name = path.rpartition(".")
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path):
         rule = "must be package.module.function, with dots between names"
-        yield ConfigError(
-            KEY, path, rule, fix=f"write it so, or set {REMOVE[0]}", remedies=[REMOVE]
-        )
+        yield hook_error(path, rule, "write it so")
         return
     missing, file = _find_module(module_name)
     if missing:
-        yield ConfigError(
-            KEY,
-            path,
-            f"there is no module {missing}",
-            fix=f"correct it, put its folder on PYTHONPATH, or set {REMOVE[0]}",
-            remedies=[REMOVE],
-        )
+        fix = "correct it, put its folder on PYTHONPATH"
+        yield hook_error(path, f"there is no module {missing}", fix)
     elif file is not None:
         yield from _check_function(path, name, file)
 
@@ -91,20 +84,13 @@ def _check_function(path: str, name: str, file: Path) -> Iterator[ConfigError]:
     try:
         known = names_at_top_level(file)
     except SyntaxError as err:
-        rule = f"{file} is not a Python file: {err}"
-        yield ConfigError(KEY, path, rule, fix=f"mend it, or set {REMOVE[0]}", remedies=[REMOVE])
+        yield hook_error(path, f"{file} is not a Python file: {err}")
         return
     if name not in known and ANYTHING not in known:
-        yield ConfigError(
-            KEY,
-            path,
-            f"{file} defines no {name!r} at its top level",
-            fix=f"{suggest_name(name, list(known))} Or set {REMOVE[0]}",
-            remedies=[REMOVE],
-        )
+        rule = f"{file} defines no {name!r} at its top level"
+        yield hook_error(path, rule, f"{suggest_name(name, list(known))} Correct it")
     elif name in known and (flaw := flaw_of_function(known[name], keywords=())):
-        fix = f"mend it, or set {REMOVE[0]}"
-        yield ConfigError(KEY, path, f"it {flaw}", fix=fix, remedies=[REMOVE])
+        yield hook_error(path, f"it {flaw}")
 
 
 def _find_module(name: str) -> tuple[str, Path | None]:
@@ -125,3 +111,11 @@ def _find_module(name: str) -> tuple[str, Path | None]:
             return f"{part}.{parts[end]}", None  # or the next turn would run that module
     origin = spec.origin if spec is not None else None
     return "", Path(origin) if origin is not None and origin.endswith(".py") else None
+
+
+RULES = (
+    check_nodes_have_a_cluster,
+    check_ray_address,
+    check_object_store,
+    check_worker_setup_hook,
+)

@@ -86,3 +86,6 @@ def _common_multiple(config: ExperimentConfig) -> int:
     policy = config.num_train_groups * config.algorithm.num_minibatches
     critic = config.num_critic_groups * config.critic.num_minibatches
     return math.lcm(policy, critic, BatchSizes.of(config).num_engines)
+
+
+RULES = (check_critic_warmup, check_critic_kernel, check_critic_batch_sizes)

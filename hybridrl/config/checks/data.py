@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from itertools import combinations
 
+from hybridrl.config.checks.disk import check_data_files
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.rollout import COLDEST
 from hybridrl.errors import ConfigError
@@ -99,3 +102,54 @@ def _room_for_digits(config: ExperimentConfig, room: int) -> list[tuple[str, ...
     if config.data.min_digits > room:
         shorter += (f"data.min_digits={room}",)
     return [shorter, longer] if room >= 1 else [longer]
+
+
+_COLUMNS = {"prompt_key": "prompt", "answer_key": "answer", "source_key": "source"}
+"""Keys of ``data`` that name a column, with what hydra_configs/data calls it."""
+
+
+def check_data_columns(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Prompt, answer and source are three columns: a prompt that is its answer teaches to copy."""
+    if config.data.task is not None:
+        return
+    names = {
+        "prompt_key": config.data.prompt_key,
+        "answer_key": config.data.answer_key,
+        "source_key": config.data.source_key,
+    }
+    for one, other in combinations(names, 2):
+        if names[one] == names[other]:
+            usual = tuple(f"data.{key}={name}" for key, name in _COLUMNS.items())
+            yield ConfigError(
+                f"data.{one}",
+                names[one],
+                f"data.{other} names the same column",
+                remedies=[usual],
+            )
+
+
+def check_files_stand_once(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """A file that is listed twice would be learnt from twice as often as the others."""
+    for key, files in (
+        ("data.train_files", config.data.train_files),
+        ("data.eval_files", config.data.eval_files),
+    ):
+        once = {os.path.realpath(file): file for file in reversed(files)}
+        if len(once) < len(files):
+            yield listed_twice(key, files, tuple(file for file in files if file in once.values()))
+
+
+def listed_twice(key: str, listed: tuple[str, ...], once: tuple[str, ...]) -> ConfigError:
+    """Return the error of a key whose list repeats an entry."""
+    remedies = [(f"{key}=[{','.join(dict.fromkeys(once))}]",)]
+    return ConfigError(key, list(listed), "lists the same entry twice", remedies=remedies)
+
+
+RULES = (
+    check_data_source,
+    check_data_columns,
+    check_data_files,
+    check_files_stand_once,
+    check_sort_digits,
+)
+EVAL_RULES = (check_eval_has_data, check_eval_temperature)

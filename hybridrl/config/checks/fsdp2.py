@@ -88,3 +88,6 @@ def _engines(config: ExperimentConfig) -> Iterator[tuple[str, EngineConfig, int]
     yield "actor", config.actor, config.cluster.num_ranks
     if config.has_critic and config.mode != "sft":
         yield "critic", config.critic, config.num_critic_ranks
+
+
+RULES = (check_fsdp2_is_used, check_replicas, check_liger_kernels)

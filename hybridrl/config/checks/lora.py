@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from dataclasses import replace
 
+from hybridrl.config.architecture import MLP_MODULES, Architecture, find_architecture
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora import ALL_LINEAR, LINEAR_MODULES
-from hybridrl.config.model_folder import read_settings
-from hybridrl.errors import ConfigError, ModelError, suggest_name
-
-Sizes = Mapping[str, tuple[int, int]]
-"""(outputs, inputs) of each linear layer of a block."""
+from hybridrl.errors import ConfigError, suggest_name
 
 _OF_HEADS = ("q_proj", "k_proj", "v_proj")
 """Linear layers whose outputs are heads."""
-
-OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
-"""Linear layers of an expert."""
 
 
 def check_lora_targets(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -40,9 +34,10 @@ def check_lora_targets(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 def check_lora_rank(config: ExperimentConfig) -> Iterator[ConfigError]:
     """B A has the rank of its smallest side, so a higher rank is memory for nothing."""
-    sizes = linear_sizes(config)
-    if not config.lora.enabled or sizes is None:
+    model = find_architecture(config.model)
+    if not config.lora.enabled or model is None:
         return
+    sizes = linear_sizes(model)
     targets = [name for name in config.lora.modules if name in sizes]
     if not targets:
         return  # check_lora_targets says so
@@ -95,11 +90,12 @@ def check_lora_base(config: ExperimentConfig) -> Iterator[ConfigError]:
 def check_adapted_layers(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Adapters stand beside whole heads and whole experts of megatron-core's linear layers."""
     megatron, lora = config.megatron, config.lora
-    if config.actor.engine != "megatron" or not lora.enabled:
+    model = find_architecture(config.model)
+    if config.actor.engine != "megatron" or not lora.enabled or model is None:
         return
-    num_kv_heads = model_values(config).get("num_key_value_heads")
+    num_kv_heads = model.num_key_value_heads
     tensor, adapted = megatron.tensor_parallel_size, set(lora.modules)
-    if isinstance(num_kv_heads, int) and tensor > num_kv_heads and adapted & {*_OF_HEADS}:
+    if tensor > num_kv_heads and adapted & {*_OF_HEADS}:
         others = [name for name in LINEAR_MODULES if name not in _OF_HEADS and name in adapted]
         yield ConfigError(
             "megatron.tensor_parallel_size",
@@ -108,7 +104,7 @@ def check_adapted_layers(config: ExperimentConfig) -> Iterator[ConfigError]:
             f"{', '.join(_OF_HEADS)} have adapters",
             remedies=[(f"lora.target_modules=[{','.join(others or ['o_proj'])}]",)],
         )
-    adapts_experts = model_values(config).get("num_experts") and set(lora.modules) & {*OF_EXPERTS}
+    adapts_experts = model.experts is not None and not adapted.isdisjoint(MLP_MODULES)
     if adapts_experts and megatron.expert_tensor_parallel_size > 1:
         yield ConfigError(
             "megatron.expert_tensor_parallel_size",
@@ -121,50 +117,11 @@ def check_adapted_layers(config: ExperimentConfig) -> Iterator[ConfigError]:
         )
 
 
-def linear_sizes(config: ExperimentConfig) -> Sizes | None:
-    """Return the sizes of the linear layers of a block; None where the model does not say them."""
-    values = model_values(config)
-    needed = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
-    hidden, num_heads, num_kv_heads, inner = (_size(values, name) for name in needed)
-    if not (hidden and num_heads and num_kv_heads and inner):
-        return None
-    head = _size(values, "head_dim") or hidden // num_heads
-    if values.get("num_experts"):
-        inner = _size(values, "moe_intermediate_size") or inner
-    return {
-        "q_proj": (num_heads * head, hidden),
-        "k_proj": (num_kv_heads * head, hidden),
-        "v_proj": (num_kv_heads * head, hidden),
-        "o_proj": (hidden, num_heads * head),
-        "gate_proj": (inner, hidden),
-        "up_proj": (inner, hidden),
-        "down_proj": (hidden, inner),
-    }
+def linear_sizes(model: Architecture) -> Mapping[str, tuple[int, int]]:
+    """Return (outputs, inputs) of the linear layers of a block, or of one of its experts."""
+    if model.experts is not None:
+        model = replace(model, intermediate_size=model.experts.intermediate_size)
+    return model.linear_sizes
 
 
-def _size(values: Mapping[str, object], name: str) -> int:
-    """Return a size of config.json; 0 where it says none, or none that could be one."""
-    value = values.get(name)
-    return value if isinstance(value, int) and value > 0 else 0
-
-
-def model_values(config: ExperimentConfig) -> Mapping[str, object]:
-    """Return the model's shape in the terms of config.json; empty where it cannot be read."""
-    if config.model.path is None:
-        starter = config.model.starter
-        if starter is None:
-            return {}
-        return {
-            "model_type": "qwen3",
-            "hidden_size": starter.hidden_size,
-            "num_attention_heads": starter.num_attention_heads,
-            "num_key_value_heads": starter.num_key_value_heads,
-            "intermediate_size": starter.intermediate_size,
-            "num_hidden_layers": starter.num_layers,
-        }
-    try:
-        values = read_settings(Path(config.model.path))
-    except ModelError:
-        return {}  # check_model_folder names what is wrong with the file
-    # As transformers 5 spells it when it writes the file.
-    return {"num_experts": values.get("num_local_experts"), **values}
+RULES = (check_lora_targets, check_lora_rank, check_lora_dropout, check_adapted_layers)

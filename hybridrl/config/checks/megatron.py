@@ -6,20 +6,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.util import find_spec
 
-from hybridrl.config.checks.batch_sizes import BatchSizes
-from hybridrl.config.checks.critic import check_critic_batch_sizes
-from hybridrl.config.checks.lora import model_values
+from hybridrl.config.architecture import find_architecture
 from hybridrl.config.checks.megatron_args import keys_of_transformer_engine
-from hybridrl.config.checks.megatron_shapes import (
-    ShapeFacts,
-    broken_sizes,
-    legal_shapes,
-    value_of,
-)
+from hybridrl.config.checks.parallel_sizes import check_parallel_sizes
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.megatron import MegatronConfig
-from hybridrl.config.model import MEGATRON_MODEL_TYPES
-from hybridrl.config.spelling import resetting
+from hybridrl.config.spelling import resetting, to_override
 from hybridrl.errors import ConfigError, instruction
 
 INSTALL_TRANSFORMER_ENGINE = "pip install 'hybridrl[transformer-engine]'"
@@ -83,43 +75,6 @@ def check_megatron_is_installed(config: ExperimentConfig) -> Iterator[ConfigErro
             fix=f"pip install 'hybridrl[megatron]', or set {reset}",
             remedies=[(reset,)],
         )
-
-
-def check_megatron_reads_the_model(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """There is a converter for the model's architecture."""
-    model_type = model_values(config).get("model_type")
-    if not config.megatron_worlds or model_type in (None, *MEGATRON_MODEL_TYPES):
-        return
-    yield ConfigError(
-        "model.path",
-        config.model.path,
-        f"its model_type={model_type!r} is not converted to megatron-core: there are converters "
-        f"for {', '.join(MEGATRON_MODEL_TYPES)}",
-        fix="set model.path to such a model; others are to come by the extra 'bridge' "
-        "(megatron-bridge), which does not exist yet",
-    )
-
-
-def check_parallel_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Ranks, heads, layers and experts divide: everything that does not is told at once.
-
-    Each violation comes with the nearest shapes in which everything divides.
-    """
-    broken = list(broken_sizes(config, ShapeFacts.of(config)))
-    if not broken:
-        return
-    shapes = legal_shapes(config, is_fit=_divides_rows)
-    remedies = [tuple(f"{key}={_spell(n)}" for key, n in shape.items()) for shape in shapes]
-    for key, rule in broken:
-        yield ConfigError(key, value_of(config, key), rule, remedies=remedies)
-
-
-def _divides_rows(config: ExperimentConfig) -> bool:
-    """Say whether rows divide over the data-parallel ranks that a shape leaves."""
-    if config.mode == "sft":
-        return config.sft.batch_size % config.num_train_groups == 0
-    # Not check_batch_sizes, which looks for remedies: this is asked of hundreds of shapes.
-    return BatchSizes.of(config).are_legal and next(check_critic_batch_sizes(config), None) is None
 
 
 def has_transformer_engine() -> bool:
@@ -225,8 +180,8 @@ def _checkpointing(config: ExperimentConfig) -> dict[str, bool]:
 
 
 def _lacking_modules(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
-    modules, values = config.megatron.recompute_modules, model_values(config)
-    has_experts = bool(values.get("num_experts")) or not values
+    modules, model = config.megatron.recompute_modules, find_architecture(config.model)
+    has_experts = model is None or model.experts is not None
     is_fused = config.cluster.device == "cuda" and config.megatron.layers != "local"
     if "moe" in modules and not has_experts:
         yield "moe", "a model with experts"
@@ -253,8 +208,8 @@ def check_master_weights(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 def check_routing(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Only layers with experts have routes to balance or to replay."""
-    megatron, values = config.megatron, model_values(config)
-    if not config.megatron_worlds or not values or values.get("num_experts"):
+    megatron, model = config.megatron, find_architecture(config.model)
+    if not config.megatron_worlds or model is None or model.experts is not None:
         return
     for name, value, off in (
         ("load_balance_coefficient", megatron.load_balance_coefficient, 0.0),
@@ -265,7 +220,7 @@ def check_routing(config: ExperimentConfig) -> Iterator[ConfigError]:
                 f"megatron.{name}",
                 value,
                 "the model has no experts to route tokens to",
-                remedies=[(f"megatron.{name}={_spell(off)}",)],
+                remedies=[(f"megatron.{name}={to_override(off)}",)],
             )
 
 
@@ -283,7 +238,7 @@ def check_routing_replay(config: ExperimentConfig) -> Iterator[ConfigError]:
         "megatron.replay_routing",
         got=True,
         rule=f"rollout.engine={rollout.engine} with rollout.routed_experts="
-        f"{_spell(rollout.routed_experts)} does not say which experts it used",
+        f"{to_override(rollout.routed_experts)} does not say which experts it used",
         remedies=[records, ("megatron.replay_routing=false",)],
     )
 
@@ -303,7 +258,12 @@ def _engine_key(config: ExperimentConfig) -> str:
     return "actor.engine" if config.actor.engine == "megatron" else "critic.engine"
 
 
-def _spell(value: object) -> str:
-    if value is None:
-        return "null"
-    return "[]" if value == () else str(value).lower()
+RULES = (
+    check_megatron_is_used,
+    check_megatron_is_installed,
+    check_parallel_sizes,
+    check_layer_kernels,
+    check_recompute_modules,
+    check_master_weights,
+    check_routing,
+)

@@ -5,47 +5,41 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hybridrl.config.checks.passed_arguments import Reasons, refuse_own_arguments
+from hybridrl.config.checks.passed_arguments import by_argument, refuse_own_arguments
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.config.megatron import MegatronConfig
 from hybridrl.errors import ConfigError
 
-_SPLIT = "megatron.num_layers_in_first_stage and num_layers_in_last_stage"
-_RECOMPUTED = "actor.gradient_checkpointing with megatron.recompute_modules"
 _OVERLAPPED = "megatron.overlap_communication"
 
-_TRANSFORMER_TYPED: Reasons = {
-    "tensor_model_parallel_size": "megatron.tensor_parallel_size",
-    "sequence_parallel": "megatron.sequence_parallel",
-    "pipeline_model_parallel_size": "megatron.pipeline_parallel_size",
-    "virtual_pipeline_model_parallel_size": "megatron.num_virtual_stages",
-    "context_parallel_size": "megatron.context_parallel_size",
-    "expert_model_parallel_size": "megatron.expert_parallel_size",
-    "expert_tensor_parallel_size": "megatron.expert_tensor_parallel_size",
-    "transformer_impl": "megatron.layers",
-    "moe_grouped_gemm": "megatron.layers",
-    "attention_backend": "megatron.attention",
-    "moe_aux_loss_coeff": "megatron.load_balance_coefficient",
-    "moe_router_load_balancing_type": "megatron.load_balance_coefficient",
-    "moe_enable_routing_replay": "megatron.replay_routing",
-    "bf16": "actor.compute_dtype",
-    "fp16": "actor.compute_dtype",
-    "params_dtype": "actor.compute_dtype",
-    "pipeline_dtype": "actor.compute_dtype",
-    "enable_autocast": "actor.compute_dtype",
-    "autocast_dtype": "actor.compute_dtype",
-    "recompute_granularity": _RECOMPUTED,
-    "recompute_method": _RECOMPUTED,
-    "recompute_num_layers": _RECOMPUTED,
-    "recompute_modules": _RECOMPUTED,
-    "moe_layer_recompute": _RECOMPUTED,
-    "num_layers_in_first_pipeline_stage": _SPLIT,
-    "num_layers_in_last_pipeline_stage": _SPLIT,
-    "account_for_embedding_in_pipeline_split": _SPLIT,
-    "account_for_loss_in_pipeline_split": _SPLIT,
-    "pipeline_model_parallel_layout": _SPLIT,
-}
+_TRANSFORMER_TYPED = by_argument(
+    {
+        "megatron.tensor_parallel_size": "tensor_model_parallel_size",
+        "megatron.sequence_parallel": "sequence_parallel",
+        "megatron.pipeline_parallel_size": "pipeline_model_parallel_size",
+        "megatron.num_virtual_stages": "virtual_pipeline_model_parallel_size",
+        "megatron.context_parallel_size": "context_parallel_size",
+        "megatron.expert_parallel_size": "expert_model_parallel_size",
+        "megatron.expert_tensor_parallel_size": "expert_tensor_parallel_size",
+        "megatron.layers": "transformer_impl moe_grouped_gemm",
+        "megatron.attention": "attention_backend",
+        "megatron.load_balance_coefficient": "moe_aux_loss_coeff moe_router_load_balancing_type",
+        "megatron.replay_routing": "moe_enable_routing_replay",
+        "actor.compute_dtype": (
+            "bf16 fp16 params_dtype pipeline_dtype enable_autocast autocast_dtype"
+        ),
+        "actor.gradient_checkpointing with megatron.recompute_modules": (
+            "recompute_granularity recompute_method recompute_num_layers recompute_modules "
+            "moe_layer_recompute"
+        ),
+        "megatron.num_layers_in_first_stage and num_layers_in_last_stage": (
+            "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage "
+            "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
+            "pipeline_model_parallel_layout"
+        ),
+    }
+)
 
 _OF_THE_MODEL = frozenset(
     {
@@ -66,113 +60,107 @@ _OF_THE_MODEL = frozenset(
 )
 """Fields of TransformerConfig that follow from the model's config.json."""
 
-_SAME_POLICY = "the policy that is trained would not be the one that sampled"
 _COMPUTED = "weights are loaded, exported and saved in the type that is computed in"
-_FILES = "weights are read from the model folder"
-_LENGTHS = "packs differ in length, and it takes one length"
 _GPT_MODEL = "it belongs to megatron-core's whole GPTModel, and embedding and head here are ours"
-_ASLEEP = "rollout.sleep moves training state, and it would no longer know where it is"
 _FUNCTION = "it is a function of the engine"
 
-_TRANSFORMER_OURS: Reasons = {
-    "calculate_per_token_loss": "losses come weighed, so gradients are summed",
-    "variable_seq_lengths": "micro-batches differ in length",
-    "hidden_dropout": _SAME_POLICY,
-    "attention_dropout": _SAME_POLICY,
-    "moe_input_jitter_eps": _SAME_POLICY,
-    "moe_token_dropping": _SAME_POLICY,
-    "moe_expert_capacity_factor": _SAME_POLICY,
-    "moe_pad_expert_input_to_capacity": _SAME_POLICY,
-    "moe_router_force_load_balancing": _SAME_POLICY,
-    "moe_z_loss_coeff": "it would be added up over micro-batches, and ranks, instead of averaged",
-    "moe_router_fusion": "its kernel chooses experts by itself, and cannot replay any",
-    "moe_use_legacy_grouped_gemm": "its tensors of all experts are no tensors of the model's files",
-    "perform_initialization": _FILES,
-    "use_cpu_initialization": _FILES,
-    "init_model_with_meta_device": _FILES,
-    "fp8_param": _COMPUTED,
-    "fp4_param": _COMPUTED,
-    "cpu_offloading": _ASLEEP,
-    "fine_grained_activation_offloading": _GPT_MODEL,
-    "overlap_moe_expert_parallel_comm": _GPT_MODEL,
-    "delay_wgrad_compute": _GPT_MODEL,
-    "defer_embedding_wgrad_compute": _GPT_MODEL,
-    "cross_entropy_loss_fusion": _GPT_MODEL,
-    "cross_entropy_fusion_impl": _GPT_MODEL,
-    "num_microbatches_with_partial_activation_checkpoints": _GPT_MODEL,
-    "tp_comm_overlap": _LENGTHS,
-    "fused_single_qkv_rope": "it takes no packs",
-    "cuda_graph_impl": _LENGTHS,
-    "enable_cuda_graph": _LENGTHS,
-    "external_cuda_graph": _LENGTHS,
-    "microbatch_group_size_per_vp_stage": "packs come in groups of pipeline_parallel_size",
-    "finalize_model_grads_func": _FUNCTION,
-    "grad_scale_func": _FUNCTION,
-    "no_sync_func": _FUNCTION,
-    "grad_sync_func": _FUNCTION,
-    "param_sync_func": _FUNCTION,
-}
+_TRANSFORMER_OURS = by_argument(
+    {
+        "losses come weighed, so gradients are summed": "calculate_per_token_loss",
+        "micro-batches differ in length": "variable_seq_lengths",
+        "the policy that is trained would not be the one that sampled": (
+            "hidden_dropout attention_dropout moe_input_jitter_eps moe_token_dropping "
+            "moe_expert_capacity_factor moe_pad_expert_input_to_capacity "
+            "moe_router_force_load_balancing"
+        ),
+        "it would be added up over micro-batches, and ranks, instead of averaged": (
+            "moe_z_loss_coeff"
+        ),
+        "its kernel chooses experts by itself, and cannot replay any": "moe_router_fusion",
+        "its tensors of all experts are no tensors of the model's files": (
+            "moe_use_legacy_grouped_gemm"
+        ),
+        "weights are read from the model folder": (
+            "perform_initialization use_cpu_initialization init_model_with_meta_device"
+        ),
+        _COMPUTED: "fp8_param fp4_param",
+        "rollout.sleep moves training state, and it would no longer know where it is": (
+            "cpu_offloading"
+        ),
+        _GPT_MODEL: (
+            "fine_grained_activation_offloading overlap_moe_expert_parallel_comm "
+            "delay_wgrad_compute defer_embedding_wgrad_compute cross_entropy_loss_fusion "
+            "cross_entropy_fusion_impl num_microbatches_with_partial_activation_checkpoints"
+        ),
+        "packs differ in length, and it takes one length": (
+            "tp_comm_overlap cuda_graph_impl enable_cuda_graph external_cuda_graph"
+        ),
+        "it takes no packs": "fused_single_qkv_rope",
+        "packs come in groups of pipeline_parallel_size": "microbatch_group_size_per_vp_stage",
+        _FUNCTION: (
+            "finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func"
+        ),
+    }
+)
 
 _DISPATCHERS = ("alltoall", "flex")
 """Those that take other numbers of tokens from each rank."""
 
-_OPTIMIZER_TYPED: Reasons = {
-    "lr": "actor.optimizer.lr",
-    "min_lr": "actor.optimizer.min_lr_ratio",
-    "weight_decay": "actor.optimizer.weight_decay",
-    "adam_beta1": "actor.optimizer.beta1",
-    "adam_beta2": "actor.optimizer.beta2",
-    "adam_eps": "actor.optimizer.eps",
-    "clip_grad": "actor.optimizer.max_grad_norm",
-    "bf16": "actor.compute_dtype",
-    "fp16": "actor.compute_dtype",
-    "params_dtype": "actor.compute_dtype",
-    "main_grads_dtype": "actor.reduce_dtype",
-    "overlap_param_gather": _OVERLAPPED,
-    "overlap_param_gather_with_optimizer_step": _OVERLAPPED,
-}
+_OPTIMIZER_TYPED = by_argument(
+    {
+        "actor.optimizer.lr": "lr",
+        "actor.optimizer.min_lr_ratio": "min_lr",
+        "actor.optimizer.weight_decay": "weight_decay",
+        "actor.optimizer.beta1": "adam_beta1",
+        "actor.optimizer.beta2": "adam_beta2",
+        "actor.optimizer.eps": "adam_eps",
+        "actor.optimizer.max_grad_norm": "clip_grad",
+        "actor.compute_dtype": "bf16 fp16 params_dtype",
+        "actor.reduce_dtype": "main_grads_dtype",
+        _OVERLAPPED: "overlap_param_gather overlap_param_gather_with_optimizer_step",
+    }
+)
 
-_ADAMW = "steps are AdamW's, whose moments a checkpoint holds"
-_NO_SCALE = "losses are not scaled: bfloat16 has the range of float32"
-_WHOLE_MASTERS = "a checkpoint holds float32 weights, which other engines and sizes go on from"
 
-_OPTIMIZER_OURS: Reasons = {
-    "optimizer": _ADAMW,
-    "decoupled_weight_decay": _ADAMW,
-    "decoupled_lr": "all weights follow one schedule",
-    "decoupled_min_lr": "all weights follow one schedule",
-    "apply_wd_to_qk_layernorm": "weight decay is not applied to vectors",
-    "use_distributed_optimizer": "data-parallel ranks share the optimizer's state",
-    "main_params_dtype": _WHOLE_MASTERS,
-    "store_param_remainders": _WHOLE_MASTERS,
-    "fp8_recipe": _COMPUTED,
-    "reuse_grad_buf_for_mxfp8_param_ag": _COMPUTED,
-    "loss_scale": _NO_SCALE,
-    "initial_loss_scale": _NO_SCALE,
-    "timers": _FUNCTION,
-}
+_OPTIMIZER_OURS = by_argument(
+    {
+        "steps are AdamW's, whose moments a checkpoint holds": "optimizer decoupled_weight_decay",
+        "all weights follow one schedule": "decoupled_lr decoupled_min_lr",
+        "weight decay is not applied to vectors": "apply_wd_to_qk_layernorm",
+        "data-parallel ranks share the optimizer's state": "use_distributed_optimizer",
+        "a checkpoint holds float32 weights, which other engines and sizes go on from": (
+            "main_params_dtype store_param_remainders"
+        ),
+        _COMPUTED: "fp8_recipe reuse_grad_buf_for_mxfp8_param_ag",
+        "losses are not scaled: bfloat16 has the range of float32": "loss_scale initial_loss_scale",
+        _FUNCTION: "timers",
+    }
+)
 
 _MOMENT_TYPES = ("float32", "bfloat16")
 
-_DDP_TYPED: Reasons = {
-    "grad_reduce_in_fp32": "actor.reduce_dtype",
-    "overlap_grad_reduce": _OVERLAPPED,
-    "overlap_param_gather": _OVERLAPPED,
-    "align_param_gather": _OVERLAPPED,
-}
+_DDP_TYPED = by_argument(
+    {
+        "actor.reduce_dtype": "grad_reduce_in_fp32",
+        _OVERLAPPED: "overlap_grad_reduce overlap_param_gather align_param_gather",
+    }
+)
 
-_DDP_OURS: Reasons = {
-    "use_distributed_optimizer": "data-parallel ranks share the optimizer's state",
-    "num_distributed_optimizer_instances": "all data-parallel ranks share the optimizer's state",
-    "average_in_collective": "losses come weighed, so gradients are summed",
-    "use_megatron_fsdp": "actor=fsdp2 is the engine that shards so",
-    "use_custom_fsdp": "actor=fsdp2 is the engine that shards so",
-    "data_parallel_sharding_strategy": "actor=fsdp2 is the engine that shards so",
-    "nccl_ub": "gradients have memory within a step alone, and NCCL would keep the old address",
-    "fp8_param_gather": _COMPUTED,
-    "reuse_grad_buf_for_mxfp8_param_ag": _COMPUTED,
-    "delay_wgrad_compute": _GPT_MODEL,
-}
+_DDP_OURS = by_argument(
+    {
+        "data-parallel ranks share the optimizer's state": "use_distributed_optimizer",
+        "all data-parallel ranks share the optimizer's state": (
+            "num_distributed_optimizer_instances"
+        ),
+        "losses come weighed, so gradients are summed": "average_in_collective",
+        "actor=fsdp2 is the engine that shards so": (
+            "use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy"
+        ),
+        "gradients have memory within a step alone, and NCCL would keep the old address": "nccl_ub",
+        _COMPUTED: "fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag",
+        _GPT_MODEL: "delay_wgrad_compute",
+    }
+)
 
 
 _FEW_BITS = ("fp8", "fp4")
@@ -268,3 +256,6 @@ def check_ddp_args(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield from refuse_own_arguments(
             config.megatron.ddp_args, "megatron.ddp_args", typed=_DDP_TYPED, taken=_DDP_OURS
         )
+
+
+RULES = (check_transformer_args, check_optimizer_args, check_ddp_args)

@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from hybridrl.config.architecture import find_architecture
 from hybridrl.config.checks.divisors import divisors_of, multiples_near
-from hybridrl.config.checks.lora import model_values
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model import MEGATRON_MODEL_TYPES, TRANSFORMERS_MODEL_TYPES
-from hybridrl.config.model_folder import problem_of
+from hybridrl.config.model_folder import problem_of, read_settings
 from hybridrl.config.paths import flaw_of_file, flaw_of_folder
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, ModelError
 
 _FOLDERS = (".", "..", "models", "model", "weights", "checkpoints", "runs")
 """First parts of a path that are no owner of a model on the Hugging Face Hub."""
@@ -144,8 +144,8 @@ def check_model_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
     if problem := problem_of(Path(path)):
         yield ConfigError("model.path", path, problem, fix="download the folder again")
         return
-    context = model_values(config).get("max_position_embeddings")
-    if isinstance(context, int) and config.max_row_tokens > context:
+    model = find_architecture(config.model)
+    if model is not None and config.max_row_tokens > (context := model.max_positions):
         yield ConfigError(
             "model.path",
             path,
@@ -158,7 +158,7 @@ def check_model_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 def check_engines_know_the_model(config: ExperimentConfig) -> Iterator[ConfigError]:
     """An architecture is known, and one that megatron-core alone trains is given to no other."""
-    model_type = model_values(config).get("model_type")
+    model_type = _model_type_of(config)
     if model_type is None or model_type in TRANSFORMERS_MODEL_TYPES:
         return
     if model_type not in MEGATRON_MODEL_TYPES:
@@ -187,6 +187,15 @@ def check_engines_know_the_model(config: ExperimentConfig) -> Iterator[ConfigErr
             )
 
 
+def _model_type_of(config: ExperimentConfig) -> str | None:
+    """Return the architecture that config.json names, supported or not; None without a folder."""
+    try:
+        path = config.model.path
+        return None if path is None else str(read_settings(Path(path))["model_type"])
+    except ModelError:
+        return None  # check_model_folder names what is wrong with the file
+
+
 def _download(path: str) -> str:
     """Say how to get the model that ``path`` means: a folder, or a name on the Hugging Face Hub."""
     name = path.removeprefix("hf://").removeprefix("https://huggingface.co/").rstrip("/")
@@ -209,3 +218,15 @@ def _shorter_rows(config: ExperimentConfig, context: int) -> list[tuple[str, ...
     return remedies or [
         (f"data.max_prompt_tokens={half}", f"rollout.max_response_tokens={context - half}")
     ]
+
+
+RULES = (
+    check_model_source,
+    check_starter_shape,
+    check_starter_context,
+    check_starter_reads_plain_text,
+    check_chat_template,
+    check_attention_runs_on_device,
+    check_model_folder,
+    check_engines_know_the_model,
+)

@@ -11,6 +11,15 @@ Reasons = Mapping[str, str]
 """By the name of an argument: the key that says it, or why it is not to be chosen."""
 
 
+def by_argument(names: Mapping[str, str]) -> Reasons:
+    """Return the reason of each argument.
+
+    Args:
+        names: of arguments, separated by spaces, by the reason that they share.
+    """
+    return {name: reason for reason, of_reason in names.items() for name in of_reason.split()}
+
+
 def refuse_own_arguments(
     given: Mapping[str, ArgumentValue], section: str, *, typed: Reasons, taken: Reasons
 ) -> Iterator[ConfigError]:

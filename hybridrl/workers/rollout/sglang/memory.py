@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.architecture import read_architecture
 from hybridrl.config.lora import LoraConfig
-from hybridrl.config.model_folder import read_settings
 from hybridrl.errors import ModelError
 from hybridrl.models.adapter_names import matrix_names
 from hybridrl.models.load import WeightFiles
@@ -25,8 +25,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 def base_shapes(folder: Path) -> Shapes:
     """Return the shapes of all weights that are sent, by the names in the model's files."""
     files = WeightFiles(folder)
-    config = read_settings(folder)
-    is_tied = bool(config.get("tie_word_embeddings", False))
+    is_tied = read_architecture(folder).is_tied
     return {
         name: files.shape_of(name)
         for name in sorted(files.names)
@@ -74,8 +73,7 @@ def require_whole_vocabulary(folder: Path) -> None:
         ModelError: both numbers.
     """
     files = WeightFiles(folder)
-    config = read_settings(folder)
-    expected = config.get("vocab_size")
+    expected = read_architecture(folder).vocab_size
     for name in (_EMBEDDING, _TIED_AWAY):
         rows = files.shape_of(name)[0] if name in files.names else expected
         if rows != expected:

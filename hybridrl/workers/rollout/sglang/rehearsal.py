@@ -1,7 +1,7 @@
 """Shows SGLang the arguments of its servers before a run starts: what it refuses is said now.
 
-The arguments are those that a start sends (``server_arguments.py``), and what is made of them is
-SGLang's own code (``server_start.py``), in a child process: importing it takes seconds.
+The arguments are those that a start sends (``arguments.py``), and what is made of them is
+SGLang's own code (``start.py``), in a child process: importing it takes seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.checks.server import TYPED
+from hybridrl.config.checks.rollout import TYPED
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model import StarterConfig
 from hybridrl.errors import ConfigError, ConfigErrors

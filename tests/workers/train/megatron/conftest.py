@@ -7,7 +7,18 @@ from collections.abc import Iterator
 import pytest
 
 from tests.contract.ranks_under_test import RanksUnderTest
-from tests.workers.train.megatron.expert_layouts import running
+from tests.workers.train.megatron.expert_layouts import BY_DAY, MODELS, running
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the night all pairs of a model and a layout but ``BY_DAY``."""
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if params.get("folder") in MODELS:
+            layout = params["saved_by"] if "saved_by" in params else params["ranks"][0]
+            if (params["folder"], layout) not in BY_DAY:
+                item.add_marker(pytest.mark.nightly)
 
 
 @pytest.fixture(scope="module")

@@ -99,3 +99,7 @@ MODELS: dict[str, dict[str, object]] = {
         "num_experts_per_tok": 3,
     },
 }
+
+NORMALISED, SPARSE = MODELS
+BY_DAY = {(NORMALISED, "1"), (NORMALISED, "tp2-sp-ep2"), (SPARSE, "pp2"), (NORMALISED, "ep2")}
+"""Models with the layouts, or the layouts that saved them, which are not nightly."""

@@ -8,9 +8,9 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from hybridrl.workers.train.megatron.architecture import Architecture, MoEConfig
-from hybridrl.workers.train.megatron.blocks import padded_vocab_size
-from hybridrl.workers.train.megatron.parallel_rank import ParallelRank
+from hybridrl.config.architecture import Architecture, MoEConfig
+from hybridrl.workers.train.megatron.context import ParallelRank
+from hybridrl.workers.train.megatron.shard_map import padded_vocab_size
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -34,7 +34,8 @@ def cut_models(draw: st.DrawFn) -> tuple[Architecture, list[ParallelRank]]:
         max_positions=16,
         is_tied=draw(st.booleans(), "tied"),
         has_qkv_bias=draw(st.booleans(), "qkv bias"),
-        has_linear_bias=draw(st.booleans(), "linear bias"),
+        has_output_bias=draw(st.booleans(), "output bias"),
+        has_mlp_bias=draw(st.booleans(), "MLP bias"),
         has_head_norms=draw(st.booleans(), "head norms"),
         norm_eps=1e-6,
         rope_theta=1e4,
@@ -106,7 +107,7 @@ def _attention(a: Architecture, rank: ParallelRank) -> Named:
     yield "self_attention.linear_proj.weight", (hidden, a.query_size // tp)
     if a.has_qkv_bias:
         yield "self_attention.linear_qkv.bias", (qkv,)
-    if a.has_linear_bias:
+    if a.has_output_bias:
         yield "self_attention.linear_proj.bias", (hidden,)
     if a.has_head_norms:
         yield "self_attention.q_layernorm.weight", (a.head_size,)
@@ -137,7 +138,7 @@ def _mlp(module: str, suffix: str, a: Architecture, sizes: tuple[int, int]) -> N
     hidden = a.hidden_size
     yield f"{module}.linear_fc1.weight{suffix}", (2 * inner, hidden)
     yield f"{module}.linear_fc2.weight{suffix}", (hidden, inner)
-    if a.has_linear_bias:
+    if a.has_mlp_bias:
         yield f"{module}.linear_fc1.bias{suffix}", (2 * inner,)
         yield f"{module}.linear_fc2.bias{suffix}", (hidden,)
     if lora:

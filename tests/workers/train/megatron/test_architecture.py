@@ -9,8 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.errors import ModelError
 from hybridrl.models.load import WeightFiles
-from hybridrl.planning.shapes import read_shape
-from hybridrl.workers.train.megatron.architecture import inverse_frequencies, read_architecture
+from hybridrl.workers.train.megatron.architecture import inverse_frequencies, megatron_architecture
 from hybridrl.workers.train.megatron.hf_tensors import hf_tensors
 from tests.tiny_models import Family, make_tiny_model
 
@@ -37,7 +36,7 @@ def test_names_and_shapes_are_those_of_the_files(
 ) -> None:
     folder = make_tiny_model(tmp_path, family, tie_embeddings=is_tied)
     files = WeightFiles(folder)
-    assert hf_tensors(read_architecture(folder)) == {n: files.shape_of(n) for n in files.names}
+    assert hf_tensors(megatron_architecture(folder)) == {n: files.shape_of(n) for n in files.names}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -50,24 +49,13 @@ def test_tensors_come_in_the_order_of_the_hugging_face_model(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     wanted = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
-    assert list(hf_tensors(read_architecture(folder)).items()) == wanted
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_sizes_agree_with_those_that_memory_is_planned_by(tmp_path: Path, family: Family) -> None:
-    folder = make_tiny_model(tmp_path, family)
-    architecture, shape = read_architecture(folder), read_shape(folder)
-    same = [
-        *("hidden_size", "num_layers", "num_heads", "num_key_value_heads", "head_size"),
-        *("intermediate_size", "vocab_size", "is_tied", "has_qkv_bias", "has_head_norms"),
-    ]
-    assert {n: getattr(architecture, n) for n in same} == {n: getattr(shape, n) for n in same}
+    assert list(hf_tensors(megatron_architecture(folder)).items()) == wanted
 
 
 def test_some_layers_of_a_mixture_may_be_dense(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, "qwen3_moe", num_layers=4)
     _change(folder, mlp_only_layers=[3], decoder_sparse_step=2)
-    architecture = read_architecture(folder)
+    architecture = megatron_architecture(folder)
     assert [architecture.is_sparse(layer) for layer in range(4)] == [False, True, False, False]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
@@ -76,17 +64,17 @@ def test_some_layers_of_a_mixture_may_be_dense(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scaling", [None, LLAMA3])
-def test_rotary_frequencies_are_bit_by_bit_those_of_transformers(
+def test_rotary_frequencies_equal_those_of_transformers(
     tmp_path: Path, scaling: dict[str, object] | None
 ) -> None:
     folder = make_tiny_model(tmp_path, "llama", hidden_size=256)
     if scaling:
         _change(folder, rope_parameters=scaling)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    ours = inverse_frequencies(read_architecture(folder))
+    ours = inverse_frequencies(megatron_architecture(folder))
     assert torch.equal(ours, model.model.rotary_emb.inv_freq)
     if scaling:
-        plain = inverse_frequencies(read_architecture(make_tiny_model(tmp_path / "p", "llama")))
+        plain = inverse_frequencies(megatron_architecture(make_tiny_model(tmp_path / "p", "llama")))
         assert not torch.equal(ours[:4], plain)
 
 
@@ -101,7 +89,7 @@ def test_rotary_frequencies_are_bit_by_bit_those_of_transformers(
         ("qwen3_moe", "use_sliding_window", True),
     ],
 )
-def test_what_would_be_computed_wrongly_is_refused_by_name(
+def test_unsupported_options_are_rejected_by_name(
     tmp_path: Path, family: Family, key: str, value: object
 ) -> None:
     folder = _change(make_tiny_model(tmp_path, family), **{key: value})
@@ -109,29 +97,29 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(
         _change(folder, sliding_window=8)
     name = "attention_bias" if key == "mlp_bias" else key
     with pytest.raises(ModelError, match=rf"{name}=.*actor=fsdp2"):
-        read_architecture(folder)
+        megatron_architecture(folder)
 
 
 def test_windows_that_slide_over_no_layer_are_no_windows(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, "qwen2", num_layers=2)
     windows = {"use_sliding_window": True, "sliding_window": 8, "layer_types": None}
-    assert read_architecture(_change(folder, max_window_layers=2, **windows)).num_layers == 2
+    assert megatron_architecture(_change(folder, max_window_layers=2, **windows)).num_layers == 2
     with pytest.raises(ModelError, match="use_sliding_window"):
-        read_architecture(_change(folder, max_window_layers=1, **windows))
+        megatron_architecture(_change(folder, max_window_layers=1, **windows))
 
 
-def test_an_architecture_without_converter_says_which_there_are(tmp_path: Path) -> None:
+def test_unknown_architecture_lists_the_supported_ones(tmp_path: Path) -> None:
     folder = _change(make_tiny_model(tmp_path, "llama"), model_type="mistral")
     with pytest.raises(ModelError, match=r"'mistral'.*llama, qwen2, qwen3, qwen3_moe.*bridge"):
-        read_architecture(folder)
+        megatron_architecture(folder)
 
 
-def test_a_router_that_could_never_learn_is_refused_in_terms_of_the_model(tmp_path: Path) -> None:
+def test_router_without_gradient_is_rejected(tmp_path: Path) -> None:
     one = {"num_experts_per_tok": 1}
     folder = make_tiny_model(tmp_path / "mute", "qwen3_moe", **one)
     with pytest.raises(ModelError, match=r"norm_topk_prob=true divides.*always 1.*=false"):
-        read_architecture(folder)
+        megatron_architecture(folder)
     folder = make_tiny_model(tmp_path / "learns", "qwen3_moe", **one, norm_topk_prob=False)
-    experts = read_architecture(folder).experts
+    experts = megatron_architecture(folder).experts
     assert experts is not None
     assert experts.num_per_token == 1

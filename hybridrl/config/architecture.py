@@ -1,0 +1,326 @@
+"""The one reader of a model's config.json: plan, checks, megatron-core and rollout engines ask it.
+
+Legend: H hidden, L layers, N query heads, J key-value heads, D size of a head, I inside the MLP, V
+vocabulary, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config.model import ModelConfig, StarterConfig
+from hybridrl.config.model_folder import read_settings
+from hybridrl.errors import ModelError, shown, suggest_name
+
+ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_MODULES = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeScaling:
+    """How Llama 3.1 scales its rotary embedding (arXiv:2407.21783, 3.4.2)."""
+
+    factor: float
+    """Long wavelengths grow by it."""
+
+    low_frequency_factor: float
+    """Wavelengths over ``original_max_positions / low_frequency_factor`` are long."""
+
+    high_frequency_factor: float
+    """Wavelengths under ``original_max_positions / high_frequency_factor`` stay as they are."""
+
+    original_max_positions: int
+    """Tokens that the model was pre-trained on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEConfig:
+    """The mixture-of-experts layers of a model."""
+
+    num_experts: int
+    """Of one layer, over all ranks."""
+
+    num_per_token: int
+    """Experts that a token is sent to."""
+
+    intermediate_size: int
+    """Inside one expert."""
+
+    normalizes_weights: bool
+    """Whether the weights of a token's experts are divided by their sum."""
+
+    sparse_layers: tuple[int, ...]
+    """Layers, from 0, that have experts; the others have one dense MLP."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Architecture:
+    """A decoder of the llama family: grouped queries, gated MLPs (SiLU), RMS norms, rotary."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_key_value_heads: int
+    head_size: int
+
+    intermediate_size: int
+    """Of the dense MLPs."""
+
+    vocab_size: int
+    """Rows of the embedding in the files, without padding."""
+
+    max_positions: int
+    """Tokens of a sequence that the model was made for."""
+
+    is_tied: bool
+    """The output embedding is the input embedding."""
+
+    has_qkv_bias: bool
+
+    has_output_bias: bool
+    """Of the attention's last projection."""
+
+    has_mlp_bias: bool
+
+    has_head_norms: bool
+    """Queries and keys are normalised head by head (Qwen3)."""
+
+    norm_eps: float = 1e-6
+    """Added to the mean square in RMS norms."""
+
+    rope_theta: float = 10_000.0
+    """Base of the rotary wavelengths."""
+
+    rope_scaling: RopeScaling | None = None
+
+    experts: MoEConfig | None = None
+    """None in a dense model."""
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts."""
+        return self.experts is not None and layer in self.experts.sparse_layers
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether a layer has a dense MLP."""
+        return self.experts is None or len(self.experts.sparse_layers) < self.num_layers
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads, N D."""
+        return self.num_heads * self.head_size
+
+    @property
+    def key_size(self) -> int:
+        """Width of all key heads, J D; the values have it too."""
+        return self.num_key_value_heads * self.head_size
+
+    @property
+    def linear_sizes(self) -> Mapping[str, tuple[int, int]]:
+        """(outputs, inputs) of each linear layer of a dense block, by the end of its name."""
+        hidden, query, inner = self.hidden_size, self.query_size, self.intermediate_size
+        return {
+            "q_proj": (query, hidden),
+            "k_proj": (self.key_size, hidden),
+            "v_proj": (self.key_size, hidden),
+            "o_proj": (hidden, query),
+            "gate_proj": (inner, hidden),
+            "up_proj": (inner, hidden),
+            "down_proj": (hidden, inner),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Values that transformers' class of a family has where config.json has none."""
+
+    sizes: Mapping[str, int]
+    has_head_norms: bool = False
+    always_has_qkv_bias: bool = False
+    has_output_bias: bool = True
+
+
+_QWEN = {
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+}
+_LLAMA = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+}
+_QWEN_MOE = {
+    **_QWEN,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "decoder_sparse_step": 1,
+}
+_MOST = {"num_hidden_layers": 10_000, "max_position_embeddings": 2**40}
+_FAMILIES = {
+    "llama": _Family(_LLAMA),
+    "qwen2": _Family(_QWEN, always_has_qkv_bias=True, has_output_bias=False),
+    "qwen3": _Family({**_QWEN, "head_dim": 128}, has_head_norms=True),
+    "qwen3_moe": _Family(_QWEN_MOE, has_head_norms=True),
+}
+
+
+def architecture_of(model: ModelConfig) -> Architecture:
+    """Return the architecture of the model that a run starts from.
+
+    Raises:
+        ModelError: there is none, or its config.json cannot be read or is of an unknown family.
+    """
+    if model.path is not None:
+        return read_architecture(Path(model.path))
+    if model.starter is None:
+        raise ModelError("there is no model to plan for; set model.path=FOLDER, or model=starter")
+    return _of_starter(model.starter)
+
+
+def find_architecture(model: ModelConfig) -> Architecture | None:
+    """Return the architecture for rules to be held against; None where it cannot be read.
+
+    ``check_model_folder`` and ``check_engines_know_the_model`` say why.
+    """
+    try:
+        return architecture_of(model)
+    except (ModelError, ArithmeticError):  # a made model without heads
+        return None
+
+
+def read_architecture(folder: Path) -> Architecture:
+    """Read the architecture of a Hugging Face folder.
+
+    Raises:
+        ModelError: config.json cannot be read, holds an odd size, or is of an unknown family.
+    """
+    file = folder / "config.json"
+    values = read_settings(folder)
+    model_type = values["model_type"]
+    if model_type not in _FAMILIES:
+        raise ModelError(
+            f"{file}: model_type={model_type!r} is not supported: "
+            f"{suggest_name(model_type, list(_FAMILIES))} Set model.path to such a model"
+        )
+    try:
+        return _of_values(values, _FAMILIES[model_type])
+    except (ValueError, TypeError, KeyError, ArithmeticError) as err:
+        raise ModelError(
+            f"{file}: a size is no whole number above 0 ({err}); download the folder again"
+        ) from err
+
+
+@dataclass(frozen=True, slots=True)
+class _SizeReader:
+    """Whole numbers of config.json, or of the family where it has none."""
+
+    values: Mapping[str, Any]
+    family: _Family
+
+    def __call__(self, name: str, otherwise: int = 0) -> int:
+        value = self.values.get(name)
+        number = self.family.sizes.get(name, otherwise) if value is None else int(str(value))
+        if not 0 <= number <= _MOST.get(name, 2**24):
+            raise ValueError(f"{name}={shown(number)} is beyond any model")
+        return number
+
+
+def _of_values(values: Mapping[str, Any], family: _Family) -> Architecture:
+    size = _SizeReader(values, family)
+    num_heads, hidden_size = size("num_attention_heads"), size("hidden_size")
+    has_bias = bool(values.get("attention_bias"))
+    rope = rope_of(values)
+    return Architecture(
+        model_type=values["model_type"],
+        hidden_size=hidden_size,
+        num_layers=size("num_hidden_layers"),
+        num_heads=num_heads,
+        num_key_value_heads=size("num_key_value_heads", num_heads),
+        head_size=size("head_dim", hidden_size // num_heads),
+        intermediate_size=size("intermediate_size"),
+        vocab_size=size("vocab_size"),
+        max_positions=size("max_position_embeddings"),
+        is_tied=bool(values.get("tie_word_embeddings")),
+        has_qkv_bias=has_bias or family.always_has_qkv_bias,
+        has_output_bias=has_bias and family.has_output_bias,
+        has_mlp_bias=bool(values.get("mlp_bias")),
+        has_head_norms=family.has_head_norms,
+        norm_eps=float(values.get("rms_norm_eps", 1e-6)),
+        rope_theta=float(rope["rope_theta"]),
+        rope_scaling=_scaling(rope, size) if rope["rope_type"] == "llama3" else None,
+        experts=_experts(values, size) if "num_experts" in family.sizes else None,
+    )
+
+
+def rope_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary settings of config.json, as transformers 5 or an older one wrote them."""
+    rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
+    rope.setdefault("rope_theta", values.get("rope_theta", 10_000.0))
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    return rope
+
+
+def _scaling(rope: Mapping[str, Any], size: _SizeReader) -> RopeScaling:
+    return RopeScaling(
+        factor=float(rope["factor"]),
+        low_frequency_factor=float(rope["low_freq_factor"]),
+        high_frequency_factor=float(rope["high_freq_factor"]),
+        original_max_positions=int(
+            rope.get("original_max_position_embeddings") or size("max_position_embeddings")
+        ),
+    )
+
+
+def _experts(values: Mapping[str, Any], size: _SizeReader) -> MoEConfig | None:
+    """Read which layers have experts, as transformers' Qwen3-MoE decides it."""
+    num_experts = size("num_local_experts") or size("num_experts")  # as transformers 5 writes it
+    dense = {n for n in values.get("mlp_only_layers") or () if isinstance(n, int)}
+    every = size("decoder_sparse_step")
+    layers = tuple(
+        n for n in range(size("num_hidden_layers")) if n not in dense and (n + 1) % every == 0
+    )
+    if not (num_experts and layers):
+        return None
+    return MoEConfig(
+        num_experts=num_experts,
+        num_per_token=size("num_experts_per_tok"),
+        intermediate_size=size("moe_intermediate_size"),
+        normalizes_weights=bool(values.get("norm_topk_prob")),
+        sparse_layers=layers,
+    )
+
+
+def _of_starter(starter: StarterConfig) -> Architecture:
+    return Architecture(
+        model_type="qwen3",
+        hidden_size=starter.hidden_size,
+        num_layers=starter.num_layers,
+        num_heads=starter.num_attention_heads,
+        num_key_value_heads=starter.num_key_value_heads,
+        head_size=starter.hidden_size // starter.num_attention_heads,
+        intermediate_size=starter.intermediate_size,
+        vocab_size=starter.vocab_size,
+        max_positions=starter.max_position_embeddings,
+        is_tied=True,
+        has_qkv_bias=False,
+        has_output_bias=False,
+        has_mlp_bias=False,
+        has_head_norms=True,
+    )

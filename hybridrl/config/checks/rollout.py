@@ -1,0 +1,245 @@
+"""Rules about rollout engines, and the SGLang server that they may start."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from importlib.util import find_spec
+
+from hybridrl.config.architecture import find_architecture
+from hybridrl.config.checks.passed_arguments import refuse_own_arguments
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.rollout import ABORT_GRACE_S, FLUSH_TIMEOUT_S
+from hybridrl.config.spelling import resetting
+from hybridrl.errors import ConfigError, instruction
+
+TYPED: Mapping[str, str] = {
+    "model_path": "model.path",
+    "tokenizer_path": "model.path",
+    "context_length": "data.max_prompt_tokens and rollout.max_response_tokens",
+    "random_seed": "seed",
+    "device": "cluster.device",
+    "dtype": "rollout.dtype",
+    "tp_size": "rollout.tensor_parallel_size",
+    "mem_fraction_static": "rollout.memory_fraction",
+    "max_running_requests": "rollout.num_slots",
+    "disable_cuda_graph": "rollout.cuda_graphs",
+    "enable_return_routed_experts": "rollout.routed_experts",
+    "enable_memory_saver": "rollout.sleep",
+    "enable_weights_cpu_backup": "rollout.backup_weights, or lora.base=backup",
+    "enable_lora": "lora.enabled",
+    "lora_paths": "lora.init_from",
+    "max_lora_rank": "lora.rank",
+    "lora_target_modules": "lora.target_modules",
+}
+"""Arguments of SGLang that follow from a key of ours."""
+
+_OURS: Mapping[str, str] = {
+    "host": "the server listens on its own machine alone",
+    "port": "each server looks for a free one",
+    "served_model_name": "it tells a server from a stranger on its port",
+    "load_format": "weights are sent by the trainer, not read",
+    "skip_tokenizer_init": "requests carry token ids in both directions",
+    "max_loras_per_batch": "there is one adapter",
+    "max_loaded_loras": "there is one adapter",
+    "dp_size": "each group of rollout.tensor_parallel_size ranks has a server of its own",
+    "pp_size": "a server is tensor-parallel alone",
+    "nnodes": "a server lies on one node",
+    "node_rank": "a server lies on one node",
+    "api_key": "each server gets a random one, which its engine alone knows",
+    "admin_api_key": "each server gets a random key, which its engine alone knows",
+}
+"""Arguments of SGLang that are not to be chosen, and why."""
+
+
+_GRAPH_BACKENDS = ("cuda_graph_backend_prefill", "cuda_graph_backend_decode")
+_IN_PIECES = "breakable"
+_FLOAT32_ATTENTION = ("triton", "torch_native", "flex_attention")
+"""Backends of SGLang that are written in Triton or plain torch, for any type of number."""
+
+
+def check_engine_args(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """What has a key of its own is typed there; else two keys would say different things."""
+    rollout = config.rollout
+    if rollout.engine_args and rollout.engine != "sglang":
+        reset = resetting("rollout.engine_args", rollout.engine_args, {})
+        yield ConfigError(
+            "rollout.engine_args",
+            dict(rollout.engine_args),
+            f"would be ignored: they are SGLang's, and rollout.engine={rollout.engine}",
+            remedies=[reset],
+            fix=f"{instruction(reset)}, or set rollout=sglang",
+        )
+        return
+    yield from refuse_own_arguments(
+        rollout.engine_args, "rollout.engine_args", typed=TYPED, taken=_OURS
+    )
+
+
+def check_graphs_can_be_released(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """SGLang captures graphs in pieces only where their memory is never released."""
+    rollout = config.rollout
+    releases_graphs = rollout.sleep and rollout.cuda_graphs and config.cluster.device == "cuda"
+    if rollout.engine != "sglang" or not releases_graphs:
+        return
+    for name in _GRAPH_BACKENDS:
+        if rollout.engine_args.get(name) == _IN_PIECES:
+            key = f"rollout.engine_args.{name}"
+            yield ConfigError(
+                key,
+                _IN_PIECES,
+                "SGLang does not start with it and rollout.sleep=true: the memory of graphs that "
+                "are captured in pieces cannot be released",
+                remedies=[(f"~{key}",), ("rollout.sleep=false",)],
+            )
+
+
+def check_server_computes_in(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The attention that SGLang takes on a GPU by itself knows no float32."""
+    rollout = config.rollout
+    is_on_gpu = rollout.engine == "sglang" and config.cluster.device == "cuda"
+    if not is_on_gpu or rollout.dtype == "bfloat16":
+        return
+    if rollout.engine_args.get("attention_backend") not in _FLOAT32_ATTENTION:
+        yield ConfigError(
+            "rollout.dtype",
+            rollout.dtype,
+            "FlashAttention and FlashInfer, which SGLang takes on a GPU by itself, compute in "
+            "bfloat16",
+            remedies=[("rollout.dtype=bfloat16",)],
+            fix="set rollout.dtype=bfloat16, or +rollout.engine_args.attention_backend=triton",
+        )
+
+
+def check_sglang_is_installed(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """SGLang is an extra: a run should not learn that it is missing from its workers."""
+    if config.rollout.engine == "sglang" and find_spec("sglang") is None:
+        yield ConfigError(
+            "rollout.engine",
+            "sglang",
+            "SGLang is not installed",
+            fix="pip install 'hybridrl[sglang]' (on a CPU: make sglang-cpu), or set "
+            "rollout.engine=hf",
+            remedies=[("rollout.engine=hf",)],
+        )
+
+
+def check_drain_fits_its_stage(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Ranks wait for a draining one no longer than a stage may take."""
+    rollout = config.rollout
+    after_s = ABORT_GRACE_S + FLUSH_TIMEOUT_S
+    needed_s = rollout.drain_timeout_s + after_s
+    if rollout.engine != "sglang" or rollout.stage_timeout_s >= needed_s:
+        return
+    remedies = [(f"rollout.stage_timeout_s={math.ceil(needed_s)}",)]
+    if rollout.stage_timeout_s > after_s:
+        remedies.append((f"rollout.drain_timeout_s={rollout.stage_timeout_s - after_s:g}",))
+    yield ConfigError(
+        "rollout.stage_timeout_s",
+        rollout.stage_timeout_s,
+        f"to drain SGLang may take rollout.drain_timeout_s={rollout.drain_timeout_s:g} and, until "
+        f"aborted requests have ended and the server has shown that it is idle, {after_s:g} s more",
+        remedies=remedies,
+    )
+
+
+def check_server_reads_the_model(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """SGLang (seen with 0.5.21) leaves a tied head of Qwen3-MoE as it was made: at random."""
+    model = find_architecture(config.model)
+    if config.rollout.engine != "sglang" or model is None or not model.is_tied:
+        return
+    if model.model_type == "qwen3_moe":
+        yield ConfigError(
+            "model.path",
+            config.model.path,
+            "its output embedding is tied (tie_word_embeddings), and SGLang does not tie that of "
+            "qwen3_moe: it would sample from a random one",
+            fix="untie it: save lm_head.weight, and tie_word_embeddings=false in config.json",
+        )
+
+
+def check_certificate(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """A proof bit by bit needs an engine that draws from the seeds that it is given."""
+    rollout = config.rollout
+    is_seeded = rollout.engine_args.get("enable_deterministic_inference")
+    if config.mode == "certify" and rollout.engine == "sglang" and not is_seeded:
+        yield ConfigError(
+            "rollout.engine",
+            "sglang",
+            "SGLang draws from a generator of its own, so a resumed run samples other responses",
+            remedies=[("rollout=hf",)],
+            fix="set +rollout.engine_args.enable_deterministic_inference=true, or rollout=hf",
+        )
+
+
+def check_transport(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Weights travel only to an engine of another process, and NCCL wants a GPU for each end."""
+    key, transport = "rollout.transport", config.rollout.transport
+    if config.rollout.engine == "hf" and transport != "auto":
+        yield ConfigError(
+            key,
+            transport,
+            "would be ignored: rollout.engine=hf has its weights in the trainer's process",
+            remedies=[(f"{key}=auto",)],
+        )
+    elif transport == "broadcast" and config.cluster.device == "cuda":
+        yield ConfigError(
+            key,
+            transport,
+            "NCCL takes one process of a group on a GPU, and engines share theirs with the trainer",
+            remedies=[(f"{key}=auto",), (f"{key}=disk",)],
+        )
+
+
+def check_rollout_engine(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The embedded engine runs on one rank."""
+    size = config.rollout.tensor_parallel_size
+    if config.rollout.engine == "hf" and size != 1:
+        yield ConfigError(
+            "rollout.tensor_parallel_size",
+            size,
+            "rollout.engine=hf runs on one rank",
+            remedies=[("rollout.tensor_parallel_size=1",)],
+        )
+
+
+READ_BY: Mapping[str, tuple[str, str | int | float | bool]] = {
+    "num_threads": ("hf", 1),
+    "memory_fraction": ("sglang", 0.85),
+    "cuda_graphs": ("sglang", True),
+    "routed_experts": ("sglang", False),
+    "start_timeout_s": ("sglang", 600.0),
+    "request_timeout_s": ("sglang", 600.0),
+}
+"""Keys of ``rollout`` that one engine alone reads, and their value in hydra_configs/rollout."""
+
+
+def check_rollout_keys_are_read(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Keys of the other rollout engine are as they were: else a setting would be ignored."""
+    engine, values = config.rollout.engine, asdict(config.rollout)
+    for name, (reader, usual) in READ_BY.items():
+        if reader == engine or values[name] == usual:
+            continue
+        reset = f"rollout.{name}={str(usual).lower()}"
+        yield ConfigError(
+            f"rollout.{name}",
+            values[name],
+            f"would be ignored: rollout.engine={reader} alone reads it, and this is {engine}",
+            remedies=[(reset,)],
+            fix=f"set {reset}, or rollout={reader}",
+        )
+
+
+RULES = (
+    check_rollout_engine,
+    check_rollout_keys_are_read,
+    check_transport,
+    check_certificate,
+    check_sglang_is_installed,
+    check_engine_args,
+    check_graphs_can_be_released,
+    check_server_computes_in,
+    check_drain_fits_its_stage,
+    check_server_reads_the_model,
+)

@@ -1,0 +1,188 @@
+"""Memory of a rollout engine on one of the ranks that share it.
+
+Legend: N rows that decode together, V vocabulary. What an SGLang server holds besides weights and
+KV cache was read in the sources of SGLang 0.5.21 (paths below ``sglang/srt``), not measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybridrl.config.architecture import Architecture
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.rollout import RolloutConfig
+from hybridrl.planning.model_memory import BYTES
+from hybridrl.planning.split import Split, count_parameters
+from hybridrl.planning.workload import Workload
+
+_MIB = 2**20
+_FLOAT32 = 4
+_FLOAT64 = 8
+_INT32 = 4
+_INT64 = 8
+
+_CONTEXT = 512 * _MIB
+"""CUDA context, loaded kernels, cuBLAS. An allowance; SGLang reserves as much for "constant meta
+data" (arg_groups/memory_hook.py, handle_gpu_memory_settings)."""
+
+_WORKSPACE = 512 * _MIB
+"""FlashInfer's scratch memory for Qwen (layers/attention/flashinfer_backend.py, __init__).
+FlashAttention 3, the default on Hopper, has none, and Triton's is small."""
+
+_PEERS = 1024 * _MIB
+"""Of 8 ranks that share a server: NCCL, and buffers of the custom all-reduce. SGLang reserves
+tp / 8 of it (memory_hook.py)."""
+
+_GRAPH = 2 * _MIB
+"""Of a captured row (memory_hook.py, reserve_for_graph_mb)."""
+
+_CHUNK_TOKENS = 8192
+"""``chunked_prefill_size`` on a GPU of 60 to 160 GiB (memory_hook.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutMemory:
+    """Bytes of one engine on one of the ranks that share it."""
+
+    config: ExperimentConfig
+    model: Architecture
+    workload: Workload
+    """Rows that one rank's engine samples."""
+
+    max_context_tokens: int
+    """Length of a row of the cache; the longest that the configuration allows."""
+
+    device_bytes: int | None
+    """Of the GPU on which a server sizes its own cache; None on a CPU, or where nobody said."""
+
+    @property
+    def is_server(self) -> bool:
+        """Whether the engine has processes of its own, which the meter of a rank does not see."""
+        return self._section.engine == "sglang"
+
+    @property
+    def _is_server_on_gpu(self) -> bool:
+        return self.is_server and self.config.cluster.device == "cuda"
+
+    @property
+    def _section(self) -> RolloutConfig:
+        return self.config.rollout
+
+    @property
+    def weights(self) -> int:
+        """All weights, divided over the ranks of an engine; and those of an adapter beside them."""
+        lora = self.config.lora
+        adapter = Split().count_adapter(self.model, lora).total if lora.sends_adapters else 0
+        return self.base_weights + self._share(adapter) * self._size
+
+    @property
+    def base_weights(self) -> int:
+        """The weights without an adapter."""
+        return self._share(count_parameters(self.model)) * self._size
+
+    @property
+    def kv_cache(self) -> int:
+        """Keys and values, allocated once: of every slot at full length; SGLang takes a share."""
+        if self.is_server and self.device_bytes is not None:
+            return max(0, int(self._section.memory_fraction * self.device_bytes) - self.weights)
+        return self._keys_and_values(self._section.num_slots * self.max_context_tokens)
+
+    @property
+    def computing(self) -> int:
+        """The most that a call holds besides weights and cache; on a CPU a server's is host memory
+        of its own.
+        """
+        if self.is_server:
+            return self._is_server_on_gpu * max(self._server_chunk, self._server_drawing)
+        prefilled = self._keys_and_values(self.workload.prefill_tokens) + self._prefill_logits
+        copied = self._keys_and_values(self._num_rows * self.workload.num_prompt_tokens)
+        return prefilled + max(self._prefill, copied, self._drawing)
+
+    # -- the embedded engine ---------------------------------------------------------------------
+
+    @property
+    def _prefill(self) -> int:
+        """One block's passing tensors over the prompts of a pass."""
+        per_token = 3 * self.model.intermediate_size + 3 * self.model.hidden_size
+        per_token += 2 * self.model.query_size
+        return self.workload.prefill_tokens * per_token * self._size
+
+    @property
+    def _prefill_logits(self) -> int:
+        num_prompts = max(1, self.workload.prefill_tokens // self.workload.num_prompt_tokens)
+        return num_prompts * self.model.vocab_size * self._size
+
+    @property
+    def _drawing(self) -> int:
+        """Logits, probabilities and their float64 sums, for all rows that decode."""
+        copies = self._size + 2 * _FLOAT32 + 2 * _FLOAT64  # cumsum makes a float64 copy first
+        if self._section.top_k > 0 or self._section.top_p < 1:
+            copies += _FLOAT32 + _INT64
+        return self._num_rows * self.model.vocab_size * copies
+
+    @property
+    def _num_rows(self) -> int:
+        return min(self._section.num_slots, self.workload.num_rows)
+
+    # -- a server on a GPU -----------------------------------------------------------------------
+
+    @property
+    def server_resident(self) -> int:
+        """What stays while everything that can be released is: torch_memory_saver has none of it.
+
+        The buffer for N rows of logits that all graphs share (model_executor/
+        graph_shared_output.py), and the table of pages that they read
+        (layers/attention/flashattention_backend.py, init_cuda_graph_state).
+        """
+        num_ranks, num_slots = self._section.tensor_parallel_size, self._section.num_slots
+        peers = _PEERS * num_ranks // 8 if num_ranks > 1 else 0
+        per_slot = self.model.vocab_size * _FLOAT32 + self.max_context_tokens * _INT32
+        by_graphs = self._section.cuda_graphs * num_slots * per_slot
+        return self._is_server_on_gpu * (_CONTEXT + _WORKSPACE + peers + by_graphs)
+
+    @property
+    def server_graphs(self) -> int:
+        """Captured graphs of decode steps, which sleep releases."""
+        captures = self._is_server_on_gpu and self._section.cuda_graphs
+        return captures * _GRAPH * self._section.num_slots
+
+    @property
+    def server_routes(self) -> int:
+        """Host memory in which a rank of a server keeps the experts of every cached token.
+
+        Pinned int32 [tokens, layers, experts a token] (sglang/srt/state_capturer/base.py).
+        """
+        experts = self.model.experts
+        if not self.is_server or not self._section.routed_experts or experts is None:
+            return 0
+        num_tokens = self.kv_cache // self._keys_and_values(1)
+        return num_tokens * self.model.num_layers * experts.num_per_token * _INT32
+
+    @property
+    def _server_drawing(self) -> int:
+        """Logits at the temperature and their probabilities (layers/sampler.py)."""
+        return 2 * self._section.num_slots * self.model.vocab_size * _FLOAT32
+
+    @property
+    def _server_chunk(self) -> int:
+        """One block's passing tensors over a chunk of prompts; heads and MLPs are split."""
+        experts, inside = self.model.experts, self.model.intermediate_size
+        if experts is not None:
+            inside = max(inside, experts.num_per_token * experts.intermediate_size)
+        split = 3 * inside + 2 * self.model.query_size + 2 * self.model.key_size
+        given = self._section.engine_args.get("chunked_prefill_size")
+        num_tokens = given if isinstance(given, int) and given > 0 else _CHUNK_TOKENS
+        return num_tokens * (3 * self.model.hidden_size + self._share(split)) * self._size
+
+    # -- sizes -----------------------------------------------------------------------------------
+
+    @property
+    def _size(self) -> int:
+        return BYTES[self._section.dtype]
+
+    def _keys_and_values(self, num_tokens: int) -> int:
+        per_token = 2 * self.model.num_layers * self._share(self.model.key_size)
+        return num_tokens * per_token * self._size
+
+    def _share(self, number: int) -> int:
+        return -(-number // self._section.tensor_parallel_size)

@@ -1,0 +1,53 @@
+"""A Ray cluster with forked workers."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ray._private import parameter
+
+from tests.warm_workers.set_up import SOCKET, address_of
+
+_SET_UP = Path(__file__).with_name("set_up.py")
+
+
+class _Parameters(parameter.RayParams):  # type: ignore[misc]
+    """Ray's own, but another program sets a worker up."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, setup_worker_path=str(_SET_UP), **kwargs)
+
+
+@contextlib.contextmanager
+def workers_forked(folder: Path) -> Iterator[None]:
+    """One Ray cluster that is started within has forked workers; they end with the context.
+
+    Args:
+        folder: for the log of the server.
+    """
+    with socket.socket(socket.AF_UNIX) as listener, pytest.MonkeyPatch.context() as patch:
+        name = f"hybridrl-workers-{uuid.uuid4().hex}"
+        listener.bind(address_of(name))
+        listener.listen(64)
+        with (folder / "workers.log").open("wb") as log:
+            server = subprocess.Popen(
+                [sys.executable, "-m", "tests.warm_workers.server", str(listener.fileno())],
+                stdin=subprocess.PIPE,  # the server ends with it
+                stdout=log,
+                stderr=log,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+            )
+        patch.setenv(SOCKET, name)
+        patch.setattr(parameter, "RayParams", _Parameters)
+        try:
+            yield
+        finally:
+            server.communicate()
