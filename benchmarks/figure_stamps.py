@@ -96,7 +96,7 @@ FIGURES = (
         name="weight_sync",
         measured=(
             "hybridrl/workers/rollout/sglang/transports.py",
-            "hybridrl/workers/rollout/sglang/flat*",
+            "hybridrl/workers/rollout/buckets.py",
         ),
         one_thread=True,
     ),

@@ -112,7 +112,7 @@ def _measure(_rank: int, folder: Path, sizes: dict[str, int], rounds: int) -> Ti
 def _build_megatron(folder: Path, sizes: dict[str, int]) -> PolicyEngine:
     install()
     from hybridrl.workers.train.megatron.backend import MegatronBackend
-    from hybridrl.workers.train.megatron.setting import MegatronContext
+    from hybridrl.workers.train.megatron.context import MegatronContext
 
     megatron = replace(config_of().megatron, **sizes)  # type: ignore[arg-type]
     setting = MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)

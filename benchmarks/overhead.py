@@ -26,10 +26,10 @@ from hybridrl.diagnostics.trace import SpanRecorder
 from hybridrl.diagnostics.trace_file import FOLDER
 from hybridrl.main import compose
 from hybridrl.metrics import Metrics
-from hybridrl.run import build
 from hybridrl.run.cluster import ray_cluster
 from hybridrl.run.record import RunFolder, open_record
 from hybridrl.run.run_folder import Sample
+from hybridrl.run.train import train
 
 _LIMIT = 0.01
 _WARM_UP = 5
@@ -107,7 +107,7 @@ def run(num_steps: int, overrides: list[str], folder: Path) -> Times:
         ray_cluster(config.cluster),
     ):
         timed = TimedRecord.around(record)
-        build.run(config, record=timed)
+        train(config, record=timed)
     ranks = sorted((folder / FOLDER).glob("rank 0 ActorRolloutWorker*.jsonl"))
     timed.times.num_rank_events = len(ranks[0].read_bytes().splitlines())
     return timed.times

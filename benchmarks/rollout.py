@@ -81,7 +81,7 @@ def make_engine(folder: Path, model: PreTrainedModel, num_slots: int) -> HFRollo
         max_context_tokens=_MAX_PROMPT_TOKENS + _MAX_RESPONSE_TOKENS,
         device=torch.device("cpu"),
     )
-    engine.update_weights(list(model.named_parameters()))
+    engine.load(engine.stage(list(model.named_parameters())), [])
     engine.finish_update(version=0)
     return engine
 

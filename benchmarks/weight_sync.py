@@ -28,10 +28,10 @@ from hybridrl.config.load import load_config
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.main import compose
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec
-from hybridrl.workers.rollout.sglang.engine import HOOKS, SGLangEngine
-from hybridrl.workers.rollout.sglang.weight_senders import build_transport
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
+from hybridrl.workers.rollout.sglang.weights import build_transport
 from hybridrl.workers.sharding.control import ControlGroup, Neighbours
-from hybridrl.workers.sharding.weight_pipeline import stream_offers
+from hybridrl.workers.sharding.weight_stream import stream_weights
 
 TRANSPORTS = ("shared", "broadcast", "disk")
 NUM_SMALL_BUCKETS = 50
@@ -124,16 +124,16 @@ def use(engine: SGLangEngine, transport: str) -> None:
     """Let weights take another way from here on."""
     engine.transport.forget()
     rollout = replace(rollout_config(), transport=transport)
-    engine.transport = build_transport(rollout, HOOKS, device=CPU, leads=True)
+    engine.transport = build_transport(rollout, device=CPU, leads=True)
 
 
 def send(engine: SGLangEngine, weights: dict[str, Tensor], *, bucket_bytes: int) -> None:
     """Stream all weights, as a sync does, and close the update."""
     control = ControlGroup(timeout_s=60.0)
-    report = stream_offers(
+    report = stream_weights(
         iter(weights.items()),
-        engine,
-        deliver=engine.deliver,
+        engine.load,
+        sender=engine,
         bucket_bytes=bucket_bytes,
         control=control,
         neighbours=Neighbours(control, size=1),
@@ -148,13 +148,12 @@ def tiny_bucket(engine: SGLangEngine, transport: str, weights: dict[str, Tensor]
     use(engine, transport)
     norm = {"model.norm.weight": weights["model.norm.weight"]}
     send(engine, norm, bucket_bytes=1)
-    offer = engine.offer(list(norm.items()))
 
-    def deliver() -> None:
-        handle = engine.transport.handle(offer)  # each is good for one opening
-        engine.deliver(offer, [handle])
+    def send_one() -> None:
+        staged = engine.stage(list(norm.items()))
+        engine.load(staged, [staged.handle])
 
-    took = [timed(deliver) for _ in range(NUM_SMALL_BUCKETS)]
+    took = [timed(send_one) for _ in range(NUM_SMALL_BUCKETS)]
     engine.release_buffers()
     engine.finish_update(version=0)
     return statistics.median(took)

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: write, flush to the disk, rename."""
+"""Atomic files: write, flush to the disk, rename."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def flush(path: Path) -> None:
 
 
 def atomic_write_text(path: Path, text: str, *, errors: str = "strict") -> None:
-    """Write a text file that a reader sees whole, whatever happens meanwhile; replaces another.
+    """Write a text file atomically: a reader gets the old or the new text, even after a crash.
 
     Args:
         path: of the file; its folder exists.
         text: all of it.
-        errors: what happens to characters that UTF-8 has not, as ``str.encode`` says.
+        errors: treatment of characters that UTF-8 lacks; see ``str.encode``.
 
     Raises:
         OSError: the disk is full or gone; a former file is as it was.
@@ -41,7 +41,7 @@ def atomic_write_text(path: Path, text: str, *, errors: str = "strict") -> None:
 
 
 def rename_into_place(unfinished: Path, folder: Path) -> None:
-    """Give a folder, written under another name beside it, its name: it appears whole.
+    """Rename a folder, written under another name beside its target: it appears complete.
 
     Raises:
         OSError: the disk is full or gone, or ``folder`` exists and is not empty.

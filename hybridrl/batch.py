@@ -1,4 +1,4 @@
-"""What travels between driver and workers: closed, typed batches.
+"""The batches between driver and workers: closed and typed.
 
 Legend: P prompts, G responses per prompt, B = P * G rows, L = prompt + response tokens of a row,
 J layers, K experts that a token goes through in each.
@@ -26,7 +26,7 @@ class PromptBatch(TensorClass):
 
     token_ids_PL: Tensor  # int64, jagged
     prompt_index_P: (
-        Tensor  # int64, place in the run's prompt stream: no two prompts of a run share it
+        Tensor  # int64, index in the run's prompt stream: no two prompts of a run share it
     )
     seed_P: Tensor  # int64, response g to a prompt draws its random numbers from (seed, g) alone
 
@@ -39,30 +39,30 @@ class RolloutBatch(TensorClass):
     sampler_logprobs_BL: (
         Tensor  # float32 nats, jagged, by the rollout engine; 0 where the mask is False
     )
-    prompt_index_B: Tensor  # int64, same value for siblings
+    prompt_index_B: Tensor  # int64, same value for all responses to a prompt
     policy_version_B: Tensor  # int64, optimizer steps taken when the response was sampled
     is_truncated_B: Tensor  # bool, True if the length limit and no stop token ended it
-    # int16, jagged, as the rollout engine routed each token; -1 for the last, which was no input.
-    # None: it does not say.
+    # int16, jagged, the experts of each token in the rollout engine; -1 for the last token.
+    # None if the engine does not return them.
     routed_experts_BLJK: Tensor | None = None
 
 
 class ScoreBatch(TensorClass):
-    """What one model says of B rows; both columns are 0 where the response mask is False."""
+    """The scores of B rows by one model; both columns are 0 where the response mask is False."""
 
     logprobs_BL: Tensor  # float32 nats, jagged
     entropy_BL: Tensor  # float32 nats, jagged, of the next-token distribution
 
 
 class LogprobBatch(TensorClass):
-    """Log-probs of the rollout's tokens before the update; what nothing asks for is None."""
+    """Log-probs of the rollout's tokens before the update; None where not needed."""
 
     old_logprobs_BL: Tensor | None = None  # float32 nats, jagged, of the policy
     reference_logprobs_BL: Tensor | None = None  # float32 nats, jagged
 
 
 class TrainBatch(TensorClass):
-    """B rows for the update; row order is free, G siblings need not be adjacent."""
+    """B rows for the update in any order; responses to a prompt need not be adjacent."""
 
     token_ids_BL: Tensor  # int64, jagged
     response_mask_BL: Tensor  # bool, jagged
@@ -74,7 +74,7 @@ class TrainBatch(TensorClass):
 
 
 class ValueBatch(TensorClass):
-    """What the critic expects of B rollouts before the update."""
+    """The critic's values of B rollouts before the update."""
 
     values_BL: Tensor  # float32 reward units, jagged, of the state before each token; 0 unmasked
 
@@ -85,7 +85,7 @@ class CriticBatch(TensorClass):
     token_ids_BL: Tensor  # int64, jagged
     response_mask_BL: Tensor  # bool, jagged
     old_values_BL: Tensor  # float32 reward units, jagged, before the step's first update
-    returns_BL: Tensor  # float32 reward units, jagged, what the values should be
+    returns_BL: Tensor  # float32 reward units, jagged, targets of the values
 
 
 class SupervisedBatch(TensorClass):
@@ -136,7 +136,7 @@ def response_lengths(mask_BL: Tensor) -> Tensor:
 def spread_over_tokens(values_B: Tensor, mask_BL: Tensor) -> Tensor:
     """Give each True token of row b the value ``values_B[b]``, others 0: jagged float32 [B, L].
 
-    For columns on the host. By numpy, because torch gathers what it repeats, and selects by a mask
+    For columns on the host. By numpy, because torch gathers repeated values, and selects by a mask
     token by token: 0.5 instead of 4 ms for 2 M tokens.
     """
     lengths_B = row_lengths(mask_BL)

@@ -22,7 +22,7 @@ def set_value(name: str, value: str) -> None:
 
 
 ROOT = Path(__file__).resolve().parents[1]
-"""Where the package lies: a checkout, or the folder of installed packages."""
+"""The folder of the package: a checkout, or the folder of installed packages."""
 
 
 def python_path() -> str:
@@ -42,7 +42,7 @@ def cache_dir() -> Path:
 
 
 def prepare_process(num_threads: int) -> None:
-    """Set what `process_environment` says in this process, but for what the user has set.
+    """Set the variables of `process_environment` in this process, unless the user has set them.
 
     Call it before torch is imported. Processes that this one starts inherit it.
     """
@@ -51,12 +51,12 @@ def prepare_process(num_threads: int) -> None:
 
 
 def process_environment(num_threads: int) -> dict[str, str]:
-    """Return what every process needs set *before* torch is imported.
+    """Return the variables that every process needs *before* torch is imported.
 
     ``OMP_WAIT_POLICY=PASSIVE``: spinning OpenMP threads of two processes on two cores cost 8-9x.
-    The two capacities bound what oneDNN, and torch's layer above it, keep of code and workspace for
-    each size of a matrix. Packs seldom have a size twice: with the usual 1024 the default run grew
-    by 1 GiB in 100 steps, and was no faster.
+    The two capacities bound the code and workspace that oneDNN and torch's layer above it keep for
+    each size of a matrix. Micro-batches seldom have a size twice: with the usual 1024 the default
+    run grew by 1 GiB in 100 steps, and was not faster.
 
     Args:
         num_threads: OpenMP threads of the process; 0 leaves torch's own choice.

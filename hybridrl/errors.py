@@ -56,15 +56,15 @@ class ConfigError(HybridRLError, ValueError):
     """A recipe or override is wrong. Raised before any device is touched.
 
     The message has four parts, always in this order: the key, the value the user gave, the rule
-    it breaks, and what to type instead.
+    it breaks, and the text to type instead.
 
     Args:
         key: dotted, as it is typed on the command line.
         got: the value that the user gave.
-        rule: what the value must be, and why.
-        fix: what to type instead; left out, it is spelled from ``remedies``.
+        rule: the condition on the value, and its reason.
+        fix: the text to type instead; by default it lists ``remedies``.
         remedies: alternatives, best first. Each is a tuple of overrides which, added to the
-            command, mend this violation and break no other rule (tested for every rule).
+            command, fix this violation and break no other rule (tested for every rule).
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ConfigError(HybridRLError, ValueError):
 
 
 class ConfigErrors(HybridRLError, ValueError):
-    """All violations of one configuration, so that it is mended in one go."""
+    """All violations of one configuration, so that a user fixes them together."""
 
     def __init__(self, violations: Sequence[ConfigError]) -> None:
         lines = "\n".join(f"  {n}. {violation}" for n, violation in enumerate(violations, 1))
@@ -95,7 +95,7 @@ class ConfigErrors(HybridRLError, ValueError):
 
 
 def instruction(overrides: Sequence[str]) -> str:
-    """Say what to type: ``set a=1 b=2``, ``add ~c``; quoted where a shell would change it."""
+    """Return the text to type: ``set a=1 b=2``, ``add ~c``; quoted where a shell needs it."""
     verb = "add" if overrides[0].startswith(("~", "+")) else "set"
     return f"{verb} {' '.join(map(_in_a_shell, overrides))}"
 
@@ -112,7 +112,7 @@ def shown(value: object) -> str:
     """Write any value in one line of at most 200 characters."""
     try:
         return shorten(_SHORT.repr(value))
-    except ValueError:  # Python refuses to write a number of more than 4300 digits
+    except ValueError:  # Python does not format numbers of more than 4300 digits
         return "a number of thousands of digits"
 
 
@@ -129,7 +129,7 @@ class DispatchError(HybridRLError, ValueError):
 
 
 class ResourceError(HybridRLError, RuntimeError):
-    """The cluster cannot give what a resource pool asks for."""
+    """The cluster lacks resources of a resource pool."""
 
 
 class ClusterLostError(ResourceError):
@@ -167,7 +167,7 @@ class ReadOnlyError(HybridRLError, RuntimeError):
 
 
 class DeadlineError(HybridRLError, TimeoutError):
-    """Something took longer than it may; names what, and the key that holds the limit."""
+    """An action exceeded its time limit; the message names the action and the limit's key."""
 
 
 class PhaseError(HybridRLError, RuntimeError):
@@ -207,11 +207,11 @@ class MetricError(HybridRLError, ValueError):
 
 
 class TrainingError(HybridRLError, RuntimeError):
-    """Training cannot go on, for example after too many non-finite gradients in a row."""
+    """Training cannot continue, for example after too many non-finite gradients in a row."""
 
 
 class CheckpointError(HybridRLError, RuntimeError):
-    """A checkpoint is torn, of another run or model, or could not be written."""
+    """A checkpoint is incomplete, of another run or model, or could not be written."""
 
 
 class TornCheckpointError(CheckpointError):
@@ -253,7 +253,7 @@ def is_restartable(error: BaseException) -> bool:
 
 
 def error_notes(error: BaseException) -> list[str]:
-    """Return what ``add_note`` put on an error."""
+    """Return the notes of an error, from ``add_note``."""
     notes: list[str] = vars(error).get("__notes__", [])
     return notes
 
@@ -268,7 +268,7 @@ _MOST_NAMED = 40
 
 
 def suggest_name(name: str, known: Sequence[str]) -> str:
-    """Say which known names are meant: ``did you mean 'lr'?`` or, if none is near, which exist.
+    """Suggest known names: ``did you mean 'lr'?`` or, if none is close, a list of them.
 
     Of more than 40 that exist, the first are named and the others counted.
     """

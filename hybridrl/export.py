@@ -1,6 +1,6 @@
 """``python -m hybridrl.export RUN_FOLDER``: a checkpoint as folders that others load.
 
-Works while the run goes on, and needs no cluster: one process reads what all ranks wrote. Writes
+It works during the run, without a cluster: one process reads the files of all ranks. It writes
 ``hf-step-N`` (with LoRA the adapter merged into it, and ``adapter-step-N``) into the run folder, or
 with ``--output FOLDER`` that folder (and ``FOLDER-adapter``).
 """
@@ -18,7 +18,6 @@ from hybridrl.checkpoint.store import Checkpoint, CheckpointStore
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import read_config
 from hybridrl.errors import CheckpointError, HybridRLError, RunFolderError
-from hybridrl.run.workers import build_actor_spec
 from hybridrl.workers.build import build_train_engine
 from hybridrl.workers.train import checkpoint
 
@@ -29,17 +28,17 @@ def export_checkpoint(
     """Write a checkpoint of ``run_folder`` as a Hugging Face folder, and an adapter if it has one.
 
     Args:
-        run_folder: of a run that goes on, was broken off, or has ended.
-        step: of the checkpoint; None is the newest whole one.
+        run_folder: of a run that continues, was interrupted, or has ended.
+        step: of the checkpoint; None is the newest complete one.
         output: folder to write, must not exist; None names it in the run folder.
 
     Returns:
         The folders written.
 
     Raises:
-        RunFolderError: it is no run folder, or a folder to write exists.
-        CheckpointError: there is no such checkpoint, or it is torn.
-        ModelError: the model that the run started from is no longer there.
+        RunFolderError: it is not a run folder, or a folder to write exists.
+        CheckpointError: the checkpoint does not exist, or is incomplete.
+        ModelError: the run's first model does not exist any more.
     """
     config = _read_config(run_folder)
     chosen = _find(run_folder, step)
@@ -54,8 +53,8 @@ def export_checkpoint(
     for folder in written:  # before all the work
         if folder.exists():
             raise RunFolderError(f"{folder} exists; export to a new folder with --output FOLDER")
-    spec = build_actor_spec(config, Path(chosen.manifest.origin.model_folder))
-    engine = build_train_engine(spec, torch.device("cpu"))
+    model_folder = Path(chosen.manifest.origin.model_folder)
+    engine = build_train_engine(config, model_folder, torch.device("cpu"))
     checkpoint.load(engine, chosen.folder / "actor", rank=0, world_size=1)
     engine.export_hf(written[0].absolute())
     if config.lora.enabled:
@@ -64,7 +63,7 @@ def export_checkpoint(
 
 
 def main() -> None:
-    """Run the command line. Exit status: 0 done, 1 refused."""
+    """Run the command line. Exit status: 0 done, 1 failed."""
     parser = argparse.ArgumentParser(prog="python -m hybridrl.export", description=__doc__)
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("--step", type=int, help="of the checkpoint; the newest if left out")
@@ -83,7 +82,7 @@ def main() -> None:
 def _read_config(run_folder: Path) -> ExperimentConfig:
     path = run_folder / "config.yaml"
     if not path.is_file():
-        raise RunFolderError(f"{run_folder} is no run folder: it has no config.yaml")
+        raise RunFolderError(f"{run_folder} is not a run folder: it has no config.yaml")
     config, violations = read_config(yaml.safe_load(path.read_text(encoding="utf-8")))
     if config is None:
         raise RunFolderError(
@@ -97,7 +96,7 @@ def _find(run_folder: Path, step: int | None) -> Checkpoint:
     checkpoint = shelf.newest() if step is None else shelf.at(step)
     if checkpoint is None:
         steps = ", ".join(map(str, shelf.steps())) or "none"
-        wanted = "a whole checkpoint" if step is None else f"a checkpoint of step {step}"
+        wanted = "a complete checkpoint" if step is None else f"a checkpoint of step {step}"
         raise CheckpointError(
             f"{run_folder} has not {wanted}; it has: {steps} (checkpoint.keep_last and "
             "checkpoint.keep_best say how many are kept)"

@@ -1,9 +1,9 @@
-"""Runs a command and leaves nothing of it behind: ``python guard.py COMMAND...``, on Linux.
+"""Run a command and kill all its processes at the end: ``python guard.py COMMAND...``, on Linux.
 
-A script of its own that imports nothing of hybridrl. It adopts the orphans of the command, so that
-a process that left its session (``setsid``) or its parents (a daemon) stays below it. When the
-command has ended, or standard input closes because whoever holds the other end is gone, it kills
-all that is below it, and ends as the command did.
+A script of its own, without imports of hybridrl. It adopts the orphans of the command. So a process
+that left its session (``setsid``) or its parents (a daemon) stays below it. When the command ends,
+or standard input closes because the process at the other end is gone, it kills all processes below
+it. Then it ends with the status of the command.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(command: list[str]) -> None:
     prctl: Callable[..., int] = ctypes.CDLL(None).prctl
     child = subprocess.Popen(
         command,
-        close_fds=False,  # what was handed to this process is for the command
+        close_fds=False,  # this process inherits files for the command
         # If this process is killed, at least the command ends.
         preexec_fn=lambda: prctl(SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
     )
@@ -63,7 +63,7 @@ def _wait(pid: int) -> None:
 
 
 def kill_all() -> None:
-    """Kill all below this process, and what they start meanwhile."""
+    """Kill all processes below this one, and those that they start meanwhile."""
     deadline = time.monotonic() + _WAIT_S
     while (below := descendants()) and time.monotonic() < deadline:
         for pid in below:
@@ -76,7 +76,7 @@ def kill_all() -> None:
 
 
 def descendants() -> list[int]:
-    """Return the processes below this one, dead ones that nobody asked for included."""
+    """Return the processes below this one, with zombies."""
     children: dict[int, list[int]] = defaultdict(list)
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

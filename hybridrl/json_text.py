@@ -1,4 +1,4 @@
-"""JSON that every reader takes: the format has no number for what is not finite."""
+"""JSON for every reader: the format has no NaN or infinity."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def to_json_text(
     separators: tuple[str, str] | None = None,
     keeps_unicode: bool = False,
 ) -> str:
-    """Spell plain data as JSON; a number that is not finite becomes ``null``.
+    """Write plain data as JSON; a number that is not finite becomes ``null``.
 
     Python's own ``json.dumps`` would write ``NaN`` and ``Infinity``, which browsers, jq and most
-    other readers refuse together with all that stands beside them.
+    other readers reject, together with the file.
 
     Args:
         value: dictionaries, lists, texts, numbers, truth values and None.
@@ -45,7 +45,7 @@ def to_json_text(
 
 
 def without_non_finite(value: object) -> object:
-    """Return the data with None in place of each number that is not finite."""
+    """Replace each number that is not finite by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 _FORMAT = "%(asctime)s %(levelname).1s %(where)s%(name)s: %(message)s"
 _CHATTER = (
-    "torch.fx._symbolic_trace",  # FSDP2 itself calls what it says is deprecated
+    "torch.fx._symbolic_trace",  # FSDP2 itself calls a function that it marks as deprecated
     "ray._private.authentication.authentication_token_setup",  # that a default is in force
 )
 """Loggers whose warnings no user of ours can act on."""
@@ -35,7 +35,7 @@ class _PresentStderr:
 
 
 class _LogFile(logging.Handler):
-    """Appends lines to a file. One that cannot be written is told once, and then left alone."""
+    """Appends lines to a file. After a failed write it reports once, and stops."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

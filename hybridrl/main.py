@@ -6,13 +6,27 @@ Neither torch nor Ray is imported before the configuration has passed its checks
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn, cast
+
+
+def _end_quietly(number: int, _: FrameType | None) -> NoReturn:
+    """End at once: an exception could be raised in the midst of an import, which may keep it."""
+    sys.stderr.write("interrupted\n")
+    sys.stderr.flush()
+    os._exit(128 + number)
+
+
+# The imports take a second. Nothing has begun by then that would have to be ended in order.
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, _end_quietly)
 
 import hydra
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -66,7 +80,7 @@ _HELP_FLAGS = {"--help", "-h"}
 _REFUSALS = (HydraException, OmegaConfBaseException, YAMLError)
 
 
-# What a device computes in unless told otherwise: CUDA's varlen attention takes 16 bits alone.
+# Default compute types by device: CUDA's varlen attention needs 16 bits.
 OmegaConf.register_new_resolver(
     "dtype_on", lambda device: "bfloat16" if device == "cuda" else "float32"
 )
@@ -79,18 +93,18 @@ class BoundedSource(FileConfigSource):
         """Read one file.
 
         Raises:
-            ConfigError: it is too large, not UTF-8, or holds what cannot be read.
+            ConfigError: it is too large, not UTF-8, or not valid YAML.
         """
         file = Path(self.path, self._normalize_file_name(config_path))
         flaw = flaw_of_yaml(file.read_bytes()) if file.is_file() else ""
         if flaw:
-            raise ConfigError("file", str(file), flaw, "mend the file")
+            raise ConfigError("file", str(file), flaw, "correct the file")
         try:
             return super().load_config(config_path)
         except YAMLError:
             raise
         except (ValueError, TypeError, AttributeError) as err:
-            raise ConfigError("file", str(file), _one_line(err), "mend the file") from err
+            raise ConfigError("file", str(file), _one_line(err), "correct the file") from err
 
 
 class RecipesSource(BoundedSource):
@@ -101,7 +115,7 @@ class RecipesSource(BoundedSource):
 
     @staticmethod
     def scheme() -> str:
-        """Return what stands before ``://`` in the search path."""
+        """Return the text before ``://`` in the search path."""
         return "hybridrl"
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
@@ -200,7 +214,7 @@ class _Sweep:
         """Run the jobs and return the exit status.
 
         Raises:
-            ConfigErrors: one of them is refused.
+            ConfigErrors: the configuration of one of them is not valid.
         """
         if self._refused:
             raise ConfigErrors(self._refused)
@@ -226,7 +240,7 @@ def _refusals_of_job(composed: DictConfig, overrides: Sequence[str]) -> list[Con
 
 
 def _flags_to_hand_on(settings: HydraConf) -> list[str]:
-    """Return what a run of the sweep needs besides its overrides to compose the same."""
+    """Return the flags with which a run of the sweep composes the same configuration."""
     sources = settings.runtime.config_sources
     folders = [source.path for source in sources if source.provider == "command-line"]
     flags = [f"--config-name={settings.job.config_name}"]
@@ -235,7 +249,7 @@ def _flags_to_hand_on(settings: HydraConf) -> list[str]:
 
 
 def _command_typed(settings: HydraConf) -> list[str]:
-    """Return the command that composes what was composed, as a user types it."""
+    """Return the command of the composed configuration, as a user types it."""
     usual = "--config-name=config"
     flags = [flag for flag in _flags_to_hand_on(settings) if flag != usual]
     # As typed: ${} is not resolved.
@@ -255,6 +269,10 @@ def _run_or_stop(composed: DictConfig, *, command: Sequence[str]) -> None:
 
 def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:
     config = load_config(_as_mapping(composed))
+    starts_nothing = config.mode in ("check", "plan")
+    launch = None if starts_nothing else import_module(_BY_NAME_TO_KEEP_RAY_OUT)
+    if signal.getsignal(signal.SIGINT) is _end_quietly:  # what begins now is ended in order
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.mode == "check":
         check_reward_loads(config.reward)
         import_module(_ROWS_REHEARSAL).check_rows_are_read(config.data)
@@ -262,16 +280,14 @@ def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:
         sys.stdout.flush()
         for line in _rehearse(config):
             sys.stdout.write(f"{'rehearsal':<12} {line}\n")
-        return
-    if config.mode == "plan":
+    elif launch is None:
         sys.stdout.write(plan_page(config))
-        return
-    launch = import_module(_BY_NAME_TO_KEEP_RAY_OUT)
-    launch.run_supervised(config, resolved_yaml=OmegaConf.to_yaml(composed), command=command)
+    else:
+        launch.run_supervised(config, resolved_yaml=OmegaConf.to_yaml(composed), command=command)
 
 
 def _rehearse(config: ExperimentConfig) -> Iterator[str]:
-    """Let the packages that a run would start look at its configuration; yields what to tell."""
+    """Let the packages of a run check its configuration; yields lines for the user."""
     if config.megatron_worlds:  # not otherwise: the rehearsal imports torch
         yield from import_module(_MEGATRON_REHEARSAL).rehearse_megatron(config)
     if config.rollout.engine == "sglang":
@@ -280,10 +296,10 @@ def _rehearse(config: ExperimentConfig) -> Iterator[str]:
 
 
 def compose(overrides: Sequence[str]) -> Mapping[str, object]:
-    """Compose what the command with these overrides would run with, without running it.
+    """Compose the configuration of a command with these overrides, without running it.
 
     Raises:
-        HydraException: Hydra refuses an override, a recipe or a group.
+        HydraException: Hydra rejects an override, a recipe or a group.
         ConfigError: an interpolation cannot be resolved.
         YAMLError: a file is not YAML.
     """
@@ -295,7 +311,7 @@ def compose(overrides: Sequence[str]) -> Mapping[str, object]:
 def _as_mapping(composed: DictConfig) -> Mapping[str, object]:
     check_lengths(cast("Mapping[str, object]", OmegaConf.to_container(composed)))
     try:
-        OmegaConf.resolve(composed)  # in place, so that the run folder's time is told once
+        OmegaConf.resolve(composed)  # so that the run folder's time is read once
     except (OmegaConfBaseException, RecursionError) as err:
         raise ConfigErrors(_unresolved(composed) or [_explain(err, [])]) from err
     return cast("Mapping[str, object]", OmegaConf.to_container(composed))
@@ -313,9 +329,9 @@ def _unresolved(composed: DictConfig) -> list[ConfigError]:
 
 
 def _explain_all(refusal: Exception, arguments: Sequence[str]) -> Sequence[ConfigError]:
-    """Word Hydra's refusal, and find what else is wrong: Hydra itself stops at the first."""
+    """Explain Hydra's error, and collect further errors: Hydra itself stops at the first."""
     if any(argument.startswith("-") for argument in arguments):
-        return [_explain(refusal, arguments)]  # flags change what is composed: do not replay
+        return [_explain(refusal, arguments)]  # flags change the configuration: do not replay
     violations: list[ConfigError] = []
     kept: list[str] = []
     for override in arguments:
@@ -355,7 +371,7 @@ def _explain(refusal: Exception, overrides: Sequence[str]) -> ConfigError:
         return unknown_key(mistyped[1], given.get(mistyped[1], ""))
     key, value = next(iter(given.items()), ("config", ""))
     names = sorted(file.stem for file in _folder_of(key).glob("*.yaml")) if key else []
-    if names and not isinstance(refusal, _REFUSALS):  # a number or a list in the place of a name
+    if names and not isinstance(refusal, _REFUSALS):  # a number or a list instead of a name
         rule = "a section is chosen by the name of one of its files"
         return ConfigError(key, value, rule, suggest_name(value, names))
     return ConfigError(key, value, f"it cannot be read: {text}", "correct it, or see --help")

@@ -18,7 +18,7 @@ from hybridrl.errors import MetricError, suggest_name
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean that stays right when merged: keeps the sum and what it was taken over."""
+    """A mean that can be merged: it keeps the sum and the weight."""
 
     total: float
     count: float = 1.0
@@ -54,7 +54,7 @@ class Min:
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """What the last part says: for what changes within a step and is the same on all ranks."""
+    """The last value: for numbers that change within a step and are equal on all ranks."""
 
     value: float
 
@@ -90,7 +90,7 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
 def to_json(metrics: Mapping[str, Metric]) -> dict[str, list[float | str]]:
     """Spell metrics as JSON has them; `from_json` gives the same ones back.
 
-    JSON has no number for what is not finite: it is spelled as text, ``"nan"`` or ``"-inf"``.
+    JSON has no NaN or infinity: they become text, ``"nan"`` or ``"-inf"``.
     """
     return {
         name: [
@@ -102,7 +102,7 @@ def to_json(metrics: Mapping[str, Metric]) -> dict[str, list[float | str]]:
 
 
 def from_json(values: Mapping[str, Sequence[Any]]) -> Metrics:
-    """Read what `to_json` spelled."""
+    """Read a value from `to_json`."""
     kinds = {kind.__name__: kind for kind in (Mean, Max, Min, Last, Sum)}
     return {
         name: kinds[kind](*(float(n) if isinstance(n, str) else n for n in numbers))
@@ -119,7 +119,7 @@ AREAS = (
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """What one metric means."""
+    """The declaration of one metric."""
 
     name: str
     unit: str
@@ -164,7 +164,7 @@ moe/load_balance_loss | 1 | experts x sum of route share x probability, 1 if eve
 moe/max_expert_load | 1 | most routes to one expert over the even share; worst layer
 critic/explained_variance | 1 | share of the returns' variance over tokens that the values foretold
 critic/value/mean | reward | value of the states before response tokens, before the update
-critic/return/mean | reward | what those values should have been: advantages plus values
+critic/return/mean | reward | targets of those values: advantages plus values
 critic/clip_fraction | 1 | tokens whose value moved too far in the step to be moved further
 critic/grad_norm | 1 | global L2 norm of the critic's gradient before clipping; largest of the step
 critic/lr | 1 | critic's learning rate of the step's last update
@@ -182,7 +182,7 @@ length/prompt_tokens/max | tokens | longest prompt
 length/response_tokens/mean | tokens | response length
 length/response_tokens/max | tokens | longest response
 length/response_tokens/min | tokens | shortest response
-time/step_s | s | the whole step
+time/step_s | s | the full step
 time/generate_s | s | remote call that syncs weights and samples
 time/sample_s | s | sampling alone, slowest rank
 time/reward_s | s | scoring the responses
@@ -207,21 +207,21 @@ time/offload_parameters_s | s | training parameters leave the device
 time/resume_cache_s | s | engines allocate KV cache and graphs again
 time/continue_s | s | engines serve again
 time/checkpoint_s | s | the step waits: ranks copy their state to the host, a former save ends
-time/unwind_s | s | after a failed wake-up: engines give back what they had taken
+time/unwind_s | s | after a failed wake-up: engines release their memory again
 time/server_start_s | s | a rollout server started, until it answered
-time/restart_s | s | a broken engine starts anew
+time/restart_s | s | a broken engine is restarted
 memory/{stage}_peak_bytes/max | bytes | peak in a stage, or in build, generate, values, update ...
 memory/{phase}_plan_error_fraction | 1 | measured peak over predicted peak, less 1
-memory/released_bytes | bytes | what engines gave back; on CUDA the rise of the device's free memory
-memory/unseen_release_bytes | bytes | on CUDA: what engines said they gave back and nobody saw
+memory/released_bytes | bytes | released by engines; on CUDA the rise of free memory
+memory/unseen_release_bytes | bytes | on CUDA: reported as released, without a rise of free memory
 memory/left_allocated_bytes/max | bytes | on CUDA: torch's own once training state has left
 memory/unreclaimed_bytes | bytes | on CUDA: neither free nor torch's while the engine sleeps
 memory/noop_releases | releases | releases that an engine answered without freeing memory
 memory/synced_bytes | bytes | weights sent from trainer to engines
 memory/weight_backup_bytes | bytes | weights copied to host memory because no sync rewrites them
 memory/checkpoint_bytes | bytes | size of the checkpoint that was finished in this step
-memory/weight_backup_saved_bytes | bytes | what a copy of all weights would have taken beyond that
-throughput/tokens_per_s | tokens/s | prompt and response tokens of the step over its whole time
+memory/weight_backup_saved_bytes | bytes | further bytes that a copy of all weights would have taken
+throughput/tokens_per_s | tokens/s | prompt and response tokens of the step over its duration
 throughput/response_tokens_per_s | tokens/s | response tokens over the time of generate
 throughput/train_tokens_per_s | tokens/s | trained tokens over the time of update
 data/epoch | epochs | passes over the prompts, with fraction
@@ -245,21 +245,21 @@ def _parse(table: str) -> dict[str, Declaration]:
 DECLARATIONS = _parse(_TABLE)
 """Every metric by name, in the order in which people read them."""
 
-_FAMILIES = {
+_PATTERNS = {
     name: re.compile(re.sub(r"{\w+}", r"[^/]+", name)) for name in DECLARATIONS if "{" in name
 }
 
 
 def find_declaration(name: str) -> Declaration | None:
-    """Return what is declared of a metric; a word in braces in the table stands for any word."""
+    """Return the declaration of a metric; a word in braces in the table stands for any word."""
     if name in DECLARATIONS:
         return DECLARATIONS[name]
-    families = (family for family, pattern in _FAMILIES.items() if pattern.fullmatch(name))
-    return next((DECLARATIONS[family] for family in families), None)
+    matching = (wildcard for wildcard, pattern in _PATTERNS.items() if pattern.fullmatch(name))
+    return next((DECLARATIONS[wildcard] for wildcard in matching), None)
 
 
 def check_declared(names: Iterable[str]) -> None:
-    """Refuse a name that the table does not hold.
+    """Reject a name that is not in the table.
 
     Raises:
         MetricError: names the first unknown metric and the nearest known ones.
@@ -280,8 +280,8 @@ def to_markdown() -> str:
         "Written by `python -m hybridrl.metrics > docs/metrics.md`; change the table there.",
         "",
         "A metric is logged only in steps that computed it. Seconds are the slowest rank's; bytes",
-        "and counts are totals over all ranks; means are weighted by what they were taken over.",
-        "What sampling cost is counted from one update to the next: an evaluation in between, too.",
+        "and counts are totals over all ranks; means are weighted by their number of samples.",
+        "The cost of sampling is counted from one update to the next, with evaluations in between.",
     ]
     area = ""
     for declaration in DECLARATIONS.values():

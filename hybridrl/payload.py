@@ -1,8 +1,8 @@
-"""How torch tensors, TensorDicts and TensorClasses, jagged ones included, travel through Ray.
+"""Torch tensors, TensorDicts and TensorClasses on their way through Ray, jagged ones included.
 
 Import it for its effect: it registers itself with `hybridrl.single_controller`. Tensors go as
 plain bytes out of band, so that the reader maps shared memory instead of copying. Of a slice only
-its own bytes are sent; Ray's own switch for zero-copy tensors sends the whole storage of a view.
+its own bytes are sent; Ray's own switch for zero-copy tensors sends the full storage of a view.
 They arrive on the CPU and without gradient, wherever they come from.
 
 Received tensors are read-only by contract: the memory belongs to all readers of the object. A
@@ -126,7 +126,9 @@ def _concat_collections(parts: Sequence[Any]) -> Any:  # noqa: ANN401 - TensorDi
     """Join field by field; jagged fields that shared their row lengths share them again."""
     leaves = parts[0].items(include_nested=True, leaves_only=True)
     keys = [key for key, value in leaves if isinstance(value, Tensor)]
-    joined: Any = torch.cat([part.exclude(*keys) for part in parts], dim=0)  # what is no tensor
+    joined: Any = torch.cat(
+        [part.exclude(*keys) for part in parts], dim=0
+    )  # values that are not tensors
     shared: dict[tuple[int, ...], Tensor] = {}
     for key in keys:
         members = [part.get(key) for part in parts]

@@ -39,7 +39,7 @@ def without(value: object) -> object:
 
 
 @given(DATA)
-def test_what_is_not_finite_is_null_and_all_else_comes_back(value: object) -> None:
+def test_json_writes_null_for_numbers_that_are_not_finite(value: object) -> None:
     assert strictly(to_json_text(value)) == without(value)
     assert strictly(to_json_text(value, indent=1, keeps_unicode=True)) == without(value)
 
@@ -49,7 +49,7 @@ def test_what_is_no_plain_data_is_refused() -> None:
         to_json_text({"a": object()})
 
 
-def test_nobody_else_writes_json_with_numbers_that_are_not_finite() -> None:
+def test_only_json_text_writes_json() -> None:
     # The reward process is on the other side of a pipe, not of a file, and imports nothing of ours.
     loose = {
         f"{module.name}:{call.lineno}"

@@ -56,9 +56,7 @@ def describe(values: list[float]) -> dict[str, Metric]:
 
 @pytest.mark.parametrize("kind", [Max, Min])
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_an_extreme_of_what_is_no_number_is_none_in_any_order(
-    kind: type[Max] | type[Min], place: int
-) -> None:
+def test_extreme_of_nan_is_none_in_any_order(kind: type[Max] | type[Min], place: int) -> None:
     values = [1.0, 2.0, 3.0]
     values[place] = math.nan
     assert math.isnan(merge({"a": kind(value)} for value in values)["a"].value)

@@ -12,7 +12,6 @@ from benchmarks.gpu_parts.mfu import rows_of_packs, use_stand_ins
 from benchmarks.gpu_parts.rank import Setup, read_setup, small, stand_alone
 from benchmarks.gpu_parts.shapes import shape_in
 from benchmarks.gpu_parts.transfers import pinned_bandwidth, synchronize
-from hybridrl.run.workers import build_actor_spec
 from hybridrl.workers.build import build_policy_loss, build_train_engine
 from hybridrl.workers.process_group import start_process_group
 from hybridrl.workers.sharding.memory import empty_cache, residue_bytes
@@ -32,14 +31,13 @@ def run(bench: Bench) -> None:
     folder = bench.model(_SHAPE)
     stand_alone()
     device = start_process_group(device=bench.device.type, local_rank=0, timeout_s=600.0)
-    spec = build_actor_spec(config, folder)
-    engine = build_train_engine(spec, device)
+    engine = build_train_engine(config, folder, device)
     batch = rows_of_packs(bench, vocab_size=shape_in(folder).vocab_size)
 
     def update() -> None:
         engine.update(
             batch,
-            loss=build_policy_loss(spec),
+            loss=build_policy_loss(config),
             aggregation="token_mean",
             temperature=1.0,
             max_response_tokens=2048,

@@ -17,7 +17,6 @@ from benchmarks.gpu_parts.shapes import shape_in
 from benchmarks.gpu_parts.transfers import synchronize
 from hybridrl.batch import TrainBatch, jagged_from, spread_over_tokens
 from hybridrl.planning.shapes import ModelShape
-from hybridrl.run.workers import build_actor_spec
 from hybridrl.workers.build import build_policy_loss, build_train_engine
 from hybridrl.workers.process_group import start_process_group
 from hybridrl.workers.train.policy_engine import PolicyEngine
@@ -87,15 +86,14 @@ def _measure(bench: Bench, variant: Variant) -> float:
     folder = bench.model(variant.shape)
     stand_alone()
     device = start_process_group(device=bench.device.type, local_rank=0, timeout_s=600.0)
-    spec = build_actor_spec(config, folder)
-    engine = build_train_engine(spec, device)
+    engine = build_train_engine(config, folder, device)
     batch = rows_of_packs(bench, vocab_size=shape_in(folder).vocab_size)
     num_tokens = int(batch.response_mask_BL.values().sum())
 
     def update() -> None:
         engine.update(
             batch,
-            loss=build_policy_loss(spec),
+            loss=build_policy_loss(config),
             aggregation="token_mean",
             temperature=1.0,
             max_response_tokens=_ROW_TOKENS,

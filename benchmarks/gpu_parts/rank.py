@@ -22,7 +22,6 @@ from hybridrl.config.load import read_config
 from hybridrl.diagnostics import trace
 from hybridrl.main import compose
 from hybridrl.metrics import Metrics
-from hybridrl.run.workers import build_actor_spec
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.rollout.protocol import RolloutEngine, SamplingParams
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
@@ -132,11 +131,11 @@ class Rank:
         self._num_steps = 0
         stand_alone()
         assert self.config.model.path is not None
-        spec = build_actor_spec(self.config, bench.model(setup.shape))
+        built_from = (self.config, bench.model(setup.shape))
         begin = time.perf_counter()
-        self.worker = ActorRolloutWorker.__new__(ActorRolloutWorker, spec)
+        self.worker = ActorRolloutWorker.__new__(ActorRolloutWorker, *built_from)
         self.worker.fused = {"actor": self.worker}
-        ActorRolloutWorker.__init__(self.worker, spec)
+        ActorRolloutWorker.__init__(self.worker, *built_from)
         self.start_s = time.perf_counter() - begin
         self.probes = [self._prompts(1, seed=n) for n in range(_PROBES)]
 

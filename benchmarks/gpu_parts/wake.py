@@ -54,7 +54,7 @@ def single_stage(bench: Bench, rank: Rank) -> tuple[float, int | None]:
         managed.resume_weights()
         managed.resume_cache()
         failures = engines.sync()
-        host.leave()
+        host.offload_parameters()
         managed.continue_generation()
         took = time.perf_counter() - begin
     if failures:

@@ -11,7 +11,6 @@ import json
 import time
 from dataclasses import dataclass, field, fields
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import cast
 
 import yaml
@@ -21,7 +20,7 @@ from hybridrl.main import compose
 from hybridrl.metrics import Metrics
 from hybridrl.run.cluster import ray_cluster
 from hybridrl.run.record import RunFolder, open_record
-from hybridrl.run.train_rl import train
+from hybridrl.run.train import train
 
 _REPORTED = {
     "generate": "time/generate_s",
@@ -89,7 +88,7 @@ def main() -> None:
         ray_cluster(config.cluster),
     ):
         gate = Gate(parent, settings["num_warmup_steps"])
-        train(config, Path(settings["model"]), record=GatedRecord.around(record, gate))
+        train(config, record=GatedRecord.around(record, gate))
 
 
 def overrides(settings: dict[str, object]) -> list[str]:

@@ -24,7 +24,6 @@ from hybridrl.config.load import read_config
 from hybridrl.main import compose
 from hybridrl.metrics import Metrics
 from hybridrl.run.starter import write_random_model
-from hybridrl.run.workers import build_actor_spec, build_critic_spec
 from hybridrl.single_controller import Worker
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.critic import CriticWorker
@@ -58,19 +57,15 @@ def build(config: ExperimentConfig, model: Path) -> tuple[ActorRolloutWorker, Cr
     """Build the workers as a fused group does: one after the other, in one process."""
     roles: dict[str, Worker] = {}
 
-    def start(role: str, worker: WorkerT, spec: object) -> WorkerT:
+    def start(role: str, cls: type[WorkerT]) -> WorkerT:
+        worker = cls.__new__(cls, config, model)
         worker.fused = roles
         roles[role] = worker
-        type(worker).__init__(worker, spec)
+        cls.__init__(worker, config, model)
         return worker
 
-    actor_spec, critic_spec = build_actor_spec(config, model), build_critic_spec(config, model)
-    policy = ActorRolloutWorker.__new__(ActorRolloutWorker, actor_spec)
-    actor = start("actor", policy, actor_spec)
-    if not config.has_critic:
-        return actor, None
-    critic = CriticWorker.__new__(CriticWorker, critic_spec)
-    return actor, start("critic", critic, critic_spec)
+    actor = start("actor", ActorRolloutWorker)
+    return actor, start("critic", CriticWorker) if config.has_critic else None
 
 
 def step(

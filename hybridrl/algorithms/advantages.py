@@ -1,4 +1,4 @@
-"""How much better each response was than expected: the one place where rewards become advantages.
+"""From rewards to advantages: how much better each response was than expected.
 
 Legend: P prompts, G responses per prompt, B = P * G rows; the G responses to a prompt are adjacent.
 """
@@ -61,7 +61,7 @@ def grpo_advantages(rewards_B: Tensor, *, num_responses: int, divide_by_std: boo
     """Give each row its group-relative advantage; the flat form of ``group_relative_advantages``.
 
     Args:
-        rewards_B: float [B], siblings adjacent.
+        rewards_B: float [B], responses to a prompt adjacent.
         num_responses: G >= 2.
         divide_by_std: True is GRPO, False Dr. GRPO.
 
@@ -69,12 +69,12 @@ def grpo_advantages(rewards_B: Tensor, *, num_responses: int, divide_by_std: boo
         float32 [B]; ``batch.spread_over_tokens`` gives it to the tokens.
 
     Raises:
-        ValueError: B is no multiple of G, or G < 2.
+        ValueError: B is not a multiple of G, or G < 2.
     """
     if rewards_B.ndim != 1 or len(rewards_B) % num_responses:
         raise ValueError(
             f"rewards_B of shape {list(rewards_B.shape)} does not divide into groups of "
-            f"{num_responses}; pass one reward per response, siblings adjacent"
+            f"{num_responses}; pass one reward per response, group by group"
         )
     rewards_PG = rewards_B.view(-1, num_responses)
     return group_relative_advantages(rewards_PG, divide_by_std=divide_by_std).view(-1)

@@ -1,7 +1,7 @@
-"""How the losses of many tokens become one number.
+"""Aggregate the losses of many tokens to one number.
 
-Legend: B rows. ``global`` counts are taken over all ranks and micro-batches of one optimizer step,
-so that the sum of all weighted losses is the loss, however rows fall on ranks and micro-batches.
+Legend: B rows. ``global`` counts are taken over all ranks and micro-batches of one optimizer step.
+So the sum of all weighted losses is the loss, for any division of rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def token_weights(
     num_sequences_global: int,
     max_response_tokens: int,
 ) -> Tensor:
-    """Return what one token of each row counts in the loss.
+    """Return the weight of one token of each row in the loss.
 
     ``token_mean``: every token the same, so long responses weigh more (arXiv:2503.14476, 3.3).
     ``sequence_mean_token_mean``: every response the same (arXiv:2402.03300, eq. 3).

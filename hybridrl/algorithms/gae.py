@@ -23,10 +23,10 @@ Integers = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class AdvantageEstimate:
-    """What the policy and the critic learn from; both columns are 0 where the mask is False."""
+    """The targets of policy and critic; both columns are 0 where the mask is False."""
 
     advantages_BL: Tensor  # float32 reward units, jagged
-    returns_BL: Tensor  # float32 reward units, jagged, what each value should have been
+    returns_BL: Tensor  # float32 reward units, jagged, target of each value
 
 
 def generalized_advantages(
@@ -37,7 +37,7 @@ def generalized_advantages(
     gamma: float,
     lam: float,
 ) -> AdvantageEstimate:
-    """Weigh what came after each token against what the critic expected before it.
+    """Compare the rewards after each token with the critic's value before it.
 
     Over the n response tokens of a row, others left out, with ``V[n] = 0``
     (arXiv:1506.02438, eq. 16): ``delta[t] = r[t] + gamma * V[t+1] - V[t]`` and
@@ -45,8 +45,8 @@ def generalized_advantages(
 
     ``V[n] = 0`` holds for a truncated response too: nothing is bootstrapped from its last token.
     The length limit is part of the task, the same in training and in evaluation, and the truncated
-    response has its final reward; what a longer one would have earned is not what is optimised
-    (arXiv:1712.00378, 2). A critic sees positions, so it can learn how near the end is.
+    response has its final reward. The reward of a longer response is not the objective
+    (arXiv:1712.00378, 2). A critic sees positions, so it can learn the distance to the end.
 
     Args:
         rewards_BL: jagged float32, earned by choosing the token.
@@ -77,7 +77,7 @@ def generalized_advantages(
 
 
 def whiten(values_BL: Tensor, response_mask_BL: Tensor) -> Tensor:
-    """Shift and scale response tokens to mean 0 and standard deviation 1 over the whole batch.
+    """Shift and scale response tokens to mean 0 and standard deviation 1 over the full batch.
 
     Args:
         values_BL: jagged float32.
@@ -102,7 +102,7 @@ def _sum_discounted(values_S: Floats, lengths_B: Integers, *, discount: float) -
     """Return ``y[t] = x[t] + discount * y[t+1]`` within each row, float32 [S].
 
     Rows are cut into chunks, and the last chunk of a row is filled with zeros. One loop over the
-    positions of a chunk computes all chunks. Then each chunk adds what follows it. Sums from the
+    positions of a chunk computes all chunks. Then each chunk adds the sums after it. Sums from the
     beginnings of chunks to the end of the row obey the same recurrence with ``discount ** K``.
     """
     chunks_B = -(-lengths_B // _CHUNK_TOKENS)

@@ -22,9 +22,9 @@ def estimate_kl(logprobs_T: Tensor, reference_logprobs_T: Tensor, *, estimator: 
     ``k1 = d`` (unbiased, of either sign), ``k2 = d^2 / 2`` (biased, low variance),
     ``k3 = exp(-d) - 1 + d`` (unbiased, never negative; the one of GRPO, arXiv:2402.03300, eq. 4).
 
-    As a *loss* the three differ in another way (arXiv:2506.09477): on-policy, the gradient of k1 is
-    0 in expectation, that of k2 is the true KL gradient, and that of k3 is the gradient of
-    KL(reference || policy). In the *reward* there is no gradient, and k1 is the plain choice.
+    As a *loss* the three differ in another way (arXiv:2506.09477). On-policy, the gradient of k1 is
+    0 in expectation. That of k2 is the true KL gradient, and that of k3 is the gradient of
+    KL(reference || policy). The *reward* carries no gradient, and k1 is the plain choice.
 
     Args:
         logprobs_T: float32 nats, any shape.
@@ -62,7 +62,7 @@ def subtract_sequence_kl(
 ) -> Tensor:
     """Charge each response for leaving the reference: ``r_b - coefficient * sum_t kl[b, t]``.
 
-    Done before the advantages, so that siblings are compared after the charge.
+    Done before the advantages, so that responses to a prompt are compared after the charge.
 
     Args:
         rewards_B: float [B].

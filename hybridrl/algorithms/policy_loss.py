@@ -12,7 +12,7 @@ from hybridrl.algorithms.kl import MAX_LOG_RATIO
 
 @dataclass(frozen=True, slots=True)
 class ClippedSurrogate:
-    """Losses to be weighted and summed, with what the clip did to each token."""
+    """Losses to be weighted and summed, with the effect of the clip on each token."""
 
     losses_T: Tensor  # float32, with gradient
     ratio_T: Tensor  # float32, detached, current over old probability

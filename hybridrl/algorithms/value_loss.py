@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ClippedValueLoss:
-    """Losses to be weighted and summed, with what the clip did to each token."""
+    """Losses to be weighted and summed, with the effect of the clip on each token."""
 
     losses_T: Tensor  # float32, squared reward units, with gradient
     is_clipped_T: Tensor  # bool, the value moved far enough already: no gradient
@@ -28,8 +28,8 @@ def clipped_value_loss(
     Args:
         values_T: float32 reward units, with gradient.
         old_values_T: float32, before the step's first update.
-        returns_T: float32, what the values should be.
-        value_clip: c in reward units; 0 is no clip.
+        returns_T: float32, targets of the values.
+        value_clip: c in reward units; 0 is off.
     """
     losses_T = (values_T - returns_T).square() / 2
     if not value_clip:

@@ -1,1 +1,1 @@
-"""Checkpoints on the disk: what they say, which is the newest whole one, what may be resumed."""
+"""Checkpoints on the disk: manifest, store, and the check before a run resumes."""

@@ -1,4 +1,4 @@
-"""Whether two run folders hold the same run, bit by bit."""
+"""Compare two run folders: metrics, samples and checkpoints, bitwise."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class Difference:
     """For example ``weights``."""
 
     amount: str
-    """How much of it, in words."""
+    """The amount that was compared, in words."""
 
     differences: tuple[str, ...]
     """In words; empty if every bit is the same."""
 
 
 def compare_runs(first: Path, second: Path) -> list[Difference]:
-    """Compare metrics, samples, and the newest checkpoints' weights, optimizer and place.
+    """Compare metrics, samples, and the newest checkpoints: weights, optimizer, data position.
 
     Args:
         first: a run folder.
         second: another.
 
     Raises:
-        CheckpointError: one of them has no whole checkpoint.
+        CheckpointError: one of them has no complete checkpoint.
     """
     return [
         _compare_metrics(first, second),
@@ -90,7 +90,7 @@ def _compare_samples(first: Path, second: Path) -> Difference:
 
 def _compare_checkpoints(first: Path, second: Path) -> Iterator[Difference]:
     first_checkpoint, second_checkpoint = (_newest(folder) for folder in (first, second))
-    places = [
+    positions = [
         f"{key} is {first_value} and {second_value}"
         for key, first_value, second_value in (
             ("step", first_checkpoint.manifest.run.step, second_checkpoint.manifest.run.step),
@@ -108,7 +108,7 @@ def _compare_checkpoints(first: Path, second: Path) -> Iterator[Difference]:
         if first_value != second_value
     ]
     drawn = first_checkpoint.manifest.run.sampler.num_drawn
-    yield Difference("place in the data", f"{drawn:,} rows drawn", tuple(places))
+    yield Difference("position in the data", f"{drawn:,} rows drawn", tuple(positions))
     first_digests = _digests(first_checkpoint.folder, first_checkpoint.manifest.files)
     second_digests = _digests(second_checkpoint.folder, second_checkpoint.manifest.files)
     for kind in sorted({name.partition(".")[0] for _, name in first_digests | second_digests}):
@@ -141,7 +141,7 @@ class _Digest:
 def _newest(folder: Path) -> Checkpoint:
     checkpoint = CheckpointStore(folder / "checkpoints").newest()
     if checkpoint is None:
-        raise CheckpointError(f"{folder} holds no whole checkpoint to compare")
+        raise CheckpointError(f"{folder} contains no complete checkpoint to compare")
     return checkpoint
 
 

@@ -1,4 +1,4 @@
-"""Whether a run may go on from a checkpoint, and whether it will do so bit by bit."""
+"""Decide whether a run may resume from a checkpoint, and whether bitwise identically."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHAPE = (
     *("megatron.context_parallel_size", "megatron.expert_parallel_size"),
     "megatron.expert_tensor_parallel_size",
 )
-"""How a model is cut, and by whom: a checkpoint is read by any engine, cut in any other way."""
+"""The engine and its parallel sizes: every engine with any sizes reads a checkpoint."""
 
 _FREE_KEYS = (
     *_SHAPE,
@@ -35,7 +35,7 @@ _FREE_KEYS = (
     *("rollout.start_timeout_s", "rollout.request_timeout_s", "rollout.transport"),
     *("rollout.memory_fraction", "rollout.cuda_graphs"),
 )
-"""What may change freely: it does not say what is learnt."""
+"""Keys that may change freely, because the learned weights do not depend on them."""
 
 _NUMERIC = ("cluster.device", "cluster.num_nodes", "cluster.num_ranks_per_node")
 _THREADS = ("cluster.num_threads_per_rank", "rollout.num_threads")
@@ -52,7 +52,7 @@ TOKENIZER_FILES = (
 
 
 def recipe_of(config: ExperimentConfig) -> Recipe:
-    """Return every key that says what is learnt, with its value as JSON has it."""
+    """Return every key on which the learned weights depend, with its value in types of JSON."""
     flat = dict(flatten(asdict(config)))
     if config.actor.optimizer.schedule == "constant":
         # A longer run begins as a shorter one does.
@@ -66,7 +66,7 @@ def recipe_of(config: ExperimentConfig) -> Recipe:
 
 
 def environment_of(config: ExperimentConfig) -> Mapping[str, str]:
-    """Return what rounding depends on: ranks, threads, processor, and versions."""
+    """Return the facts that rounding depends on: ranks, threads, processor, and versions."""
     flat = dict(flatten(asdict(config)))
     shape = _SHAPE if config.megatron_worlds else ()
     packages = (*_PACKAGES, *_ENGINES[config.rollout.engine])
@@ -81,11 +81,11 @@ def environment_of(config: ExperimentConfig) -> Mapping[str, str]:
 
 
 def folder_fingerprints(model_folder: Path, *, with_weights: bool) -> Mapping[str, str]:
-    """Digest what a model folder says of its shape, its tokenizer, and perhaps its weights.
+    """Digest a model folder's configuration, its tokenizer, and optionally its weights.
 
     Args:
         model_folder: a Hugging Face folder.
-        with_weights: where the run still reads them when it goes on (frozen under an adapter, or
+        with_weights: where the run still reads them when it resumes (frozen under an adapter, or
             of the reference). Of each file the size, the beginning and the end are looked at.
     """
     fingerprints = {
@@ -121,7 +121,7 @@ def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> li
 
     Args:
         saved: of the run that was begun.
-        now: of the run that would go on.
+        now: of the run that would resume.
         where: the folder they meet in, for the message.
         accept: ``checkpoint.accept_changes``.
 
@@ -139,7 +139,7 @@ def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> li
             f"{where} holds a run with other settings:\n  "
             + "\n  ".join(changes[:_NUM_NAMED])
             + f"{more}\nSet trainer.run_dir to a new folder, trainer.overwrite=true to replace it, "
-            "or checkpoint.accept_changes=true to go on with the new settings"
+            "or checkpoint.accept_changes=true to continue with the new settings"
         )
     return changes
 
@@ -171,7 +171,7 @@ def processor_name() -> str:
 
 
 def _processor() -> str:
-    """Name the processor with what its vector units can: kernels choose by that."""
+    """Name the processor and its vector instructions, by which kernels are chosen."""
     flags = _cpu_info().get("flags", "").split()
     vectors = sorted(flag for flag in flags if "avx" in flag or "amx" in flag)
     return " ".join([processor_name(), *vectors])

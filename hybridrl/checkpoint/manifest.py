@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself. It is written last: a folder without it is no checkpoint."""
+"""The manifest of a checkpoint. It is written last: a folder without it is not a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAME = "manifest.json"
 _FORMAT = 1
 
 Recipe = Mapping[str, object]
-"""Dotted keys of the configuration and their values, as JSON has them."""
+"""Dotted keys of the configuration and their values in types of JSON."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,13 +35,13 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunState:
-    """The driver's part of a run: small, and all that it needs to go on."""
+    """The driver's state of a run, with which it resumes."""
 
     step: int
     """Steps done."""
 
     sampler: SamplerState
-    """Place in the stream of rows, and the fingerprint of these rows."""
+    """Position in the stream of rows, and the fingerprint of these rows."""
 
     num_skipped: int
     """Steps in a row up to now in which an update was skipped."""
@@ -50,29 +50,29 @@ class RunState:
     """Seconds that the run has taken, over all its processes."""
 
     log_sizes: Mapping[str, int]
-    """Bytes of each file in the run folder that grows by lines; what follows is rolled back."""
+    """Bytes of each file in the run folder that grows by lines; a resume truncates it to them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFingerprint:
-    """What the numbers of a run depend on besides its state."""
+    """The facts besides its state on which the numbers of a run depend."""
 
     recipe: Recipe
-    """Must be the same to go on."""
+    """Must be the same to resume."""
 
     model_folder: str
-    """Where configuration, tokenizer and what is frozen come from."""
+    """Source of configuration, tokenizer and frozen weights."""
 
     fingerprints: Mapping[str, str]
-    """Of the model folder's configuration and tokenizer; must be the same to go on."""
+    """Of the model folder's configuration and tokenizer; must be the same to resume."""
 
     environment: Mapping[str, str]
-    """Must be the same to go on bit by bit: ranks, threads, processor, versions."""
+    """Must be the same to resume bitwise identically: ranks, threads, processor, versions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """A whole checkpoint."""
+    """A complete checkpoint."""
 
     run: RunState
     origin: RunFingerprint
@@ -94,15 +94,17 @@ class Manifest:
         """Read the manifest of ``folder``, and compare the files' sizes with it.
 
         Raises:
-            TornCheckpointError: a file is missing, short, or cannot be read.
-            CheckpointError: it is of another format.
+            TornCheckpointError: a file is missing, of another size, or cannot be read.
+            CheckpointError: it has another format.
         """
         try:
             values = json.loads((folder / _NAME).read_text(encoding="utf-8"))
             version = values["format"]
             manifest = cls._of(values) if version == _FORMAT else None
         except (OSError, ValueError, KeyError, TypeError) as err:
-            raise TornCheckpointError(f"{folder} is torn: {_NAME} cannot be read ({err})") from err
+            raise TornCheckpointError(
+                f"{folder} is incomplete: {_NAME} cannot be read ({err})"
+            ) from err
         if manifest is None:
             raise CheckpointError(
                 f"{folder} has checkpoint format {version}, and this version reads {_FORMAT}; "
@@ -128,6 +130,6 @@ class Manifest:
             if size != entry.num_bytes:
                 state = "is missing" if size is None else f"has {size} bytes"
                 raise TornCheckpointError(
-                    f"{folder} is torn: {entry.name} {state}, and was written with "
+                    f"{folder} is incomplete: {entry.name} {state}, and was written with "
                     f"{entry.num_bytes}"
                 )

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: which there are, which is the newest whole one, which go."""
+"""The folder of a run's checkpoints: list them, find the newest complete one, delete old ones."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ log = logging.getLogger(__name__)
 
 _STEP = re.compile(r"step-(\d{9})")
 _UNFINISHED = ".unfinished"
-_TORN = ".torn"
+_CORRUPT = ".torn"  # on disk since the first version
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that is whole as far as its manifest and its files' sizes tell."""
+    """A checkpoint whose manifest can be read and whose files have the right sizes."""
 
     folder: Path
     manifest: Manifest
@@ -34,56 +34,60 @@ class CheckpointStore:
         """Look at ``folder``, which need not exist yet."""
         self._folder = folder
 
+    def folder_of(self, step: int) -> Path:
+        """Return the folder of a step's checkpoint, whether or not it is there."""
+        return self._folder / f"step-{step:09}"
+
     def newest(self) -> Checkpoint | None:
-        """Return the newest whole checkpoint. Torn ones are skipped, with a word in the log.
+        """Return the newest complete checkpoint. Incomplete ones are skipped, with a warning.
 
         Returns:
-            None if there never was one.
+            None if the run has never written one.
 
         Raises:
-            CheckpointError: all are torn, and a run may not begin anew unasked; or the newest is
-                of another format.
+            CheckpointError: all are incomplete, so the run would start over; or the newest has
+                another format.
         """
         for folder in reversed(self._folders()):
             try:
                 return Checkpoint(folder, Manifest.read(folder))
             except TornCheckpointError as error:
                 log.warning("%s; the checkpoint before it is used", error)
-        torn = [*self._folders(), *self._folder.glob(f"*{_TORN}")]
-        if torn:
+        incomplete = [*self._folders(), *self._folder.glob(f"*{_CORRUPT}")]
+        if incomplete:
             raise CheckpointError(
-                f"all checkpoints in {self._folder} are torn: "
-                f"{', '.join(sorted(folder.name for folder in torn))}; set trainer.run_dir to a "
-                "new folder, or trainer.overwrite=true to begin anew"
+                f"all checkpoints in {self._folder} are incomplete or corrupt: "
+                f"{', '.join(sorted(folder.name for folder in incomplete))}; set trainer.run_dir "
+                "to a new folder, or trainer.overwrite=true to start over"
             )
         return None
 
     def steps(self) -> list[int]:
-        """Return the steps of all checkpoints, torn ones too, in order."""
+        """Return the steps of all checkpoints in order, with incomplete ones."""
         return [int(folder.name.removeprefix("step-")) for folder in self._folders()]
 
     def at(self, step: int) -> Checkpoint | None:
         """Return the checkpoint of a step, if there is one.
 
         Raises:
-            CheckpointError: it is torn, or of another format.
+            CheckpointError: it is incomplete, or has another format.
         """
-        folder = self._folder / f"step-{step:09}"
+        folder = self.folder_of(step)
         return Checkpoint(folder, Manifest.read(folder)) if folder.is_dir() else None
 
     def begin(self, step: int) -> Path:
-        """Make an empty folder for what ranks write; `commit` makes a checkpoint of it.
+        """Make an empty folder for the files of ranks; `commit` makes it a checkpoint.
 
         Raises:
             OSError: it cannot be made.
         """
-        folder = self._folder / f"step-{step:09}{_UNFINISHED}"
+        folder = self.folder_of(step).with_suffix(_UNFINISHED)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         return folder
 
     def commit(self, unfinished: Path, manifest: Manifest) -> Checkpoint:
-        """Write the manifest and give the folder its name: the checkpoint appears whole.
+        """Write the manifest and give the folder its name: the checkpoint appears complete.
 
         Raises:
             OSError: the disk is full or gone.
@@ -94,21 +98,21 @@ class CheckpointStore:
         rename_into_place(unfinished, folder)
         return Checkpoint(folder, manifest)
 
-    def quarantine(self, torn: Path) -> None:
-        """Rename a checkpoint whose bytes have changed, so that nobody tries it again."""
-        aside = torn.with_name(torn.name + _TORN)
-        shutil.rmtree(aside, ignore_errors=True)
-        torn.rename(aside)
+    def quarantine(self, corrupt: Path) -> None:
+        """Rename a checkpoint whose bytes have changed, so that no run resumes from it."""
+        renamed = corrupt.with_name(corrupt.name + _CORRUPT)
+        shutil.rmtree(renamed, ignore_errors=True)
+        corrupt.rename(renamed)
 
     def discard_unfinished(self) -> None:
-        """Delete what a run that died was writing."""
+        """Delete the checkpoint that a killed run did not complete."""
         for folder in self._folder.glob(f"*{_UNFINISHED}"):
             shutil.rmtree(folder, ignore_errors=True)
 
     def prune(self, *, keep_last: int, keep_best: int) -> None:
         """Delete all but the newest ``keep_last`` and, of the others, the best ``keep_best``.
 
-        Torn ones are neither counted, or a new checkpoint would be deleted for them, nor deleted.
+        Incomplete ones are not counted, or new checkpoints would be deleted, and not deleted.
         """
         complete: list[Path] = []
         scored: list[tuple[float, Path]] = []
@@ -124,7 +128,7 @@ class CheckpointStore:
         kept |= {folder for _, folder in sorted(scored, reverse=True)[:keep_best]}
         for folder in complete:
             if folder not in kept:
-                # Renamed first: killed in the middle, it may not look like a whole checkpoint.
+                # Renamed first: after a kill half-way it must not look like a complete checkpoint.
                 doomed = folder.with_name(folder.name + _UNFINISHED)
                 folder.rename(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)

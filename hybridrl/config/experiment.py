@@ -100,6 +100,11 @@ class ExperimentConfig:
         return self.sft.num_steps if self.mode == "sft" else self.trainer.num_steps
 
     @property
+    def exports_model(self) -> bool:
+        """Whether a run that is done leaves its model as a Hugging Face folder."""
+        return self.mode == "sft" or self.trainer.export_hf
+
+    @property
     def max_row_tokens(self) -> int:
         """Longest prompt plus longest response, in tokens."""
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
@@ -156,5 +161,12 @@ class ExperimentConfig:
     @property
     def num_policy_updates(self) -> int:
         """Optimizer steps that the policy takes over the run."""
+        if self.mode == "sft":
+            return self.sft.num_steps
         num_warmup_steps = self.critic.num_warmup_steps if self.has_critic else 0
         return (self.trainer.num_steps - num_warmup_steps) * self.algorithm.num_updates_per_step
+
+    @property
+    def num_critic_updates(self) -> int:
+        """Optimizer steps that the critic takes over the run, if there is one."""
+        return self.trainer.num_steps * self.critic.num_updates_per_step

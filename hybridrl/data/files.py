@@ -18,7 +18,7 @@ _MAX_PROBLEMS_SHOWN = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Columns:
-    """What the columns of the files are called; see ``config/data.py``."""
+    """The names of the columns in the files; see ``config/data.py``."""
 
     prompt: str = "prompt"
     answer: str = "answer"
@@ -26,7 +26,7 @@ class Columns:
 
 
 class _Malformed(Exception):
-    """What is wrong with one row; collected, never seen by a caller."""
+    """An error in one row; collected, never raised to a caller."""
 
 
 _Record = str | Mapping[str, object] | _Malformed
@@ -63,7 +63,7 @@ def read_rows(files: Sequence[Path], *, columns: Columns, key: str) -> list[Row]
         num_unnamed = len(problems) - _MAX_PROBLEMS_SHOWN
         more = f"\n  and {num_unnamed} more" if num_unnamed > 0 else ""
         raise DataError(
-            f"{len(problems)} of {len(rows) + len(problems)} rows are malformed; mend or remove:"
+            f"{len(problems)} of {len(rows) + len(problems)} rows are malformed; correct or remove:"
             f"\n  {shown}{more}"
         )
     if not rows:
@@ -88,7 +88,7 @@ def _read_records(path: Path, *, columns: Columns, key: str) -> Iterator[tuple[i
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    # surrogateescape keeps a line with bytes that are no UTF-8 readable, so that it can be named.
+    # surrogateescape reads a line with bytes that are not UTF-8, so that it can be named.
     with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
@@ -152,7 +152,7 @@ def _parse(record: _Record, *, columns: Columns, default_source: str, origin: st
 
 def _parse_json(line: str) -> Mapping[str, object]:
     try:
-        line.encode()  # bytes that were no UTF-8 cannot be encoded again
+        line.encode()  # bytes that were not UTF-8 cannot be encoded again
         record = json.loads(line, object_pairs_hook=_parse_object)
     except UnicodeEncodeError as error:
         raise _Malformed(f"is not UTF-8 at character {error.start + 1}") from error
@@ -164,7 +164,7 @@ def _parse_json(line: str) -> Mapping[str, object]:
 
 
 def _parse_object(pairs: Sequence[tuple[str, object]]) -> Mapping[str, object]:
-    """Refuse a name that stands twice: of its two values JSON would keep the last, silently."""
+    """Reject a duplicate name: JSON would silently keep only its last value."""
     record = dict(pairs)
     if len(record) < len(pairs):
         names = [name for name, _ in pairs]

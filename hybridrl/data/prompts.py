@@ -1,4 +1,4 @@
-"""Rows as the model will see them: chat template, tokens, and what is done with long ones."""
+"""From rows to prompts: chat template, tokens, and the treatment of long prompts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TokenizedRow:
     row: Row
 
     prompt_text: str
-    """The prompt after the chat template; whole, even if its tokens were cut."""
+    """The full prompt after the chat template, even if its tokens were truncated."""
 
     token_ids: Tensor
     """int64 [L], L >= 1."""
@@ -50,16 +50,16 @@ def tokenize_rows(
         tokenizer: adds its own special tokens to a text prompt; with a chat template that does.
         use_chat_template: wrap prompts; a text becomes one user message.
         max_prompt_tokens: the longest prompt.
-        overlong: what happens to a longer one: ``error``, ``drop``, or ``keep_end``, which keeps
+        overlong: treatment of a longer one: ``error``, ``drop``, or ``keep_end``, which keeps
             its last tokens.
 
     Returns:
         The rows in order; fewer if some were dropped.
 
     Raises:
-        DataError: a chat prompt without a chat template, a prompt that the template refuses or
-            leaves out, or that has no tokens, overlong prompts with ``overlong="error"``, or all of
-            them dropped.
+        DataError: a chat prompt has no chat template; the template rejects a prompt or leaves it
+            out; a prompt has no tokens. Or a prompt is overlong with ``overlong="error"``, or all
+            prompts were dropped.
     """
     tokenized: list[TokenizedRow] = []
     for start in range(0, len(rows), _ROWS_PER_CALL):
@@ -75,7 +75,7 @@ def tokenize_rows(
             if use_chat_template and not text.strip():
                 raise DataError(
                     f"{row.origin}: the chat template renders the prompt as {text!r}, without a "
-                    "word; mend the template, or set data.use_chat_template=false"
+                    "word; correct the template, or set data.use_chat_template=false"
                 )
             tokenized.append(TokenizedRow(row, text, torch.tensor(token_ids)))
     if use_chat_template:
@@ -84,12 +84,12 @@ def tokenize_rows(
 
 
 def _require_different_texts(rows: Sequence[TokenizedRow]) -> None:
-    """Refuse a template that leaves the prompt out: all prompts would be one and the same."""
+    """Reject a template that leaves the prompt out: all prompts would be equal."""
     prompts = {row.row.prompt for row in rows}
     if len(prompts) > 1 and len({row.prompt_text for row in rows}) == 1:
         raise DataError(
             f"the chat template renders {len(prompts)} different prompts as the same text "
-            f"{rows[0].prompt_text[:_MAX_CHARS_SHOWN]!r}: it leaves the prompt out; mend it, or "
+            f"{rows[0].prompt_text[:_MAX_CHARS_SHOWN]!r}: it leaves the prompt out; correct it, or "
             "set data.use_chat_template=false"
         )
 
@@ -108,8 +108,8 @@ def _to_text(row: Row, tokenizer: PreTrainedTokenizerBase, *, use_chat_template:
         text: str = tokenizer.apply_chat_template(
             conversation, tokenize=False, add_generation_prompt=True
         )
-    except Exception as error:  # a template is a program: it raises what it likes
-        raise DataError(f"{row.origin}: the chat template refuses the prompt: {error}") from error
+    except Exception as error:  # a template is a program, which may raise any error
+        raise DataError(f"{row.origin}: the chat template rejects the prompt: {error}") from error
     return text
 
 

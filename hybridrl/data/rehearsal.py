@@ -1,4 +1,4 @@
-"""What ``mode=check`` does with data files: it reads every row, as a run would."""
+"""``mode=check`` of data files: it reads every row, as a run would."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def check_rows_are_read(data: DataConfig) -> int:
             if files:
                 num_rows += len(read_rows([Path(f) for f in files], columns=columns, key=key))
         except DataError as error:
-            raise ConfigError(key, list(files), str(error), "mend the files") from error
+            raise ConfigError(key, list(files), str(error), "correct the files") from error
     return num_rows

@@ -14,7 +14,7 @@ class Message:
     """One turn of a chat."""
 
     role: str
-    """For example system, user or assistant; what the chat template knows."""
+    """For example system, user or assistant; a role of the chat template."""
 
     content: str
 
@@ -30,16 +30,16 @@ class Row:
     """Not empty."""
 
     source: str
-    """Name of the data set; rewards and evaluation may tell rows apart by it."""
+    """Name of the data set; rewards and evaluation may distinguish rows by it."""
 
     origin: str
-    """Where it stands, as ``file:line``, for messages."""
+    """File and line of the row, as ``file:line``, for messages."""
 
 
 def fingerprint(rows: Iterable[Row]) -> str:
     """Return the sha256 of all prompts, answers and sources, in order, as 64 hexadecimal digits.
 
-    A sampler's position means something only over the same rows; the fingerprint tells.
+    A sampler's position is valid only for the same rows, which the fingerprint identifies.
     """
     digest = hashlib.sha256()
     for row in rows:

@@ -10,7 +10,7 @@ from hybridrl.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class SamplerState:
-    """All that is needed to go on; save it as JSON with ``dataclasses.asdict``."""
+    """The state of a sampler; save it as JSON with ``dataclasses.asdict``."""
 
     num_drawn: int
     """Rows drawn since the run began."""
@@ -33,7 +33,7 @@ class RowSampler:
             num_rows: rows of the data set, >= 1.
             seed: of the run.
             shuffle: False draws the rows as they stand.
-            fingerprint: of the rows; a state is refused if it was saved over others.
+            fingerprint: of the rows; a state of other rows is rejected.
 
         Raises:
             DataError: no rows.
@@ -49,7 +49,7 @@ class RowSampler:
 
     @property
     def num_drawn(self) -> int:
-        """Rows drawn since the run began: the place of the next one in the run's stream."""
+        """Rows drawn since the run began: the index of the next one in the run's stream."""
         return self._num_drawn
 
     @property
@@ -72,10 +72,10 @@ class RowSampler:
         return SamplerState(self._num_drawn, self._fingerprint)
 
     def restore(self, state: SamplerState) -> None:
-        """Go on where ``state`` was taken.
+        """Continue from ``state``.
 
         Raises:
-            DataError: it was taken over other rows, where its place means nothing.
+            DataError: it belongs to other rows, so the position is not valid.
         """
         if state.fingerprint != self._fingerprint:
             raise DataError(

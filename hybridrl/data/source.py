@@ -1,4 +1,4 @@
-"""The run's stream of prompts: what the training loop asks for the next step's work."""
+"""The run's stream of prompts, from which the training loop takes those of the next step."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class PromptSource:
         return self._sampler.state()
 
     def restore(self, state: SamplerState) -> None:
-        """Go on where ``state`` was taken.
+        """Continue from ``state``.
 
         Raises:
             DataError: it was taken over other rows.
@@ -85,7 +85,7 @@ def build_prompt_step(
 
     Args:
         rows: P >= 1 rows.
-        first_index: place of the first row in its stream; the others follow.
+        first_index: of the first row in its stream; the others follow.
         seed: of the run.
         stream: keeps the random numbers of training and evaluation apart.
     """

@@ -1,4 +1,4 @@
-"""Loads a tokenizer and refuses one that cannot do its work; turns responses back into text."""
+"""Load a tokenizer, reject one that does not fit the run, and decode responses."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def load_stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tup
     """Return the tokens that end a response: the tokenizer's and those of generation_config.json.
 
     Raises:
-        ModelError: generation_config.json is no JSON object, or one of them is no token of the
-            model.
+        ModelError: generation_config.json is not a JSON object, or one of them is not a token of
+            the model.
     """
     end = tokenizer.eos_token_id
     vocab_size = read_settings(folder).get("vocab_size") if (folder / CONFIG).exists() else None

@@ -34,8 +34,8 @@ class Adapter:
     """The adapter of one model: made before the model has memory, filled and sharded with it.
 
     Args:
-        config: rank, scaling, layers, and what to start from.
-        seed: of A, where the configuration gives no adapter to start from.
+        config: rank, scaling, layers, and the folder of a first adapter, if any.
+        seed: of A, where the configuration has no such folder.
     """
 
     def __init__(self, config: LoraConfig, *, seed: int) -> None:
@@ -63,8 +63,8 @@ class Adapter:
             Weights of the model with adapters, by its parameters' new names.
 
         Raises:
-            ModelError: the rank is above a layer's size, a layer has no match, or the adapter to
-                start from cannot be read.
+            ModelError: the rank is above a layer's size, a name matches no layer, or the first
+                adapter cannot be read.
         """
         self.check_fit(
             {
@@ -81,19 +81,19 @@ class Adapter:
         return _AdaptedWeights(weights, self.initial_values())
 
     def initial_values(self) -> WeightSource:
-        """Return what A and B begin as, by their names within peft's model, whole.
+        """Return the first values of A and B, full matrices by their names within peft's model.
 
-        A drawn matrix follows from the seed and its name alone, so that ranks draw alike.
+        A drawn matrix depends only on the seed and its name, so all ranks draw the same.
         """
         folder = self.config.init_from
         return _DrawnAdapter(self._seed) if folder is None else _StoredAdapter(Path(folder))
 
     def check_fit(self, layers: Mapping[str, tuple[int, int]], *, model: str) -> None:
-        """Hold against a model what config/checks/lora.py holds against its config.json.
+        """Check the ``lora`` section against a model; config/checks/lora.py reads config.json.
 
         Args:
             layers: outputs and inputs of its linear layers by their names.
-            model: what to call it.
+            model: its name in errors.
 
         Raises:
             ModelError: the rank is above a layer's size, or a name matches no layer.
@@ -107,20 +107,20 @@ class Adapter:
             limit = min(inputs, outputs)
             if self.config.rank > limit:
                 raise ModelError(
-                    f"lora.rank={self.config.rank} is above the size of {name}, "
+                    f"lora.rank={self.config.rank} is larger than {name}, "
                     f"{inputs} inputs and {outputs} outputs; set lora.rank={limit}"
                 )
         if missing:
             raise ModelError(
-                f"lora.target_modules names {', '.join(sorted(missing))}, and {model} has no such "
-                "linear layer; set lora.target_modules=[all-linear]"
+                f"lora.target_modules contains {', '.join(sorted(missing))}, and {model} has no "
+                "such linear layer; set lora.target_modules=[all-linear]"
             )
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
-        """Compute as the frozen model alone, meanwhile."""
+        """Compute as the frozen model inside the ``with``."""
         # Not peft's enable_adapters(): it changes requires_grad, which FSDP2 and the optimizer have
-        # taken note of. A forward pass looks at this flag first.
+        # read before. A forward pass reads this flag first.
         for layer in self._layers:
             layer._disable_adapters = True
         try:
@@ -136,7 +136,7 @@ class Adapter:
         ).to(weight_OI.dtype)
 
     def save_settings(self, folder: Path, *, base_model: Path) -> None:
-        """Write ``adapter_config.json``, with which peft finds the layers again."""
+        """Write ``adapter_config.json``, from which peft locates the layers."""
         self._settings.base_model_name_or_path = str(base_model)
         self._settings.save_pretrained(str(folder))
 
@@ -154,7 +154,7 @@ class _AdaptedWeights:
 
 
 class _DrawnAdapter:
-    """B is 0 and A is drawn as peft does, but from a stream of its own: every rank draws alike."""
+    """B is 0; A is drawn as peft does, with a generator of its own: all ranks draw the same."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -180,13 +180,13 @@ class _StoredAdapter:
                 values: Tensor = tensors.get_tensor(file_name(name))
         except (SafetensorError, OSError) as err:
             raise ModelError(
-                f"{self._file} has no readable {file_name(name)}: {err}; set lora.init_from to a "
-                "folder that was made for this model and these lora.target_modules"
+                f"{self._file}: {file_name(name)} cannot be read: {err}; set lora.init_from to a "
+                "folder for this model and these lora.target_modules"
             ) from err
         if values.shape != shape:
             raise ModelError(
-                f"{self._file}: {file_name(name)} is {list(values.shape)}, and lora.rank with this "
-                f"model asks for {list(shape)}; set lora.init_from to an adapter of that shape"
+                f"{self._file}: {file_name(name)} is {list(values.shape)}, and this model with "
+                f"lora.rank needs {list(shape)}; set lora.init_from to an adapter of that shape"
             )
         values = values.to(dtype)
         require_finite(

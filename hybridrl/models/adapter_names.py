@@ -1,23 +1,23 @@
-"""Names of tensors in a model with adapters, as the rest of the world knows them.
+"""Names of tensors in a model with adapters, and in files and rollout engines.
 
 Within the model peft calls a frozen weight ``X.base_layer.weight`` and the matrices beside it
-``X.lora_A.NAME.weight`` and ``X.lora_B.NAME.weight``. Hugging Face folders and rollout engines know
-``X.weight``; adapter files know ``base_model.model.X.lora_A.weight``.
+``X.lora_A.NAME.weight`` and ``X.lora_B.NAME.weight``. In Hugging Face folders and rollout engines
+the weight is ``X.weight``; in adapter files a matrix is ``base_model.model.X.lora_A.weight``.
 """
 
 from __future__ import annotations
 
 ADAPTER_NAME = "default"
-"""What our one adapter is called within the model; files do not mention it."""
+"""Name of the only adapter within the model; files do not contain it."""
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-"""What peft calls the file of an adapter's weights."""
+"""Peft's name for the file of an adapter's weights."""
 
 _PREFIX = "base_model.model."
 
 
 def is_adapter_name(name: str) -> bool:
-    """True for matrices A and B, by whichever of their names."""
+    """Whether a tensor is a matrix A or B, by any of its names."""
     return ".lora_A." in name or ".lora_B." in name
 
 

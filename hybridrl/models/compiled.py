@@ -9,13 +9,13 @@ from hybridrl.models.packed_attention import keep_attention_eager
 
 
 def compile_blocks(hf: PreTrainedModel, *, backend: str = "inductor") -> None:
-    """Compile each block's forward pass, once for all lengths of packs; names stay as they are.
+    """Compile each block's forward pass, once for all micro-batch sizes; names do not change.
 
-    Attention stays out of it: its layout differs from pack to pack, and a graph for each would be
-    compiled anew. What FSDP2 and checkpointing do around a block stays out as well.
+    Attention is not compiled: its layout differs between micro-batches, and each would need a new
+    graph. The hooks of FSDP2 and checkpointing around a block are not compiled either.
 
     Args:
-        hf: the model; it need not have memory yet.
+        hf: the model, with or without memory.
         backend: of ``torch.compile``.
     """
     keep_attention_eager()

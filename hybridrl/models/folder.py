@@ -1,4 +1,4 @@
-"""Whether a model folder can be trained from: asked once, by the driver, before a worker starts."""
+"""Check of a model folder, once, by the driver, before a worker starts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _ROWS_PER_READ = 4096
 
 
 def require_usable_model(folder: Path) -> None:
-    """Read settings and the headers of all weight files; no values, but of a head that is doubled.
+    """Read settings and the headers of all weight files; values only of a duplicate head.
 
     Raises:
-        ModelError: a file is missing or broken, weights are quantised, or the folder's tied output
-            embedding is another than its input embedding.
+        ModelError: a file is missing or corrupt, weights are quantised, or the folder's tied output
+            embedding differs from its input embedding.
     """
     read_settings(folder)
     is_tied = bool(load_model_config(folder).tie_word_embeddings)
@@ -30,16 +30,17 @@ def require_usable_model(folder: Path) -> None:
 
 
 def _require_same_head(files: WeightFiles, folder: Path) -> None:
-    """Refuse two output embeddings where one would be trained and the other forgotten."""
+    """Reject a tied model with a second output embedding, which would be ignored."""
     shape, other = files.shape_of(_EMBEDDING), files.shape_of(_HEAD)
     is_same = shape == other
     for begin in range(0, shape[0] if is_same else 0, _ROWS_PER_READ):
         end = min(begin + _ROWS_PER_READ, shape[0])
-        box = [(begin, end), *((0, size) for size in shape[1:])]
-        is_same = is_same and torch.equal(*(files.read_box(n, box) for n in (_EMBEDDING, _HEAD)))
+        rows = [(begin, end), *((0, size) for size in shape[1:])]
+        is_same = is_same and torch.equal(*(files.read_range(n, rows) for n in (_EMBEDDING, _HEAD)))
     if not is_same:
         raise ModelError(
             f"{folder}: config.json ties the output embedding to the input embedding "
-            f"(tie_word_embeddings), and the files hold another {_HEAD}, which would be ignored; "
-            f"set tie_word_embeddings to false in config.json, or remove {_HEAD}"
+            f"(tie_word_embeddings), and the files contain another {_HEAD}, "
+            "which would be ignored; set tie_word_embeddings to false in config.json, or remove "
+            f"{_HEAD}"
         )

@@ -1,4 +1,4 @@
-"""torch's stock attention, held to the kernels that never write all scores of a row.
+"""torch's stock attention, restricted to kernels that never write all scores of a row.
 
 Legend: R rows, L queries of a row, K keys of a row, N heads, J key-value heads, D size of a head.
 """
@@ -28,10 +28,10 @@ def fused_attention(
 ) -> Tensor:
     """Attend, causally if there is no mask.
 
-    On CUDA heads of keys and values are repeated for the queries that share them: in float32, or
-    under a mask, only the memory-efficient kernel is left, and it knows no shared heads (pytorch,
-    ``sdp_utils.cpp``). torch would take the kernel that writes ``R * N * L * K`` scores instead, 27
-    GiB for two rows of 8k tokens; here that is an error.
+    On CUDA heads of keys and values are repeated for the queries that share them. In float32 or
+    with a mask only the memory-efficient kernel remains, which does not support shared heads
+    (pytorch, ``sdp_utils.cpp``). torch would choose the kernel that writes ``R * N * L * K``
+    scores, 27 GiB for two rows of 8k tokens; here that is an error.
 
     Returns:
         Like ``query_RNLD``.

@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 def use_liger_kernels(hf: PreTrainedModel) -> None:
     """Compute norms, rotary embedding and MLP with Liger's kernels (arXiv:2410.10989).
 
-    The loss stays ours: Liger's would not give the log-prob of each token. Liger puts its rotary
-    embedding into the module of the architecture, so other models of it in this process get it too.
+    Liger's loss is not used, because it does not return the log-prob of each token. Liger replaces
+    the rotary embedding in the architecture's module, so other models in this process use it, too.
 
     Args:
-        hf: of an architecture that Liger knows, built; it need not have memory yet.
+        hf: of an architecture that Liger supports, with or without memory.
     """
     patches = import_module("liger_kernel.transformers.monkey_patch")
     patches.MODEL_TYPE_TO_APPLY_LIGER_FN[hf.config.model_type](

@@ -1,7 +1,7 @@
-"""Hugging Face model folders: which architectures train here, and their weights piece by piece.
+"""Hugging Face model folders: supported architectures, and weights read module by module.
 
-A model is built without memory first and filled module by module afterwards, so that a model which
-is sharded as it is filled never stands whole in anybody's memory.
+A model is built without memory and then filled module by module. So a model that is sharded
+meanwhile is never complete in the memory of one process.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from hybridrl.errors import ModelError, suggest_name
 from hybridrl.models.packed_attention import PACKED_ATTENTION
 
 SUPPORTED_MODEL_TYPES = TRANSFORMERS_MODEL_TYPES
-"""Architectures whose packed forward pass is proved equal to the one by single rows."""
+"""Architectures whose packed forward pass equals that of single rows, which tests prove."""
 
 _SINGLE = "model.safetensors"
 _FLOATS = ("F32", "BF16", "F16", "F64")
 
 
 class WeightSource(Protocol):
-    """Where the values of a model's parameters come from."""
+    """A source of the values of a model's parameters."""
 
     def read(self, name: str, *, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return one tensor in host memory, by its parameter's name in the model."""
@@ -42,13 +42,13 @@ class WeightSource(Protocol):
 
 
 def require_finite(values: Tensor, *, name: str, file: Path, fix: str) -> None:
-    """Refuse NaN and infinity when a file is read: later the learning rate would be blamed.
+    """Reject NaN and infinity in a file: later they would look like a bad learning rate.
 
     Args:
-        values: what was read.
+        values: from the file.
         name: of the tensor in the file.
-        file: where it was read.
-        fix: what to do, as the end of a sentence.
+        file: its path.
+        fix: advice, as the end of a sentence.
 
     Raises:
         ModelError: names the file and the tensor.
@@ -56,7 +56,7 @@ def require_finite(values: Tensor, *, name: str, file: Path, fix: str) -> None:
     # One pass at the speed of memory; isfinite() would take 40 times as long in bfloat16.
     if values.numel() and not all(bool(end.isfinite()) for end in values.aminmax()):
         raise ModelError(
-            f"{file}: {name} holds NaN or infinity; the file is broken, or was saved by a run that "
+            f"{file}: {name} contains NaN or infinity; the file is corrupt, or a run saved it that "
             f"diverged: {fix}"
         )
 
@@ -65,7 +65,7 @@ class WeightFiles:
     """The safetensors of a model folder, read one tensor at a time through a memory map.
 
     Raises:
-        ModelError: there is no ``model.safetensors`` nor an index, or a file is broken.
+        ModelError: neither ``model.safetensors`` nor an index exists, or a file is corrupt.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -86,40 +86,39 @@ class WeightFiles:
         """Read one tensor to host memory, in ``dtype``.
 
         Raises:
-            ModelError: the stored shape is another, or the values are not those of a model.
+            ModelError: the stored shape differs, or a value is NaN or infinite.
         """
         tensor: Tensor = self._file_with(name).get_tensor(name)
         self._require_finite(name, tensor)
         if tensor.shape != shape:
             raise ModelError(
-                f"{self._folder / self._file_of[name]}: {name} is {list(tensor.shape)}, and "
-                f"config.json asks for {list(shape)}; point model.path at a folder whose files "
+                f"{self._folder / self._file_of[name]}: {name} is {list(tensor.shape)}, and by "
+                f"config.json it must be {list(shape)}; point model.path at a folder whose files "
                 "belong together"
             )
         return tensor.to(dtype)
 
-    def read_box(self, name: str, box: Sequence[tuple[int, int]]) -> Tensor:
-        """Read a part of one tensor to host memory, in the type it is stored in.
+    def read_range(self, name: str, values: Sequence[tuple[int, int]]) -> Tensor:
+        """Read a range of one tensor to host memory, in its stored type.
 
         Args:
             name: of the tensor.
-            box: begin and end along each of its dimensions.
+            values: begin and end along each of its dimensions.
 
         Raises:
-            ModelError: the values are not those of a model.
+            ModelError: a value is NaN or infinite.
         """
-        part: Tensor = self._file_with(name).get_slice(name)[
-            tuple(slice(begin, end) for begin, end in box)
-        ]
-        self._require_finite(name, part)
-        return part
+        edges = tuple(slice(begin, end) for begin, end in values)
+        tensor: Tensor = self._file_with(name).get_slice(name)[edges]
+        self._require_finite(name, tensor)
+        return tensor
 
     def dtype_of(self, name: str) -> str:
         """Read the type of a tensor as safetensors spells it, for example ``BF16``."""
         return str(self._file_with(name).get_slice(name).get_dtype())
 
     def require_floats(self) -> None:
-        """Refuse weights whose values mean nothing without the scales beside them.
+        """Reject quantised weights, whose scales would be ignored.
 
         Raises:
             ModelError: names a tensor, its type and its file.
@@ -127,9 +126,9 @@ class WeightFiles:
         for name in sorted(self.names):
             if (dtype := self.dtype_of(name)) not in _FLOATS:
                 raise ModelError(
-                    f"{self._folder / self._file_of[name]}: {name} is {dtype}, and weights are "
-                    f"read as {', '.join(_FLOATS)}: quantised ones have scales that nobody would "
-                    "apply; point model.path at a folder with float weights"
+                    f"{self._folder / self._file_of[name]}: {name} is {dtype}, and only "
+                    f"{', '.join(_FLOATS)} are supported: the scales of quantised weights would be "
+                    "ignored; point model.path at a folder with float weights"
                 )
 
     def _require_finite(self, name: str, values: Tensor) -> None:
@@ -144,14 +143,14 @@ class WeightFiles:
 
 
 def read_model_type(folder: Path) -> str:
-    """Read which architecture a Hugging Face folder is of.
+    """Read the architecture of a Hugging Face folder.
 
     Raises:
-        ModelError: no such folder, or no usable ``config.json``.
+        ModelError: the folder does not exist, or its ``config.json`` is not usable.
     """
     path = folder / "config.json"
     if not folder.is_dir():
-        raise ModelError(f"{folder} is no folder; set model.path to a Hugging Face model folder")
+        raise ModelError(f"{folder} is not a folder; set model.path to a Hugging Face model folder")
     if not path.is_file():
         raise ModelError(f"{folder} has no config.json; set model.path to a Hugging Face folder")
     return str(read_settings(folder)["model_type"])
@@ -167,10 +166,10 @@ def load_model_config(folder: Path, **changes: object) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             folder, local_files_only=True, **changes
         )
-    except Exception as err:  # what a file holds decides what transformers raises
+    except Exception as err:  # transformers raises anything, depending on the file
         raise ModelError(
-            f"transformers cannot read {folder / CONFIG} ({type(err).__name__}: {err}); mend it, "
-            "or download the folder again"
+            f"transformers cannot read {folder / CONFIG} ({type(err).__name__}: {err}); correct "
+            "it, or download the folder again"
         ) from err
     return config
 
@@ -181,8 +180,8 @@ def build_empty_model(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
     Its attention takes packed rows; see ``hybridrl.models.packed_attention``.
 
     Raises:
-        ModelError: no such folder, no usable ``config.json``, or an architecture that is not one
-            of ``SUPPORTED_MODEL_TYPES``.
+        ModelError: the folder does not exist, its ``config.json`` is not usable, or its
+            architecture is not one of ``SUPPORTED_MODEL_TYPES``.
     """
     _check_model_type(folder)
     config = load_model_config(folder)
@@ -195,10 +194,10 @@ def build_empty_model(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
 def build_empty_critic(
     folder: Path, *, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    """Build the folder's model without memory, but with a value head of zeros for its last layer.
+    """Build the folder's model without memory, with a value head of zeros as its last layer.
 
-    With zeros all values begin at 0, and the first advantages are the rewards themselves; a random
-    head would begin with noise of the size of the hidden states.
+    With zeros all values begin at 0, and the first advantages are the rewards. A random head would
+    begin with noise of the size of the hidden states.
 
     Raises:
         ModelError: as ``build_empty_model``.
@@ -220,7 +219,7 @@ def check_weights(model: PreTrainedModel, files: WeightFiles) -> None:
     """Compare the names of the model's weights with those in the files.
 
     Raises:
-        ModelError: weights are missing, left over or quantised; names the first ones.
+        ModelError: weights are missing, unexpected or quantised; names the first ones.
     """
     files.require_floats()
     wanted = {name for name, _ in model.named_parameters()}
@@ -243,10 +242,10 @@ def fill_weights(
     """Give each parameter below ``module`` that has no memory yet its values.
 
     Args:
-        module: the model or a part of it; parts that were filled before are left alone.
-        prefix: the part's Hugging Face name with a final dot; empty for the model.
-        weights: where the values are.
-        device: where the parameters are to live.
+        module: the model or a submodule; filled parameters keep their values.
+        prefix: the submodule's Hugging Face name with a final dot; empty for the model.
+        weights: source of the values.
+        device: of the parameters.
     """
     for name, parameter in list(module.named_parameters()):
         if parameter.is_meta:
@@ -258,7 +257,7 @@ def fill_weights(
 
 
 def finish_model(model: PreTrainedModel, device: torch.device) -> None:
-    """Restore what filling by name leaves open: tied embeddings and the rotary frequencies."""
+    """Set the tied embedding and the rotary frequencies, which ``fill_weights`` does not."""
     head = model.get_output_embeddings()  # a critic has none
     if head is not None and model.config.tie_word_embeddings:
         head.weight = model.get_input_embeddings().weight
@@ -271,7 +270,7 @@ def _check_model_type(folder: Path) -> None:
     model_type = read_model_type(folder)
     if model_type not in SUPPORTED_MODEL_TYPES:
         raise ModelError(
-            f"{folder / 'config.json'}: model_type={model_type!r} cannot be trained here: "
+            f"{folder / 'config.json'}: model_type={model_type!r} is not supported: "
             f"{suggest_name(model_type, SUPPORTED_MODEL_TYPES)} Set model.path to such a model"
         )
 

@@ -1,4 +1,4 @@
-"""Log-probs and entropies of given tokens without the whole [tokens, vocabulary] in float32.
+"""Log-probs and entropies of given tokens without all of [tokens, vocabulary] in float32.
 
 Legend: S scored tokens, H hidden, V vocabulary, C tokens of one chunk.
 """
@@ -18,7 +18,7 @@ from hybridrl.models.onednn import linear
 
 @dataclass(frozen=True, slots=True)
 class VocabShard:
-    """Which rows of the output embedding this rank has, where several ranks share it."""
+    """This rank's rows of the output embedding, where several ranks share it."""
 
     begin: int
     """Token id of the first row."""
@@ -37,20 +37,20 @@ def token_logprobs(
     needs_entropy_gradient: bool = False,
     shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Score each target token, and measure the entropy of its whole distribution.
+    """Score each target token, and measure the entropy of its full distribution.
 
-    The logits ``hidden @ weight.T / temperature`` exist for one chunk at a time, in the forward
-    pass and again in the backward pass, which recomputes them.
+    The logits ``hidden @ weight.T / temperature`` exist for one chunk at a time. The backward pass
+    recomputes them.
 
     Args:
         hidden_SH: float [S, H], the model's last hidden states, after its last norm.
         weight_VH: float [V, H], the output embedding, or this rank's rows of it.
-        targets_S: int64 [S], in [0, V) of the whole vocabulary.
+        targets_S: int64 [S], in [0, V) of the full vocabulary.
         temperature: divides the logits, > 0.
         chunk_tokens: rows of logits that exist in float32 at one time, >= 1.
         needs_entropy_gradient: whether a loss on the entropies is to be differentiated.
-        shard: set where ranks share the vocabulary; one collective then joins what they found, and
-            the gradient of ``hidden_SH`` is this rank's part, to be summed over them.
+        shard: set where ranks share the vocabulary; one collective then joins their results. The
+            gradient of ``hidden_SH`` is this rank's part, to be summed over ranks.
 
     Returns:
         Log-probs and entropies, both float32 [S] nats. Gradients reach ``hidden_SH`` and
@@ -108,7 +108,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_grad_SH = torch.zeros_like(hidden_SH)
         weight_grad_VH = None
         if ctx.needs_input_grad[1]:  # not of a frozen model
-            # Float32 over the chunks: a sum of many bfloat16 parts would lose the small ones.
+            # Float32 over the chunks: a sum of many bfloat16 terms would lose the small ones.
             weight_grad_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
         for chunk in _chunks(targets_S, weight_VH, ctx.chunk_tokens):
             logits_CV = _logits(hidden_SH[chunk], weight_VH, ctx.temperature)
@@ -129,7 +129,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _chunks(targets_S: Tensor, weight_VH: Tensor, chunk_tokens: int) -> Iterator[slice]:
-    """Cut the targets; a rank that has no row of the embedding has nothing to compute."""
+    """Divide the targets; a rank without a row of the embedding gets no chunk."""
     num_targets = len(targets_S) if len(weight_VH) else 0
     for begin in range(0, num_targets, chunk_tokens):
         yield slice(begin, begin + chunk_tokens)
@@ -138,7 +138,7 @@ def _chunks(targets_S: Tensor, weight_VH: Tensor, chunk_tokens: int) -> Iterator
 def _own_targets(
     targets_S: Tensor, num_rows: int, shard: VocabShard | None
 ) -> tuple[Tensor, Tensor]:
-    """Return each target's row here (0 if another rank has it), and whether it is here."""
+    """Return each target's row on this rank, 0 if another rank has it, and a mask of own rows."""
     if shard is None:
         return targets_S, torch.ones_like(targets_S, dtype=torch.bool)
     rows_S = targets_S - shard.begin
@@ -149,20 +149,20 @@ def _own_targets(
 def _join(
     logprobs_S: Tensor, logsumexp_S: Tensor, entropies_S: Tensor, *, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Make distributions over parts of the vocabulary one over all of it; one collective.
+    """Join the distributions over shards of the vocabulary to one; one collective.
 
-    With the parts' weights w the whole has the entropy sum of w (entropy - log w). A target that is
-    not in a part has the log-prob -inf there.
+    With weights w of the shards the joint entropy is the sum of w (entropy - log w). A target has
+    the log-prob -inf on a shard that lacks it.
     """
-    mine_3S = torch.stack([logprobs_S, logsumexp_S, entropies_S])
-    everyone = [torch.empty_like(mine_3S) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine_3S, group=group)
+    own_3S = torch.stack([logprobs_S, logsumexp_S, entropies_S])
+    everyone = [torch.empty_like(own_3S) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, own_3S, group=group)
     logprobs_RS, logsumexp_RS, entropies_RS = torch.stack(everyone, dim=1)
-    whole_S = torch.logsumexp(logsumexp_RS, dim=0)
-    weights_RS = (logsumexp_RS - whole_S).exp()
+    joint_S = torch.logsumexp(logsumexp_RS, dim=0)
+    weights_RS = (logsumexp_RS - joint_S).exp()
     return (
-        (logprobs_RS + logsumexp_RS - whole_S).amax(dim=0),
-        whole_S,
+        (logprobs_RS + logsumexp_RS - joint_S).amax(dim=0),
+        joint_S,
         (weights_RS * entropies_RS + torch.special.entr(weights_RS)).sum(dim=0),
     )
 

@@ -1,8 +1,8 @@
 """Float32 matrix products on a CPU by oneDNN, where MKL leaves half of the vector unit idle.
 
-torch multiplies float32 matrices by MKL, which uses AVX-512 on Intel's processors alone. oneDNN,
-which is part of torch too, uses it wherever it is: 190 instead of 95 GFLOP/s on one core of an AMD
-EPYC of the 4th generation. Nothing is packed, so weights stay where their owner put them.
+torch multiplies float32 matrices by MKL, which uses AVX-512 only on Intel's processors. oneDNN, a
+part of torch, uses it on every processor that has it: 190 instead of 95 GFLOP/s on one core of an
+AMD EPYC of the 4th generation. Weights are not copied into another format.
 
 Legend: T tokens, I inputs, O outputs of a layer.
 """
@@ -23,7 +23,7 @@ _FEWEST_PRODUCTS = 1 << 20
 
 @cache
 def is_faster() -> bool:
-    """Say whether oneDNN is the faster one of the two on this processor."""
+    """Whether oneDNN is faster than MKL on this processor."""
     try:
         is_intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -36,8 +36,8 @@ def is_faster() -> bool:
 def linear(inputs_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return ``inputs @ weight.T + bias``, [T, O], without a gradient.
 
-    Which library multiplies depends on types, sizes and the processor alone. The two differ by the
-    order of additions.
+    Types, sizes and the processor decide which library multiplies. The two differ by the order of
+    additions.
     """
     if not _is_for_onednn(inputs_TI, weight_OI):
         return F.linear(inputs_TI, weight_OI, bias_O)

@@ -1,4 +1,4 @@
-"""Attention over rows laid end to end, so that all other layers compute on real tokens only.
+"""Attention over rows laid end to end: all other layers compute without padding.
 
 Legend: T packed tokens, R rows, L longest row of a bucket, N heads, D size of a head.
 """
@@ -18,16 +18,16 @@ from hybridrl.models.varlen import SharedPrompts, VarlenCall, VarlenLayout
 
 AttentionKernel = Literal["padded", "varlen"]
 
-# Within a bucket the shortest stretch has at least this share of the longest one's tokens: bounds
-# the padding of the padded kernel without making one small kernel call per length.
+# Within a bucket the shortest span has at least this share of the longest one's tokens. That bounds
+# the padding without one small kernel call per length.
 _SHORTEST_TO_LONGEST = 0.6
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of a pack: a row, a prompt that several rows share, or what follows such a prompt.
+    """Tokens of a micro-batch: a row, a prompt that several rows share, or the end of such a row.
 
-    Its tokens attend to themselves and what comes before them in the row.
+    They attend to themselves and to all tokens before them in the row.
     """
 
     num_tokens: int
@@ -38,7 +38,7 @@ class Segment:
 
 
 class PackLayout(Protocol):
-    """Where the rows of a pack begin and end, in the form one attention kernel wants."""
+    """Where the rows of a micro-batch begin and end, in the form of one attention kernel."""
 
     @property
     def longest_row(self) -> int:
@@ -80,7 +80,7 @@ class PaddedLayout:
     """
 
     buckets: tuple[_Bucket, ...]
-    slot_of_token: Tensor  # int64 [T], place of each packed token among the slots of all buckets
+    slot_of_token: Tensor  # int64 [T], index of each packed token among the slots of all buckets
     longest_row: int
 
     def attend(
@@ -110,8 +110,8 @@ class PaddedLayout:
         return _Unpad.apply(torch.cat(outputs), self.slot_of_token)  # type: ignore[no-any-return, no-untyped-call]
 
 
-# Each token has one slot, so either direction's gradient is the other direction. Autograd does not
-# know that: its gradient of index_select adds token by token, 5 times slower here.
+# Each token has one slot, so the gradient of either direction is the other direction. Autograd's
+# own gradient of index_select adds token by token, which is 5 times slower here.
 
 
 class _Pad(torch.autograd.Function):
@@ -143,25 +143,25 @@ class _Unpad(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class KeySpans:
-    """Tokens that attend from, stretch by stretch, and what they see; int64 [K], on the host.
+    """Spans of query tokens, and the keys that each span sees; int64 [K], on the host.
 
-    A stretch sees its prefix, the tokens of its own segment before it, and itself causally.
+    A span sees its prefix, the tokens of its own segment before it, and itself causally.
     """
 
     num_tokens_K: Tensor
 
     begin_K: Tensor
-    """First token of the segment that the stretch is of."""
+    """First token of the span's segment."""
 
     skip_K: Tensor
-    """Tokens of the segment before the stretch."""
+    """Tokens of the segment before the span."""
 
     prefix_begin_K: Tensor
     prefix_length_K: Tensor
 
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> KeySpans:
-        """Take each segment of a pack as one stretch."""
+        """Make each segment of a micro-batch one span."""
         lengths = torch.tensor([segment.num_tokens for segment in segments])
         begins = lengths.cumsum(0) - lengths
         prefix = torch.tensor([-1 if s.prefix is None else s.prefix for s in segments])
@@ -170,19 +170,19 @@ class KeySpans:
 
     @property
     def num_seen_K(self) -> Tensor:
-        """Tokens that come before the stretch in its row."""
+        """Tokens before the span in its row."""
         return self.prefix_length_K + self.skip_K
 
     @property
     def longest_row(self) -> int:
-        """Tokens of the longest row up to its last stretch's end."""
+        """Tokens of the longest row up to the end of its last span."""
         return int((self.num_seen_K + self.num_tokens_K).max())
 
 
 def build_layout(
     segments: Sequence[Segment], *, kernel: AttentionKernel, device: torch.device
 ) -> PackLayout:
-    """Describe a pack to an attention kernel.
+    """Describe a micro-batch to an attention kernel.
 
     Args:
         segments: in packed order. Neighbours of similar length pad least.
@@ -205,35 +205,37 @@ def _varlen_layout(spans: KeySpans, device: torch.device) -> VarlenLayout:
     if not num_tails:
         return VarlenLayout(own, spans.longest_row)
     first_tail = len(lengths_K) - num_tails
-    begin_F, family_of_tail = torch.unique_consecutive(
+    begin_P, prompt_of_tail = torch.unique_consecutive(
         spans.prefix_begin_K[first_tail:], return_inverse=True
     )
-    num_families = len(begin_F)
-    if not torch.equal(begin_F, offsets[:num_families]):
-        raise ValueError("the varlen kernel takes prefixes first, and their rows in that order")
-    tokens_F = family_of_tail.bincount(lengths_K[first_tail:]).long()
-    queries = pad(tokens_F.cumsum(0), (1, 0))
-    longest_prompt = int(lengths_K[:num_families].max())
+    num_prompts = len(begin_P)
+    if not torch.equal(begin_P, offsets[:num_prompts]):
+        raise ValueError(
+            "the varlen kernel takes prefixes first, then their rows in the same order"
+        )
+    tokens_P = prompt_of_tail.bincount(lengths_K[first_tail:]).long()
+    queries = pad(tokens_P.cumsum(0), (1, 0))
+    longest_prompt = int(lengths_K[:num_prompts].max())
     call = VarlenCall(
         queries.to(device, torch.int32),
-        own_offsets[: num_families + 1],
-        (int(tokens_F.max()), longest_prompt),
+        own_offsets[: num_prompts + 1],
+        (int(tokens_P.max()), longest_prompt),
         is_causal=False,
     )
-    prompts = SharedPrompts(call, int(offsets[first_tail]), int(offsets[num_families]))
+    prompts = SharedPrompts(call, int(offsets[first_tail]), int(offsets[num_prompts]))
     return VarlenLayout(own, spans.longest_row, prompts)
 
 
 def padded_layout(
     spans: KeySpans, *, device: torch.device, key_of_token: Tensor | None = None
 ) -> PaddedLayout:
-    """Describe stretches to the stock kernel.
+    """Describe spans to the stock kernel.
 
     Args:
-        stretches: laid end to end, they are the tokens that attend from.
+        spans: laid end to end, they are the query tokens.
         device: where the model computes.
-        key_of_token: int64, on the host: where the key of each token is among those given to
-            ``attend``; None is in the tokens' order.
+        key_of_token: int64, on the host: index of each token's key among the keys of ``attend``;
+            None keeps the tokens' order.
     """
     lengths = spans.num_tokens_K
     buckets = []
@@ -260,17 +262,15 @@ def padded_layout(
     return PaddedLayout(tuple(buckets), slot_of_token, spans.longest_row)
 
 
-def _build_bucket(
-    stretches_R1: KeySpans, device: torch.device, key_of_token: Tensor | None
-) -> _Bucket:
-    """Build a bucket of stretches whose columns are [R, 1]."""
-    length_R1, num_seen_R1 = stretches_R1.num_tokens_K, stretches_R1.num_seen_K
-    prefix_length_R1 = stretches_R1.prefix_length_K
+def _build_bucket(spans_R1: KeySpans, device: torch.device, key_of_token: Tensor | None) -> _Bucket:
+    """Build a bucket of spans whose columns are [R, 1]."""
+    length_R1, num_seen_R1 = spans_R1.num_tokens_K, spans_R1.num_seen_K
+    prefix_length_R1 = spans_R1.prefix_length_K
     columns_1K = torch.arange(int((num_seen_R1 + length_R1).max()))[None]
-    own_RK = torch.minimum(columns_1K - prefix_length_R1, stretches_R1.skip_K + length_R1 - 1)
+    own_RK = torch.minimum(columns_1K - prefix_length_R1, spans_R1.skip_K + length_R1 - 1)
     is_own_RK = columns_1K >= prefix_length_R1
     key_token_RK = torch.where(
-        is_own_RK, stretches_R1.begin_K + own_RK, stretches_R1.prefix_begin_K + columns_1K
+        is_own_RK, spans_R1.begin_K + own_RK, spans_R1.prefix_begin_K + columns_1K
     )
     if key_of_token is not None:
         key_token_RK = key_of_token[key_token_RK]
@@ -289,14 +289,16 @@ def _build_bucket(
 
 
 def _bucket_bounds(lengths: list[int], prefix_lengths: list[int]) -> list[tuple[int, int]]:
-    """Cut the segments, in their order, into stretches of similar ones: [(first, last + 1)]."""
+    """Divide the segments, in their order, into runs of similar length: [(first, last + 1)]."""
     rows = [sum(pair) for pair in zip(lengths, prefix_lengths, strict=True)]
     bounds = []
     first = 0
     for bound in range(1, len(lengths)):
-        stretch = slice(first, bound + 1)
+        candidate = slice(first, bound + 1)
         is_same_kind = bool(prefix_lengths[first]) == bool(prefix_lengths[bound])
-        if not (is_same_kind and _are_similar(lengths[stretch]) and _are_similar(rows[stretch])):
+        if not (
+            is_same_kind and _are_similar(lengths[candidate]) and _are_similar(rows[candidate])
+        ):
             bounds.append((first, bound))
             first = bound
     return [*bounds, (first, len(lengths))]

@@ -1,8 +1,8 @@
-"""The attention that Transformers calls while a Hugging Face model computes a pack.
+"""The attention that Transformers calls while a Hugging Face model computes a micro-batch.
 
-It is registered under ``PACKED_ATTENTION``; the caller of the model hands the layout of the rows
-through as the keyword ``pack_layout``. Transformers builds no mask for attention functions it does
-not know, and none is needed.
+It is registered under ``PACKED_ATTENTION``; the caller of the model passes the layout of the rows
+as the keyword ``pack_layout``. Transformers builds no mask for registered attention functions, and
+none is needed.
 
 Legend: T packed tokens, N heads, D size of a head.
 """
@@ -33,8 +33,8 @@ def _packed_attention(  # noqa: PLR0913 - transformers chooses these
 ) -> tuple[Tensor, None]:
     if attention_mask is not None:
         raise ModelError(
-            f"packed attention was given a mask of shape {tuple(attention_mask.shape)}; "
-            "call the model with attention_mask=None, the layout alone separates rows"
+            f"packed attention got a mask of shape {tuple(attention_mask.shape)}; call the model "
+            "with attention_mask=None, because the layout separates rows"
         )
     if sliding_window is not None and pack_layout.longest_row > sliding_window:
         raise ModelError(
@@ -55,7 +55,7 @@ AttentionInterface.register(PACKED_ATTENTION, _packed_attention)
 
 
 def keep_attention_eager() -> None:
-    """Let ``torch.compile`` leave attention alone, in this process."""
+    """Exclude attention from ``torch.compile``, in this process."""
     # Not a decorator: it imports torch._dynamo, which takes a second.
     eager = torch.compiler.disable(_packed_attention)  # type: ignore[no-untyped-call]
     AttentionInterface.register(PACKED_ATTENTION, eager)

@@ -1,38 +1,40 @@
-"""A Hugging Face model whose body computes packed rows; heads are its subclasses' business."""
+"""Policy and critic on a Hugging Face model whose body computes packed rows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from hybridrl.models.logprobs import token_logprobs
 from hybridrl.models.onednn import use_onednn
 from hybridrl.models.packed import PackLayout
 
 
 @dataclass(frozen=True, slots=True)
 class PackedTokens:
-    """Rows laid end to end, and which of their successors to score.
+    """Rows laid end to end, and the tokens to score.
 
     Legend: T packed tokens, S <= T scored tokens, J layers, K experts that a token goes through.
     """
 
     token_ids_T: Tensor  # int64
-    positions_T: Tensor  # int64, place within the row, from 0
+    positions_T: Tensor  # int64, position within the row, from 0
     layout: PackLayout
     scored_S: Tensor  # int64, packed tokens whose successor is scored
     targets_S: Tensor  # int64, those successors
-    num_padding: int = 0  # tokens at the end that belong to no row
-    num_pack_tokens: int = 0  # that belong to a row, on all ranks that share the pack
-    experts_TJK: Tensor | None = None  # int16, on the host: experts to go through; -1: padding
+    num_padding: int = 0  # padding tokens at the end
+    num_row_tokens: int = 0  # without padding, on all ranks that share the micro-batch
+    experts_TJK: Tensor | None = None  # int16, on the host: experts of each token; -1: padding
 
 
 class PackedModel(nn.Module):
-    """What policy and critic have in common.
+    """The base of policy and critic.
 
-    A head is used inside the forward pass of this module, and not by the caller, because FSDP2
-    gathers the weights of the outermost module exactly there.
+    Subclasses apply their head in the forward pass of this module. FSDP2 gathers the weights of the
+    outermost module only there, so a caller could not.
     """
 
     def __init__(self, hf: PreTrainedModel) -> None:
@@ -41,7 +43,7 @@ class PackedModel(nn.Module):
         use_onednn(hf)
 
     def hidden_before_scored(self, tokens: PackedTokens) -> Tensor:
-        """Return the body's last hidden state just before each scored token, float [S, H]."""
+        """Return the last hidden state just before each scored token, float [S, H]."""
         hidden_1TH: Tensor = self.hf.model(
             input_ids=tokens.token_ids_T[None],
             position_ids=tokens.positions_T[None],
@@ -49,3 +51,38 @@ class PackedModel(nn.Module):
             pack_layout=tokens.layout,
         ).last_hidden_state
         return hidden_1TH[0].index_select(0, tokens.scored_S)
+
+
+class PolicyModel(PackedModel):
+    """A causal language model whose last layer computes only scored tokens."""
+
+    def __init__(self, hf: PreTrainedModel, *, chunk_tokens: int) -> None:
+        super().__init__(hf)
+        self._chunk_tokens = chunk_tokens
+
+    def forward(
+        self, tokens: PackedTokens, temperature: float, *, needs_entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies of the scored tokens, both float32 [S] nats."""
+        return token_logprobs(
+            self.hidden_before_scored(tokens),
+            self.hf.lm_head.weight,
+            tokens.targets_S,
+            temperature=temperature,
+            chunk_tokens=self._chunk_tokens,
+            needs_entropy_gradient=needs_entropy_gradient,
+        )
+
+
+class ValueModel(PackedModel):
+    """A language model whose output is one number instead of a distribution over tokens.
+
+    Its ``hf`` is a ``...ForTokenClassification`` with a single label, so other programs load an
+    export. The head's dropout is not used: it would add noise to advantages.
+    """
+
+    def forward(self, tokens: PackedTokens) -> Tensor:
+        """Return the value of the state before each scored token, float32 [S] reward units."""
+        score = self.hf.score
+        hidden_SH = self.hidden_before_scored(tokens).float()
+        return linear(hidden_SH, score.weight.float(), score.bias.float())[:, 0]

@@ -1,11 +1,11 @@
-"""Packs whose tokens several ranks share: context parallelism (arXiv:2407.21783, 3.3.2).
+"""Context parallelism: several ranks share a micro-batch's tokens (arXiv:2407.21783, 3.3.2).
 
-Queries stay where they are; keys and values of all tokens are gathered before each attention, and
-their gradients summed back. A late token attends to more than an early one, so each segment is cut
-in twice as many pieces as there are ranks, and a rank has an early and a late one of each.
+Queries stay on their rank; keys and values of all tokens are gathered before each attention, and
+their gradients summed over ranks. A late token attends to more tokens than an early one. So each
+segment is divided into twice as many pieces as ranks, and a rank has an early and a late piece.
 
 Legend: T packed tokens, U tokens of this rank, W ranks, N heads, J key-value heads, D size of a
-head, K stretches.
+head, K spans.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from hybridrl.models.packed import (
     Segment,
     padded_layout,
 )
-from hybridrl.models.varlen import VarlenCall, attend_in_stretches
+from hybridrl.models.varlen import VarlenCall, attend_in_spans
 
 
 @dataclass(frozen=True, slots=True)
 class ContextParallelRank:
-    """This rank among those that share the tokens of each pack."""
+    """This rank among those that share the tokens of each micro-batch."""
 
     rank: int
     size: int
@@ -41,13 +41,13 @@ class ContextParallelRank:
 
 @dataclass(frozen=True, slots=True)
 class SharedTokens:
-    """What a rank has of a pack."""
+    """The tokens of a micro-batch that a rank has."""
 
     own_U: Tensor
-    """int64, on the host: which packed tokens, in the order in which the rank has them."""
+    """int64, on the host: packed tokens of the rank, in its order."""
 
     num_padding: int
-    """Tokens that follow and belong to no row, so that all ranks have as many."""
+    """Padding tokens at the end, with which all ranks have equally many tokens."""
 
     layout: PackLayout
 
@@ -60,23 +60,23 @@ def split_for_context_parallel(
     kernel: AttentionKernel,
     device: torch.device,
 ) -> SharedTokens:
-    """Cut a pack into the shares of ranks, and describe this rank's to an attention kernel.
+    """Divide a micro-batch over ranks, and describe this rank's tokens to an attention kernel.
 
     Args:
-        segments: of the whole pack.
+        segments: of the full micro-batch.
         share: this rank.
-        multiple: of which the tokens of a rank are a multiple.
+        multiple: divides the tokens of a rank.
         kernel: as for ``build_layout``.
         device: where the model computes.
     """
-    all_stretches = KeySpans.of(segments)
-    segment_T = torch.arange(len(segments)).repeat_interleave(all_stretches.num_tokens_K)
-    within_T = torch.arange(len(segment_T)) - all_stretches.begin_K[segment_T]
+    all_spans = KeySpans.of(segments)
+    segment_T = torch.arange(len(segments)).repeat_interleave(all_spans.num_tokens_K)
+    within_T = torch.arange(len(segment_T)) - all_spans.begin_K[segment_T]
     # Piece j begins at token floor(j * length / pieces).
     num_pieces = 2 * share.size
-    piece_T = ((within_T + 1) * num_pieces - 1) // all_stretches.num_tokens_K[segment_T]
+    piece_T = ((within_T + 1) * num_pieces - 1) // all_spans.num_tokens_K[segment_T]
     owner_T = torch.minimum(piece_T, num_pieces - 1 - piece_T)
-    # Early pieces first, then late ones: neighbours are alike, which pads least.
+    # Early pieces first, then late ones: neighbours of similar length need least padding.
     order_T = (owner_T * num_pieces + piece_T).argsort(stable=True)
     counts_W = owner_T.bincount(minlength=share.size)
     num_each = -(-int(counts_W.max()) // multiple) * multiple
@@ -88,7 +88,7 @@ def split_for_context_parallel(
     begin, count = int(begins_W[share.rank]), int(counts_W[share.rank])
     own_U = order_T[begin : begin + count]
     num_padding = num_each - count
-    spans = _spans(all_stretches, segment_T[own_U], piece_T[own_U], within_T[own_U])
+    spans = _spans(all_spans, segment_T[own_U], piece_T[own_U], within_T[own_U])
     if num_padding:
         spans = _followed_by_padding(spans, begin=len(order_T), length=num_padding)
         first = share.rank * num_each + count
@@ -101,16 +101,16 @@ def split_for_context_parallel(
 
 @dataclass(frozen=True, slots=True)
 class SharedLayout:
-    """Attention of this rank's tokens to those of all ranks that share the pack."""
+    """Attention of this rank's tokens to those of all ranks that share the micro-batch."""
 
     attention: PackLayout
-    """Takes this rank's queries, and keys and values as they are gathered."""
+    """Takes this rank's queries, and the gathered keys and values."""
 
     gather: Callable[[Tensor], Tensor]
 
     @property
     def longest_row(self) -> int:
-        """Tokens of the longest row, as far as this rank sees it."""
+        """Tokens of the longest row that this rank sees."""
         return self.attention.longest_row
 
     def attend(
@@ -128,21 +128,21 @@ class SharedLayout:
 
 @dataclass(frozen=True, slots=True)
 class VarlenSpans:
-    """KeySpans for torch's variable-length flash kernel: CUDA, 16-bit types."""
+    """``KeySpans`` for torch's variable-length flash kernel: CUDA, 16-bit types."""
 
     call: VarlenCall
-    key_token: Tensor  # int64, keys to take: all that a stretch sees, stretch by stretch
+    key_token: Tensor  # int64, indices of the keys that each span sees, span by span
 
     @property
     def longest_row(self) -> int:
-        """Tokens of the longest row, as far as this rank sees it."""
+        """Tokens of the longest row that this rank sees."""
         return self.call.longest[1]
 
     def attend(
         self, query_UND: Tensor, key_TJD: Tensor, value_TJD: Tensor, *, scale: float | None
     ) -> Tensor:
-        """Attend from each stretch to all before it in its row; see ``PackLayout.attend``."""
-        return attend_in_stretches(
+        """Attend from each span to all tokens before it in its row; see ``PackLayout.attend``."""
+        return attend_in_spans(
             query_UND,
             key_TJD.index_select(0, self.key_token),
             value_TJD.index_select(0, self.key_token),
@@ -151,9 +151,7 @@ class VarlenSpans:
         )
 
 
-def _spans(
-    all_stretches: KeySpans, segment_U: Tensor, piece_U: Tensor, within_U: Tensor
-) -> KeySpans:
+def _spans(all_spans: KeySpans, segment_U: Tensor, piece_U: Tensor, within_U: Tensor) -> KeySpans:
     """Join a rank's tokens that are neighbours in a segment."""
     is_first_U = torch.ones_like(segment_U, dtype=torch.bool)
     is_first_U[1:] = (segment_U.diff() != 0) | (piece_U.diff() != 0)
@@ -161,10 +159,10 @@ def _spans(
     segment_K = segment_U[first_K]
     return KeySpans(
         num_tokens_K=torch.cat([first_K, torch.tensor([len(segment_U)])]).diff(),
-        begin_K=all_stretches.begin_K[segment_K],
+        begin_K=all_spans.begin_K[segment_K],
         skip_K=within_U[first_K],
-        prefix_begin_K=all_stretches.prefix_begin_K[segment_K],
-        prefix_length_K=all_stretches.prefix_length_K[segment_K],
+        prefix_begin_K=all_spans.prefix_begin_K[segment_K],
+        prefix_length_K=all_spans.prefix_length_K[segment_K],
     )
 
 

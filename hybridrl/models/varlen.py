@@ -1,11 +1,11 @@
 """Attention over packed rows through torch's variable-length flash kernel.
 
-A prompt that siblings share is computed once: each sibling attends to its own tokens causally, all
-siblings together to the prompt's keys, and both results are merged by their log-sum-exps
+A prompt that several responses share is computed once. Each response attends causally to its own
+tokens, all responses together attend to the prompt's keys, and the log-sum-exps merge both results
 (arXiv:2205.14135, B.3).
 
 Legend: T packed tokens, S tokens of keys, U tokens behind a shared prompt, N heads, J key-value
-heads, D size of a head, K stretches.
+heads, D size of a head, K spans.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class VarlenCall:
-    """One call of the kernel: which queries see which keys."""
+    """One call of the kernel: spans of queries, and the keys that each span sees."""
 
-    query_offsets: Tensor  # int32 [K + 1], where stretches begin among the queries
-    key_offsets: Tensor  # int32 [K + 1], where they begin among the keys
-    longest: tuple[int, int]  # queries and keys of the longest stretch
-    is_causal: bool = True  # the last query of a stretch sees all its keys; else all queries do
+    query_offsets: Tensor  # int32 [K + 1], begin of each span among the queries
+    key_offsets: Tensor  # int32 [K + 1], begin of its keys
+    longest: tuple[int, int]  # queries and keys of the longest span
+    is_causal: bool = True  # the last query of a span sees all its keys; else all queries do
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrompts:
-    """The call for what follows prompts that several rows share."""
+    """The call for tokens after prompts that several rows share."""
 
     call: VarlenCall
-    """A stretch is a family of siblings and the prompt's keys."""
+    """A span is all responses of a prompt, and its keys are the prompt's."""
 
     first_query: int
-    """Packed token from which on all tokens follow a shared prompt."""
+    """First packed token after which all tokens follow a shared prompt."""
 
     num_keys: int
-    """Packed tokens of the shared prompts, which come first in the pack."""
+    """Packed tokens of the shared prompts, which come first in the micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class VarlenLayout:
     """Attention through torch's variable-length flash kernel: CUDA, 16-bit types, no padding."""
 
     own: VarlenCall
-    """Each segment of the pack sees itself."""
+    """Each segment of the micro-batch sees itself."""
 
     longest_row: int
     prompts: SharedPrompts | None = None
@@ -55,12 +55,12 @@ class VarlenLayout:
         self, query_TND: Tensor, key_TJD: Tensor, value_TJD: Tensor, *, scale: float | None
     ) -> Tensor:
         """Attend causally within each row; see ``PackLayout.attend``."""
-        return attend_in_stretches(
+        return attend_in_spans(
             query_TND, key_TJD, value_TJD, own=self.own, prompts=self.prompts, scale=scale
         )
 
 
-def attend_in_stretches(
+def attend_in_spans(
     query_TND: Tensor,
     key_SJD: Tensor,
     value_SJD: Tensor,
@@ -69,15 +69,15 @@ def attend_in_stretches(
     scale: float | None,
     prompts: SharedPrompts | None = None,
 ) -> Tensor:
-    """Attend in each stretch, by torch's variable-length flash kernel.
+    """Attend in each span, by torch's variable-length flash kernel.
 
     Args:
         query_TND: float [T, N, D].
-        key_SJD: float [S, J, D] where J divides N: the kernel knows shared heads.
+        key_SJD: float [S, J, D] where J divides N: queries share key-value heads.
         value_SJD: float [S, J, D].
-        own: the stretches.
+        own: the spans.
         scale: factor on the scores; None is ``1 / sqrt(D)``.
-        prompts: what some queries see besides; keys are then those of the queries' tokens.
+        prompts: seen by some queries, too; keys are then those of the queries' tokens.
 
     Returns:
         Like ``query_TND``.
@@ -89,9 +89,8 @@ def attend_in_stretches(
 class _Attention(torch.autograd.Function):
     """The operators behind ``torch.nn.attention.varlen.varlen_attn``, and their gradient.
 
-    Not varlen_attn itself, because its gradient leaves out that of the log-sum-exp which it
-    returns, and because its flag for shared heads is in torch 2.13 and not in 2.11; the operators
-    are the same, and take both.
+    Not varlen_attn itself, because its gradient omits that of the returned log-sum-exp. Its flag
+    for shared heads is in torch 2.13 and not in 2.11; the operators support both.
     """
 
     @staticmethod
@@ -125,8 +124,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         query_TND, key_SJD, value_SJD, output_TND, lse_NT = ctx.saved_tensors
         grad_TND = grads[0].contiguous()
-        # The kernel makes probabilities anew from scores and log-sum-exps. Given those of the whole
-        # row it yields this call's part of the whole row's gradient.
+        # The kernel recomputes probabilities from scores and log-sum-exps. With those of the full
+        # row its result is this call's part of the full row's gradient.
         query_grad, key_grad, value_grad = _backward(
             grad_TND, ctx.saved_tensors, ctx.own, ctx.scale
         )
@@ -171,7 +170,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values."""
     query, key, value, output, lse = saved
-    # Without dropout nothing random is made; varlen_attn hands over the same.
+    # Without dropout the kernel draws no random numbers; varlen_attn passes the same.
     random = torch.zeros(2, dtype=torch.uint64, device=query.device)
     unused = torch.empty(0, device=query.device)
     gradients = torch.ops.aten._flash_attention_backward(

@@ -1,8 +1,8 @@
-"""The driver's end of the socket to a reward process, which is trusted with nothing.
+"""The driver's end of the socket to a reward process, which it does not trust.
 
-What a user's function does to the socket, its forks and its threads included, costs at most the
-time of the call: lengths are bounded, all is read under a deadline, and an answer counts only if it
-bears the number of the call that waits for it.
+Whatever a user's function, its forks and threads do to the socket, it costs at most the time of the
+call. Lengths are bounded and every read has a deadline. An answer counts only with the number of
+the current call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from hybridrl.rewards.child import HEADER, encode
 
 _ANSWER_BYTES, _REWARD_BYTES = 1 << 16, 1 << 11
-"""What an answer may have at most: so much, and so much for each reward."""
+"""Largest size of an answer: a constant, and an amount per reward."""
 
 
 class ChannelClosed(Exception):
@@ -27,7 +27,7 @@ class Refused(Exception):
 
 
 class Garbage(Exception):
-    """What came is no answer; says what it is."""
+    """The bytes on the socket are not a valid answer; the message describes them."""
 
 
 class Channel:
@@ -59,13 +59,13 @@ class Channel:
             raise ChannelClosed from error
 
     def receive(self, *, num_rewards: int, timeout_s: float) -> list[float | str]:
-        """Return the rewards of the present call; text stands for what is no number.
+        """Return the rewards of the current call; a value that is not a number comes as text.
 
         Raises:
             TimeoutError: they did not come in time.
             ChannelClosed: the process ended.
-            Refused: it answered that there are none.
-            Garbage: something else came. What follows on the socket means nothing.
+            Refused: the answer is an error instead of rewards.
+            Garbage: the answer is not valid, and neither are later bytes on the socket.
         """
         deadline = time.monotonic() + timeout_s
         max_bytes = _ANSWER_BYTES + num_rewards * _REWARD_BYTES
@@ -78,8 +78,8 @@ class Channel:
             if number == self._number:
                 return _rewards_of(answer)
             if not isinstance(number, int) or not 0 <= number < self._number:
-                raise Garbage("answered with what is no answer to a call")
-            # The answer to an earlier call, which was given up or had two: nobody waits for it.
+                raise Garbage("answered with text that is not an answer to a call")
+            # The answer to an earlier call, which timed out or was answered twice.
 
     def _read(self, size: int, deadline: float) -> bytes:
         data = bytearray()
@@ -104,9 +104,9 @@ def _parse(data: bytes) -> dict[str, object]:
     try:
         answer = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise Garbage("answered with what is no JSON") from error
+        raise Garbage("answered with text that is not JSON") from error
     if not isinstance(answer, dict):
-        raise Garbage("answered with what is no answer to a call")
+        raise Garbage("answered with text that is not an answer to a call")
     return answer
 
 
@@ -116,4 +116,4 @@ def _rewards_of(answer: Mapping[str, object]) -> list[float | str]:
             raise Refused(reason)
         case {"rewards": list(rewards)} if all(type(value) in (float, str) for value in rewards):
             return rewards
-    raise Garbage("answered with what is no list of rewards")
+    raise Garbage("answered with text that is not a list of rewards")

@@ -1,7 +1,7 @@
 """The process that runs a user's reward function. A script of its own: imports nothing of hybridrl.
 
-``python child.py FD``: FD is a socket to the driver. A message is eight bytes that tell a length,
-and as many bytes of JSON; never pickle, which would run what it is sent. First message in: path and
+``python child.py FD``: FD is a socket to the driver. A message is eight bytes with a length, and as
+many bytes of JSON; never pickle, which would execute received code. First message in: path and
 name of the function and the driver's ``sys.path``; then the columns of one call each. Every message
 has the number of its call, from 0 for the first, and every answer repeats it: ``{"call": 3,
 "rewards": [...]}`` or ``{"call": 3, "failed": reason}``.
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 HEADER = struct.Struct("!Q")
-"""What stands before a message: its bytes."""
+"""The prefix of a message: its length in bytes."""
 
 COLUMNS = ("responses", "answers", "prompts", "sources")
 Message = dict[str, Any]
@@ -34,7 +34,7 @@ def main() -> None:
     """Load the function, then answer calls until the driver is gone."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
-    os.dup2(_STDERR, _STDOUT)  # what a reward function prints is not the driver's output
+    os.dup2(_STDERR, _STDOUT)  # the output of a reward function is not the driver's
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), _STDIN)
     pid = os.getpid()
@@ -127,7 +127,7 @@ def _call(function: RewardFunction, columns: dict[str, list[str]]) -> Message:
 
 
 def _to_number(value: object) -> float | str:
-    """Return what is no number (nor a tensor or array that holds one) as text, for a message."""
+    """Describe a value that is not a number, nor a tensor or array of one, for a message."""
     try:
         return repr(value)[:_MAX_VALUE] if isinstance(value, str) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -135,7 +135,7 @@ def _to_number(value: object) -> float | str:
 
 
 def _last_line(error: BaseException) -> str:
-    """Return error and place, for example ``ValueError: no digits (reward.py:12)``."""
+    """Return error and line, for example ``ValueError: no digits (reward.py:12)``."""
     text = "".join(traceback.format_exception_only(error)).strip()[:_MAX_REASON]
     frames = traceback.extract_tb(error.__traceback__)
     return f"{text} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})"

@@ -20,7 +20,7 @@ def exact_match(responses: Sequence[str], answers: Sequence[str], **_: object) -
 def sorted_prefix(responses: Sequence[str], answers: Sequence[str], **_: object) -> list[float]:
     """Give the share of the answer that the response has right before its first wrong character.
 
-    A dense reward for ``sort_digits``. What stands after a whole answer counts as one more wrong
+    A dense reward for ``sort_digits``. Text after a complete answer counts as one more wrong
     character, so that only the exact answer gets 1.
     """
     return [

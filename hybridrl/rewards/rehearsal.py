@@ -1,4 +1,4 @@
-"""What ``mode=check`` does with a user's reward function: it loads it as a run would."""
+"""``mode=check`` of a user's reward function: it loads it as a run would."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def check_reward_loads(reward: RewardConfig) -> None:
         ChildRunner(Path(path), name, timeout_s=reward.timeout_s).close()
     except RewardError as err:
         reason = str(err).partition("cannot be loaded: ")[2] or str(err)
-        rule = f"cannot be loaded: {reason.removesuffix('; mend the file')}"
-        raise ConfigError("reward.function", reward.function, rule, f"mend {path}") from err
+        rule = f"cannot be loaded: {reason.removesuffix('; correct the file')}"
+        raise ConfigError("reward.function", reward.function, rule, f"correct {path}") from err

@@ -1,4 +1,4 @@
-"""What a step's rewards look like. Legend: B responses, siblings adjacent."""
+"""Metrics of a step's rewards. Legend: B responses, those to one prompt adjacent."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _MAX_RESTARTS = 2
 _KILLED = tuple(
     -number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 )
-"""How processes end that somebody else ends: not by a crash of their own code."""
+"""Signals of processes that were killed from outside, and did not crash."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ class RewardRunner(Protocol):
     """One loaded reward function."""
 
     def call(self, inputs: RewardInputs) -> Sequence[float | str]:
-        """Return what the function says to each response; text stands for what is no number.
+        """Return the reward of each response; a value that is not a number comes as text.
 
         Raises:
             CallFailed: it raised, died or hung.
@@ -97,10 +97,10 @@ class InProcessRunner:
 class ChildRunner:
     """Runs a user's function in a process of its own, with a deadline for every call.
 
-    A thread could not be killed, and a fork of the driver would copy Ray's and torch's threads in
-    the middle of what they do; so it is a fresh interpreter (60 ms, plus what the file imports). It
-    has a session of its own: Ctrl-C does not reach it. What it starts dies with it, whatever
-    sessions and daemons that makes: see `hybridrl.guard`.
+    A thread cannot be killed, and a fork of the driver would copy running threads of Ray and torch.
+    So it is a fresh interpreter (60 ms, plus the imports of the file). It has a session of its own,
+    so Ctrl-C does not reach it. All processes and daemons that it starts die with it: see
+    `hybridrl.guard`.
     """
 
     def __init__(self, path: Path, name: str, *, timeout_s: float) -> None:
@@ -167,7 +167,7 @@ class ChildRunner:
         status = self._process.poll()
         if status is None:
             return
-        if not self._is_closed:  # else it was told why
+        if not self._is_closed:  # else the error is known
             log.warning(
                 "the process of %s %s between calls; it is started again",
                 *(self._describe(), _describe_end(status)),
@@ -197,7 +197,7 @@ class ChildRunner:
             self.close()
             reason = str(error) or _describe_end(self._process.returncode)
             raise RewardError(
-                f"{self._describe()} cannot be loaded: {reason}; mend the file"
+                f"{self._describe()} cannot be loaded: {reason}; correct the file"
             ) from error
 
     def _describe(self) -> str:

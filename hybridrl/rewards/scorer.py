@@ -6,7 +6,7 @@ import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -93,25 +93,20 @@ class RewardScorer:
         self._config = config
         self._runner = load_runner(config.function, timeout_s=config.timeout_s)
 
-    def __enter__(self) -> RewardScorer:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def score(self, inputs: RewardInputs) -> Scores:
         """Score B responses.
 
-        A call that fails as a whole is repeated response by response, to find the one at fault.
+        A failed call is repeated response by response, to find the one that fails.
 
         Raises:
-            RewardError: with ``on_error="stop"``, the function raised, hung, ended its process, or
-                returned another number of rewards, or something that is no number of a size that
+            RewardError: with ``on_error="stop"``, the function raised, hung or ended its process.
+                Or it returned another number of rewards, or a value that is not a number that
                 training can compute with. Names function, response and prompt.
         """
         outcomes = self._call(inputs)
@@ -120,7 +115,7 @@ class RewardScorer:
             index = int(is_failed_B.nonzero()[0])
             message = self._describe(inputs, index, reason=str(outcomes[index]))
             if self._config.on_error == "stop":
-                raise RewardError(f"{message}; mend it, or set reward.on_error=zero")
+                raise RewardError(f"{message}; correct it, or set reward.on_error=zero")
             log.warning(
                 "scored 0: num_failed=%d of=%d; %s", int(is_failed_B.sum()), len(inputs), message
             )
@@ -140,7 +135,7 @@ class RewardScorer:
             if self._config.on_error == "stop" and not any(isinstance(o, str) for o in outcomes):
                 raise RewardError(
                     f"reward.function={self._config.function}: a call with {len(inputs)} responses "
-                    f"{failure}, though each alone is scored; mend it, or raise "
+                    f"{failure}, though each alone is scored; correct it, or raise "
                     f"reward.timeout_s={self._config.timeout_s:g} if it is only slow"
                 ) from failure
             return outcomes

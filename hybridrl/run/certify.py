@@ -7,8 +7,6 @@ left is compared bit by bit.
 
 from __future__ import annotations
 
-import json
-import logging
 import random
 import sys
 import time
@@ -24,10 +22,9 @@ from hybridrl.errors import CertificateError, DeadlineError
 from hybridrl.json_text import to_json_text
 from hybridrl.run.child import Child
 from hybridrl.run.display import LiveView
+from hybridrl.run.line_files import last_step, read_metrics
 from hybridrl.run.record import RunFolder
-from hybridrl.run.resume import checkpoint_store
-
-log = logging.getLogger(__name__)
+from hybridrl.run.resume import newest_step
 
 _NUM_RUNS = 3
 _POLL_S = 0.05
@@ -41,17 +38,18 @@ def certify(config: ExperimentConfig, *, record: RunFolder) -> None:
         CertificateError: a run failed, or the two did not end alike.
         DeadlineError: a run took longer than ``certify.timeout_s``.
     """
-    uninterrupted = _rehearsal(config, record.folder / "uninterrupted")
-    broken = _rehearsal(config, record.folder / "interrupted")
+    uninterrupted = _short_run(config, record.folder / "uninterrupted")
+    interrupted = _short_run(config, record.folder / "interrupted")
     _run(uninterrupted, record.live, "without a break")
     record.live.step(1, {})
-    killed_at = _run_and_kill(broken, record.live, pace_s=_seconds_per_step(uninterrupted))
+    killed_at = _run_and_kill(interrupted, record.live, pace_s=_seconds_per_step(uninterrupted))
     record.live.step(2, {})
-    _run(broken, record.live, "resumed")
+    _run(interrupted, record.live, "resumed")
     record.live.step(_NUM_RUNS, {})
-    folders = [Path(run.trainer.run_dir) for run in (uninterrupted, broken)]
+    folders = [Path(run.trainer.run_dir) for run in (uninterrupted, interrupted)]
     findings = compare_runs(*folders)
-    text = describe(config, findings, killed_at=killed_at, environment=environment_of(broken))
+    environment = environment_of(interrupted)
+    text = describe(config, findings, killed_at=killed_at, environment=environment)
     atomic_write_text(record.folder / "certificate.md", text)
     report = {"killed_at": killed_at, "findings": [asdict(finding) for finding in findings]}
     atomic_write_text(record.folder / "certificate.json", to_json_text(report, indent=1))
@@ -70,11 +68,13 @@ def describe(
     """Write the certificate."""
     is_same = not any(finding.differences for finding in findings)
     k = config.certify.num_steps
+    weights = f"LoRA ({config.lora.sync})" if config.lora.enabled else "all weights"
+    engines = f"{config.actor.engine} and {config.rollout.engine}"
     lines = [
         f"# {'Certificate: resumed bit by bit' if is_same else 'NOT bit by bit'}",
         "",
-        f"{_describe(config)}. {2 * k} steps without a break, against {2 * k} steps {killed_at} "
-        f"and resumed from step {k}.",
+        f"{config.algorithm.name}, {weights}, {engines}, seed {config.seed}. {2 * k} steps without "
+        f"a break, against {2 * k} steps {killed_at} and resumed from step {k}.",
         "",
         *(
             f"- {'same' if not f.differences else 'DIFFERENT'}: {f.what}, {f.amount}"
@@ -88,13 +88,7 @@ def describe(
     return "\n".join(lines)
 
 
-def _describe(config: ExperimentConfig) -> str:
-    learnt = f"LoRA ({config.lora.sync})" if config.lora.enabled else "all weights"
-    engines = f"{config.actor.engine} and {config.rollout.engine}"
-    return f"{config.algorithm.name}, {learnt}, {engines}, seed {config.seed}"
-
-
-def _rehearsal(config: ExperimentConfig, folder: Path) -> ExperimentConfig:
+def _short_run(config: ExperimentConfig, folder: Path) -> ExperimentConfig:
     """Return the same training, short, with one checkpoint in the middle."""
     k = config.certify.num_steps
     return replace(
@@ -108,68 +102,66 @@ def _rehearsal(config: ExperimentConfig, folder: Path) -> ExperimentConfig:
     )
 
 
-def _run(config: ExperimentConfig, live: LiveView, label: str) -> None:
-    child = _start(config)
+def _run(
+    config: ExperimentConfig,
+    live: LiveView,
+    label: str,
+    *,
+    until: Callable[[], bool] = lambda: False,
+    then_wait_s: float = 0.0,
+) -> str:
+    """Run to the end, or kill all of it some seconds after ``until`` says so.
+
+    Returns:
+        The end of its output.
+
+    Raises:
+        CertificateError: it failed by itself.
+        DeadlineError: it took longer than ``certify.timeout_s``.
+    """
+    run_folder = Path(config.trainer.run_dir)
+    folder = run_folder.with_suffix(".process")
+    folder.mkdir(exist_ok=True)
+    deadline = time.monotonic() + config.certify.timeout_s
+    shown = -1
+    child = Child(config, folder=folder)
     try:
-        _watch(child, config, live, label=label, until=lambda: False)
-        if child.poll() != 0:
-            raise CertificateError(f"the run {label} failed; it said:\n{child.tail()}")
+        while child.poll() is None and not until():
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"the run {label} took longer than certify.timeout_s="
+                    f"{config.certify.timeout_s:g} s; its last output:\n{child.tail()}"
+                )
+            if shown != (shown := last_step(run_folder)):
+                live.phase(f"{label}: step {shown} of {config.trainer.num_steps}")
+            time.sleep(_POLL_S)
+        if child.poll():
+            raise CertificateError(f"the run {label} failed; its last output:\n{child.tail()}")
+        time.sleep(then_wait_s)
     finally:
         child.kill()
+    return child.tail()
 
 
 def _run_and_kill(config: ExperimentConfig, live: LiveView, *, pace_s: float) -> str:
     """Kill a run at a random moment after its checkpoint; says when that was."""
     k = config.certify.num_steps
-    shelf = checkpoint_store(config)
     wait_s = random.Random(config.seed).uniform(0.0, pace_s * (k - 1))
-    child = _start(config)
-    try:
-        _watch(child, config, live, label="to be killed", until=lambda: shelf.newest() is not None)
-        time.sleep(wait_s)
-    finally:
-        child.kill()
-    if shelf.newest() is None:
-        raise CertificateError(f"the run made no checkpoint of step {k}; it said:\n{child.tail()}")
-    return f"killed in step {_steps_done(config) + 1}, {wait_s:.2f} s after the checkpoint"
-
-
-def _watch(
-    child: Child,
-    config: ExperimentConfig,
-    live: LiveView,
-    *,
-    label: str,
-    until: Callable[[], bool],
-) -> None:
-    """Show how far a run is until it has ended, or ``until`` says so."""
-    deadline = time.monotonic() + config.certify.timeout_s
-    shown = -1
-    while child.poll() is None and not until():
-        if time.monotonic() > deadline:
-            raise DeadlineError(
-                f"the run {label} took longer than certify.timeout_s="
-                f"{config.certify.timeout_s:g} s; it said:\n{child.tail()}"
-            )
-        if shown != (shown := _steps_done(config)):
-            live.phase(f"{label}: step {shown} of {config.trainer.num_steps}")
-        time.sleep(_POLL_S)
-
-
-def _start(config: ExperimentConfig) -> Child:
-    folder = Path(config.trainer.run_dir).with_suffix(".process")
-    folder.mkdir(exist_ok=True)
-    return Child(config, folder=folder)
-
-
-def _steps_done(config: ExperimentConfig) -> int:
-    """Return the number of the last step in ``metrics.jsonl``."""
-    path = Path(config.trainer.run_dir) / "metrics.jsonl"
-    lines = path.read_bytes().splitlines() if path.is_file() else []
-    return max(0, len(lines) - bool(config.eval.every_num_steps))
+    output = _run(
+        config,
+        live,
+        "to be killed",
+        until=lambda: newest_step(config) > 0,
+        then_wait_s=wait_s,
+    )
+    if not newest_step(config):
+        raise CertificateError(
+            f"the run made no checkpoint of step {k}; its last output:\n{output}"
+        )
+    num_done = last_step(Path(config.trainer.run_dir))
+    return f"killed in step {num_done + 1}, {wait_s:.2f} s after the checkpoint"
 
 
 def _seconds_per_step(config: ExperimentConfig) -> float:
-    lines = (Path(config.trainer.run_dir) / "metrics.jsonl").read_text().splitlines()
-    seconds = [float(json.loads(line).get("time/step_s", 0.0)) for line in lines]
-    return sum(seconds) / max(1, len(seconds))
+    rows = read_metrics(Path(config.trainer.run_dir))
+    return sum(row.get("time/step_s", 0.0) for row in rows) / max(1, len(rows))

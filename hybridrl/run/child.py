@@ -7,6 +7,7 @@ a signal that stopped it.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import asdict
@@ -34,7 +35,7 @@ class Child:
 
         Args:
             config: of the run; ``trainer.run_dir`` says where.
-            folder: keeps its configuration and what it says, ``child.yaml`` and ``child.txt``.
+            folder: keeps its configuration and its output, ``child.yaml`` and ``child.txt``.
         """
         self._log = folder / "child.txt"
         file = folder / "child.yaml"
@@ -62,14 +63,15 @@ class Child:
         kill_session(self._process)
 
     def tail(self, num_lines: int = 12) -> str:
-        """Return the last lines that it said."""
+        """Return the last lines of its output."""
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(lines[-num_lines:])
 
 
 def to_yaml(config: ExperimentConfig) -> str:
     """Write a configuration as a run folder's ``config.yaml`` holds it."""
-    text: str = yaml.safe_dump(_plain(asdict(config)), sort_keys=False)
+    values = json.loads(json.dumps(asdict(config)))  # YAML has no tuples
+    text: str = yaml.safe_dump(values, sort_keys=False)
     return text
 
 
@@ -77,23 +79,13 @@ def main(file: Path) -> int:
     """Run the configuration in ``file``; returns the exit status."""
     text = file.read_text(encoding="utf-8")
     try:
-        config = load_config(yaml.safe_load(text))
-        import_module(_LAUNCH).run(config, resolved_yaml=text)
+        import_module(_LAUNCH).run(load_config(yaml.safe_load(text)), resolved_yaml=text)
     except HybridRLError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 2 if isinstance(error, ConfigErrors) else 1
     except RunInterrupted as interrupt:
         return exit_status(interrupt.number)
     return 0
-
-
-def _plain(value: object) -> object:
-    """Return lists for tuples: YAML has no others."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(inner) for inner in value]
-    return value
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""From the ``cluster`` section to Ray, a resource pool and a worker group."""
+"""Connects to the Ray cluster of the ``cluster`` section, or starts one on this machine."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,10 @@ from ray._private.ray_logging import global_worker_stdstream_dispatcher
 
 from hybridrl import env
 from hybridrl.config.cluster import ClusterConfig
-from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.setup_hook import SetupHook
 from hybridrl.diagnostics import trace
 from hybridrl.errors import ResourceError
 from hybridrl.run.ray_end import ended_with_ray
 from hybridrl.run.ray_token import keep_token_private
-from hybridrl.single_controller import (
-    RayClassWithInitArgs,
-    RayResourcePool,
-    RayWorkerGroup,
-    Worker,
-    create_colocated_worker_cls,
-)
 from hybridrl.single_controller.head import require_head
 from hybridrl.trainer.interrupt import hangups_ignored
 
@@ -34,9 +25,7 @@ log = logging.getLogger(__name__)
 
 _NVIDIA = Path("/dev/nvidiactl")
 _MIB = 1024 * 1024
-_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _WORKER_OUTPUT = "ray_print_logs"  # as ray.init names what writes it to stderr
-_INSTALLED = ("site-packages", "dist-packages")
 
 
 @contextmanager
@@ -148,105 +137,3 @@ def _resolve(address: str) -> str:
     if host_port is None:
         raise ResourceError("no Ray runs on this machine")
     return str(host_port)
-
-
-def rank_variables(config: ExperimentConfig) -> dict[str, str]:
-    """Return the environment variables that the way in which models are cut asks for.
-
-    Tensor-parallel layers of megatron-core put a collective on its way before the matrix product
-    that hides it. A device with one hardware queue takes them in that order; with several the
-    product may come first. It is read once, when CUDA starts. What the user has set stays.
-    """
-    cuts_matrices = config.megatron_worlds and config.megatron.tensor_parallel_size > 1
-    if not cuts_matrices or config.cluster.device != "cuda" or env.get(_QUEUES):
-        return {}
-    return {_QUEUES: "1"}
-
-
-def _rank_environment(cluster: ClusterConfig) -> dict[str, str]:
-    """Return what ranks need set and do not inherit.
-
-    On this machine they inherit all of this process's environment; then there is nothing to set,
-    and Ray can give them its idle processes, which one with an environment of its own cannot be.
-    On other machines they inherit what `ray start` was given there.
-    """
-    needed = env.process_environment(cluster.num_threads_per_rank)
-    if cluster.address is None and len(ray.nodes()) == 1:
-        return {name: value for name, value in needed.items() if env.get(name) != value}
-    if not any(name in env.ROOT.parts for name in _INSTALLED):
-        # A checkout on a folder that all machines share; elsewhere the entry does nothing.
-        needed["PYTHONPATH"] = str(env.ROOT)
-    return needed
-
-
-def start_group(
-    cluster: ClusterConfig,
-    worker: type[Worker],
-    *args: object,
-    variables: Mapping[str, str] | None = None,
-) -> RayWorkerGroup:
-    """Start one process per rank and construct ``worker(*args)`` in each.
-
-    ``cluster.num_nodes`` are that many machines: no two of them are the same Ray node.
-
-    Args:
-        cluster: machines, processes and deadlines.
-        worker: the class.
-        args: of its constructor.
-        variables: more of the processes' environment; see `rank_variables`.
-
-    Raises:
-        ResourceError: the cluster lacks the resources; names what is asked for and what there is.
-        RemoteCallError: a constructor raised, or ``cluster.worker_setup_hook``.
-    """
-    made = RayClassWithInitArgs(worker, *args)
-    return _start_group(cluster, made, variables=variables or {})
-
-
-def start_fused_group(
-    cluster: ClusterConfig,
-    roles: Mapping[str, tuple[type[Worker], object]],
-    *,
-    variables: Mapping[str, str] | None = None,
-) -> RayWorkerGroup:
-    """Start one process per rank that holds a worker of each role.
-
-    Args:
-        cluster: how many ranks, and what each gets.
-        roles: by prefix, the worker's class and the argument of its constructor.
-        variables: as for `start_group`.
-
-    Raises:
-        ResourceError: the cluster lacks the resources; names what is asked for and what there is.
-        RemoteCallError: a constructor raised, or ``cluster.worker_setup_hook``.
-    """
-    classes = {prefix: RayClassWithInitArgs(cls, spec) for prefix, (cls, spec) in roles.items()}
-    made = create_colocated_worker_cls(classes)
-    return _start_group(cluster, made, variables=variables or {})
-
-
-def _start_group(
-    cluster: ClusterConfig,
-    worker: RayClassWithInitArgs,
-    *,
-    variables: Mapping[str, str],
-) -> RayWorkerGroup:
-    pool = RayResourcePool(
-        process_on_nodes=[cluster.num_ranks_per_node] * cluster.num_nodes,
-        use_gpu=cluster.device == "cuda",
-        num_cpus_per_rank=cluster.num_cpus_per_rank,
-        wait_s=cluster.start_timeout_s,
-        is_spread=True,
-    )
-    with trace.span("start workers"):
-        group = RayWorkerGroup(
-            resource_pool=pool,
-            ray_cls_with_init=worker,
-            env_vars={**_rank_environment(cluster), **variables},
-            timeout_s=cluster.call_timeout_s,
-            start_timeout_s=cluster.start_timeout_s,
-            set_up=SetupHook(cluster.worker_setup_hook) if cluster.worker_setup_hook else None,
-        )
-    if len(ray.nodes()) > 1:
-        log.info("%s", group.describe_places())
-    return group

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from math import inf, isfinite
+from statistics import fmean
 from typing import TextIO
 
 from rich.console import Console, Group
@@ -43,6 +45,8 @@ class LiveView:
         """Begin before the first of ``num_steps`` steps."""
         self.num_steps = num_steps
         self.num_done = 0
+        self.has_begun = False
+        """Whether this process has begun a step."""
         self.trends: dict[str, list[float]] = {}
         self._running_step: int | None = None
         self._phase = "start"
@@ -58,6 +62,7 @@ class LiveView:
 
     def begin_step(self, step: int) -> None:
         """Begin step ``step``, counted from 1."""
+        self.has_begun = True
         self._running_step = step
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
@@ -93,6 +98,14 @@ class LiveView:
         where = "" if running is None else f"step {running}/{self.num_steps}: "
         return f"{where}{self._phase}, {time.monotonic() - self._phase_began:.0f} s"
 
+    def describe_place(self) -> str:
+        """Say where an error met the run."""
+        where = "in" if self.has_begun else "before"
+        step = min(self.num_done + 1, self.num_steps)
+        age_s = time.monotonic() - self._phase_began
+        place = f"{where} step {step} of {self.num_steps}, {self._phase}"
+        return f"{place}, {age_s:.1f} s after that began"
+
     def describe_time_left(self) -> str:
         """Say how long the other steps take at the pace of the last ones; empty if unknown."""
         num_timed = len(self._ends) - 1
@@ -104,8 +117,7 @@ class LiveView:
     def smoothed(self, name: str) -> str:
         """Write the mean of a metric's last 10 values; empty where one value says as much."""
         values = self.trends[name][-_SMOOTHED_STEPS:]
-        is_single = len(values) < 2 or name.startswith("eval/")
-        return "" if is_single else format_value(sum(values) / len(values))
+        return "" if len(values) < 2 or name.startswith("eval/") else format_value(fmean(values))
 
 
 class LiveLines(LiveView):
@@ -126,13 +138,13 @@ class LiveLines(LiveView):
         """Write the line of a step."""
         super().step(step, values)
         shown = [name for name in _SHOWN if name in values][:_IN_LINE]
-        parts = [f"step {step}/{self.num_steps}"]
-        parts += [f"{name} {format_value(values[name])}" for name in shown]
+        words = [f"{name} {format_value(values[name])}" for name in shown]
         if shown and (smoothed := self.smoothed(shown[0])):
-            parts[1] += f" (mean of {_SMOOTHED_STEPS}: {smoothed})"
+            words[0] += f" (mean of {_SMOOTHED_STEPS}: {smoothed})"
         if "time/step_s" in values and "time/step_s" not in shown:
-            parts.append(f"{values['time/step_s']:.2f} s")
-        self._say("  ".join([*parts, self.describe_time_left()]).rstrip())
+            words.append(f"{values['time/step_s']:.2f} s")
+        line = [f"step {step}/{self.num_steps}", *words, self.describe_time_left()]
+        self._say("  ".join(line).rstrip())
         self._spoke.set()
 
     def start(self) -> None:
@@ -212,27 +224,26 @@ def open_live(mode: str, *, num_steps: int, stream: TextIO) -> Iterator[LiveView
 
 
 def squeeze(values: Sequence[float], *, width: int) -> list[float]:
-    """Return at most ``width`` values: each the mean of a stretch, all stretches nearly equal."""
+    """Return at most ``width`` values: each the mean of a span, all spans nearly equal."""
     if len(values) <= width:
         return list(values)
     edges = [len(values) * index // width for index in range(width + 1)]
-    spans = (values[begin:end] for begin, end in pairwise(edges))
-    return [sum(stretch) / len(stretch) for stretch in spans]
+    return [fmean(values[begin:end]) for begin, end in pairwise(edges)]
 
 
 def sparkline(values: Sequence[float]) -> str:
     """Draw values as blocks between their minimum and maximum; equal values lie in the middle."""
-    finite = [value for value in values if abs(value) < float("inf")]
-    if not finite:
-        return " " * len(values)
-    low, high = min(finite), max(finite)
-    return "".join(_block((v - low) / (high - low) if high > low else 0.5) for v in values)
+    finite = [value for value in values if isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    height = high - low
 
+    def block(value: float) -> str:
+        if not isfinite(value):
+            return " "
+        fraction = (value - low) / height if 0.0 < height < inf else 0.5
+        return _BLOCKS[min(int(fraction * len(_BLOCKS)), len(_BLOCKS) - 1)]
 
-def _block(share: float) -> str:
-    if not 0.0 <= share <= 1.0:  # also not a number
-        return " "
-    return _BLOCKS[min(int(share * len(_BLOCKS)), len(_BLOCKS) - 1)]
+    return "".join(map(block, values))
 
 
 def format_value(value: float) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.run.display import format_duration, format_value
-from hybridrl.run.scores import SCORES, read_metrics
+from hybridrl.run.line_files import SCORES, read_metrics
 
 _NUM_SMOOTHED = 10
 
@@ -32,12 +32,13 @@ def describe_end(
     where = f"after step {num_done}" if num_done else "before step 1"
     rows = [(verb, f"{where} of {config.num_steps}{seconds}")]
     rows += [(name, text) for name, best in SCORES if (text := _describe_score(lines, name, best))]
-    steps = CheckpointStore(folder / "checkpoints").steps()
+    store = CheckpointStore(folder / "checkpoints")
+    steps = store.steps()
     places = {
         "model": folder / "hf",
         "adapter": folder / "adapter",
         "report": folder / "report.html",
-        "checkpoint": folder / "checkpoints" / f"step-{steps[-1]:09}" if steps else folder / "no",
+        "checkpoint": store.folder_of(max(steps, default=0)),
     }
     rows += [(label, str(path)) for label, path in places.items() if path.exists()]
     if command and (steps or config.checkpoint.every_num_steps):

@@ -24,7 +24,7 @@ from hybridrl.run.resume import finished_message, should_resume
 from hybridrl.run.supervise import supervise
 from hybridrl.trainer.interrupt import ended_by_signals
 
-_COMPOSITION_ROOT = "hybridrl.run.build"
+_COMPOSITION_ROOT = "hybridrl.run.train"
 _DIED = (
     "ClusterLostError: the driver was ended without an exception. Ray does that when the head or "
     "the raylet beside the driver is gone (cluster.ray_address={address}); else it was killed. "
@@ -89,4 +89,4 @@ def run(
         ):
             with trace.span("import"):
                 root = imported.result()
-            root.run(config, record=record)
+            root.train(config, record=record)

@@ -1,13 +1,45 @@
-"""Files of a run folder that grow by lines, and a checkpoint that remembers how long they were."""
+"""Files of a run folder that grow by lines: how they are read, and what was lost of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from io import SEEK_END
 from pathlib import Path
 from typing import BinaryIO
 
+from hybridrl.report.history import parse_row, read_lines
+
+METRICS = "metrics.jsonl"
+"""Name in the run folder."""
+
+SCORES: Sequence[tuple[str, Callable[[Sequence[float]], float]]] = (
+    ("eval/reward/mean", max),
+    ("reward/mean", max),
+    ("eval/loss_nats", min),
+    ("loss/supervised_nats", min),
+)
+"""Metrics that runs are compared by, the first that a run has; and which value is the best."""
+
 _CHUNK = 1 << 16
+
+
+def read_metrics(run_folder: Path) -> list[dict[str, float]]:
+    """Return the whole lines of ``metrics.jsonl``, without values that are not finite.
+
+    A run that was killed may leave half a line, without its newline.
+    """
+    with suppress(OSError):
+        lines = (line for line in read_lines(run_folder / METRICS) if line.endswith(b"\n"))
+        rows = [row for line in lines if (row := parse_row(line)) is not None]
+        return [{name: value for name, value in row.items() if value is not None} for row in rows]
+    return []
+
+
+def last_step(run_folder: Path) -> int:
+    """Return the last step in ``metrics.jsonl``; 0 if there is none."""
+    rows = read_metrics(run_folder)
+    return int(rows[-1].get("step", 0)) if rows else 0
 
 
 def whole_lines(file: BinaryIO, size: int) -> int:

@@ -24,7 +24,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
@@ -43,7 +42,8 @@ from hybridrl.errors import (
     TrackerError,
     is_restartable,
 )
-from hybridrl.run.run_folder import CONFIG, LOG, METRICS
+from hybridrl.run.line_files import METRICS
+from hybridrl.run.run_folder import CONFIG, LOG
 
 _MAX_FILE_CHARACTERS = 8 * 2**20
 _TAIL_LINES = 200
@@ -70,41 +70,22 @@ def is_crash(error: BaseException) -> bool:
     return not isinstance(error, _SELF_EXPLAINING)
 
 
-@dataclass(slots=True)
-class Progress:
-    """Where a run is."""
-
-    num_steps: int
-    num_done: int = 0
-    """Last step that is on record."""
-    has_begun: bool = False
-    """Whether this process has begun a step."""
-    phase: str = "start"
-    began_s: float = field(default_factory=time.monotonic)
-
-    def begin(self, phase: str) -> None:
-        """Note that a phase begins."""
-        self.phase, self.began_s = phase, time.monotonic()
-
-    def describe(self) -> str:
-        """Say step and phase, as the live view does."""
-        step = min(self.num_done + 1, self.num_steps)
-        age_s = time.monotonic() - self.began_s
-        where = "in" if self.has_begun else "before"
-        return (
-            f"{where} step {step} of {self.num_steps}, {self.phase}, {age_s:.1f} s after that began"
-        )
-
-
 def write_postmortem(
-    run_folder: Path, error: BaseException, progress: Progress, *, limit_s: float = 5.0
+    run_folder: Path, error: BaseException, *, where: str, limit_s: float = 5.0
 ) -> str:
-    """Write the folder, within ``limit_s`` seconds; return its path, or why there is none."""
+    """Write the folder, within ``limit_s`` seconds; return its path, or why there is none.
+
+    Args:
+        run_folder: of the run.
+        error: what ended it.
+        where: step and phase that it was in.
+        limit_s: seconds; a disk may be lost.
+    """
     outcome = [f"not written, {run_folder} did not take it within {limit_s:g} s"]
 
     def attempt() -> None:
         try:
-            outcome[0] = str(_write(run_folder, error, progress))
+            outcome[0] = str(_write(run_folder, error, where))
         except OSError as failure:
             outcome[0] = f"not written, {failure}"
 
@@ -115,7 +96,7 @@ def write_postmortem(
     return outcome[0]
 
 
-def _write(run_folder: Path, error: BaseException, progress: Progress) -> Path:
+def _write(run_folder: Path, error: BaseException, where: str) -> Path:
     parent = run_folder / "postmortem"
     parent.mkdir(exist_ok=True)
     # Of this process alone: two that crash in one folder do not meet.
@@ -124,7 +105,7 @@ def _write(run_folder: Path, error: BaseException, progress: Progress) -> Path:
     partial.mkdir()
     ranks = reports_on(error)
     texts = {
-        "what.txt": _describe(error, progress, ranks),
+        "what.txt": _describe(error, where, ranks),
         "stacks.txt": _sections(
             ("the driver, after the error was raised", _own_stacks()),
             *((rank.describe(), rank.stacks or "none\n") for rank in ranks),
@@ -151,10 +132,10 @@ def _write(run_folder: Path, error: BaseException, progress: Progress) -> Path:
     return target
 
 
-def _describe(error: BaseException, progress: Progress, ranks: Sequence[RankReport]) -> str:
+def _describe(error: BaseException, where: str, ranks: Sequence[RankReport]) -> str:
     lines = [
         *traceback.format_exception_only(error),
-        f"\nwhere:       {progress.describe()}",
+        f"\nwhere:       {where}",
         f"when:        {time.strftime('%Y-%m-%d %H:%M:%S %z')}",
         f"driver:      pid {os.getpid()} on {socket.gethostname()}",
         f"restartable: {'yes' if is_restartable(error) else 'no'}",

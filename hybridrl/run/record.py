@@ -20,9 +20,9 @@ from hybridrl.report.facts import try_machine
 from hybridrl.report.page import try_report
 from hybridrl.run.display import LiveView, open_live
 from hybridrl.run.final_summary import describe_end
-from hybridrl.run.postmortem import Progress, is_crash, write_postmortem
+from hybridrl.run.line_files import read_metrics
+from hybridrl.run.postmortem import is_crash, write_postmortem
 from hybridrl.run.run_folder import RunLogger, Sample
-from hybridrl.run.scores import read_metrics
 from hybridrl.trainer.interrupt import RunStopped
 
 _logger = logging.getLogger(__name__)
@@ -35,7 +35,6 @@ class RunFolder:
 
     run_log: RunLogger
     live: LiveView
-    progress: Progress
 
     @property
     def folder(self) -> Path:
@@ -44,29 +43,17 @@ class RunFolder:
 
     def phase(self, name: str) -> None:
         """Say what begins."""
-        self.progress.begin(name)
         self.live.phase(name)
 
     def begin_step(self, step: int) -> None:
         """Say which step begins."""
-        self.progress.has_begun = True
         self.live.begin_step(step)
 
     def record(self, step: int, metrics: Metrics) -> None:
         """Keep and show the metrics of one step."""
         values = self.run_log.log_step(step, metrics)
         self.live.step(step, values)
-        self.progress.num_done = step
         trace.count({name: value for name, value in values.items() if _is_counted(name)})
-
-    def sizes(self) -> dict[str, int]:
-        """Return the bytes of each file that grows by lines."""
-        return self.run_log.sizes()
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds that the run has taken, over all its processes."""
-        return self.run_log.elapsed_s
 
     def rewind(self, run: RunState | None) -> None:
         """Go back to where a checkpoint was taken; None is before the first step."""
@@ -75,7 +62,6 @@ class RunFolder:
             self.run_log.rewind(0, sizes={}, elapsed_s=0.0)
         else:
             self.run_log.rewind(step, sizes=run.log_sizes, elapsed_s=run.elapsed_s)
-        self.progress.num_done = step
         self.live.rewind(step, read_metrics(self.folder))
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -88,12 +74,13 @@ class RunFolder:
         Once for each error: by who goes on after it, or where it ends the run. Takes at most 5 s
         and raises nothing, whatever the state of the disk.
         """
-        error.add_note(self.progress.describe())
+        where = self.live.describe_place()
+        error.add_note(where)
         self.live.break_off()
         # Somebody who stops a start knows why; who stops a step may have waited in vain.
-        is_wanted = isinstance(error, KeyboardInterrupt) and not self.progress.has_begun
+        is_wanted = isinstance(error, KeyboardInterrupt) and not self.live.has_begun
         if is_crash(error) and not is_wanted:
-            outcome = write_postmortem(self.folder, error, self.progress)
+            outcome = write_postmortem(self.folder, error, where=where)
             error.add_note(f"post-mortem: {outcome}")
 
 
@@ -132,9 +119,16 @@ def open_record(
             _summarized(config, command),
             _traced(run_log.folder, is_on=config.tracking.trace),
             open_live(config.tracking.live, num_steps=num_steps, stream=sys.stdout) as live,
-            _explaining(RunFolder(run_log, live, Progress(num_steps))) as record,
         ):
-            yield record
+            record = RunFolder(run_log, live)
+            try:
+                yield record
+            except RunStopped:  # on request, and after its log said so: no error
+                raise
+            except BaseException as error:
+                record.explain(error)
+                run_log.log_error(error)  # to the file alone: whoever catches the error shows it
+                raise
 
 
 @contextmanager
@@ -159,19 +153,6 @@ def _summarized(config: ExperimentConfig, command: Sequence[str]) -> Iterator[No
 
 
 @contextmanager
-def _explaining(record: RunFolder) -> Iterator[RunFolder]:
-    try:
-        yield record
-    except RunStopped:  # on request, and after its log said so: no error
-        raise
-    except BaseException as error:
-        record.explain(error)
-        # To the file alone: whoever catches the error shows it.
-        record.run_log.log_error(error)
-        raise
-
-
-@contextmanager
 def _traced(folder: Path, *, is_on: bool) -> Iterator[None]:
     """Let this process, and ranks that it starts, write the trace of a run; join it at the end."""
     begins = is_on and trace.process.write_to(
@@ -189,24 +170,3 @@ def _traced(folder: Path, *, is_on: bool) -> Iterator[None]:
 
 def _is_counted(name: str) -> bool:
     return name in _COUNTED or name.partition("/")[0] in ("throughput", "memory")
-
-
-@dataclass(frozen=True, slots=True)
-class WarmupLogger:
-    """A ``Recorder`` for work before the run proper: shown as one phase, kept nowhere."""
-
-    outer: RunFolder
-    label: str
-    num_steps: int
-
-    def phase(self, name: str) -> None:
-        """Say what begins."""
-        self.outer.phase(f"{self.label}: {name}")
-
-    def begin_step(self, step: int) -> None:
-        """Do nothing: `record` says how far it is."""
-
-    def record(self, step: int, metrics: Metrics) -> None:
-        """Show how far it is."""
-        loss = metrics["loss/supervised_nats"].value
-        self.outer.phase(f"{self.label}: step {step}/{self.num_steps}, loss {loss:.3f} nats")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import yaml
 
@@ -24,44 +21,9 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import read_config
 from hybridrl.data.sampler import SamplerState
 from hybridrl.errors import DataError, RunFolderError
-from hybridrl.run.checkpoints import Checkpointer, Saver
 from hybridrl.run.line_files import lost_lines
-from hybridrl.trainer.loop import Loop
 
 log = logging.getLogger(__name__)
-
-
-class Stream(Protocol):
-    """The run's stream of rows."""
-
-    def state(self) -> SamplerState:
-        """Return where it stands."""
-        ...
-
-    def restore(self, state: SamplerState) -> None:
-        """Go on where ``state`` was taken."""
-        ...
-
-
-class Record(Protocol):
-    """The run's files."""
-
-    def phase(self, name: str) -> None:
-        """Say what begins."""
-        ...
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds that the run has taken."""
-        ...
-
-    def sizes(self) -> dict[str, int]:
-        """Return the bytes of each file that grows by lines."""
-        ...
-
-    def rewind(self, run: RunState | None) -> None:
-        """Go back to where a checkpoint was taken."""
-        ...
 
 
 def checkpoint_store(config: ExperimentConfig) -> CheckpointStore:
@@ -80,8 +42,7 @@ def finished_message(config: ExperimentConfig) -> str:
     """Say that a run has nothing left to do, and what can be done; empty if it has."""
     key, num_steps = config.num_steps_key, config.num_steps
     folder = Path(config.trainer.run_dir)
-    is_exported = config.mode == "sft" or config.trainer.export_hf
-    lacks_export = is_exported and not (folder / "hf").is_dir()
+    lacks_export = config.exports_model and not (folder / "hf").is_dir()
     if newest_step(config) < num_steps or lacks_export:
         return ""
     return (
@@ -181,51 +142,3 @@ def _check_lines(run: RunState, folder: Path, *, accept: bool) -> list[str]:
             "trainer.run_dir to a new folder"
         )
     return lost
-
-
-def run_resumable(
-    config: ExperimentConfig,
-    loop: Loop,
-    savers: Mapping[str, Saver],
-    *,
-    origin: RunFingerprint,
-    stream: Stream,
-    record: Record,
-) -> bool:
-    """Run ``loop`` from the newest whole checkpoint, or from the beginning, and save now and then.
-
-    Args:
-        config: of the run.
-        loop: the whole of it; it enters at the step after the checkpoint.
-        savers: worker groups by role.
-        origin: of the run.
-        stream: of its rows; goes back to where the checkpoint was taken.
-        record: of the run; goes back likewise.
-
-    Returns:
-        Whether a step was done: a run that was finished has nothing left to do.
-    """
-
-    def capture(step: int) -> RunState:
-        return RunState(
-            step=step,
-            sampler=stream.state(),
-            num_skipped=loop.guard.num_skipped,
-            elapsed_s=record.elapsed_s,
-            log_sizes=record.sizes(),
-        )
-
-    checkpointer = Checkpointer(
-        checkpoint_store(config), savers, config=config.checkpoint, origin=origin, capture=capture
-    )
-    record.phase("resume")
-    run = checkpointer.restore()
-    fingerprint = stream.state().fingerprint
-    sampler = SamplerState(0, fingerprint) if run is None else run.sampler
-    stream.restore(replace(sampler, fingerprint=fingerprint))  # other rows were accepted before
-    loop.guard.num_skipped = 0 if run is None else run.num_skipped
-    record.rewind(run)
-    num_done = 0 if run is None else run.step
-    if run is not None:
-        log.info("going on from the checkpoint of step %d", num_done)
-    return replace(loop, save=checkpointer.after_step, first_step=num_done + 1).run() > num_done

@@ -26,8 +26,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from io import SEEK_END, FileIO
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 from filelock import FileLock, Timeout
 
@@ -36,11 +35,11 @@ from hybridrl.config.tracking import TrackingConfig
 from hybridrl.errors import RunFolderError
 from hybridrl.json_text import to_json_text
 from hybridrl.metrics import Metrics, check_declared
-from hybridrl.run.line_files import lost_lines, whole_lines
+from hybridrl.run.line_files import METRICS, lost_lines, whole_lines
 
 log = logging.getLogger(__name__)
 
-CONFIG, METRICS, SAMPLES, LOG = "config.yaml", "metrics.jsonl", "samples.jsonl", "log.txt"
+CONFIG, SAMPLES, LOG = "config.yaml", "samples.jsonl", "log.txt"
 """Files of a run folder."""
 
 _LOCK = ".lock"
@@ -131,15 +130,10 @@ class RunLogger:
                 self._trackers.append(tracker)
             self._opened = opened.pop_all()
 
-    def __enter__(self) -> RunLogger:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

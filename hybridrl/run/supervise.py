@@ -1,4 +1,6 @@
-"""A run goes on in a child process, so that somebody is left when its driver ends without a word.
+"""What a run loses is started again: its workers, and its driver.
+
+The run goes on in a child process, so that somebody is left when its driver ends without a word.
 
 A driver ends with its own Ray: status 1, no exception (see `ray_end`). So the process that the user
 started forks before Ray and torch have begun, hands signals on and waits. It ends as the driver
@@ -10,26 +12,29 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import json
+import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from hybridrl import guard, log
+from hybridrl import guard
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.errors import DriverDiedError
-from hybridrl.run.postmortem import Progress, write_postmortem
+from hybridrl.errors import DriverDiedError, HybridRLError, error_notes, is_restartable
+from hybridrl.log import configure
+from hybridrl.run.line_files import last_step
+from hybridrl.run.postmortem import write_postmortem
 from hybridrl.run.ray_end import RAY_PROCESSES
-from hybridrl.run.restarts import with_restarts
 from hybridrl.run.resume import newest_step
-from hybridrl.run.run_folder import LOG, METRICS
+from hybridrl.run.run_folder import LOG
 from hybridrl.trainer.interrupt import SIGNALS, exit_status
+
+log = logging.getLogger(__name__)
 
 _WATCHED = {*SIGNALS, signal.SIGCHLD}
 _WORD = b"."
-_TAIL_BYTES = 1 << 16
 
 
 def supervise(config: ExperimentConfig) -> bool:
@@ -100,13 +105,12 @@ class _Supervisor:
     def _explain(self, error: DriverDiedError) -> None:
         """Say on ``error`` where the run was, write the post-mortem, and end what is left of it."""
         guard.kill_all()
-        log.configure(file=self._folder / LOG if self._folder.is_dir() else None)
-        num_done = _last_step(self._folder)
-        progress = Progress(
-            self._config.num_steps, num_done, has_begun=num_done > 0, phase="end of the driver"
-        )
-        error.add_note(progress.describe())
-        outcome = write_postmortem(self._folder, error, progress)
+        configure(file=self._folder / LOG if self._folder.is_dir() else None)
+        num_done, num_steps = last_step(self._folder), self._config.num_steps
+        step = min(num_done + 1, num_steps)
+        where = f"{'in' if num_done else 'before'} step {step} of {num_steps}, end of the driver"
+        error.add_note(where)
+        outcome = write_postmortem(self._folder, error, where=where)
         error.add_note(f"post-mortem: {outcome}")
 
     def _wait(self, child: int) -> int:
@@ -146,15 +150,40 @@ def _describe_death(pid: int, status: int) -> DriverDiedError:
     )
 
 
-def _last_step(folder: Path) -> int:
-    """Return the last step on record; 0 if there is none."""
-    try:
-        with (folder / METRICS).open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            lines = file.read().splitlines(keepends=True)
-    except OSError:
-        return 0
-    complete = [line for line in lines if line.endswith(b"\n")]
-    with suppress(ValueError, KeyError, IndexError):
-        return int(json.loads(complete[-1])["step"])
-    return 0
+def with_restarts(
+    attempt: Callable[[], None],
+    *,
+    explain: Callable[[BaseException], None],
+    newest_step: Callable[[], int],
+    max_in_a_row: int,
+) -> None:
+    """Run ``attempt`` until it returns, again each time that it loses its workers.
+
+    Args:
+        attempt: starts workers, goes on from the newest checkpoint, and ends the workers.
+        explain: notes on an error after which the run goes on where it was, and keeps what can be
+            known of it.
+        newest_step: returns the step of the newest checkpoint; 0 if there is none.
+        max_in_a_row: restarts without a new checkpoint between (``checkpoint.max_restarts``).
+
+    Raises:
+        HybridRLError: what ``attempt`` raised, if another attempt would raise it as well or there
+            were as many restarts as may be.
+    """
+    num_in_a_row = 0
+    step_before = -1
+    while True:
+        try:
+            return attempt()
+        except HybridRLError as error:
+            step = newest_step()
+            num_in_a_row = num_in_a_row + 1 if step == step_before else 1
+            step_before = step
+            if not is_restartable(error) or num_in_a_row > max_in_a_row:
+                raise
+            explain(error)
+            log.warning(
+                "%s: %s\nworkers are started again and go on from step %d (restart %d of %d)",
+                *(type(error).__name__, "\n".join([str(error), *error_notes(error)])),
+                *(step, num_in_a_row, max_in_a_row),
+            )

@@ -7,13 +7,12 @@ without, each starts and ends its own Ray.
 
 from __future__ import annotations
 
-import logging
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,14 +20,10 @@ from typing import Literal
 
 from hybridrl.atomic_io import atomic_write_text
 from hybridrl.json_text import to_json_text
-from hybridrl.run.scores import SCORES, read_metrics
-from hybridrl.trainer.interrupt import SIGNALS
-from hybridrl.trainer.interrupt import exit_status as exit_status_of
+from hybridrl.run.line_files import SCORES, read_metrics
+from hybridrl.trainer.interrupt import SIGNALS, exit_status
 
-log = logging.getLogger(__name__)
-
-_STOPPED = {exit_status_of(number): number for number in SIGNALS}
-
+_STOPPED = {exit_status(number): number for number in SIGNALS}
 _MAX_NAME = 80
 _MAX_ERROR = 300
 _ERROR_LINE = re.compile(r"^[\w.]*(?:Error|Errors|Exception|Interrupt|Exit)\b.*", re.MULTILINE)
@@ -47,7 +42,7 @@ class SweepJob:
     """Its run folder."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class SweepResult:
     """How one run ended. Mirrors an entry of sweep.json."""
 
@@ -74,8 +69,8 @@ def build_jobs(overrides_of_jobs: Sequence[Sequence[str]], *, folder: Path) -> l
     for number, overrides in enumerate(overrides_of_jobs):
         swept = tuple(override for override in overrides if override not in shared)
         short = [override.lstrip("+~").rpartition("=") for override in swept]
-        parts = [f"{key.rpartition('.')[2]}={value}" for key, _, value in short]
-        name = re.sub(r"[^\w.=+-]+", "-", "_".join([str(number), *parts]))[:_MAX_NAME]
+        values = [f"{key.rpartition('.')[2]}={value}" for key, _, value in short]
+        name = re.sub(r"[^\w.=+-]+", "-", "_".join([str(number), *values]))[:_MAX_NAME]
         jobs.append(
             SweepJob(number=number, overrides=tuple(overrides), swept=swept, folder=folder / name)
         )
@@ -97,40 +92,85 @@ def run_sweep(
     """
     folder.mkdir(parents=True, exist_ok=True)
     results: list[SweepResult] = []
-    stopping = _Stopping()
-    before = {number: signal.signal(number, stopping) for number in SIGNALS}
+    stopped_by = 0
+
+    def stop(number: int, _: FrameType | None) -> None:
+        nonlocal stopped_by
+        stopped_by = number
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, stop) for number in SIGNALS}
     try:
         for job in jobs:
             sys.stdout.write(f"run {job.number + 1} of {len(jobs)}: {' '.join(job.swept)}\n")
             sys.stdout.flush()
             results.append(_run_job(job, command(job)))
-            _write(results, folder=folder, num_jobs=len(jobs))
+            table = describe(results, num_jobs=len(jobs))
+            entries = {"num_runs": len(jobs), "runs": [asdict(result) for result in results]}
+            atomic_write_text(folder / "sweep.json", to_json_text(entries, indent=1) + "\n")
+            atomic_write_text(folder / "sweep.md", table + "\n")
             if results[-1].status == "stopped":
                 break
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    sys.stdout.write(describe(results, num_jobs=len(jobs)) + f"\nsweep folder: {folder}\n")
+    sys.stdout.write(f"{table}\nsweep folder: {folder}\n")
     if results[-1].status == "stopped":
-        return exit_status_of(stopping.number)
+        return exit_status(stopped_by)
     return int(any(result.status == "failed" for result in results))
 
 
-class _Stopping:
-    """Handles signals: remembers the last one, and interrupts the wait for the job."""
+def _run_job(job: SweepJob, command: Sequence[str]) -> SweepResult:
+    began_s = time.monotonic()
+    was_stopped = False
+    # In a process group of its own: Ctrl-C in the terminal comes here first and is handed on once.
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0) as child:
+        while (status := child.poll()) is None:
+            try:
+                status = child.wait()
+            except KeyboardInterrupt:
+                was_stopped = True
+                child.send_signal(signal.SIGINT)
+    result = SweepResult(
+        number=job.number,
+        swept=job.swept,
+        folder=str(job.folder),
+        status="stopped" if was_stopped else "failed" if status else "done",
+        exit_status=status,
+        seconds=round(time.monotonic() - began_s, 1),
+        error=_find_error(job.folder, status) if status else "",
+    )
+    _add_score(result, job.folder)
+    return result
 
-    def __init__(self) -> None:
-        self.number = 0
 
-    def __call__(self, number: int, _: FrameType | None) -> None:
-        self.number = number
-        raise KeyboardInterrupt
+def _add_score(result: SweepResult, folder: Path) -> None:
+    rows = read_metrics(folder)
+    for name, best_of in SCORES:
+        values = {int(row["step"]): row[name] for row in rows if name in row}
+        if values:
+            result.score = name
+            *_, result.last = values.values()
+            result.best = best_of(list(values.values()))
+            result.best_step = next(s for s, value in values.items() if value == result.best)
+            result.num_steps = int(rows[-1]["step"])
+            return
+
+
+def _find_error(folder: Path, status: int) -> str:
+    if status < 0:
+        return f"ended by {signal.Signals(-status).name}"
+    if status in _STOPPED:
+        return f"stopped by {_STOPPED[status].name} before its last step"
+    file = folder / "log.txt"
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    lines: list[str] = [f"exit status {status}, see above", *_ERROR_LINE.findall(text)]
+    return lines[-1].removeprefix("hybridrl.errors.")[:_MAX_ERROR]
 
 
 def describe(results: Sequence[SweepResult], *, num_jobs: int) -> str:
     """Return the table, best first, and a line on each run that is not done, as Markdown."""
-    scores = sorted({result.score for result in results if result.score})
-    score = " or ".join(scores) or "score"
+    score = " or ".join(sorted({r.score for r in results if r.score})) or "score"
     lines = [
         f"| run | overrides | {score}, last | best (step) | steps | seconds | status |",
         "|---|---|---|---|---|---|---|",
@@ -144,66 +184,6 @@ def describe(results: Sequence[SweepResult], *, num_jobs: int) -> str:
     if len(results) < num_jobs:
         lines.append(f"{num_jobs - len(results)} of {num_jobs} runs were not started")
     return "\n".join(lines).rstrip()
-
-
-def _run_job(job: SweepJob, command: Sequence[str]) -> SweepResult:
-    began_s = time.monotonic()
-    was_stopped = False
-    # In a process group of its own: Ctrl-C in the terminal comes here first and is handed on once.
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0) as child:
-        while (exit_status := child.poll()) is None:
-            try:
-                exit_status = child.wait()
-                break
-            except KeyboardInterrupt:
-                was_stopped = True
-                child.send_signal(signal.SIGINT)
-    status: Literal["done", "stopped", "failed"] = "failed" if exit_status else "done"
-    result = SweepResult(
-        number=job.number,
-        swept=job.swept,
-        folder=str(job.folder),
-        status="stopped" if was_stopped else status,
-        exit_status=exit_status,
-        seconds=round(time.monotonic() - began_s, 1),
-        error=_find_error(job.folder, exit_status) if exit_status else "",
-        **_find_score(job.folder),  # type: ignore[arg-type]
-    )
-    return result
-
-
-def _find_score(folder: Path) -> Mapping[str, object]:
-    steps = read_metrics(folder)
-    for name, best_of in SCORES:
-        values = {int(line["step"]): line[name] for line in steps if name in line}
-        if values:
-            best = best_of(list(values.values()))
-            return {
-                "score": name,
-                "last": list(values.values())[-1],
-                "best": best,
-                "best_step": next(step for step, value in values.items() if value == best),
-                "num_steps": int(steps[-1]["step"]),
-            }
-    return {}
-
-
-def _find_error(folder: Path, exit_status: int) -> str:
-    if exit_status < 0:
-        return f"ended by {signal.Signals(-exit_status).name}"
-    if exit_status in _STOPPED:
-        return f"stopped by {_STOPPED[exit_status].name} before its last step"
-    file = folder / "log.txt"
-    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    errors = _ERROR_LINE.findall(text)
-    words = errors[-1] if errors else f"exit status {exit_status}, see above"
-    return words.removeprefix("hybridrl.errors.")[:_MAX_ERROR]
-
-
-def _write(results: Sequence[SweepResult], *, folder: Path, num_jobs: int) -> None:
-    entries = {"num_runs": num_jobs, "runs": [asdict(result) for result in results]}
-    atomic_write_text(folder / "sweep.json", to_json_text(entries, indent=1) + "\n")
-    atomic_write_text(folder / "sweep.md", describe(results, num_jobs=num_jobs) + "\n")
 
 
 def _row(result: SweepResult) -> str:

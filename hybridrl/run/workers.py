@@ -2,117 +2,150 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
+import ray
+
+from hybridrl import env
 from hybridrl.config.cluster import ClusterConfig
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.planning.frozen_base import plan_base
-from hybridrl.run.checkpoints import Saver
-from hybridrl.run.cluster import rank_variables, start_fused_group, start_group
-from hybridrl.single_controller import RayWorkerGroup, Worker, WorkerGroup
-from hybridrl.trainer.policy import Critic, Policy
+from hybridrl.config.setup_hook import SetupHook
+from hybridrl.diagnostics import trace
+from hybridrl.single_controller import (
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    Worker,
+    WorkerGroup,
+    create_colocated_worker_cls,
+)
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
-from hybridrl.workers.build import ActorRolloutSpec, CriticSpec
 from hybridrl.workers.critic import CriticWorker
+from hybridrl.workers.supervised import SupervisedWorker
 
+log = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True)
-class Workers:
-    """What the driver calls."""
+Workers = Mapping[str, WorkerGroup]
+"""Worker groups by role: ``actor``, and ``critic`` where the algorithm asks one."""
 
-    policy: Policy
-
-    critic: Critic | None
-    """None where the algorithm asks none: nothing of a critic was built."""
-
-    savers: Mapping[str, Saver]
-    """The same, by role, as those that are saved."""
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_INSTALLED = ("site-packages", "dist-packages")
 
 
 @contextmanager
-def start_workers(config: ExperimentConfig, folder: Path) -> Iterator[Workers]:
+def start_workers(config: ExperimentConfig, model_folder: Path) -> Iterator[Workers]:
     """Start the processes of a run, and end them.
 
     Args:
         config: of the run.
-        folder: the model that policy and critic start from.
+        model_folder: Hugging Face folder that policy and critic start from.
 
     Raises:
         ResourceError: the cluster lacks the resources.
         RemoteCallError: a constructor raised.
     """
-    actor_spec, critic_spec = build_actor_spec(config, folder), build_critic_spec(config, folder)
-    cluster, variables = _with_server_start_timeout(config), rank_variables(config)
+    model_folder = model_folder.absolute()  # ranks have a working folder of their own
+    config = replace(config, model=replace(config.model, path=str(model_folder)))
+    variables = rank_variables(config)
+    workers: dict[str, WorkerGroup] = {}
     with ExitStack() as opened:
-
-        def start(cluster: ClusterConfig, cls: type[Worker], spec: object) -> RayWorkerGroup:
-            return opened.enter_context(start_group(cluster, cls, spec, variables=variables))
-
-        if config.has_critic_pool:
-            pool = replace(config.cluster, num_ranks_per_node=config.critic.num_ranks_per_node)
-            policy = start(cluster, ActorRolloutWorker, actor_spec)
-            yield _as_workers(policy, start(pool, CriticWorker, critic_spec))
-        elif config.has_critic:
-            roles = {
-                "actor": (ActorRolloutWorker, actor_spec),
-                "critic": (CriticWorker, critic_spec),
+        for cluster, roles in _pools_of(config):
+            classes = {
+                role: RayClassWithInitArgs(cls, config, model_folder) for role, cls in roles.items()
             }
-            fused = opened.enter_context(start_fused_group(cluster, roles, variables=variables))
-            groups = fused.spawn(roles)
-            yield _as_workers(groups["actor"], groups["critic"])
-        else:
-            yield _as_workers(start(cluster, ActorRolloutWorker, actor_spec))
+            is_fused = len(classes) > 1
+            made = create_colocated_worker_cls(classes) if is_fused else classes["".join(classes)]
+            group = opened.enter_context(start_group(cluster, made, variables=variables))
+            workers |= group.spawn(roles) if is_fused else dict.fromkeys(roles, group)
+        yield workers
 
 
-def _with_server_start_timeout(config: ExperimentConfig) -> ClusterConfig:
-    """Let the policy's workers take as long as the servers that they start may take."""
-    if config.rollout.engine == "hf":
-        return config.cluster
-    limit_s = config.cluster.start_timeout_s + config.rollout.start_timeout_s
-    return replace(config.cluster, start_timeout_s=limit_s)
+def _pools_of(
+    config: ExperimentConfig,
+) -> list[tuple[ClusterConfig, Mapping[str, type[Worker]]]]:
+    """Return the processes to start: pools of ranks, each with the workers of one rank by role."""
+    cluster = config.cluster
+    if config.mode == "sft":
+        return [(cluster, {"actor": SupervisedWorker})]
+    pool = replace(cluster, num_ranks_per_node=config.critic.num_ranks_per_node)
+    if config.rollout.engine != "hf":  # the policy's workers start servers
+        limit_s = cluster.start_timeout_s + config.rollout.start_timeout_s
+        cluster = replace(cluster, start_timeout_s=limit_s)
+    if config.has_critic_pool:
+        return [(cluster, {"actor": ActorRolloutWorker}), (pool, {"critic": CriticWorker})]
+    if config.has_critic:
+        return [(cluster, {"actor": ActorRolloutWorker, "critic": CriticWorker})]
+    return [(cluster, {"actor": ActorRolloutWorker})]
 
 
-def _as_workers(policy: WorkerGroup, critic: WorkerGroup | None = None) -> Workers:
-    savers = {"actor": cast(Saver, policy)}
-    if critic is not None:
-        savers["critic"] = cast(Saver, critic)
-    return Workers(cast(Policy, policy), cast("Critic | None", critic), savers)
+def start_group(
+    cluster: ClusterConfig,
+    worker: RayClassWithInitArgs,
+    *,
+    variables: Mapping[str, str] | None = None,
+) -> RayWorkerGroup:
+    """Start one process per rank and construct ``worker`` in each.
 
+    ``cluster.num_nodes`` are that many machines: no two of them are the same Ray node.
 
-def build_actor_spec(config: ExperimentConfig, folder: Path) -> ActorRolloutSpec:
-    """Say what a rank of the policy needs to know."""
-    return ActorRolloutSpec(
-        model_folder=folder.absolute(),
-        model=config.model,
-        actor=config.actor,
-        megatron=config.megatron,
-        lora=config.lora,
-        rollout=config.rollout,
-        algorithm=config.algorithm,
-        seed=config.seed,
-        device=config.cluster.device,
-        num_total_updates=config.num_policy_updates,
-        max_response_tokens=config.rollout.max_response_tokens,
-        max_context_tokens=config.max_row_tokens,
-        num_ranks_per_node=config.cluster.num_ranks_per_node,
-        base_plan=plan_base(config),
-        collective_timeout_s=config.cluster.collective_timeout_s,
+    Args:
+        cluster: machines, processes and deadlines.
+        worker: class and arguments, or several fused ones.
+        variables: more of the processes' environment; see `rank_variables`.
+
+    Raises:
+        ResourceError: the cluster lacks the resources; names what is asked for and what there is.
+        RemoteCallError: a constructor raised, or ``cluster.worker_setup_hook``.
+    """
+    pool = RayResourcePool(
+        process_on_nodes=[cluster.num_ranks_per_node] * cluster.num_nodes,
+        use_gpu=cluster.device == "cuda",
+        num_cpus_per_rank=cluster.num_cpus_per_rank,
+        wait_s=cluster.start_timeout_s,
+        is_spread=True,
     )
+    with trace.span("start workers"):
+        group = RayWorkerGroup(
+            resource_pool=pool,
+            ray_cls_with_init=worker,
+            env_vars={**_rank_environment(cluster), **(variables or {})},
+            timeout_s=cluster.call_timeout_s,
+            start_timeout_s=cluster.start_timeout_s,
+            set_up=SetupHook(cluster.worker_setup_hook) if cluster.worker_setup_hook else None,
+        )
+    if len(ray.nodes()) > 1:
+        log.info("%s", group.describe_places())
+    return group
 
 
-def build_critic_spec(config: ExperimentConfig, folder: Path) -> CriticSpec:
-    """Say what a rank of the critic needs to know."""
-    return CriticSpec(
-        model_folder=folder.absolute(),
-        model=config.model,
-        critic=config.critic,
-        megatron=config.megatron,
-        seed=config.seed,
-        device=config.cluster.device,
-        num_total_updates=config.trainer.num_steps * config.critic.num_updates_per_step,
-        collective_timeout_s=config.cluster.collective_timeout_s,
-    )
+def rank_variables(config: ExperimentConfig) -> dict[str, str]:
+    """Return the environment variables that the way in which models are cut asks for.
+
+    Tensor-parallel layers of megatron-core put a collective on its way before the matrix product
+    that hides it. A device with one hardware queue takes them in that order; with several the
+    product may come first. It is read once, when CUDA starts. What the user has set stays.
+    """
+    cuts_matrices = config.megatron_worlds and config.megatron.tensor_parallel_size > 1
+    if not cuts_matrices or config.cluster.device != "cuda" or env.get(_QUEUES):
+        return {}
+    return {_QUEUES: "1"}
+
+
+def _rank_environment(cluster: ClusterConfig) -> dict[str, str]:
+    """Return what ranks need set and do not inherit.
+
+    On this machine they inherit all of this process's environment; then there is nothing to set,
+    and Ray can give them its idle processes, which one with an environment of its own cannot be.
+    On other machines they inherit what `ray start` was given there.
+    """
+    needed = env.process_environment(cluster.num_threads_per_rank)
+    if cluster.address is None and len(ray.nodes()) == 1:
+        return {name: value for name, value in needed.items() if env.get(name) != value}
+    if not any(name in env.ROOT.parts for name in _INSTALLED):
+        # A checkout on a folder that all machines share; elsewhere the entry does nothing.
+        needed["PYTHONPATH"] = str(env.ROOT)
+    return needed

@@ -1,4 +1,4 @@
-"""How the driver turns rewards into advantages of tokens."""
+"""From rewards to advantages of tokens, on the driver."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hybridrl.metrics import Mean, Metrics
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRelative:
-    """GRPO: each response against its siblings; the same value for all its tokens."""
+    """GRPO: each response against its group; the same value for all its tokens."""
 
     num_responses: int
     """Group size G >= 2."""
@@ -67,7 +67,7 @@ class GroupRelativeWithKL:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generalized:
-    """PPO: each token against what the critic expected before it."""
+    """PPO: each token against the critic's value before it."""
 
     gae: GAEConfig
     kl: KLConfig
@@ -106,7 +106,7 @@ class Generalized:
 
 @dataclass(frozen=True, slots=True)
 class KLCharge:
-    """Says what responses pay for leaving the reference policy, where it is a matter of reward."""
+    """Computes the KL penalty on rewards."""
 
     kl: KLConfig
 
@@ -126,7 +126,7 @@ class KLCharge:
 
 
 def describe_values(estimate: AdvantageEstimate, values_BL: Tensor, mask_BL: Tensor) -> Metrics:
-    """Say how well the critic foretold the returns, over all response tokens of a step."""
+    """Measure how well the critic predicted the returns of a step's response tokens."""
     mask_T = mask_BL.values()
     values_S = values_BL.values()[mask_T].double()
     returns_S = estimate.returns_BL.values()[mask_T].double()

@@ -29,7 +29,7 @@ class Algorithm(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """What every algorithm is built from."""
+    """The ingredients of every algorithm."""
 
     policy: Policy
     sampling: SamplingParams
@@ -54,7 +54,7 @@ def build_group_relative(config: ExperimentConfig, parts: Parts) -> PolicyOptimi
 def build_actor_critic(
     config: ExperimentConfig, parts: Parts, critic: Critic
 ) -> Callable[[int], ActorCriticOptimization]:
-    """Build PPO: what takes step n, counted from 1. In the critic's warm-up the policy stays."""
+    """Build PPO's step function of step n, from 1. In the critic's warm-up the policy is frozen."""
 
     def balance_for_critic(batch: CriticBatch) -> CriticBatch:
         return _balance(

@@ -36,6 +36,6 @@ class Clock:
         return time.perf_counter() - self._begin
 
     def metrics(self) -> Metrics:
-        """Return ``time/<phase>_s`` of each phase and ``time/step_s`` of the whole."""
+        """Return ``time/<phase>_s`` of each phase and ``time/step_s`` of the step."""
         phases: Metrics = {f"time/{phase}_s": Mean(s) for phase, s in self._seconds.items()}
         return phases | {"time/step_s": Mean(self.elapsed_s)}

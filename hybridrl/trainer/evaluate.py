@@ -17,7 +17,7 @@ from hybridrl.workers.rollout.protocol import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class EvalReport:
-    """What one evaluation saw."""
+    """The results of one evaluation."""
 
     rollouts: RolloutBatch
     scores: Scores

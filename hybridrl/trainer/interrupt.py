@@ -1,7 +1,7 @@
 """Ctrl-C, SIGTERM and SIGHUP end a run after the step they fall into, saved, and with their status.
 
-A batch system or a shell (``a && b``) must see that a run is not done, so one that was stopped ends
-with 128 + the signal's number, as shells count.
+A batch system or a shell (``a && b``) must see that a run is not done. So a stopped run ends with
+128 + the signal's number, as in shells.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import FrameType
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What stops a run in order."""
+"""Signals that stop a run in order."""
 
 _ECHO_S = 1.0
 """A batch system sends a signal to all processes, and those who wait for the run hand it on: so it
@@ -28,10 +28,10 @@ _Handler = Callable[[int, FrameType | None], object]
 
 
 class RunStopped(SystemExit):
-    """A signal stopped a run before its last step; what it has done is saved."""
+    """A signal stopped a run before its last step; its work is saved."""
 
     def __init__(self, number: int) -> None:
-        """Make the process end with 128 + ``number``, if nobody catches this."""
+        """Make the process end with 128 + ``number``, if this is not caught."""
         super().__init__(exit_status(number))
 
 
@@ -98,7 +98,7 @@ class Interrupt:
 
 @contextmanager
 def ended_by_signals(on_signal: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Let the signals end what is no step at once, and in order: workers and Ray end with it.
+    """Let the signals end work outside of a step at once and in order, with workers and Ray.
 
     ``on_signal`` is called before anything ends. Ray's own handlers, which this replaces, end the
     driver with other statuses. As `listening`, it does nothing outside the main thread.

@@ -19,14 +19,14 @@ _SKIPPED = ("policy/skipped_updates", "critic/skipped_updates")
 
 
 class StepRecorder(Protocol):
-    """Where the numbers of a run go."""
+    """Receives the numbers of a run."""
 
     def phase(self, name: str) -> None:
-        """Say what begins."""
+        """Announce a phase."""
         ...
 
     def begin_step(self, step: int) -> None:
-        """Say that a step begins, counted from 1."""
+        """Announce the begin of a step, counted from 1."""
         ...
 
     def record(self, step: int, metrics: Metrics) -> None:
@@ -35,10 +35,10 @@ class StepRecorder(Protocol):
 
 
 class Save(Protocol):
-    """Keeps what a run needs to go on; see ``Checkpointer.after_step``."""
+    """Saves the state with which a run resumes; see ``Checkpointer.after_step``."""
 
     def __call__(self, step: int, metrics: Metrics, *, is_last: bool) -> Metrics:
-        """Save if it is time; return what it cost."""
+        """Save if it is due; return the metrics of the save."""
         ...
 
 
@@ -65,7 +65,7 @@ class Loop:
     guard: UpdateGuard
     save: Save = no_save
     first_step: int = 1
-    """Above 1 where a run goes on from a checkpoint."""
+    """Above 1 where a run resumes from a checkpoint."""
 
     interrupt: Interrupt = field(default_factory=Interrupt)
 
@@ -73,7 +73,7 @@ class Loop:
         """Run to the end, or until somebody interrupts. Returns the number of steps done.
 
         Raises:
-            TrainingError: too many updates in a row had no finite gradient.
+            TrainingError: too many consecutive updates had gradients that are not finite.
             CheckpointError: checkpoints can no longer be written.
         """
         with self.interrupt.listening():

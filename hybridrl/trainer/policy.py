@@ -45,7 +45,7 @@ class Policy(Protocol):
 
 
 class Critic(Protocol):
-    """A worker group of ``CriticWorker``; its calls run on while the driver goes on."""
+    """A worker group of ``CriticWorker``; its calls run in the background of the driver."""
 
     def compute_values(self, rollouts: RolloutBatch) -> Pending[ValueBatch]:
         """Value the state before each response token."""
@@ -85,7 +85,7 @@ class Learner(Protocol):
 
 
 class WithoutLogprobs:
-    """Takes the place of ``Policy.compute_logprobs`` where nothing asks for its numbers.
+    """Replaces ``Policy.compute_logprobs`` where its numbers are not needed.
 
     With one optimizer step per rollout the old log-probs are the detached current ones, and without
     a reference there is nothing else to score: a forward pass over the batch is saved.
@@ -97,7 +97,7 @@ class WithoutLogprobs:
 
 
 class WithoutUpdate:
-    """Takes the place of ``Policy.update`` while the critic alone learns: weights do not move."""
+    """Replaces ``Policy.update`` while only the critic learns: weights do not change."""
 
     def __call__(self, batch: TrainBatch) -> Metrics:
         """Return no metrics."""

@@ -21,7 +21,7 @@ class TextReward:
     tokenizer: PreTrainedTokenizerBase
 
     def __call__(self, rollouts: RolloutBatch, task: PromptStep) -> Scores:
-        """Score B rows, the siblings of a prompt adjacent."""
+        """Score B rows, the responses to a prompt adjacent."""
         num_responses = len(rollouts) // len(task.rows)
         rows = [row for row in task.rows for _ in range(num_responses)]
         inputs = RewardInputs(

@@ -37,7 +37,7 @@ class Advantages(Protocol):
 
 
 class Charge(Protocol):
-    """Says what responses pay besides what they are scored."""
+    """Charges responses for a distance to the reference."""
 
     def __call__(self, rollouts: RolloutBatch, logprobs: LogprobBatch) -> Metrics:
         """Return metrics of a step."""
@@ -45,7 +45,7 @@ class Charge(Protocol):
 
 
 class ValueAdvantages(Protocol):
-    """Turns rewards and a critic's values into what policy and critic learn from."""
+    """Computes advantages and returns from rewards and a critic's values."""
 
     def __call__(
         self, rewards_B: Tensor, rollouts: RolloutBatch, logprobs: LogprobBatch, values_BL: Tensor
@@ -102,12 +102,12 @@ class ActorCriticOptimization:
     on_phase: Callable[[str], None] | None = None
 
     def step(self, task: PromptStep) -> StepReport:
-        """Sample, score, compare with what the critic expected, update both."""
+        """Sample, score, compare with the critic's values, update both."""
         clock = Clock(self.on_phase)
         with clock("generate"):
             rollouts = self.policy.generate(task.prompts, self.sampling)  # syncs weights, samples
         with clock("reward"):
-            values_future = self.critic.compute_values(rollouts)  # goes on while the driver scores
+            values_future = self.critic.compute_values(rollouts)  # runs while the driver scores
             scores = self.reward(rollouts, task)
         with clock("logprobs"):
             logprobs = self.logprobs(rollouts)  # old and reference at once
@@ -119,7 +119,7 @@ class ActorCriticOptimization:
             value_metrics = describe_values(estimate, values_BL, rollouts.response_mask_BL)
             charged = self.charge(rollouts, logprobs)
         with clock("update"):
-            critic_update = self.critic.update(critic_batch)  # goes on while the policy learns
+            critic_update = self.critic.update(critic_batch)  # runs while the policy learns
             update = self.update_policy(batch) | critic_update.get() | value_metrics | charged
         return StepReport(task, rollouts, scores, update, clock)
 
@@ -127,7 +127,7 @@ class ActorCriticOptimization:
 def build_critic_batch(
     rollouts: RolloutBatch, values_BL: Tensor, estimate: AdvantageEstimate
 ) -> CriticBatch:
-    """Put together what the critic's update reads, row by row, [B] rows."""
+    """Build the batch of the critic's update, [B] rows."""
     return CriticBatch(
         token_ids_BL=rollouts.token_ids_BL,
         response_mask_BL=rollouts.response_mask_BL,
@@ -140,7 +140,7 @@ def build_critic_batch(
 def build_train_batch(
     rollouts: RolloutBatch, logprobs: LogprobBatch, advantages_BL: Tensor
 ) -> TrainBatch:
-    """Put together what the update reads, row by row, [B] rows."""
+    """Build the batch of the update, [B] rows."""
     return TrainBatch(
         token_ids_BL=rollouts.token_ids_BL,
         response_mask_BL=rollouts.response_mask_BL,

@@ -1,4 +1,4 @@
-"""What one step did, and the metrics that describe it."""
+"""The results of one step, and the metrics that describe it."""
 
 from __future__ import annotations
 

@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, TrainBatch
+from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model_folder import read_settings
 from hybridrl.diagnostics import trace
 from hybridrl.metrics import Last, Metrics, from_json, merge, to_json
+from hybridrl.planning.frozen_base import plan_base
 from hybridrl.single_controller import Dispatch, ResultLayout, dispatch_by_mesh, register
 from hybridrl.workers.build import (
-    ActorRolloutSpec,
+    build_follower,
     build_policy_loss,
     build_reference_engine,
     build_rollout_engine,
     build_train_engine,
-    build_weight_port,
 )
 from hybridrl.workers.checkpointed import CheckpointedWorker
 from hybridrl.workers.process_group import end_process_group, start_process_group
@@ -27,8 +28,8 @@ from hybridrl.workers.rollout.assemble import assemble_rollouts, require_known_t
 from hybridrl.workers.rollout.protocol import SamplingParams
 from hybridrl.workers.rollout.sglang.arguments import device_name
 from hybridrl.workers.sharding.control import ControlGroup
-from hybridrl.workers.sharding.engine_start import start_engine
 from hybridrl.workers.sharding.frozen_base import resolve_lora_base
+from hybridrl.workers.sharding.fused_engines import start_engine
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.train.checkpoint import Notes
@@ -49,50 +50,56 @@ TRAIN_METRICS = replace(
 class ActorRolloutWorker(CheckpointedWorker):
     """One rank of the policy. The driver calls generate, compute_logprobs and update, in turn."""
 
-    def __init__(self, spec: ActorRolloutSpec) -> None:
+    def __init__(self, config: ExperimentConfig, model_folder: Path) -> None:
         """Start both engines; a collective call.
 
         The rollout engine comes first, on an empty device.
+
+        Args:
+            config: of the run; ``model.path``, if it is set, is absolute.
+            model_folder: Hugging Face folder to start from, absolute.
         """
         device = start_process_group(
-            device=spec.device, local_rank=self.local_rank, timeout_s=spec.collective_timeout_s
+            device=config.cluster.device,
+            local_rank=self.local_rank,
+            timeout_s=config.cluster.collective_timeout_s,
         )
-        control = ControlGroup(timeout_s=spec.rollout.stage_timeout_s)
+        control = ControlGroup(timeout_s=config.rollout.stage_timeout_s)
         lora = resolve_lora_base(
-            spec.lora,
-            plan=spec.base_plan,
+            config.lora,
+            plan=plan_base(config),
             device=device,
             control=control,
-            num_ranks_per_node=spec.num_ranks_per_node,
+            num_ranks_per_node=config.cluster.num_ranks_per_node,
         )
-        spec = replace(spec, lora=lora)
+        config = replace(config, lora=lora)
         meter = PeakMeter(device)
         meter.begin("build")
-        self._spec = spec
+        self._config = config
         self._policy_version = 0
         self._carried: Metrics = {}
-        tensor_parallel_size = spec.rollout.tensor_parallel_size
+        tensor_parallel_size = config.rollout.tensor_parallel_size
         leads = self.rank % tensor_parallel_size == 0
         gpus = control.gather("devices", device_name(device))
         own_gpus = gpus[self.rank : self.rank + tensor_parallel_size]
-        build = partial(build_rollout_engine, spec, device, gpus=own_gpus)
-        engine = start_engine(build if leads else None, config=spec.rollout, control=control)
+        build = partial(build_rollout_engine, config, model_folder, device, gpus=own_gpus)
+        engine = start_engine(build if leads else None, config=config.rollout, control=control)
         self.sharding = ShardingManager(
             engine=engine,
-            port=build_weight_port(spec, device, engine=engine),
-            config=spec.rollout,
+            follower=None if leads else build_follower(config.rollout, device),
+            config=config.rollout,
             device=device,
             control=control,
             meter=meter,
-            lora=spec.lora if spec.lora.sends_adapters else None,
+            lora=lora if lora.sends_adapters else None,
         )
-        self._actor = build_train_engine(spec, device)
+        self._actor = build_train_engine(config, model_folder, device)
         self.sharding.attach_policy(self._actor)
-        self._reference = build_reference_engine(spec, device, actor=self._actor)
+        self._reference = build_reference_engine(config, model_folder, device, actor=self._actor)
         if self._reference is not None:
             self.sharding.register("reference", self._reference)
-        self._vocab_size = int(read_settings(spec.model_folder)["vocab_size"])
-        self.start_checkpoints(seed=spec.seed)
+        self._vocab_size = int(read_settings(model_folder)["vocab_size"])
+        self.start_checkpoints(seed=config.seed)
         self.register_train_mesh(self._actor)
         self.register_mesh(
             "rollout",
@@ -138,10 +145,10 @@ class ActorRolloutWorker(CheckpointedWorker):
             a reference; what is not computed is None.
         """
         self.sharding.require_training()
-        temperature = self._spec.rollout.temperature
+        temperature = self._config.rollout.temperature
         logprobs = LogprobBatch(batch_size=[len(rollouts)])
         with self.sharding.meter("logprobs"):
-            if self._spec.algorithm.old_logprobs == "recompute":
+            if self._config.algorithm.old_logprobs == "recompute":
                 old = self._actor.compute_logprobs(rollouts, temperature=temperature)
                 logprobs.old_logprobs_BL = old.logprobs_BL
             if self._reference is not None:
@@ -164,8 +171,8 @@ class ActorRolloutWorker(CheckpointedWorker):
                 (``rollout.canary_every_steps``). No optimizer step learned from them.
         """
         self.sharding.require_training()
-        algorithm = self._spec.algorithm
-        loss = build_policy_loss(self._spec, checks_drift=self._checks_drift())
+        algorithm = self._config.algorithm
+        loss = build_policy_loss(self._config, checks_drift=self._checks_drift())
         with self.sharding.meter("update"):
             steps = [
                 self._step(minibatch, loss)
@@ -177,17 +184,17 @@ class ActorRolloutWorker(CheckpointedWorker):
         return merge([*steps, version, carried, self.sharding.take_metrics()])
 
     def _checks_drift(self) -> bool:
-        num_steps = self._policy_version // self._spec.algorithm.num_updates_per_step
-        every = self._spec.rollout.canary_every_steps
+        num_steps = self._policy_version // self._config.algorithm.num_updates_per_step
+        every = self._config.rollout.canary_every_steps
         return every > 0 and num_steps % every == 0
 
     def _step(self, minibatch: TrainBatch, loss: TokenLoss) -> Metrics:
         metrics = self._actor.update(
             minibatch,
             loss=loss,
-            aggregation=self._spec.algorithm.loss_aggregation,
-            temperature=self._spec.rollout.temperature,
-            max_response_tokens=self._spec.max_response_tokens,
+            aggregation=self._config.algorithm.loss_aggregation,
+            temperature=self._config.rollout.temperature,
+            max_response_tokens=self._config.rollout.max_response_tokens,
         )
         self._policy_version += 1  # at once: should the next one fail, these weights have moved
         self.sharding.weights_changed(version=self._policy_version)

@@ -10,9 +10,9 @@ from hybridrl.checkpoint.manifest import FileEntry
 from hybridrl.single_controller import Dispatch, Worker, register
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter, Notes
+from hybridrl.workers.train.checkpoint_files import is_unchanged
 from hybridrl.workers.train.model_engine import ModelEngine
 from hybridrl.workers.train.protocol import LearningEngine
-from hybridrl.workers.train.shard_files import is_unchanged
 
 
 class CheckpointedWorker(Worker):
@@ -43,7 +43,10 @@ class CheckpointedWorker(Worker):
     def register_train_mesh(self, engine: ModelEngine) -> None:
         """Say which rows this rank trains on, and whether it answers for them."""
         self.register_mesh(
-            "train", dp_rank=engine.dp_rank, dp_size=engine.dp_size, is_output_rank=engine.leads
+            "train",
+            dp_rank=engine.dp_rank,
+            dp_size=engine.dp_size,
+            is_output_rank=engine.is_output_rank,
         )
 
     @register(Dispatch.ONE_TO_ALL)

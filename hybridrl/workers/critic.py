@@ -8,10 +8,11 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from hybridrl.batch import CriticBatch, RolloutBatch, ValueBatch
+from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.single_controller import Dispatch, register
 from hybridrl.workers.actor_rollout import TRAIN, TRAIN_METRICS, ActorRolloutWorker
-from hybridrl.workers.build import CriticSpec, build_critic_engine
+from hybridrl.workers.build import build_critic_engine
 from hybridrl.workers.checkpointed import CheckpointedWorker
 from hybridrl.workers.process_group import end_process_group, start_process_group
 from hybridrl.workers.train.protocol import LearningEngine
@@ -24,19 +25,21 @@ class CriticWorker(CheckpointedWorker):
     leaves it while the rollout engine has it. Calls to both then take turns, in the order given.
     """
 
-    def __init__(self, spec: CriticSpec) -> None:
-        """Start the engine; a collective call."""
+    def __init__(self, config: ExperimentConfig, model_folder: Path) -> None:
+        """Start the engine from the policy's Hugging Face folder; a collective call."""
         device = start_process_group(
-            device=spec.device, local_rank=self.local_rank, timeout_s=spec.collective_timeout_s
+            device=config.cluster.device,
+            local_rank=self.local_rank,
+            timeout_s=config.cluster.collective_timeout_s,
         )
-        self._spec = spec
-        self._engine = build_critic_engine(spec, device)
+        self._config = config.critic
+        self._engine = build_critic_engine(config, model_folder, device)
         actor = self.fused.get("actor")
         self._sharding = actor.sharding if isinstance(actor, ActorRolloutWorker) else None
         if self._sharding is not None:
             self._sharding.register("critic", self._engine)
         self._seconds: Metrics = {}
-        self.start_checkpoints(seed=spec.seed)
+        self.start_checkpoints(seed=config.seed)
         self.register_train_mesh(self._engine)
 
     @register(TRAIN, blocking=False)
@@ -52,12 +55,11 @@ class CriticWorker(CheckpointedWorker):
         Args:
             batch: this rank's rows, those of each mini-batch adjacent (see balance_over_ranks).
         """
-        critic = self._spec.critic
         with self._working("update", memory="critic_update"):
             steps = [
                 self._engine.update(minibatch)
-                for _ in range(critic.num_epochs)
-                for minibatch in batch.chunk(critic.num_minibatches)
+                for _ in range(self._config.num_epochs)
+                for minibatch in batch.chunk(self._config.num_minibatches)
             ]
         seconds, self._seconds = self._seconds, {}
         return merge([*steps, seconds, self._take_shared_metrics()])

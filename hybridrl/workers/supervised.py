@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from hybridrl.batch import SupervisedBatch
+from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.single_controller import Dispatch, register
 from hybridrl.workers.actor_rollout import TRAIN_METRICS
-from hybridrl.workers.build import TrainSpec, build_train_engine
+from hybridrl.workers.build import build_train_engine
 from hybridrl.workers.checkpointed import CheckpointedWorker
 from hybridrl.workers.process_group import end_process_group, start_process_group
 from hybridrl.workers.train.protocol import LearningEngine
@@ -17,13 +18,15 @@ from hybridrl.workers.train.protocol import LearningEngine
 class SupervisedWorker(CheckpointedWorker):
     """One rank of a model that learns from examples."""
 
-    def __init__(self, spec: TrainSpec) -> None:
-        """Start the training engine; a collective call."""
+    def __init__(self, config: ExperimentConfig, model_folder: Path) -> None:
+        """Start the training engine from a Hugging Face folder; a collective call."""
         device = start_process_group(
-            device=spec.device, local_rank=self.local_rank, timeout_s=spec.collective_timeout_s
+            device=config.cluster.device,
+            local_rank=self.local_rank,
+            timeout_s=config.cluster.collective_timeout_s,
         )
-        self._engine = build_train_engine(spec, device)
-        self.start_checkpoints(seed=spec.seed)
+        self._engine = build_train_engine(config, model_folder, device)
+        self.start_checkpoints(seed=config.seed)
         self.register_train_mesh(self._engine)
 
     @register(TRAIN_METRICS)
@@ -35,7 +38,7 @@ class SupervisedWorker(CheckpointedWorker):
     def evaluate(self, batch: SupervisedBatch) -> Metrics:
         """Score held-out rows: the same loss, no step."""
         scored = self._engine.compute_logprobs(batch, temperature=1.0)
-        if not self._engine.leads:
+        if not self._engine.is_output_rank:
             return {}
         mask_T = batch.response_mask_BL.values()
         total = -scored.logprobs_BL.values()[mask_T].sum().item()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Plain Ray, on the first machine: start the head, wait for the others, train, and end.
-# Unproved on several machines; the commands are those that tests run on one.
+# A test runs it in two networks of one machine; with GPUs it is unproved.
 #
 #   SHARED=/mnt/shared NUM_NODES=2 NUM_RANKS_PER_NODE=8 RAY_AUTH_TOKEN=$(openssl rand -hex 32) \
 #       ./ray_head.sh trainer.num_steps=200
@@ -15,7 +15,16 @@ export RAY_AUTH_MODE=token RAY_AUTH_TOKEN HYBRIDRL_CACHE="$SHARED/cache"
 
 ray start --head --port="$PORT" --disable-usage-stats --block &
 head=$!
-trap 'kill "$head"; wait "$head" || true' EXIT # and no `ray stop`, which ends every Ray here
+end_ray() { # and no `ray stop`, which ends every Ray on this machine
+    kill "$head" 2> /dev/null || return 0
+    for _ in {1..60}; do
+        kill -0 "$head" 2> /dev/null || return 0
+        sleep 1
+    done
+    pkill -9 -P "$head" || true # Ray did not end by itself
+    kill -9 "$head" || true
+}
+trap end_ray EXIT
 until ray status --address="127.0.0.1:$PORT" > /dev/null 2>&1; do
     kill -0 "$head" || exit 1
     sleep 1

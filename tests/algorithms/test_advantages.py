@@ -83,7 +83,7 @@ def test_rewards_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
         group_relative_advantages(torch.zeros(shape), divide_by_std=True)
 
 
-def test_flat_rewards_give_each_row_the_advantage_within_its_group() -> None:
+def test_flat_rewards_are_compared_within_groups() -> None:
     rewards_B = torch.tensor([0.0, 1.0, 5.0, 5.0])
     advantages_B = grpo_advantages(rewards_B, num_responses=2, divide_by_std=False)
     assert advantages_B.tolist() == [-0.5, 0.5, 0.0, 0.0]
@@ -94,7 +94,7 @@ def test_rows_that_do_not_divide_into_groups_are_refused() -> None:
         grpo_advantages(torch.zeros(4), num_responses=3, divide_by_std=True)
 
 
-def test_every_response_token_gets_its_rows_advantage_and_others_nothing() -> None:
+def test_each_response_token_gets_the_advantage_of_its_row() -> None:
     mask_BL = jagged([torch.tensor([False, True, True]), torch.tensor([False, False])])
     spread = spread_over_tokens(torch.tensor([2.0, float("nan")]), mask_BL)
     assert spread.values().tolist() == [0.0, 2.0, 2.0, 0.0, 0.0]

@@ -49,7 +49,7 @@ def obvious_advantages(row: Row, *, gamma: float, lam: float) -> list[float]:
 
 
 @given(batches, rates, rates)
-def test_advantages_and_returns_are_those_of_the_sum_written_out(
+def test_advantages_and_returns_equal_the_explicit_sum(
     batch: list[Row], gamma: float, lam: float
 ) -> None:
     estimate = estimate_of(batch, gamma=gamma, lam=lam)
@@ -73,20 +73,20 @@ def test_a_row_does_not_depend_on_its_neighbours(
         assert torch.equal(together.advantages_BL[number], alone.advantages_BL[0])
 
 
-def test_with_lambda_1_advantages_are_the_rewards_to_come_minus_the_value() -> None:
+def test_lambda_1_advantages_are_returns_minus_values() -> None:
     row: Row = [(False, 9.0, 9.0), (True, 0.0, 0.25), (True, 0.0, 0.5), (True, 1.0, 0.75)]
     estimate = estimate_of([row], gamma=1.0, lam=1.0)
     assert estimate.advantages_BL[0].tolist() == [0.0, 0.75, 0.5, 0.25]
     assert estimate.returns_BL[0].tolist() == [0.0, 1.0, 1.0, 1.0]
 
 
-def test_with_lambda_0_a_token_is_judged_by_the_next_value_alone() -> None:
+def test_lambda_0_advantages_use_only_the_next_value() -> None:
     row: Row = [(False, 9.0, 9.0), (True, 0.0, 0.25), (True, 0.0, 0.5), (True, 1.0, 0.75)]
     estimate = estimate_of([row], gamma=1.0, lam=0.0)
     assert estimate.advantages_BL[0].tolist() == [0.0, 0.25, 0.25, 0.25]
 
 
-def test_nothing_is_bootstrapped_from_what_follows_the_last_response_token() -> None:
+def test_last_response_token_is_not_bootstrapped() -> None:
     # The same for a response that the length limit ended: the reward it has is its last.
     row: Row = [(True, 0.0, 0.5), (True, 0.0, 0.5), (False, 100.0, 100.0)]
     assert estimate_of([row], gamma=1.0, lam=1.0).advantages_BL[0].tolist() == [-0.5, -0.5, 0.0]
@@ -103,7 +103,7 @@ def test_no_gradient_flows_into_the_values() -> None:
 
 
 @given(batches)
-def test_whitened_tokens_have_mean_0_and_deviation_1_and_others_are_0(batch: list[Row]) -> None:
+def test_whitened_tokens_have_mean_0_and_deviation_1(batch: list[Row]) -> None:
     mask, rewards, _ = columns_of(batch)
     white = whiten(rewards, mask).values()
     chosen = white[mask.values()]

@@ -33,7 +33,7 @@ def surrogate(
         (1.5, -2.0, 3.0, 3.0),  # a bad token that was favoured is pushed with full force
     ],
 )
-def test_loss_and_gradient_are_what_a_pocket_calculator_says(
+def test_loss_and_gradient_equal_hand_computed_values(
     ratio: float, advantage: float, loss: float, gradient: float
 ) -> None:
     terms, current_T = surrogate([ratio], [advantage])

@@ -20,6 +20,6 @@ def test_engines_that_agree_are_not_corrected_at_all() -> None:
     assert torch.equal(weights_T, torch.ones(100))
 
 
-def test_a_token_that_the_sampler_held_for_impossible_gets_the_cap() -> None:
+def test_token_impossible_for_the_sampler_gets_the_cap() -> None:
     weights_T = truncated_importance_weights(torch.zeros(1), torch.tensor([-500.0]), cap=3.0)
     assert weights_T.tolist() == [3.0]

@@ -43,14 +43,14 @@ def test_the_clip_never_makes_a_loss_smaller(
     assert clipped >= free
 
 
-def test_a_value_that_came_far_enough_towards_its_return_is_left_alone() -> None:
+def test_clipped_value_near_its_return_has_no_gradient() -> None:
     assert loss_and_slope(0.5, old=0.0, target=1.0, clip=0.25) == (0.28125, 0.0)
 
 
-def test_a_value_that_went_the_wrong_way_is_called_back_however_far_it_went() -> None:
+def test_value_moved_the_wrong_way_keeps_its_gradient() -> None:
     assert loss_and_slope(-0.5, old=0.0, target=1.0, clip=0.25) == (1.125, -1.5)
 
 
-def test_a_value_within_the_clip_learns_as_if_there_were_none() -> None:
+def test_value_within_the_clip_learns_unclipped() -> None:
     loss, slope = loss_and_slope(0.25, old=0.125, target=1.0, clip=0.25)
     assert (loss, slope) == (0.28125, -0.75)

@@ -21,7 +21,7 @@ from tests.config.values import config_of
 WHERE = Path("runs/it")
 
 
-def test_another_engine_or_another_cut_is_the_same_recipe_and_rounds_differently() -> None:
+def test_engine_and_parallel_sizes_change_only_the_rounding() -> None:
     cut = ("actor=megatron", "cluster.num_ranks_per_node=2", "megatron.tensor_parallel_size=2")
     plain, megatron = config_of(), config_of(*cut)
     assert recipe_of(megatron) == recipe_of(plain)
@@ -55,9 +55,7 @@ def test_what_does_not_say_what_is_learnt_may_change(change: str) -> None:
         ("trainer.num_prompts_per_step=32", r"trainer\.num_prompts_per_step"),
     ],
 )
-def test_what_says_what_is_learnt_is_refused_by_key_unless_accepted(
-    change: str, words: str
-) -> None:
+def test_changed_learning_key_is_rejected_unless_accepted(change: str, words: str) -> None:
     saved, now = recipe_of(config_of()), recipe_of(config_of(change))
     with pytest.raises(CheckpointError, match=words) as refused:
         check_recipe(saved, now, where=WHERE, accept=False)
@@ -67,7 +65,7 @@ def test_what_says_what_is_learnt_is_refused_by_key_unless_accepted(
     assert told.startswith(change.partition("=")[0])
 
 
-def test_a_schedule_that_falls_to_the_end_knows_where_the_end_is() -> None:
+def test_number_of_steps_matters_to_a_falling_schedule() -> None:
     falling = "actor.optimizer.schedule=cosine"
     longer = recipe_of(config_of(falling, "trainer.num_steps=1000"))
     with pytest.raises(CheckpointError, match=r"trainer\.num_steps"):
@@ -89,7 +87,7 @@ def test_many_changes_are_counted_and_the_first_named() -> None:
         ("model.safetensors", "frozen weights"),
     ],
 )
-def test_another_tokenizer_or_model_is_refused_by_name_unless_accepted(
+def test_changed_model_files_are_rejected_unless_accepted(
     tmp_path: Path, file: str, what: str
 ) -> None:
     for name in ("tokenizer.json", "config.json", "model.safetensors", "README.md"):
@@ -105,7 +103,7 @@ def test_another_tokenizer_or_model_is_refused_by_name_unless_accepted(
     assert told.startswith(what)
 
 
-def test_weights_that_a_resumed_run_does_not_read_are_not_looked_at(tmp_path: Path) -> None:
+def test_unread_weights_are_not_fingerprinted(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_text("a")
     before = folder_fingerprints(tmp_path, with_weights=False)
     (tmp_path / "model.safetensors").write_text("b")

@@ -63,9 +63,7 @@ def test_the_last_and_the_best_are_kept(
 
 
 @pytest.mark.parametrize("keep_last", [1, 2])
-def test_a_torn_checkpoint_takes_no_place_among_those_that_are_kept(
-    tmp_path: Path, keep_last: int
-) -> None:
+def test_incomplete_checkpoints_do_not_count_as_kept(tmp_path: Path, keep_last: int) -> None:
     shelf = CheckpointStore(tmp_path)
     for step in (40, 50, 60):
         _commit(shelf, step)
@@ -78,7 +76,7 @@ def test_a_torn_checkpoint_takes_no_place_among_those_that_are_kept(
     assert len(whole) == keep_last
 
 
-def test_a_checkpoint_that_is_set_aside_is_not_found_again_and_not_lost(tmp_path: Path) -> None:
+def test_quarantined_checkpoint_is_kept_but_never_resumed(tmp_path: Path) -> None:
     shelf = CheckpointStore(tmp_path)
     for _ in range(2):  # twice, of the same step
         _commit(shelf, 1)
@@ -101,7 +99,7 @@ def test_another_format_is_named_with_what_to_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "run": 3}'])
 def test_a_manifest_that_is_not_whole_is_torn(tmp_path: Path, text: str) -> None:
     (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(CheckpointError, match="torn"):
+    with pytest.raises(CheckpointError, match="incomplete"):
         Manifest.read(tmp_path)
 
 

@@ -15,20 +15,19 @@ from torch import Tensor
 from hybridrl.batch import jagged_from, row_lengths
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.critic import CriticConfig
+from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora import LoraConfig
 from hybridrl.metrics import Metrics, merge
 from hybridrl.workers.build import (
-    ActorRolloutSpec,
-    CriticSpec,
     build_critic_engine,
     build_reference_engine,
     build_train_engine,
 )
+from hybridrl.workers.train.checkpoint_files import shards_of
 from hybridrl.workers.train.critic_engine import CriticEngine
 from hybridrl.workers.train.model_engine import ModelEngine
 from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
 from hybridrl.workers.train.protocol import LearningEngine
-from hybridrl.workers.train.shard_files import parts_of
 from tests.config.values import config_of
 from tests.contract.layouts import ENGINES, Layout
 from tests.ranks import RankPool
@@ -44,44 +43,34 @@ NO_ADAPTER = replace(LORA, enabled=False)
 class Rank:
     """This rank, which builds engines of its layout; every build is a collective call."""
 
-    def __init__(self, index: int, layout: Layout, spec: ActorRolloutSpec) -> None:
+    def __init__(self, index: int, layout: Layout, config: ExperimentConfig) -> None:
         self.index = index
         self.layout = layout
-        self._spec = spec
+        self._config = config
 
     def policy(
         self, folder: Path, config: ActorConfig = ACTOR, *, lora: LoraConfig = NO_ADAPTER
     ) -> PolicyEngine:
-        return build_train_engine(self._spec_for(folder, config, lora), CPU)
+        return build_train_engine(self._config_with(config, lora), folder, CPU)
 
     def free_routes(self) -> None:
         """Let models choose their experts, whatever the layout says."""
-        megatron = replace(self._spec.megatron, replay_routing=False)
-        self._spec = replace(self._spec, megatron=megatron)
+        megatron = replace(self._config.megatron, replay_routing=False)
+        self._config = replace(self._config, megatron=megatron)
 
     def reference(
         self, folder: Path, *, policy: PolicyEngine, lora: LoraConfig = NO_ADAPTER
     ) -> PolicyEngine | BaseModelReference:
-        engine = build_reference_engine(self._spec_for(folder, ACTOR, lora), CPU, actor=policy)
+        engine = build_reference_engine(self._config_with(ACTOR, lora), folder, CPU, actor=policy)
         assert engine is not None
         return engine
 
     def critic(self, folder: Path, config: CriticConfig = CRITIC) -> CriticEngine:
-        spec = CriticSpec(
-            model_folder=folder,
-            model=MODEL,
-            critic=self._with_layout(config),
-            megatron=self._spec.megatron,
-            seed=0,
-            device="cpu",
-            num_total_updates=self._spec.num_total_updates,
-            collective_timeout_s=self._spec.collective_timeout_s,
-        )
-        return build_critic_engine(spec, CPU)
+        critic = self._with_layout(config)
+        return build_critic_engine(replace(self._config, critic=critic), folder, CPU)
 
-    def _spec_for(self, folder: Path, config: ActorConfig, lora: LoraConfig) -> ActorRolloutSpec:
-        actor = self._with_layout(config)
-        return replace(self._spec, model_folder=folder, actor=actor, lora=lora)
+    def _config_with(self, config: ActorConfig, lora: LoraConfig) -> ExperimentConfig:
+        return replace(self._config, actor=self._with_layout(config), lora=lora)
 
     def _with_layout(self, config: Config) -> Config:
         options = replace(config.fsdp2, **self.layout.fsdp2)  # type: ignore[arg-type]
@@ -95,11 +84,11 @@ class RanksUnderTest:
         self.layout = layout
         self.engine = ENGINES[layout.engine]
         self._pool = RankPool(layout.num_ranks, deadline_s=layout.deadline_s)
-        self._spec = _spec_of(layout)
+        self._config = _config_of(layout)
 
     def run(self, check: Callable[..., Any], *args: object) -> list[Any]:
         """Call ``check(rank: Rank, *args)`` on every rank; return the answers by rank."""
-        return self._pool.run(_run_check, check, self.layout, self._spec, args)
+        return self._pool.run(_run_check, check, self.layout, self._config, args)
 
     def close(self) -> None:
         self._pool.close()
@@ -109,51 +98,44 @@ def _run_check(
     index: int,
     check: Callable[..., Any],
     layout: Layout,
-    spec: ActorRolloutSpec,
+    config: ExperimentConfig,
     args: tuple[object, ...],
 ) -> object:
     ENGINES[layout.engine].prepare()
-    return check(Rank(index, layout, spec), *args)
+    return check(Rank(index, layout, config), *args)
 
 
 @cache
-def _base_config() -> Any:
+def _base_config() -> ExperimentConfig:
     return config_of("algorithm.kl.placement=loss", "algorithm.kl.coefficient=0.1")
 
 
-def _spec_of(layout: Layout) -> ActorRolloutSpec:
+def _config_of(layout: Layout) -> ExperimentConfig:
     config = _base_config()
-    return ActorRolloutSpec(
-        model_folder=Path(),
-        model=MODEL,
-        actor=ACTOR,
-        megatron=replace(config.megatron, **layout.megatron),  # type: ignore[arg-type]
-        lora=NO_ADAPTER,
+    return replace(
+        config,
         seed=0,
-        device="cpu",
-        num_total_updates=10,
-        max_response_tokens=8,
-        collective_timeout_s=60.0,
-        rollout=config.rollout,
-        algorithm=config.algorithm,
-        max_context_tokens=64,
-        num_ranks_per_node=layout.num_ranks,
-        base_plan=None,
+        model=MODEL,
+        megatron=replace(config.megatron, **layout.megatron),  # type: ignore[arg-type]
+        cluster=replace(
+            config.cluster, num_ranks_per_node=layout.num_ranks, collective_timeout_s=60.0
+        ),
+        trainer=replace(config.trainer, num_steps=10),
     )
 
 
-def share_of(batch: Any, engine: ModelEngine, first: int) -> Any:
-    """Return this rank's rows: the first ones are of data-parallel rank 0, the rest of the others.
+def rows_of_rank(batch: Any, engine: ModelEngine, first: int) -> Any:
+    """Return this rank's rows: the first ones are of data-parallel rank 0, later ones of others.
 
     No rows at all cannot be taken of jagged ones: a row without a response stands in.
     """
     if engine.dp_size == 1:
         return batch
-    rows = shares_of(len(batch), engine.dp_size, first)[engine.dp_rank]
+    rows = rank_ranges(len(batch), engine.dp_size, first)[engine.dp_rank]
     return rows_of(batch, rows) if len(rows) else mute(rows_of(batch, [0]))
 
 
-def shares_of(num_rows: int, dp_size: int, first: int) -> list[range]:
+def rank_ranges(num_rows: int, dp_size: int, first: int) -> list[range]:
     """Return the rows of each data-parallel rank."""
     if dp_size == 1:
         return [range(num_rows)]
@@ -170,7 +152,7 @@ def mute(batch: Any) -> Any:
     return silent
 
 
-def learn(
+def take_step(
     engine: PolicyEngine,
     batch: Any,
     *,
@@ -178,33 +160,33 @@ def learn(
     loss: Any = LOSS,
     aggregation: str = "token_mean",
 ) -> Metrics:
-    """Take a step on this rank's share; return what it has to tell, if it leads."""
+    """Take a step on this rank's rows; return the metrics of an output rank."""
     metrics = engine.update(
-        share_of(batch, engine, first),
+        rows_of_rank(batch, engine, first),
         loss=loss,
         aggregation=aggregation,
         temperature=0.9,
         max_response_tokens=8,
     )
-    return told(engine, metrics)
+    return output_metrics(engine, metrics)
 
 
-def told(engine: ModelEngine, metrics: Metrics) -> Metrics:
-    """Return the metrics of a rank that leads: what the others say is not asked for."""
-    return metrics if engine.leads else {}
+def output_metrics(engine: ModelEngine, metrics: Metrics) -> Metrics:
+    """Return the metrics of an output rank; those of other ranks are not used."""
+    return metrics if engine.is_output_rank else {}
 
 
-def together(answers: list[Metrics]) -> dict[str, float]:
-    """Merge what ranks told about one step, as the driver does."""
+def merge_metrics(answers: list[Metrics]) -> dict[str, float]:
+    """Merge the metrics of ranks, as the driver does."""
     return {name: metric.value for name, metric in merge(answers).items()}
 
 
-def state_of(engine: LearningEngine) -> dict[str, Tensor]:
-    """Copy what this rank would put into a checkpoint."""
+def copy_state(engine: LearningEngine) -> dict[str, Tensor]:
+    """Copy the tensors of this rank's checkpoint."""
     return {
-        key: part.values.clone()
+        key: shard.values.clone()
         for name, tensor in engine.checkpoint_tensors().items()
-        for key, part in parts_of(name, tensor)
+        for key, shard in shards_of(name, tensor)
     }
 
 

@@ -20,7 +20,7 @@ from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.contract.layouts import ENGINES, on_layouts
 from tests.contract.plain import weights_in
-from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn, together
+from tests.contract.ranks_under_test import Rank, RanksUnderTest, merge_metrics, take_step
 from tests.workers.train.engines import (
     assert_same_weights,
     make_rows,
@@ -57,28 +57,28 @@ def _train(
     lora = with_lora(sync=sync)
     engine = rank.policy(folder, LIVELY, lora=lora)
     base, start = weights_of(engine), _adapter_of(engine)
-    steps = [learn(engine, make_rows(11, seed=seed), first=8) for seed in range(3)]
+    steps = [take_step(engine, make_rows(11, seed=seed), first=8) for seed in range(3)]
     assert all(not torch.equal(start[n], t) for n, t in _adapter_of(engine).items())
     if sync == "adapter":
         assert_same_weights(weights_of(engine), base)
     before = _adapter_of(engine)
-    learn(engine, with_nan_advantage(make_rows(5), row=4))
+    take_step(engine, with_nan_advantage(make_rows(5), row=4))
     assert_same_weights(_adapter_of(engine), before)
     reference = rank.reference(folder, policy=engine, lora=lora)
     assert all(reference.resident_bytes(part) == 0 for part in TrainState)
     frozen = reference.compute_logprobs(to_rollouts(make_rows(4)), temperature=1.0)
-    logprobs = frozen.logprobs_BL.values() if reference.leads else None
+    logprobs = frozen.logprobs_BL.values() if reference.is_output_rank else None
     return weights_of(engine), _adapter_of(engine), steps, logprobs
 
 
 @pytest.mark.parametrize("sync", ["adapter", "merged"])
-def test_the_adapter_learns_what_it_learns_on_one_rank_and_the_base_never_moves(
+def test_adapter_learns_as_on_one_rank_and_base_is_frozen(
     ranks: RanksUnderTest, folder: Path, sync: str
 ) -> None:
     weights, adapter, norms, frozen = _train_alone(folder, sync)
     answers = ranks.run(_train, folder, sync)
     for step, norm in enumerate(norms):
-        metrics = together([answer[2][step] for answer in answers])
+        metrics = merge_metrics([answer[2][step] for answer in answers])
         assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
         num_trained = sum(tensor.numel() for tensor in adapter.values())
         assert metrics["policy/trained_parameters"] == num_trained
@@ -101,9 +101,7 @@ def _begin(rank: Rank, folder: Path, seed: int) -> dict[str, Tensor]:
     return _adapter_of(engine)
 
 
-def test_a_new_adapter_is_the_same_however_the_model_is_cut_and_changes_nothing(
-    ranks: RanksUnderTest, folder: Path
-) -> None:
+def test_new_adapter_is_the_same_in_every_layout(ranks: RanksUnderTest, folder: Path) -> None:
     expected = _adapter_of(build_lora(folder))
     for adapter in ranks.run(_begin, folder, 0):
         assert_same_weights({name: adapter[name] for name in expected}, expected)
@@ -112,19 +110,17 @@ def test_a_new_adapter_is_the_same_however_the_model_is_cut_and_changes_nothing(
 def _stream(rank: Rank, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     lora = with_lora(target_modules=("q_proj", "down_proj"))
     engine = rank.policy(folder, lora=lora)
-    assert engine.weight_parts == (WeightSet.BASE, WeightSet.ADAPTER)
-    for part in engine.weight_parts:
+    assert engine.weight_sets == (WeightSet.BASE, WeightSet.ADAPTER)
+    for part in engine.weight_sets:
         streamed = engine.full_weights(part)
         for spec, (name, t) in zip(engine.weight_specs(part), streamed, strict=True):
             assert (spec.name, spec.shape, spec.num_bytes) == (name, t.shape, t.nbytes)
     merged = rank.policy(folder, lora=with_lora(sync="merged"))
-    assert merged.weight_parts == (WeightSet.BASE,)
+    assert merged.weight_sets == (WeightSet.BASE,)
     return weights_of(engine), _adapter_of(engine)
 
 
-def test_base_and_adapter_stream_under_the_names_that_others_know(
-    ranks: RanksUnderTest, folder: Path
-) -> None:
+def test_base_and_adapter_stream_under_external_names(ranks: RanksUnderTest, folder: Path) -> None:
     expected = weights_in(folder)
     for base, adapter in ranks.run(_stream, folder):
         assert base.keys() == expected.keys()
@@ -140,7 +136,7 @@ def test_base_and_adapter_stream_under_the_names_that_others_know(
 def _export(rank: Rank, folder: Path, target: Path) -> tuple[dict[str, Tensor], Tensor | None]:
     engine = rank.policy(folder, LIVELY, lora=LORA)
     for seed in range(2):
-        learn(engine, make_rows(6, seed=seed), first=4)
+        take_step(engine, make_rows(6, seed=seed), first=4)
     engine.export_adapter(target / "adapter")
     engine.export_hf(target / "hf")
     with pytest.raises(RunFolderError, match="adapter exists"):
@@ -150,10 +146,10 @@ def _export(rank: Rank, folder: Path, target: Path) -> tuple[dict[str, Tensor], 
     with pytest.raises(ModelError, match=r"no adapter.*lora\.enabled=true"):
         rank.policy(folder).export_adapter(target / "none")
     scored = engine.compute_logprobs(to_rollouts(make_rows(4)), temperature=1.0)
-    return _adapter_of(engine), scored.logprobs_BL.values() if engine.leads else None
+    return _adapter_of(engine), scored.logprobs_BL.values() if engine.is_output_rank else None
 
 
-def test_both_exports_load_elsewhere_and_an_adapter_is_where_another_run_starts(
+def test_both_exports_load_and_an_adapter_starts_a_run(
     ranks: RanksUnderTest, folder: Path, tmp_path: Path
 ) -> None:
     answers = ranks.run(_export, folder, tmp_path)
@@ -177,7 +173,7 @@ def _rest(rank: Rank, folder: Path) -> None:
     resting, steady = (rank.policy(folder, lora=LORA) for _ in range(2))
     for seed in range(3):
         for engine in (resting, steady):
-            learn(engine, make_rows(5, seed=seed))
+            take_step(engine, make_rows(5, seed=seed))
         for part in TrainState:
             resting.offload(part)
             assert resting.resident_bytes(part) == 0

@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from hybridrl.workers.train.checkpoint import CheckpointWriter
 from tests.contract.layouts import on_layouts
-from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn
+from tests.contract.ranks_under_test import Rank, RanksUnderTest, take_step
 from tests.workers.train.critics import make_lessons
 from tests.workers.train.engines import make_rows, to_supervised
 from tests.workers.train.lora_engines import LORA
@@ -57,7 +57,7 @@ def _save(rank: Rank, folder: Path, kind: str, target: Path) -> None:
         elif kind == "supervised":
             engine.fit(to_supervised(make_rows(4)))
         else:
-            learn(engine, make_rows(4))
+            take_step(engine, make_rows(4))
     writer.close()
 
 

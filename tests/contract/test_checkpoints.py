@@ -15,7 +15,13 @@ from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter
 from hybridrl.workers.train.protocol import LearningEngine
 from tests.contract.layouts import RESHAPES, layout_of, on_layouts
-from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn, share_of, state_of
+from tests.contract.ranks_under_test import (
+    Rank,
+    RanksUnderTest,
+    copy_state,
+    rows_of_rank,
+    take_step,
+)
 from tests.workers.train.critics import CRITIC, make_lessons
 from tests.workers.train.engines import make_rows, weights_of, with_optimizer
 from tests.workers.train.lora_engines import LORA, with_lora
@@ -38,9 +44,9 @@ def _build(rank: Rank, folder: Path, role: str) -> LearningEngine:
 
 def _learn(engine: Any, role: str, seed: int) -> None:
     if role == "critic":
-        engine.update(share_of(make_lessons(6, seed=seed), engine, 4))
+        engine.update(rows_of_rank(make_lessons(6, seed=seed), engine, 4))
     else:
-        learn(engine, make_rows(6, seed=seed), first=4)
+        take_step(engine, make_rows(6, seed=seed), first=4)
 
 
 def _assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -76,7 +82,7 @@ def _save_and_load(rank: Rank, folder: Path, target: Path, role: str, num_before
     assert (notes["version"], loaded.num_updates) == (7, num_before)
     for seed in (2, 3):
         _learn(loaded, role, seed)
-    _assert_same(state_of(loaded), state_of(engine))
+    _assert_same(copy_state(loaded), copy_state(engine))
     assert loaded.num_updates == engine.num_updates == num_before + 2
 
 
@@ -113,12 +119,12 @@ def _load_and_go_on(rank: Rank, folder: Path, target: Path, role: str) -> dict[s
 def _weights(engine: Any, role: str) -> dict[str, Tensor]:
     if role != "adapter":
         return weights_of(engine)
-    return {name: t.clone() for name, t in engine.full_weights(engine.weight_parts[-1])}
+    return {name: t.clone() for name, t in engine.full_weights(engine.weight_sets[-1])}
 
 
 @pytest.mark.parametrize(("saved_by", "loaded_by"), RESHAPES)
 @pytest.mark.parametrize("role", ["policy", "adapter"])
-def test_what_one_layout_saved_another_goes_on_from(
+def test_checkpoint_of_one_layout_resumes_in_another(
     make_model: Any, tmp_path: Path, saved_by: str, loaded_by: str, role: str
 ) -> None:
     writers, readers = (RanksUnderTest(layout_of(name)) for name in (saved_by, loaded_by))

@@ -23,10 +23,10 @@ from tests.contract.ranks_under_test import (
     Rank,
     RanksUnderTest,
     assert_float32_learns,
-    share_of,
-    state_of,
-    together,
-    told,
+    copy_state,
+    merge_metrics,
+    output_metrics,
+    rows_of_rank,
 )
 from tests.workers.train.critics import CRITIC, make_lessons
 from tests.workers.train.engines import OPTIMIZER, make_rows, to_rollouts
@@ -37,13 +37,13 @@ NUM_STEPS = 3
 
 
 def _teach(engine: CriticEngine, batch: CriticBatch, *, first: int = 8) -> Metrics:
-    return told(engine, engine.update(share_of(batch, engine, first)))
+    return output_metrics(engine, engine.update(rows_of_rank(batch, engine, first)))
 
 
 def _values(engine: CriticEngine, batch: Any) -> Tensor | None:
     values = engine.compute_values(to_rollouts(batch)).values_BL.values()
     assert values.dtype == torch.float32
-    return values if engine.leads else None
+    return values if engine.is_output_rank else None
 
 
 def _begin(rank: Rank, folder: Path, target: Path) -> Tensor | None:
@@ -53,7 +53,7 @@ def _begin(rank: Rank, folder: Path, target: Path) -> Tensor | None:
 
 
 @pytest.mark.parametrize("tie", [True, False])
-def test_values_are_0_before_anything_was_learnt_and_the_body_is_the_policys(
+def test_new_critic_values_0_on_the_policys_body(
     ranks: RanksUnderTest, make_model: Any, tmp_path: Path, tie: bool
 ) -> None:
     families = {ranks.layout.family}
@@ -110,7 +110,7 @@ def test_steps_and_values_are_those_of_the_plain_model(
     expected, trained, values = _train_plainly(folder)
     answers = ranks.run(_train, folder, tmp_path / "exported", changes, first)
     for step, (loss, norm) in enumerate(expected):
-        metrics = together([answer[0][step] for answer in answers])
+        metrics = merge_metrics([answer[0][step] for answer in answers])
         assert metrics["loss/value"] == pytest.approx(loss, rel=1e-5)
         assert metrics["critic/grad_norm"] == pytest.approx(norm, rel=2e-5)
     stored = weights_in(tmp_path / "exported")
@@ -139,12 +139,12 @@ def _skip(rank: Rank, folder: Path, targets: list[Path]) -> list[Metrics]:
     return skipped
 
 
-def test_a_step_that_is_not_finite_is_skipped_by_all_ranks_and_leaves_no_trace(
+def test_all_ranks_skip_a_step_that_is_not_finite(
     ranks: RanksUnderTest, folder: Path, tmp_path: Path
 ) -> None:
     targets = [tmp_path / "one", tmp_path / "other"]
     for answers in zip(*ranks.run(_skip, folder, targets), strict=True):
-        metrics = together(list(answers))
+        metrics = merge_metrics(list(answers))
         assert (metrics["critic/skipped_updates"], metrics["critic/updates"]) == (1, 0)
     one, other = (weights_in(target) for target in targets)
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
@@ -169,7 +169,7 @@ def _rest(rank: Rank, folder: Path, targets: list[Path]) -> None:
         engine.export_hf(target)
 
 
-def test_an_offloaded_critic_refuses_to_work_and_comes_back_bit_by_bit(
+def test_offloaded_critic_rejects_work_and_restores_exactly(
     ranks: RanksUnderTest, folder: Path, tmp_path: Path
 ) -> None:
     targets = [tmp_path / "resting", tmp_path / "steady"]
@@ -211,10 +211,10 @@ def test_a_critic_and_a_policy_live_in_one_process(ranks: RanksUnderTest, folder
 
 def _compute_in_bfloat16(rank: Rank, folder: Path) -> Tensor | None:
     engine = rank.critic(folder, replace(CRITIC, compute_dtype="bfloat16"))
-    before = state_of(engine)
+    before = copy_state(engine)
     for seed in range(2):
         _teach(engine, make_lessons(4, seed=seed), first=2)
-    assert_float32_learns(before, state_of(engine))
+    assert_float32_learns(before, copy_state(engine))
     return _values(engine, make_rows(3))
 
 

@@ -20,10 +20,10 @@ from tests.contract.ranks_under_test import (
     NO_ADAPTER,
     Rank,
     RanksUnderTest,
-    learn,
-    share_of,
-    together,
-    told,
+    merge_metrics,
+    output_metrics,
+    rows_of_rank,
+    take_step,
 )
 from tests.workers.train import critics
 from tests.workers.train.critics import make_lessons
@@ -38,12 +38,12 @@ def _improve(rank: Rank, folder: Path) -> float:
     rollouts = to_rollouts(batch)
     before = engine.compute_logprobs(rollouts, temperature=0.9).logprobs_BL.values()
     for _ in range(3):
-        learn(engine, batch)
+        take_step(engine, batch)
     after = engine.compute_logprobs(rollouts, temperature=0.9).logprobs_BL.values()
     return float(((after - before) * batch.advantages_BL.values()).sum())
 
 
-def test_a_policy_gradient_raises_what_was_better_than_its_siblings(
+def test_policy_gradient_raises_above_average_responses(
     ranks: RanksUnderTest, folder: Path
 ) -> None:
     assert max(ranks.run(_improve, folder)) > 0
@@ -52,7 +52,7 @@ def test_a_policy_gradient_raises_what_was_better_than_its_siblings(
 def _learn_answers(rank: Rank, folder: Path, lora: LoraConfig) -> list[Metrics]:
     engine = rank.policy(folder, with_optimizer(lr=0.02, eps=1e-8), lora=lora)
     batch = to_supervised(make_rows(6))
-    return [told(engine, engine.fit(share_of(batch, engine, 4))) for _ in range(25)]
+    return [output_metrics(engine, engine.fit(rows_of_rank(batch, engine, 4))) for _ in range(25)]
 
 
 @pytest.mark.parametrize("lora", [NO_ADAPTER, LORA], ids=["whole", "adapter"])
@@ -62,7 +62,7 @@ def test_supervised_steps_learn_the_answers(
     if lora.enabled and not ranks.engine.has_adapters:
         pytest.skip(f"{ranks.layout.engine} has no adapters")
     answers = ranks.run(_learn_answers, folder, lora)
-    steps = [together(list(a)) for a in zip(*answers, strict=True)]
+    steps = [merge_metrics(list(a)) for a in zip(*answers, strict=True)]
     assert steps[-1]["loss/supervised_nats"] < 0.3 * steps[0]["loss/supervised_nats"]
 
 
@@ -72,14 +72,16 @@ def _learn_returns(rank: Rank, folder: Path, value_clip: float) -> tuple[list[Me
     batch.old_values_BL = jagged_from(
         torch.zeros(batch.old_values_BL.values().shape), row_lengths(batch.old_values_BL)
     )
-    steps = [told(engine, engine.update(share_of(batch, engine, 4))) for _ in range(40)]
+    steps = [
+        output_metrics(engine, engine.update(rows_of_rank(batch, engine, 4))) for _ in range(40)
+    ]
     values = engine.compute_values(to_rollouts(make_rows(6)))
-    return steps, values.values_BL.values() if engine.leads else None
+    return steps, values.values_BL.values() if engine.is_output_rank else None
 
 
 def test_a_critic_learns_its_returns(ranks: RanksUnderTest, folder: Path) -> None:
     answers = ranks.run(_learn_returns, folder, 0.0)
-    steps = [together(list(a)) for a in zip(*(answer[0] for answer in answers), strict=True)]
+    steps = [merge_metrics(list(a)) for a in zip(*(answer[0] for answer in answers), strict=True)]
     assert steps[-1]["loss/value"] < 0.1 * steps[0]["loss/value"]
     batch = make_lessons(6)
     mask, returns = batch.response_mask_BL.values(), batch.returns_BL.values()
@@ -90,7 +92,7 @@ def test_a_critic_learns_its_returns(ranks: RanksUnderTest, folder: Path) -> Non
 
 def test_a_value_stops_at_the_clip_within_a_step(ranks: RanksUnderTest, folder: Path) -> None:
     answers = ranks.run(_learn_returns, folder, 0.2)
-    steps = [together(list(a)) for a in zip(*(answer[0] for answer in answers), strict=True)]
+    steps = [merge_metrics(list(a)) for a in zip(*(answer[0] for answer in answers), strict=True)]
     assert steps[0]["critic/clip_fraction"] == 0.0
     assert steps[-1]["critic/clip_fraction"] > 0.4
     for far in (values for _, values in answers if values is not None):

@@ -10,7 +10,7 @@ import torch
 from hybridrl.errors import PhaseError
 from hybridrl.workers.train.protocol import TrainState
 from tests.contract.layouts import on_layouts
-from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn
+from tests.contract.ranks_under_test import Rank, RanksUnderTest, take_step
 from tests.workers.train.engines import assert_same_weights, make_rows, to_rollouts, weights_of
 
 pytestmark = on_layouts()
@@ -21,7 +21,7 @@ def _rest_and_train(rank: Rank, folder: Path) -> None:
     rollouts = to_rollouts(make_rows(3))
     for seed in range(3):
         for engine in (resting, steady):
-            learn(engine, make_rows(5, seed=seed))
+            take_step(engine, make_rows(5, seed=seed))
             engine.compute_logprobs(rollouts, temperature=1.0)
         resident = {part: resting.resident_bytes(part) for part in TrainState}
         # No more than its share: nothing that was gathered is left behind.
@@ -51,15 +51,15 @@ def test_training_with_offloads_in_between_is_bitwise_the_same(
 
 def _leave_one_by_one(rank: Rank, folder: Path) -> None:
     engine, batch = rank.policy(folder), make_rows(4)
-    learn(engine, batch)
+    take_step(engine, batch)
     for part in TrainState:
         others = {p: engine.resident_bytes(p) for p in TrainState if p is not part}
         engine.offload(part)
         assert others == {p: engine.resident_bytes(p) for p in others}
         with pytest.raises(PhaseError, match=rf"update\(\) needs {part.value}"):
-            learn(engine, batch)
+            take_step(engine, batch)
         engine.restore(part)
-        learn(engine, batch)
+        take_step(engine, batch)
     engine.offload(TrainState.OPTIMIZER)
     engine.offload(TrainState.GRADIENTS)
     engine.compute_logprobs(to_rollouts(batch), temperature=1.0)
@@ -80,7 +80,7 @@ def _stream_while_the_rest_is_away(rank: Rank, folder: Path) -> None:
     # What a weight sync meets: gradients and moments have left, parameters are there; twice.
     engine = rank.policy(folder)
     for seed in range(2):
-        learn(engine, make_rows(5, seed=seed))
+        take_step(engine, make_rows(5, seed=seed))
         before = weights_of(engine)
         engine.offload(TrainState.OPTIMIZER)
         engine.offload(TrainState.GRADIENTS)

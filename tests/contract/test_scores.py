@@ -16,7 +16,14 @@ from hybridrl.workers.train.losses import PolicyGradientLoss
 from hybridrl.workers.train.protocol import TrainState
 from tests.contract.layouts import on_layouts
 from tests.contract.plain import PlainPolicy
-from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn, mute, share_of, together
+from tests.contract.ranks_under_test import (
+    Rank,
+    RanksUnderTest,
+    merge_metrics,
+    mute,
+    rows_of_rank,
+    take_step,
+)
 from tests.workers.train.engines import ACTOR, OPTIMIZER, make_rows, to_rollouts, weights_of
 
 pytestmark = on_layouts(compares_numbers=True)
@@ -24,11 +31,14 @@ pytestmark = on_layouts(compares_numbers=True)
 
 def _score(rank: Rank, folder: Path, batch: Any) -> tuple[Tensor, Tensor] | None:
     engine = rank.policy(folder)
-    assert (engine.dp_size, engine.leads) in {(rank.layout.dp_size, True), (engine.dp_size, False)}
-    rows = to_rollouts(share_of(batch, engine, 6))
+    assert (engine.dp_size, engine.is_output_rank) in {
+        (rank.layout.dp_size, True),
+        (engine.dp_size, False),
+    }
+    rows = to_rollouts(rows_of_rank(batch, engine, 6))
     scored = engine.compute_logprobs(rows, temperature=0.7)
     assert scored.logprobs_BL.values().dtype == torch.float32
-    if not engine.leads:
+    if not engine.is_output_rank:
         return None
     return scored.logprobs_BL.values(), scored.entropy_BL.values()
 
@@ -55,18 +65,18 @@ def _compare_with_itself(rank: Rank, folder: Path) -> Any:
     scored = engine.compute_logprobs(to_rollouts(batch), temperature=0.9).logprobs_BL
     batch.old_logprobs_BL = batch.reference_logprobs_BL = batch.sampler_logprobs_BL = scored
     loss = PolicyGradientLoss(clip_low=0.2, clip_high=0.2, kl_coefficient=0.1)
-    return learn(engine, batch, loss=loss)
+    return take_step(engine, batch, loss=loss)
 
 
 def test_columns_stay_with_their_tokens(ranks: RanksUnderTest, folder: Path) -> None:
-    metrics = together(ranks.run(_compare_with_itself, folder))
+    metrics = merge_metrics(ranks.run(_compare_with_itself, folder))
     for name in ("kl_to_old_nats/mean", "kl_to_reference_nats/mean", "sampler_mismatch_nats/max"):
         assert metrics[f"policy/{name}"] == pytest.approx(0.0, abs=3e-6), name
 
 
 def _look_around_scoring(rank: Rank, folder: Path) -> None:
     engine = rank.policy(folder, replace(ACTOR, compute_dtype="bfloat16"))
-    learn(engine, make_rows(4), first=2)
+    take_step(engine, make_rows(4), first=2)
     held = {part: engine.resident_bytes(part) for part in TrainState}
     dtypes = {name: tensor.dtype for name, tensor in engine.full_weights()}
     for _ in range(2):
@@ -75,9 +85,7 @@ def _look_around_scoring(rank: Rank, folder: Path) -> None:
         assert dtypes == {name: tensor.dtype for name, tensor in engine.full_weights()}
 
 
-def test_scoring_leaves_the_shards_that_it_found_and_nothing_gathered(
-    ranks: RanksUnderTest, folder: Path
-) -> None:
+def test_scoring_leaves_no_gathered_weights(ranks: RanksUnderTest, folder: Path) -> None:
     ranks.run(_look_around_scoring, folder)
 
 
@@ -87,20 +95,21 @@ def _score_what_has_no_response(rank: Rank, folder: Path) -> tuple[Any, Any]:
     mask = batch.response_mask_BL.values().clone()
     mask[: int(lengths_B[0])] = False
     batch.response_mask_BL = jagged_from(mask, lengths_B)
-    partly = learn(engine, batch, first=2)
+    partly = take_step(engine, batch, first=2)
     silent = mute(batch)
-    wholly = learn(engine, silent, first=2)
+    wholly = take_step(engine, silent, first=2)
     scored = engine.compute_logprobs(to_rollouts(silent), temperature=1.0)
     assert not scored.logprobs_BL.values().any()
     assert all(tensor.isfinite().all() for tensor in weights_of(engine).values())
     return partly, wholly
 
 
-def test_rows_without_a_response_count_as_rows_but_are_not_computed(
+def test_rows_without_a_response_count_but_are_not_computed(
     ranks: RanksUnderTest, folder: Path
 ) -> None:
     partly, wholly = (
-        together(list(a)) for a in zip(*ranks.run(_score_what_has_no_response, folder), strict=True)
+        merge_metrics(list(a))
+        for a in zip(*ranks.run(_score_what_has_no_response, folder), strict=True)
     )
     num_tokens = int(row_lengths(make_rows(4).token_ids_BL)[1:].sum()) - 3
     assert partly["data/train_tokens"] == num_tokens
@@ -114,7 +123,7 @@ def _refuse(rank: Rank, folder: Path) -> str:
     mask = batch.response_mask_BL.values().clone()
     mask[int(lengths_B[0])] = True
     batch.response_mask_BL = jagged_from(mask, lengths_B)
-    with pytest.raises(DataError, match="row 1 of the batch begins with a response token") as told:
+    with pytest.raises(DataError, match="row 1 of the batch begins with a response token") as error:
         engine.update(
             batch,
             loss=PolicyGradientLoss(clip_low=0.2, clip_high=0.2),
@@ -122,8 +131,8 @@ def _refuse(rank: Rank, folder: Path) -> str:
             temperature=1.0,
             max_response_tokens=8,
         )
-    learn(engine, make_rows(4))  # and goes on
-    return str(told.value)
+    take_step(engine, make_rows(4))  # and goes on
+    return str(error.value)
 
 
 def test_a_row_that_begins_with_a_response_token_is_refused(
@@ -134,7 +143,7 @@ def test_a_row_that_begins_with_a_response_token_is_refused(
 
 def _only_read(rank: Rank, folder: Path) -> None:
     engine, batch, untouched = rank.policy(folder), make_rows(5), make_rows(5)
-    learn(engine, batch)
+    take_step(engine, batch)
     engine.compute_logprobs(to_rollouts(batch), temperature=1.0)
     for name in ("token_ids_BL", "response_mask_BL", "advantages_BL", "sampler_logprobs_BL"):
         assert torch.equal(getattr(batch, name).values(), getattr(untouched, name).values())
@@ -150,14 +159,14 @@ def _hold_still(rank: Rank, folder: Path) -> None:
     rollouts = to_rollouts(make_rows(4 + 2 * reference.dp_rank))
     start = reference.compute_logprobs(rollouts, temperature=1.0).logprobs_BL.values()
     for cycle in range(3):
-        learn(policy, make_rows(5, seed=cycle))
+        take_step(policy, make_rows(5, seed=cycle))
         reference.offload(TrainState.PARAMETERS)
         assert reference.resident_bytes(TrainState.PARAMETERS) == 0
         reference.restore(TrainState.PARAMETERS)
         frozen = reference.compute_logprobs(rollouts, temperature=1.0).logprobs_BL.values()
         moved = policy.compute_logprobs(rollouts, temperature=1.0).logprobs_BL.values()
         assert torch.equal(frozen, start)
-        assert not policy.leads or not torch.equal(moved, start)
+        assert not policy.is_output_rank or not torch.equal(moved, start)
 
 
 def test_a_reference_stays_where_it_was_while_the_policy_moves(

@@ -20,12 +20,12 @@ from tests.contract.ranks_under_test import (
     Rank,
     RanksUnderTest,
     assert_float32_learns,
-    learn,
-    share_of,
-    shares_of,
-    state_of,
-    together,
-    told,
+    copy_state,
+    merge_metrics,
+    output_metrics,
+    rank_ranges,
+    rows_of_rank,
+    take_step,
 )
 from tests.workers.train.engines import (
     ACTOR,
@@ -123,14 +123,14 @@ def _train(
     loss = replace(LOSS, entropy_coefficient=case.entropy_coefficient)
     steps = []
     for batch in lessons:
-        rows = to_rollouts(share_of(batch, engine, case.first))
+        rows = to_rollouts(rows_of_rank(batch, engine, case.first))
         engine.compute_logprobs(rows, temperature=0.9)  # must not disturb anything
         steps.append(
-            learn(engine, batch, first=case.first, loss=loss, aggregation=case.aggregation)
+            take_step(engine, batch, first=case.first, loss=loss, aggregation=case.aggregation)
         )
     scored = engine.compute_logprobs(to_rollouts(make_rows(4, seed=9)), temperature=0.9)
     assert engine.num_updates == len(lessons)
-    return steps, weights_of(engine), scored.logprobs_BL.values() if engine.leads else None
+    return steps, weights_of(engine), scored.logprobs_BL.values() if engine.is_output_rank else None
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -141,7 +141,7 @@ def test_two_steps_are_those_of_the_plain_model(
     plain = _train_plainly(folder, case.aggregation, case.entropy_coefficient)
     answers = ranks.run(_train, folder, case, _lessons(folder))
     for step in range(NUM_STEPS):
-        metrics = together([answer[0][step] for answer in answers])
+        metrics = merge_metrics([answer[0][step] for answer in answers])
         loss = metrics["loss/policy"] + metrics.get("loss/entropy", 0.0)
         assert loss == pytest.approx(plain.losses[step], rel=1e-5, abs=1e-6)
         assert metrics["policy/grad_norm"] == pytest.approx(plain.grad_norms[step], rel=1e-5)
@@ -162,18 +162,18 @@ def _count(rank: Rank, folder: Path) -> tuple[Metrics, Metrics]:
     batch = make_rows(12, num_siblings=4)
     alone = rank.policy(folder, replace(ACTOR, max_tokens_per_microbatch=1))
     whole = rank.policy(folder)
-    return learn(alone, batch, first=8), learn(whole, batch, first=8)
+    return take_step(alone, batch, first=8), take_step(whole, batch, first=8)
 
 
 def test_siblings_share_the_computation_of_their_prompt(
     ranks: RanksUnderTest, folder: Path
 ) -> None:
-    alone, whole = (together(list(a)) for a in zip(*ranks.run(_count, folder), strict=True))
+    alone, whole = (merge_metrics(list(a)) for a in zip(*ranks.run(_count, folder), strict=True))
     batch = make_rows(12, num_siblings=4)
     prompts = row_lengths(batch.token_ids_BL) - response_lengths(batch.response_mask_BL)
     num_tokens = int(row_lengths(batch.token_ids_BL).sum()) - 12
     num_spared = 0
-    for share in shares_of(12, ranks.layout.dp_size, 8):
+    for share in rank_ranges(12, ranks.layout.dp_size, 8):
         families = [row // 4 for row in share]
         num_spared += sum(int(prompts[4 * f]) * (families.count(f) - 1) for f in set(families))
     assert (alone["data/microbatches"], whole["data/microbatches"]) == (12, ranks.layout.dp_size)
@@ -185,26 +185,28 @@ def test_siblings_share_the_computation_of_their_prompt(
 
 def _start_from_here(rank: Rank, folder: Path) -> Metrics:
     one, other = rank.policy(folder), rank.policy(folder)
-    batch = share_of(make_rows(6), one, 4)
+    batch = rows_of_rank(make_rows(6), one, 4)
     filled = batch.clone()
     filled.old_logprobs_BL = other.compute_logprobs(to_rollouts(batch), temperature=0.9).logprobs_BL
     settings = {"aggregation": "token_mean", "temperature": 0.9, "max_response_tokens": 8}
     metrics = one.update(batch, loss=LOSS, **settings)
     other.update(filled, loss=LOSS, **settings)
     assert_same_weights(weights_of(one), weights_of(other), atol=1e-6)
-    return told(one, metrics)
+    return output_metrics(one, metrics)
 
 
 def test_absent_old_logprobs_are_the_detached_current_ones(
     ranks: RanksUnderTest, folder: Path
 ) -> None:
-    assert together(ranks.run(_start_from_here, folder))["policy/ratio/mean"] == 1.0
+    assert merge_metrics(ranks.run(_start_from_here, folder))["policy/ratio/mean"] == 1.0
 
 
 def _fit(rank: Rank, folder: Path) -> tuple[list[Metrics], dict[str, Tensor]]:
     engine = rank.policy(folder)
     batch = to_supervised(make_rows(6))
-    steps = [told(engine, engine.fit(share_of(batch, engine, 4))) for _ in range(NUM_STEPS)]
+    steps = [
+        output_metrics(engine, engine.fit(rows_of_rank(batch, engine, 4))) for _ in range(NUM_STEPS)
+    ]
     return steps, weights_of(engine)
 
 
@@ -213,7 +215,7 @@ def test_supervised_steps_are_those_of_the_plain_model(ranks: RanksUnderTest, fo
     expected = [model.fit(make_rows(6)) for _ in range(NUM_STEPS)]
     answers = ranks.run(_fit, folder)
     for step, (loss, norm) in enumerate(expected):
-        metrics = together([answer[0][step] for answer in answers])
+        metrics = merge_metrics([answer[0][step] for answer in answers])
         assert metrics["loss/supervised_nats"] == pytest.approx(loss, rel=1e-5)
         assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-5)
     for name, tensor in model.weights().items():
@@ -227,20 +229,18 @@ def _skip(rank: Rank, folder: Path) -> list[Metrics]:
     answers = []
     for seed in range(2):
         batch = make_rows(5, seed=seed)
-        answers.append(learn(one, with_nan_advantage(batch, row=4)))  # a row of the last rank
+        answers.append(take_step(one, with_nan_advantage(batch, row=4)))  # a row of the last rank
         assert one.num_updates == seed
         for engine in (one, other):
-            learn(engine, batch)
+            take_step(engine, batch)
     assert one.num_updates == other.num_updates == 2
     assert_same_weights(weights_of(one), weights_of(other))
     return answers
 
 
-def test_a_step_that_is_not_finite_is_skipped_by_all_ranks_and_leaves_no_trace(
-    ranks: RanksUnderTest, folder: Path
-) -> None:
+def test_all_ranks_skip_a_step_that_is_not_finite(ranks: RanksUnderTest, folder: Path) -> None:
     for answers in zip(*ranks.run(_skip, folder), strict=True):
-        metrics = together(list(answers))  # counted once, not once a rank
+        metrics = merge_metrics(list(answers))  # counted once, not once a rank
         assert (metrics["policy/skipped_updates"], metrics["policy/updates"]) == (1, 0)
         assert "policy/grad_norm" not in metrics
         assert metrics["policy/lr"] > 0
@@ -253,16 +253,16 @@ LAZY = {"beta1": 0.0, "beta2": 0.0, "eps": 1e6, "lr": 1e6}
 def _clip(rank: Rank, folder: Path, max_grad_norm: float) -> tuple[Metrics, Tensor]:
     engine = rank.policy(folder, with_optimizer(max_grad_norm=max_grad_norm, **LAZY))
     start = weights_of(engine)
-    metrics = learn(engine, make_rows(5))
+    metrics = take_step(engine, make_rows(5))
     return metrics, torch.cat([(w - start[n]).flatten() for n, w in weights_of(engine).items()])
 
 
 def test_gradients_are_clipped_to_the_global_norm(ranks: RanksUnderTest, folder: Path) -> None:
     answers = ranks.run(_clip, folder, 1e9)
-    norm = together([metrics for metrics, _ in answers])["policy/grad_norm"]
+    norm = merge_metrics([metrics for metrics, _ in answers])["policy/grad_norm"]
     assert answers[0][1].norm().item() == pytest.approx(norm, rel=1e-3)
     clipped = ranks.run(_clip, folder, norm / 4)
-    before = together([metrics for metrics, _ in clipped])["policy/grad_norm"]
+    before = merge_metrics([metrics for metrics, _ in clipped])["policy/grad_norm"]
     assert before == pytest.approx(norm, rel=1e-6)
     for _, change in clipped:
         assert change.norm().item() == pytest.approx(norm / 4, rel=1e-3)
@@ -270,7 +270,7 @@ def test_gradients_are_clipped_to_the_global_norm(ranks: RanksUnderTest, folder:
 
 def _follow(rank: Rank, folder: Path, changes: dict[str, Any]) -> tuple[list[Metrics], Tensor]:
     engine = rank.policy(folder, with_optimizer(**changes))
-    steps = [learn(engine, make_rows(4, seed=seed)) for seed in range(3)]
+    steps = [take_step(engine, make_rows(4, seed=seed)) for seed in range(3)]
     norm_weight = weights_of(engine)["model.norm.weight"]
     return steps, norm_weight
 
@@ -280,14 +280,14 @@ def test_the_learning_rate_follows_its_schedule(ranks: RanksUnderTest, folder: P
     optimizer = with_optimizer(**changes).optimizer
     answers = ranks.run(_follow, folder, changes)
     for step in range(3):
-        rate = together([steps[step] for steps, _ in answers])["policy/lr"]
+        rate = merge_metrics([steps[step] for steps, _ in answers])["policy/lr"]
         assert rate == pytest.approx(learning_rate(optimizer, step=step, num_total_steps=10))
 
 
 def _decay(rank: Rank, folder: Path) -> dict[str, Tensor]:
     # The gradient moves nothing beside an eps of 1e12; what is left is the decay, lr * 0.1.
     engine = rank.policy(folder, with_optimizer(weight_decay=0.1, eps=1e12))
-    learn(engine, make_rows(4))
+    take_step(engine, make_rows(4))
     return weights_of(engine)
 
 
@@ -310,9 +310,9 @@ def _compute_in_bfloat16(rank: Rank, folder: Path) -> None:
     torch.testing.assert_close(
         one.logprobs_BL.values(), other.logprobs_BL.values(), atol=0.15, rtol=0
     )
-    before = state_of(engine)
-    learn(engine, make_rows(5))
-    assert_float32_learns(before, state_of(engine))
+    before = copy_state(engine)
+    take_step(engine, make_rows(5))
+    assert_float32_learns(before, copy_state(engine))
 
 
 def test_bfloat16_computes_and_float32_is_kept(ranks: RanksUnderTest, folder: Path) -> None:

@@ -15,7 +15,7 @@ from hybridrl.errors import RunFolderError
 from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.contract.layouts import on_layouts
 from tests.contract.plain import PlainPolicy, weights_in
-from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn
+from tests.contract.ranks_under_test import Rank, RanksUnderTest, take_step
 from tests.workers.train.engines import (
     OPTIMIZER,
     assert_same_weights,
@@ -29,10 +29,10 @@ pytestmark = on_layouts()
 
 def _stream(rank: Rank, folder: Path) -> dict[str, Tensor]:
     engine = rank.policy(folder)
-    assert engine.weight_parts == (WeightSet.BASE,)
+    assert engine.weight_sets == (WeightSet.BASE,)
     loaded = weights_of(engine)
     _assert_announced(engine, loaded)
-    learn(engine, make_rows(5))
+    take_step(engine, make_rows(5))
     _assert_announced(engine, weights_of(engine))
     held = engine.resident_bytes(TrainState.PARAMETERS)
     assert held <= rank.layout.max_share * sum(spec.num_bytes for spec in engine.weight_specs())
@@ -45,7 +45,7 @@ def _assert_announced(engine: Any, streamed: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("tie", [True, False])
-def test_weights_stream_on_every_rank_under_their_hf_names_as_announced(
+def test_weights_stream_on_every_rank_as_specified(
     ranks: RanksUnderTest, make_model: Any, tie: bool
 ) -> None:
     families = {ranks.layout.family}
@@ -62,20 +62,20 @@ def test_weights_stream_on_every_rank_under_their_hf_names_as_announced(
 
 def _export(rank: Rank, folder: Path, target: Path) -> tuple[dict[str, Tensor], str]:
     engine = rank.policy(folder)
-    learn(engine, make_rows(4))
+    take_step(engine, make_rows(4))
     engine.export_hf(target)
     assert sorted(path.name for path in target.parent.iterdir()) == ["exported"]
     with pytest.raises(RunFolderError, match="exported exists; export to a new folder") as again:
         engine.export_hf(target)
     trained = weights_of(engine)
     assert_same_weights(weights_of(rank.policy(target)), trained)
-    learn(engine, make_rows(4, seed=1))  # and goes on
+    take_step(engine, make_rows(4, seed=1))  # and goes on
     dist.barrier()
     return trained, str(again.value)
 
 
 @pytest.mark.parametrize("tie", [True, False])
-def test_an_export_loads_elsewhere_with_the_trained_weights_and_a_refusal_reaches_every_rank(
+def test_export_loads_in_transformers_and_errors_reach_all_ranks(
     ranks: RanksUnderTest, make_model: Any, tmp_path: Path, tie: bool
 ) -> None:
     target = tmp_path / "deep" / "exported"
@@ -94,10 +94,10 @@ def test_an_export_loads_elsewhere_with_the_trained_weights_and_a_refusal_reache
 def _score_exported(rank: Rank, folder: Path, target: Path) -> Tensor | None:
     engine = rank.policy(folder)
     for seed in range(2):
-        learn(engine, make_rows(5, seed=seed))
+        take_step(engine, make_rows(5, seed=seed))
     engine.export_hf(target)
     scored = engine.compute_logprobs(to_rollouts(make_rows(4)), temperature=1.0)
-    return scored.logprobs_BL.values() if engine.leads else None
+    return scored.logprobs_BL.values() if engine.is_output_rank else None
 
 
 def test_an_exported_model_scores_as_the_engine_does(
@@ -117,11 +117,11 @@ def _fail_to_export(rank: Rank, folder: Path, root: Path) -> str:
     engine = rank.policy(folder)
     with pytest.raises(RunFolderError, match="cannot be written") as raised:
         engine.export_hf(root / "file" / "exported")
-    learn(engine, make_rows(4))
+    take_step(engine, make_rows(4))
     return str(raised.value)
 
 
-def test_an_export_that_fails_leaves_nothing_and_fails_on_every_rank(
+def test_failed_export_leaves_no_files_and_raises_on_all_ranks(
     ranks: RanksUnderTest, folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("in the way")

@@ -24,7 +24,7 @@ def read(*paths: Path, columns: Columns | None = None) -> list[Row]:
     return read_rows(paths, columns=columns or Columns(), key=KEY)
 
 
-def test_rows_of_several_files_keep_order_source_and_place(tmp_path: Path) -> None:
+def test_rows_of_several_files_keep_order_and_source(tmp_path: Path) -> None:
     first = write_lines(
         tmp_path,
         '{"prompt": "1+1=", "answer": "2", "source": "sums"}',
@@ -39,7 +39,7 @@ def test_rows_of_several_files_keep_order_source_and_place(tmp_path: Path) -> No
     ]
 
 
-def test_a_prompt_may_be_a_chat_and_columns_may_have_other_names(tmp_path: Path) -> None:
+def test_prompts_may_be_chats_in_renamed_columns(tmp_path: Path) -> None:
     record = {"question": [{"role": "user", "content": "hi"}], "gold": "42"}
     rows = read(
         write_lines(tmp_path, json.dumps(record)), columns=Columns(prompt="question", answer="gold")
@@ -87,7 +87,7 @@ def test_a_malformed_row_is_named_by_file_and_line(
     assert "1 of 2 rows are malformed" in str(raised.value)
 
 
-def test_the_first_twenty_malformed_rows_are_listed_and_the_rest_counted(tmp_path: Path) -> None:
+def test_first_twenty_malformed_rows_are_listed(tmp_path: Path) -> None:
     path = write_lines(tmp_path, *["{}"] * 23)
     with pytest.raises(DataError) as raised:
         read(path)
@@ -112,7 +112,7 @@ def test_parquet_gives_the_same_rows_as_jsonl(tmp_path: Path) -> None:
     assert fingerprint(lines) == fingerprint(rows)
 
 
-def test_a_parquet_row_is_named_by_its_number_and_a_missing_column_by_its_key(
+def test_parquet_errors_name_row_number_or_column_key(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "data.parquet"

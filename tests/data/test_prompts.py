@@ -33,7 +33,7 @@ def test_a_text_prompt_is_tokenized_as_it_stands(tokenizer: PreTrainedTokenizerB
     assert len(row.token_ids) == 4
 
 
-def test_a_chat_goes_through_the_template_and_a_text_becomes_one_user_message(
+def test_template_takes_chats_and_plain_texts(
     chat_tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     chat = (Message("system", "s"), Message("user", "u"))

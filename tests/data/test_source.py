@@ -81,7 +81,7 @@ def test_held_out_rows_become_one_step(rows: list[TokenizedRow]) -> None:
     assert step.prompts.seed_P[0].item() == prompt_seed(0, 0, stream="eval")
 
 
-def test_supervised_rows_are_prompt_answer_and_end_with_loss_on_the_last_two(
+def test_supervised_loss_covers_answer_and_end_token(
     rows: list[TokenizedRow], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     batch = build_supervised_batch(rows[:3], tokenizer)

@@ -28,7 +28,7 @@ def test_a_digit_is_one_token() -> None:
     assert len(STARTER) == 258
 
 
-def test_the_starter_tokenizer_is_the_same_after_a_round_trip_to_disk(
+def test_starter_tokenizer_survives_saving_and_loading(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     tokenizer.save_pretrained(tmp_path)
@@ -46,7 +46,7 @@ def test_a_folder_without_a_usable_tokenizer_is_named(tmp_path: Path) -> None:
         load_tokenizer(tmp_path, needs_chat_template=False)
 
 
-def test_a_tokenizer_without_template_is_refused_only_when_one_is_needed(
+def test_missing_chat_template_is_rejected_only_if_needed(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     tokenizer.save_pretrained(tmp_path)

@@ -82,16 +82,31 @@ def test_a_killed_raylet_is_named_and_the_run_goes_on_to_its_end(tmp_path: Path)
     assert not alive  # not even the agents of Ray's own
 
 
-def test_a_run_folder_is_not_overwritten_without_being_asked(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "thesis.txt").write_text("mine")
-    with _started(folder) as process:
-        output, _ = process.communicate(timeout=_DEADLINE_S)
-    assert process.returncode != 0
-    assert "trainer.run_dir" in output
-    assert "Traceback" not in output
-    assert (folder / "thesis.txt").read_text() == "mine"
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """Processes that start meanwhile heed SIGINT, though a shell's background job ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
+@pytest.mark.parametrize("module", ["hydra", "hybridrl.config.load", "ray._raylet"])
+def test_ctrl_c_while_imports_run_ends_quietly(tmp_path: Path, module: str) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "hybridrl.main"]
+    with subprocess.Popen(
+        [*command, *small_overrides(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        assert any(line.rpartition("|")[2].strip() == module for line in process.stderr)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=_DEADLINE_S)
+    shown = [line for line in errors.splitlines() if not line.startswith("import time:")]
+    assert (process.returncode, output, shown) == (130, "", ["interrupted"])
+    assert not (tmp_path / "run").exists()
 
 
 @contextmanager

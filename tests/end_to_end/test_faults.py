@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from hybridrl.errors import DeadlineError, RemoteCallError, WorkerDiedError, is_restartable
-from hybridrl.run import build
 from hybridrl.run.record import RunFolder, open_record
+from hybridrl.run.train import train
 from tests.end_to_end.small import read_metrics, small_config, small_overrides
 from tests.waiting import wait_until
 
@@ -32,7 +32,7 @@ class Ambush(RunFolder):
     def phase(self, name: str) -> None:
         """Do what a record does; then strike."""
         super().phase(name)
-        if name == self.at and self.progress.num_done >= 1:
+        if name == self.at and self.live.num_done >= 1:
             os.kill(find_ranks(os.getpid())[-1].pid, self.number)
 
 
@@ -54,8 +54,8 @@ def run_into(folder: Path, *overrides: str, at: str, number: int) -> BaseExcepti
         pytest.raises((RemoteCallError, DeadlineError)) as caught,
         open_record(config, resolved_yaml="mode: train\n") as record,
     ):
-        fields = (record.run_log, record.live, record.progress)
-        build.run(config, record=Ambush(*fields, at=at, number=number))
+        fields = (record.run_log, record.live)
+        train(config, record=Ambush(*fields, at=at, number=number))
     return caught.value
 
 

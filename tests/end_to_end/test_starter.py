@@ -1,4 +1,4 @@
-"""The made model depends on its recipe alone, and on all of it."""
+"""The made model depends on few keys of the run, and on all of those."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ from typing import Any, cast
 import pytest
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.run import starter as starter_module
-from hybridrl.run.starter import StarterRecipe, ensure_starter, recipe_of
-from hybridrl.run.starter_warmup import warm_up
+from hybridrl.run.starter import ensure_starter
 from hybridrl.trainer.interrupt import RunStopped
-from tests.config.values import config_of
 from tests.end_to_end.small import small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -38,6 +35,9 @@ OTHERWISE = (
 )
 
 
+_WEIGHTS = "model.safetensors"
+
+
 class Record:
     """Keeps what a run would show; does ``on_step`` at the first step."""
 
@@ -48,9 +48,6 @@ class Record:
         if self._on_step is not None and "step 1/" in name:
             self._on_step()
 
-    def begin_step(self, step: int) -> None:
-        pass
-
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -60,21 +57,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
 
 
-def recipe(config: ExperimentConfig) -> StarterRecipe:
-    assert config.model.starter is not None
-    return recipe_of(config, config.model.starter)
-
-
-def make(config: ExperimentConfig, cache: Path, record: Record | None = None) -> bytes:
-    """Make the starter of a run in ``cache`` and return its weights."""
-    made = recipe(config)
-
-    def teach(raw: Path, target: Path) -> None:
-        kept = cast(Any, record or Record())
-        warm_up(made, raw, cluster=config.cluster, record=kept, target=target)
-
-    folder = ensure_starter(made, cache=cache, warm_up=teach)
-    return (folder / "model.safetensors").read_bytes()
+def make(config: ExperimentConfig, cache: Path, record: Record | None = None) -> Path:
+    """Make the starter of a run in ``cache`` and return its folder."""
+    return ensure_starter(config, cache=cache, record=cast(Any, record or Record()))
 
 
 def test_a_run_on_own_files_makes_the_very_model_of_the_default_run(here: Path) -> None:
@@ -85,36 +70,9 @@ def test_a_run_on_own_files_makes_the_very_model_of_the_default_run(here: Path) 
         "rollout.max_response_tokens=21",
     )
     other = small_config(here / "run", *OTHERWISE)
-    assert recipe(default).name == recipe(other).name
-    assert make(default, here / "one") == make(other, here / "two")
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        *("seed=1", "data.max_digits=19", "data.min_digits=3", "cluster.num_threads_per_rank=3"),
-        *("model.starter.warmup_lr=0.0001", "model.starter.num_warmup_steps=60"),
-        *("model.starter.warmup_batch_size=32", "model.starter.max_position_embeddings=100"),
-    ],
-)
-def test_what_the_made_model_is_made_from_names_it(override: str) -> None:
-    assert recipe(config_of(override)).name != recipe(config_of()).name
-
-
-@pytest.mark.parametrize("name", starter_module._CODE)
-def test_other_code_makes_another_model(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = recipe(config_of()).name
-    package = starter_module._PACKAGE
-    for file in starter_module._CODE:
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_bytes((package / file).read_bytes())
-    monkeypatch.setattr(starter_module, "_PACKAGE", tmp_path)
-    assert recipe(config_of()).name == before
-    with (tmp_path / name).open("a") as file:
-        file.write("# changed\n")
-    assert recipe(config_of()).name != before
+    one, two = make(default, here / "one"), make(other, here / "two")
+    assert one.name == two.name
+    assert (one / _WEIGHTS).read_bytes() == (two / _WEIGHTS).read_bytes()
 
 
 def test_a_making_that_is_interrupted_leaves_no_half_taught_model(here: Path) -> None:
@@ -122,6 +80,5 @@ def test_a_making_that_is_interrupted_leaves_no_half_taught_model(here: Path) ->
     stop = Record(lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(RunStopped):
         make(config, here / "cache", stop)
-    left = {path.name for path in (here / "cache").iterdir()}
-    assert left == {f"{recipe(config).name}.lock"}
-    assert make(config, here / "cache")
+    [lock] = (here / "cache").iterdir()
+    assert make(config, here / "cache").name == lock.stem

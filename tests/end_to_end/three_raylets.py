@@ -16,8 +16,9 @@ from ray.cluster_utils import Cluster
 from ray.util import placement_group, remove_placement_group
 
 from hybridrl.errors import ResourceError
-from hybridrl.run.cluster import start_group
 from hybridrl.run.launch import run
+from hybridrl.run.workers import start_group
+from hybridrl.single_controller import RayClassWithInitArgs
 from tests.end_to_end.small import VARIED, read_metrics, small_config
 from tests.single_controller.workers import Scaler
 
@@ -58,7 +59,7 @@ def _places(folder: Path, *, num_ranks_per_node: int) -> dict[str, Any]:
         num_ranks_per_node=num_ranks_per_node,
         num_threads_per_rank=3,  # raylets, which ranks inherit from, have 1
     )
-    with start_group(config, Scaler) as group:
+    with start_group(config, RayClassWithInitArgs(Scaler)) as group:
         places = group.describe()
         described = group.describe_places()
     nodes = [place["node_id"] for place in places]
@@ -81,7 +82,7 @@ def _refusal(folder: Path, *, num_nodes: int, num_ranks_per_node: int) -> str:
         start_timeout_s=1.5,
     )
     try:
-        start_group(config, Scaler)
+        start_group(config, RayClassWithInitArgs(Scaler))
     except ResourceError as error:
         return str(error)
     return "it started"

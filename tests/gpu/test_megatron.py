@@ -45,7 +45,7 @@ pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs meg
 def build(folder: Path, device: torch.device, **sizes: Any) -> Any:
     # Imported by ranks alone: megatron-core is an extra, and asks for CUDA while it is imported.
     from hybridrl.workers.train.megatron.backend import MegatronBackend
-    from hybridrl.workers.train.megatron.setting import MegatronContext
+    from hybridrl.workers.train.megatron.context import MegatronContext
 
     megatron = replace(config_of().megatron, **sizes)
     setting = MegatronContext(megatron=megatron, model=MODEL, device=device, seed=0, timeout_s=60.0)
@@ -95,7 +95,7 @@ def _two_steps(engine: PolicyEngine) -> dict[str, Any]:
         scored.append(scores.logprobs_BL.values())
         norms.append(update(engine, mine)["policy/grad_norm"])
     weights = {name: tensor.cpu() for name, tensor in weights_of(engine).items()}
-    return {"norms": norms, "scored": scored, "weights": weights, "leads": engine.leads}
+    return {"norms": norms, "scored": scored, "weights": weights, "leads": engine.is_output_rank}
 
 
 def _learn(device: torch.device, folder: Path, sizes: Mapping[str, Any]) -> dict[str, Any]:

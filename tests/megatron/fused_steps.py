@@ -21,9 +21,9 @@ import torch
 from hybridrl.config.actor import ActorConfig
 from hybridrl.models.adapter import Adapter
 from hybridrl.workers.process_group import end_process_group, start_process_group
+from hybridrl.workers.train.checkpoint_files import shards_of
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState, WeightSet
-from hybridrl.workers.train.shard_files import parts_of
 from tests.config.values import config_of
 from tests.megatron.stand_ins import install
 from tests.workers.train.engines import (
@@ -43,7 +43,7 @@ HALF = replace(ACTOR, compute_dtype="bfloat16", optimizer=replace(ACTOR.optimize
 
 def setting_of(**megatron: Any) -> Any:
     install()
-    from hybridrl.workers.train.megatron.setting import MegatronContext
+    from hybridrl.workers.train.megatron.context import MegatronContext
 
     section = replace(config_of().megatron, **megatron)
     return MegatronContext(megatron=section, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
@@ -75,7 +75,7 @@ def lose_and_restore(engine: Any) -> None:
 
     def parts() -> dict[str, torch.Tensor]:
         named = engine.checkpoint_tensors().items()
-        return {key: part.values for name, held in named for key, part in parts_of(name, held)}
+        return {key: shard.values for name, held in named for key, shard in shards_of(name, held)}
 
     saved = {key: values.clone() for key, values in parts().items()}
     with torch.no_grad():
@@ -102,7 +102,7 @@ def two_steps(engine: Any, *, num_siblings: int, restores: bool = False) -> dict
         if restores:
             lose_and_restore(engine)
     found = {"steps": steps, "weights": weights_of(engine)}
-    if WeightSet.ADAPTER in engine.weight_parts:
+    if WeightSet.ADAPTER in engine.weight_sets:
         found["adapter"] = {n: t.clone() for n, t in engine.full_weights(WeightSet.ADAPTER)}
     return found
 

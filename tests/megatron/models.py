@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybridrl.workers.train.megatron.architecture import Architecture
-from hybridrl.workers.train.megatron.blocks import padded_vocab_size
-from hybridrl.workers.train.megatron.parallel_rank import ParallelRank
+from hybridrl.workers.train.megatron.context import ParallelRank
+from hybridrl.workers.train.megatron.shard_map import padded_vocab_size
 from tests.megatron.stand_ins import install
 
 

@@ -9,4 +9,4 @@ from tests.megatron.stand_ins import install
 
 if find_spec("megatron") is not None:
     install()
-    import_module("hybridrl.workers.train.megatron.engine")
+    import_module("hybridrl.workers.train.megatron.backend")

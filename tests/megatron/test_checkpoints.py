@@ -37,7 +37,7 @@ ALONE = replace(UNUSED, layers="local")
 def _build(folder: Path, sizes: dict[str, int]) -> Any:
     install()
     from hybridrl.workers.train.megatron.backend import MegatronBackend
-    from hybridrl.workers.train.megatron.setting import MegatronContext
+    from hybridrl.workers.train.megatron.context import MegatronContext
 
     megatron = replace(ALONE, **sizes)  # type: ignore[arg-type]
     setting = MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)

@@ -113,14 +113,12 @@ def test_adapters_learn_beside_fused_layers(steps_of: StepsOf, family: Family) -
 
 
 @pytest.mark.parametrize("case", ["small state", "offloaded", "half offloaded"])
-def test_an_optimizer_that_keeps_its_state_elsewhere_takes_the_same_steps(
-    steps_of: StepsOf, case: str
-) -> None:
+def test_optimizer_state_placement_changes_no_step(steps_of: StepsOf, case: str) -> None:
     found = steps_of("qwen3", case)
     assert_same_steps(found, atol=2e-3)  # of weights of 16 bits
 
 
-def test_auto_is_megatron_cores_own_layers_without_cuda_or_without_the_package() -> None:
+def test_auto_layers_need_cuda_and_transformer_engine() -> None:
     install()
     from hybridrl.workers.train.megatron.megatron_core import HAVE_TE
     from hybridrl.workers.train.megatron.transformer import fuses_layers
@@ -132,7 +130,7 @@ def test_auto_is_megatron_cores_own_layers_without_cuda_or_without_the_package()
     assert not fuses_layers(replace(megatron, layers="local"), torch.device("cuda"))
 
 
-def test_what_cannot_be_imported_is_refused_by_the_key() -> None:
+def test_missing_transformer_engine_is_rejected_by_key() -> None:
     install()
     from hybridrl.workers.train.megatron.megatron_core import HAVE_TE
     from hybridrl.workers.train.megatron.transformer import fuses_layers
@@ -144,9 +142,10 @@ def test_what_cannot_be_imported_is_refused_by_the_key() -> None:
         fuses_layers(megatron, torch.device("cuda"))
 
 
-def test_packs_have_a_length_that_eight_bit_products_take(tmp_path: Path) -> None:
+def test_microbatch_lengths_suit_eight_bit_products(tmp_path: Path) -> None:
     install()
     from hybridrl.workers.train.megatron.architecture import read_architecture
+    from hybridrl.workers.train.megatron.context import MegatronContext
     from hybridrl.workers.train.megatron.transformer import (
         Kernels,
         token_multiple,
@@ -163,13 +162,10 @@ def test_packs_have_a_length_that_eight_bit_products_take(tmp_path: Path) -> Non
             sequence_parallel=is_shared,
             transformer_args=args,
         )
-        built = transformer_config(
-            architecture,
-            megatron=megatron,
-            engine=ACTOR,
-            device=CPU,
-            kernels=Kernels(has_layers=True),
+        context = MegatronContext(
+            megatron=megatron, model=config_of().model, device=CPU, seed=0, timeout_s=60.0
         )
+        built = transformer_config(architecture, context, ACTOR, kernels=Kernels(has_layers=True))
         return token_multiple(built)
 
     assert multiple(1, is_shared=False) == 1

@@ -15,7 +15,7 @@ from hybridrl.planning.megatron_cut import Cut
 from hybridrl.planning.roles import ModelPrecision, PlannedModel
 from hybridrl.planning.shapes import read_shape
 from hybridrl.workers.train.megatron.backend import MegatronBackend
-from hybridrl.workers.train.megatron.setting import MegatronContext
+from hybridrl.workers.train.megatron.context import MegatronContext
 from tests.config.values import config_of
 from tests.planning.test_memory import make_pack, workload_of
 from tests.ranks import run_ranks

@@ -65,7 +65,7 @@ def test_what_megatron_refuses_is_refused_under_our_key() -> None:
     assert "can only be fp32 when not using precision-aware" in text
 
 
-def test_every_model_of_the_run_is_looked_at_and_each_refusal_told_once() -> None:
+def test_all_models_are_checked_and_each_error_reported_once() -> None:
     ppo = ("algorithm=ppo", "critic=megatron", "algorithm.kl.placement=loss")
     lines = rehearse_megatron(config_of(*CHECK, *ppo, "algorithm.kl.coefficient=0.1"))
     assert lines[0].endswith("takes the configuration of: policy, reference, critic")
@@ -92,7 +92,7 @@ def test_a_gpu_recipe_checked_without_transformer_engine_says_so(name: str, tmp_
     assert any("TransformerEngine is not installed here" in line for line in lines)
 
 
-def test_the_recipe_for_a_cpu_is_taken_and_no_kernel_is_missed_there() -> None:
+def test_cpu_recipe_passes_without_a_missing_kernel() -> None:
     config = load_config(compose(["recipes=megatron_cpu", "mode=check"]))
     [line] = rehearse_megatron(config)
     assert line.endswith("takes the configuration of: policy")
@@ -111,7 +111,7 @@ def rehearsed_with_transformer_engine(folder: Path, *names: str) -> list[dict[st
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_megatron_takes_each_recipe_with_transformer_engine_and_all_fusions(tmp_path: Path) -> None:
+def test_recipes_use_all_fusions_of_transformer_engine(tmp_path: Path) -> None:
     found = rehearsed_with_transformer_engine(tmp_path, *MODELS)
     for name, recipe in zip(MODELS, found, strict=True):
         assert len(recipe["lines"]) == 1, recipe["lines"]
@@ -125,8 +125,8 @@ def test_megatron_takes_each_recipe_with_transformer_engine_and_all_fusions(tmp_
         assert fields["attention"] == "auto"  # TransformerEngine's; "local" is ours
 
 
-def test_ranks_talk_while_they_compute_on_cuda_and_adapters_are_gathered_at_once() -> None:
-    from hybridrl.workers.train.megatron.training import ddp_config
+def test_communication_overlaps_on_cuda_except_for_adapters() -> None:
+    from hybridrl.workers.train.megatron.configuration import ddp_config
 
     megatron = config_of("actor=megatron").megatron
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
@@ -138,7 +138,7 @@ def test_ranks_talk_while_they_compute_on_cuda_and_adapters_are_gathered_at_once
     assert (waits.overlap_grad_reduce, waits.overlap_param_gather) == (False, False)
 
 
-def test_what_megatron_warns_of_when_it_is_imported_is_kept() -> None:
+def test_import_warnings_of_megatron_are_kept() -> None:
     program = (
         "from hybridrl.workers.train.megatron import megatron_core as m; print(m.IMPORT_WARNINGS)"
     )
@@ -152,25 +152,25 @@ def test_what_megatron_warns_of_when_it_is_imported_is_kept() -> None:
     assert "Transformer Engine and Apex are not installed" in done.stdout
 
 
-def test_a_missing_transformer_engine_is_told_once_on_cuda_with_what_megatron_said(
+def test_missing_transformer_engine_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from hybridrl.workers.train.megatron import transformer
 
     monkeypatch.setattr(transformer, "HAVE_TE", False)
     monkeypatch.setattr(transformer, "IMPORT_WARNINGS", ("it falls back",))
-    transformer._tell.cache_clear()
+    transformer._log_once.cache_clear()
     megatron = config_of("actor=megatron").megatron
     for _ in range(2):
-        transformer.tell_once(megatron, torch.device("cuda"))
+        transformer.log_warnings_once(megatron, torch.device("cuda"))
     missing, warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert "experts computed one after another" in missing
     assert "pip install 'hybridrl[transformer-engine]'" in missing
     assert warned == "megatron-core: it falls back"
-    transformer._tell.cache_clear()
+    transformer._log_once.cache_clear()
 
 
-def test_the_command_refuses_what_megatron_refuses_and_else_says_what_it_took(
+def test_check_command_reports_megatrons_answer(
     tmp_path: Path,
 ) -> None:
     def check(*overrides: str) -> subprocess.CompletedProcess[str]:

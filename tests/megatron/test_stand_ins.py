@@ -33,7 +33,7 @@ def _see_torch_from_both_sides(_rank: int) -> None:
         assert _get_current_function_mode_stack() == []
 
 
-def test_megatron_sees_a_device_and_everything_else_the_machine_as_it_is() -> None:
+def test_only_megatron_sees_the_stand_in_device() -> None:
     run_ranks(1, _see_torch_from_both_sides)
 
 
@@ -69,7 +69,7 @@ def _draw_in_forks(_rank: int) -> None:
     assert torch.equal(torch.cat(drawn), torch.rand(2))  # each fork goes on where the last ended
 
 
-def test_a_fork_of_the_random_state_goes_on_and_leaves_the_outer_one_alone() -> None:
+def test_forked_random_state_keeps_the_outer_one() -> None:
     run_ranks(1, _draw_in_forks)
 
 

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.models.load import WeightFiles
 from hybridrl.workers.train.megatron.architecture import inverse_frequencies, read_architecture
-from hybridrl.workers.train.megatron.blocks import blocks_of
 from hybridrl.workers.train.megatron.export import WeightExport
 from hybridrl.workers.train.megatron.hf_tensors import hf_tensors
 from hybridrl.workers.train.megatron.load import load_weights
+from hybridrl.workers.train.megatron.shard_map import ShardMap
 from tests.megatron.models import build_local_model, global_parameters, this_rank
 from tests.ranks import run_ranks
 from tests.tiny_models import Family, make_tiny_model
@@ -27,18 +27,18 @@ from tests.workers.train.megatron.test_architecture import LLAMA3
 def _go_there_and_back(_rank: int, folder: Path, tp: int, pp: int, ep: int, etp: int) -> int:
     architecture = read_architecture(folder)
     local = global_parameters(build_local_model(architecture, tp=tp, pp=pp, ep=ep, etp=etp))
-    cut = {"architecture": architecture, "parallel": this_rank()}
+    shard_map = ShardMap(architecture, this_rank())
     with torch.no_grad():
         for parameter in local.values():
             parameter.fill_(torch.nan)
     wanted = load_file(folder / "model.safetensors")
-    export = WeightExport(local, group=dist.group.WORLD, batch_bytes=20_000, **cut)
+    export = WeightExport(local, shard_map, group=dist.group.WORLD, batch_bytes=20_000)
     assert [(spec.name, spec.shape) for spec in export.specs] == [*hf_tensors(architecture).items()]
     for _cycle in range(2):
-        load_weights(local, WeightFiles(folder), **cut)
+        load_weights(local, WeightFiles(folder), shard_map)
         for name, parameter in local.items():
-            end = max([b.end for b in blocks_of(name, parameter.shape, **cut)], default=0)
-            assert not parameter[end:].any()
+            end = max([s.end for s in shard_map.shards_of(name, parameter.shape)], default=0)
+            assert not parameter.view(-1)[end:].any()
         names = []
         for spec, (name, tensor) in zip(export.specs, export.full_weights(local), strict=True):
             names.append(name)
@@ -78,15 +78,15 @@ def _compute_logits(_rank: int, folder: Path, tp: int) -> Tensor:
     architecture = read_architecture(folder)
     model = build_local_model(architecture, tp=tp, pp=1, ep=1, etp=1).eval()
     local = global_parameters(model)
-    load_weights(local, WeightFiles(folder), architecture=architecture, parallel=this_rank())
+    load_weights(local, WeightFiles(folder), ShardMap(architecture, this_rank()))
     model.rotary_pos_emb.inv_freq = inverse_frequencies(architecture)
     positions = torch.arange(TOKENS.shape[1])[None]
     is_masked = torch.ones(1, 1, *TOKENS.shape[1:] * 2, dtype=torch.bool).triu(1)
     with torch.no_grad():
-        mine = model(TOKENS, positions, is_masked).contiguous()
-    parts = [torch.empty_like(mine) for _ in range(tp)]
-    dist.all_gather(parts, mine)
-    return torch.cat(parts, dim=-1)[..., : architecture.vocab_size]
+        own_logits = model(TOKENS, positions, is_masked).contiguous()
+    logits = [torch.empty_like(own_logits) for _ in range(tp)]
+    dist.all_gather(logits, own_logits)
+    return torch.cat(logits, dim=-1)[..., : architecture.vocab_size]
 
 
 TOKENS = torch.arange(24)[None] * 7 % 61
@@ -94,9 +94,7 @@ TOKENS = torch.arange(24)[None] * 7 % 61
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe"])
-def test_what_was_loaded_computes_what_the_hugging_face_model_computes(
-    tmp_path: Path, family: Family, tp: int
-) -> None:
+def test_loaded_model_computes_hugging_face_logits(tmp_path: Path, family: Family, tp: int) -> None:
     folder = make_tiny_model(tmp_path, family, tie_embeddings=tp == 1, vocab_size=61)
     if family == "llama":
         config = json.loads((folder / "config.json").read_text())

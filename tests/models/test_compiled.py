@@ -14,9 +14,9 @@ from torch._dynamo.utils import counters
 from hybridrl.models.compiled import compile_blocks
 from hybridrl.models.liger import use_liger_kernels
 from hybridrl.models.load import build_empty_model
-from hybridrl.models.policy import PolicyModel
+from hybridrl.models.packed_model import PolicyModel
 from hybridrl.workers.train.microbatcher import lay_out
-from hybridrl.workers.train.shards import build_policy
+from hybridrl.workers.train.shards import build_model
 from tests.config.values import config_of
 from tests.tiny_models import make_tiny_model
 from tests.workers.train.engines import ACTOR, CPU, FSDP2, make_rows
@@ -25,7 +25,7 @@ from tests.workers.train.microbatchers import make_batcher
 
 def _build(folder: Path, *, compile_blocks: bool = False) -> PolicyModel:
     config = replace(ACTOR, fsdp2=replace(FSDP2, compile_blocks=compile_blocks))
-    return build_policy(
+    return build_model(
         folder, config=config, dtype=torch.float32, device=CPU, num_ranks=1, is_trainable=True
     )
 
@@ -42,7 +42,7 @@ def _learn(policy: PolicyModel, num_rows: int) -> tuple[Tensor, dict[str, Tensor
 
 # Dynamo asks for it, and hides what torch then says from those to whom a warning is no error.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_blocks_compute_the_same_with_one_graph_for_all_lengths(
+def test_compiled_blocks_use_one_graph_for_all_lengths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # megatron's stand-ins set it

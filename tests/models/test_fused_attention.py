@@ -47,7 +47,7 @@ def _ask_on(device: str, mask: Tensor | None) -> _Call:
 
 
 @pytest.mark.parametrize("has_mask", [False, True])
-def test_on_cuda_the_kernel_that_writes_all_scores_is_never_taken(*, has_mask: bool) -> None:
+def test_cuda_never_uses_the_kernel_that_writes_all_scores(*, has_mask: bool) -> None:
     # float32: sdp_utils.cpp leaves the memory-efficient kernel alone, if heads are not shared.
     with FakeTensorMode():
         mask = torch.ones(2, 1, 6, 6, dtype=torch.bool, device="cuda") if has_mask else None

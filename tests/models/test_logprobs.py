@@ -36,7 +36,7 @@ def draw(num_tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     temperature=st.floats(0.3, 3.0),
     needs_entropy_gradient=st.booleans(),
 )
-def test_values_and_gradients_are_those_of_a_whole_log_softmax(
+def test_values_and_gradients_equal_a_full_log_softmax(
     num_tokens: int, chunk_tokens: int, temperature: float, needs_entropy_gradient: bool
 ) -> None:
     hidden_SH, weight_VH, targets_S = draw(num_tokens)
@@ -99,7 +99,7 @@ def test_no_tensor_of_all_tokens_times_vocabulary_ever_exists(needs_entropy_grad
     assert largest.num_elements == 512 * 6  # hidden states; a chunk of logits has 32 * 11
 
 
-def test_bfloat16_weights_get_bfloat16_gradients_and_float32_scores() -> None:
+def test_bfloat16_weights_get_bfloat16_gradients() -> None:
     hidden_SH, weight_VH, targets_S = draw(9)
     hidden_SH, weight_VH = (
         t.detach().to(torch.bfloat16).requires_grad_() for t in (hidden_SH, weight_VH)

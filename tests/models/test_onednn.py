@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybridrl.models import onednn
 from hybridrl.models.load import build_empty_model
 from hybridrl.models.logprobs import token_logprobs
-from hybridrl.models.policy import PolicyModel
+from hybridrl.models.packed_model import PolicyModel
 from tests.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.skipif(
@@ -54,7 +54,7 @@ def run(layer: nn.Module, inputs: Tensor) -> tuple[list[Tensor], list[str]]:
 
 @pytest.mark.usefixtures("always_faster")
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_layer_multiplies_three_times_by_onednn_and_agrees_with_torch(bias: bool) -> None:
+def test_layer_uses_onednn_in_all_three_products(bias: bool) -> None:
     torch.manual_seed(0)
     layer, inputs = nn.Linear(24, 40, bias=bias), torch.randn(2, 9, 24)
     expected, before = run(layer, inputs)

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hybridrl.errors import ModelError
 from hybridrl.models.load import WeightFiles, build_empty_model, fill_weights, finish_model
 from hybridrl.models.packed import AttentionKernel, PaddedLayout, Segment, build_layout
-from hybridrl.models.packed_model import PackedTokens
-from hybridrl.models.policy import PolicyModel
+from hybridrl.models.packed_model import PackedTokens, PolicyModel
 from tests.tiny_models import Family, make_tiny_model
 
 CPU = torch.device("cpu")
@@ -54,7 +53,7 @@ def plain_logprobs(model: PreTrainedModel, row: Tensor) -> Tensor:
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 @pytest.mark.parametrize("tie_embeddings", [True, False])
 @pytest.mark.parametrize("lengths", [LENGTHS, SHUFFLED, [7]])
-def test_packed_rows_give_the_logprobs_and_gradients_of_single_rows(
+def test_packed_rows_equal_single_rows(
     tmp_path: Path, family: Family, tie_embeddings: bool, lengths: list[int]
 ) -> None:
     folder = make_tiny_model(tmp_path, family, tie_embeddings=tie_embeddings)

@@ -66,7 +66,7 @@ def test_ranks_attend_to_as_many_tokens_as_each_other(num_ranks: int) -> None:
     assert max(work) < 1.01 * min(work)
 
 
-def test_a_single_token_leaves_the_other_rank_with_padding_alone() -> None:
+def test_single_token_leaves_only_padding_on_the_other_rank() -> None:
     first, second = shares([Segment(1)], 2, multiple=2)
     assert (first.own_U.tolist(), first.num_padding) == ([0], 1)
     assert (second.own_U.tolist(), second.num_padding) == ([], 2)
@@ -74,7 +74,7 @@ def test_a_single_token_leaves_the_other_rank_with_padding_alone() -> None:
 
 @pytest.mark.parametrize("segments", [WHOLE, FAMILIES])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_shares_attend_as_the_whole_pack_does_forward_and_backward(
+def test_context_parallel_attention_equals_one_rank(
     segments: list[Segment], num_ranks: int
 ) -> None:
     num_tokens = sum(segment.num_tokens for segment in segments)
@@ -97,7 +97,7 @@ def test_shares_attend_as_the_whole_pack_does_forward_and_backward(
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_the_varlen_kernel_is_told_the_same_queries_and_keys(num_ranks: int) -> None:
+def test_varlen_kernel_gets_the_same_queries_and_keys(num_ranks: int) -> None:
     """The kernel runs on CUDA alone: its formulas stand in for it."""
     flash_on_cpu.install()
     states = states_of(sum(segment.num_tokens for segment in WHOLE))

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrl.models.packed import AttentionKernel, Segment, build_layout
-from hybridrl.models.policy import PolicyModel
+from hybridrl.models.packed_model import PolicyModel
 from hybridrl.workers.train.microbatcher import lay_out
-from hybridrl.workers.train.shards import build_policy
+from hybridrl.workers.train.shards import build_model
 from tests.models import flash_on_cpu
 from tests.tiny_models import make_tiny_model
 from tests.workers.train.engines import ACTOR, CPU, make_rows
@@ -79,7 +79,7 @@ class _Heads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_keys_and_values_are_not_repeated_for_the_queries_that_share_them() -> None:
+def test_varlen_kernel_does_not_repeat_shared_heads() -> None:
     with _Heads() as heads:
         _attend("varlen", SEGMENTS, None)
     assert heads.seen == [(4, 2), (4, 2)]  # the rows' own tokens, and what siblings see besides
@@ -106,8 +106,8 @@ def _learn(
     return num_tokens, logprobs, grads
 
 
-def test_siblings_in_a_pack_compute_their_prompt_once_and_learn_as_alone(tmp_path: Path) -> None:
-    policy = build_policy(
+def test_responses_share_a_prompt_and_learn_as_single_rows(tmp_path: Path) -> None:
+    policy = build_model(
         make_tiny_model(tmp_path),
         config=ACTOR,
         dtype=torch.float32,

@@ -18,7 +18,7 @@ from hybridrl.planning.shapes import read_shape
 from hybridrl.planning.training import TrainingMemory
 from hybridrl.planning.workload import Workload
 from hybridrl.workers.train.microbatcher import lay_out
-from hybridrl.workers.train.shards import build_critic, build_policy
+from hybridrl.workers.train.shards import build_model
 from tests.config.values import config_of
 from tests.tiny_models import Family, make_tiny_model
 from tests.workers.train.critics import CRITIC
@@ -49,7 +49,7 @@ def test_activations_are_what_autograd_keeps(
 ) -> None:
     """Exact up to positions, rotary angles and other columns of one number a token."""
     folder = make_tiny_model(tmp_path, family, hidden_size=128, num_layers=3)
-    policy = build_policy(
+    policy = build_model(
         folder, config=ACTOR, dtype=torch.float32, device=CPU, num_ranks=1, is_trainable=True
     )
     role = PlannedModel(name="actor", shape=read_shape(folder), learns=True)
@@ -65,7 +65,7 @@ def test_beside_an_adapter_only_its_inputs_are_kept(
 ) -> None:
     folder = make_tiny_model(tmp_path, hidden_size=128, num_layers=3)
     lora = with_lora(target_modules=modules)
-    policy = build_policy(
+    policy = build_model(
         folder,
         config=ACTOR,
         dtype=torch.float32,
@@ -85,7 +85,7 @@ def test_beside_an_adapter_only_its_inputs_are_kept(
 
 def test_a_critic_has_no_vocabulary(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, hidden_size=128, num_layers=3)
-    critic = build_critic(folder, config=CRITIC, dtype=torch.float32, device=CPU, num_ranks=1)
+    critic = build_model(folder, config=CRITIC, dtype=torch.float32, device=CPU, num_ranks=1)
     role = critic_role(read_shape(folder))
     assert role.num_trained == sum(p.numel() for p in critic.parameters())
     assert role.num_outputs == 0

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hybridrl.rewards.functions import exact_match, sorted_prefix
 
 
-def test_exact_match_ignores_white_space_around_and_nothing_else() -> None:
+def test_exact_match_ignores_only_surrounding_white_space() -> None:
     assert exact_match([" 42\n", "42.", "", "4 2"], ["42"] * 4) == [1.0, 0.0, 0.0, 0.0]
 
 
@@ -23,9 +23,7 @@ def test_exact_match_ignores_white_space_around_and_nothing_else() -> None:
         ("9" * 50, 0.0),
     ],
 )
-def test_sorted_prefix_is_the_share_right_before_the_first_wrong(
-    response: str, reward: float
-) -> None:
+def test_sorted_prefix_is_the_fraction_before_the_first_error(response: str, reward: float) -> None:
     assert sorted_prefix([response], ["1134"]) == [pytest.approx(reward)]
 
 

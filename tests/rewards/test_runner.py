@@ -71,7 +71,7 @@ def test_rewards_of_a_forked_copy_are_never_taken(open_runner: Open) -> None:
     assert [call(runner, str(number)) for number in range(3)] == [[0.0], [1.0], [2.0]]
 
 
-def test_an_answer_to_an_earlier_call_is_not_taken_for_this_one(open_runner: Open) -> None:
+def test_late_answer_does_not_count_for_the_next_call(open_runner: Open) -> None:
     # What a copy that lives on in a thread would send: a whole answer, once more.
     runner = open_runner(
         """
@@ -88,12 +88,12 @@ def test_an_answer_to_an_earlier_call_is_not_taken_for_this_one(open_runner: Ope
     ("sent", "words"),
     [
         ("struct.pack('!Q', 1 << 60)", "answered with 1152921504606846976 bytes, more than"),
-        ("frame(b'hello')", "what is no JSON"),
-        ("frame(b'[' * 60000)", "what is no JSON"),
-        ("frame(b'[]')", "no answer to a call"),
-        ("frame(b'{\"call\": 7}')", "no answer to a call"),
-        ("frame(b'{\"call\": 1}')", "no list of rewards"),
-        ('frame(b\'{"call": 1, "rewards": [true]}\')', "no list of rewards"),
+        ("frame(b'hello')", "text that is not JSON"),
+        ("frame(b'[' * 60000)", "text that is not JSON"),
+        ("frame(b'[]')", "text that is not an answer to a call"),
+        ("frame(b'{\"call\": 7}')", "text that is not an answer to a call"),
+        ("frame(b'{\"call\": 1}')", "not a list of rewards"),
+        ('frame(b\'{"call": 1, "rewards": [true]}\')', "not a list of rewards"),
     ],
 )
 def test_garbage_on_the_socket_costs_the_call_and_not_the_next(
@@ -111,7 +111,7 @@ def test_garbage_on_the_socket_costs_the_call_and_not_the_next(
     assert call(runner, "no more") == [1.0]
 
 
-def test_half_an_answer_is_waited_for_no_longer_than_the_deadline(open_runner: Open) -> None:
+def test_half_an_answer_times_out(open_runner: Open) -> None:
     runner = open_runner(
         """
         os.write(int(sys.argv[1]), struct.pack("!Q", 100) + b"{")
@@ -123,7 +123,7 @@ def test_half_an_answer_is_waited_for_no_longer_than_the_deadline(open_runner: O
         call(runner, "a")
 
 
-def test_numbers_that_are_not_finite_and_broken_text_pass_through(open_runner: Open) -> None:
+def test_non_finite_numbers_and_broken_text_pass_through(open_runner: Open) -> None:
     runner = open_runner("return [float('nan'), float('-inf'), 1e39, len(responses[3])]")
     first, *others = call(runner, "", "", "", "a\ud800b")
     assert isinstance(first, float)
@@ -220,7 +220,7 @@ def test_a_daemon_that_left_session_and_parents_ends_too(
     wait_until(lambda: not psutil.pid_exists(_read_pid(tmp_path)))
 
 
-def test_a_function_that_holds_the_interpreter_ends_with_a_killed_driver(tmp_path: Path) -> None:
+def test_function_holding_the_interpreter_ends_with_the_driver(tmp_path: Path) -> None:
     hang = f"open({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}}\\n')\n"
     # Holds the lock of the interpreter: no thread of the process can look whether to go on.
     _run_in_a_driver_that_is_killed(

@@ -121,7 +121,7 @@ def test_a_reward_file_may_import_its_neighbours(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_function_at_fault_is_named_with_response_and_prompt_or_scored_zero(
+def test_failed_function_raises_with_response_or_scores_zero(
     open_scorer: Open, body: str, reason: str
 ) -> None:
     batch = inputs("good", "good", "bad", "good")
@@ -152,16 +152,14 @@ def test_an_error_says_where_in_the_users_file_it_was_raised(open_scorer: Open) 
         open_scorer("return {}['x']").score(inputs("a"))
 
 
-def test_a_function_that_fails_on_the_batch_alone_is_told_apart(open_scorer: Open) -> None:
+def test_function_that_fails_only_on_batches_is_reported(open_scorer: Open) -> None:
     scorer = open_scorer("return [1.0]")
     with pytest.raises(RewardError, match="returned 1 rewards for 3 responses, though each alone"):
         scorer.score(inputs("a", "b", "c"))
     assert scorer.score(inputs("a")).rewards_B.tolist() == [1.0]
 
 
-def test_after_three_hanging_responses_the_rest_is_given_up(
-    open_scorer: Open, tmp_path: Path
-) -> None:
+def test_three_hanging_responses_end_the_scoring(open_scorer: Open, tmp_path: Path) -> None:
     body = f"open({str(tmp_path / 'calls')!r}, 'a').write('.')\ntime.sleep(600)"
     scores = open_scorer(body, on_error="zero", timeout_s=0.5).score(inputs(*"abcdefgh"))
     assert scores.is_failed_B.all()
@@ -169,7 +167,7 @@ def test_after_three_hanging_responses_the_rest_is_given_up(
     assert (tmp_path / "calls").read_text() == "...."  # the batch, and three alone
 
 
-def test_a_hang_that_never_lets_go_of_the_interpreter_ends_too(open_scorer: Open) -> None:
+def test_hang_that_holds_the_interpreter_ends(open_scorer: Open) -> None:
     # A backtracking regular expression holds the GIL: no thread of the process can run.
     scorer = open_scorer("import re\nre.match('(a+)+$', 'a' * 40 + 'b')", timeout_s=0.5)
     with pytest.raises(RewardError, match=r"took longer than 0\.5 s"):
@@ -245,7 +243,7 @@ def test_a_function_that_cannot_be_loaded_is_an_error_at_once(
         RewardScorer(config(f"{path}:reward"))
 
 
-def test_a_mistyped_name_or_path_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
+def test_mistyped_reward_suggests_the_nearest_name(tmp_path: Path) -> None:
     with pytest.raises(
         RewardError, match="'exact_mach' is not built in; did you mean 'exact_match'"
     ):
@@ -255,9 +253,7 @@ def test_a_mistyped_name_or_path_is_an_error_with_the_nearest_name(tmp_path: Pat
     assert set(BUILT_IN) == {"exact_match", "sorted_prefix", "math"}
 
 
-def test_a_reward_process_that_was_killed_between_steps_is_started_again(
-    open_scorer: Open, tmp_path: Path
-) -> None:
+def test_killed_reward_process_is_restarted(open_scorer: Open, tmp_path: Path) -> None:
     scorer = open_scorer("return [float(os.getpid())] * len(responses)")
     pid = int(scorer.score(inputs("a")).rewards_B.item())
     os.kill(pid, signal.SIGKILL)

@@ -18,9 +18,10 @@ from hybridrl.errors import CheckpointError, RemoteCallError, WorkerDiedError
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.run.checkpoints import Checkpointer
 from hybridrl.run.resume import run_fingerprint
-from hybridrl.workers.train.places import ShardSpec, TensorShard
-from hybridrl.workers.train.shard_files import ShardReader, is_unchanged, write_parts
+from hybridrl.workers.train.checkpoint_files import ShardReader, is_unchanged
+from hybridrl.workers.train.shard_spec import ShardSpec, TensorShard
 from tests.config.values import config_of
+from tests.workers.train.shard_writer import write_shards
 
 
 @dataclass
@@ -56,8 +57,8 @@ class Ranks:
     def _write(self, rank: int) -> FileEntry:
         folder, value = self.began[-1]
         folder.mkdir(exist_ok=True)
-        part = TensorShard(torch.full((1,), value), ShardSpec((1,), (0,)))
-        return write_parts(folder / f"rank-{rank}.safetensors", {"value": part}, notes={})
+        shard = TensorShard(torch.full((1,), value), ShardSpec((1,), ((0, 1),)))
+        return write_shards(folder / f"rank-{rank}.safetensors", {"value": shard}, notes={})
 
 
 @pytest.fixture
@@ -171,7 +172,9 @@ def test_where_all_are_torn_the_run_does_not_begin_anew_unasked(
     for file in tmp_path.glob("*/actor/rank-0.safetensors"):
         file.write_bytes(file.read_bytes()[:-1] + b"x")
     for _ in range(2):  # nor the next time
-        with pytest.raises(CheckpointError, match=r"all .* are torn: .*overwrite=true"):
+        with pytest.raises(
+            CheckpointError, match=r"all .* are incomplete or corrupt: .*overwrite=true"
+        ):
             checkpointer(tmp_path, ranks).restore()
     assert len(list(tmp_path.glob("*.torn"))) == 2
 

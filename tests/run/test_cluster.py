@@ -9,14 +9,15 @@ import pytest
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
 
 from hybridrl.errors import ResourceError
-from hybridrl.run.cluster import (
-    rank_variables,
-    require_device,
-    show_workers_no_more,
-    start_fused_group,
-    start_group,
+from hybridrl.run.cluster import require_device, show_workers_no_more
+from hybridrl.run.workers import rank_variables, start_group
+from hybridrl.single_controller import (
+    Dispatch,
+    RayClassWithInitArgs,
+    Worker,
+    create_colocated_worker_cls,
+    register,
 )
-from hybridrl.single_controller import Dispatch, Worker, register
 from hybridrl.trainer.interrupt import RunInterrupted, ended_by_signals
 from tests.config.values import config_of
 from tests.end_to_end.small import small_config
@@ -57,7 +58,7 @@ def test_tensor_parallel_ranks_on_cuda_get_one_hardware_queue(
 class Environment(Worker):
     """Says what a variable was before its constructor ran."""
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self) -> None:
         self.queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
 
     @register(Dispatch.ONE_TO_ALL)
@@ -70,8 +71,9 @@ def test_variables_reach_ranks_before_their_workers_are_made(
 ) -> None:
     cluster = replace(small_config(tmp_path / "run").cluster, num_ranks_per_node=2)
     variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    with start_group(cluster, Environment, variables=variables) as group:
+    worker = RayClassWithInitArgs(Environment)
+    with start_group(cluster, worker, variables=variables) as group:
         assert group.told() == ["1", "1"]
-    roles = {"first": (Environment, None), "second": (Environment, None)}
-    with start_fused_group(cluster, roles, variables=variables) as fused:
+    both = create_colocated_worker_cls({"first": worker, "second": worker})
+    with start_group(cluster, both, variables=variables) as fused:
         assert fused.second_told() == ["1", "1"]

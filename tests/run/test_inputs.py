@@ -8,13 +8,8 @@ from pathlib import Path
 import pytest
 
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
-from hybridrl.errors import DataError
-from hybridrl.run.inputs import load_rows
-from hybridrl.run.record import open_record
-from hybridrl.run.starter import write_random_model
-from hybridrl.run.train_rl import train
+from hybridrl.run.loops import load_rows
 from tests.config.values import config_of
-from tests.end_to_end.small import small_config
 
 ROW = '{"prompt": "1=", "answer": "1"}\n'
 
@@ -31,27 +26,7 @@ def test_evaluating_on_what_is_learnt_from_is_told(
     for file in ("train.jsonl", "test.jsonl"):
         Path(file).write_text(ROW)
     files = ("data.task=null", "data.train_files=[train.jsonl]", f"data.eval_files=[{name}]")
-    data = config_of(*files).data
+    config = config_of(*files)
     with caplog.at_level(logging.WARNING):
-        load_rows(data, build_starter_tokenizer(), split="eval", num_rows=1, seed=0)
+        load_rows(config, build_starter_tokenizer(), split="eval")
     assert (f"evaluating on files that are also learnt from: {name}" in caplog.text) == is_told
-
-
-def test_a_bad_row_to_evaluate_on_shows_before_workers_start(tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_text('{"prompt": "1=", "answer": "1"}\n')
-    (tmp_path / "eval.jsonl").write_text('{"prompt": "2=", "answer": 2}\n')
-    model = tmp_path / "model"
-    starter = small_config(tmp_path / "unused").model.starter
-    assert starter is not None
-    write_random_model(starter, model, seed=0)
-    config = small_config(
-        tmp_path / "run",
-        *("model.starter=null", f"model.path={model}", "data.task=null"),
-        *(f"data.train_files=[{tmp_path}/train.jsonl]", f"data.eval_files=[{tmp_path}/eval.jsonl]"),
-    )
-    with (
-        open_record(config, resolved_yaml="") as record,
-        pytest.raises(DataError, match=r"eval\.jsonl:1: 'answer' is 2, must be text"),
-    ):
-        train(config, model, record=record)
-    assert "start workers" not in (tmp_path / "run/log.txt").read_text()

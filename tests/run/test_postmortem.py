@@ -13,7 +13,7 @@ import pytest
 import hybridrl
 from hybridrl.diagnostics.process_report import RankReport, attach_reports, reports_on
 from hybridrl.errors import ConfigError, WorkerDiedError
-from hybridrl.run.postmortem import Progress, is_crash, write_postmortem
+from hybridrl.run.postmortem import is_crash, write_postmortem
 from hybridrl.run.record import open_record
 from hybridrl.trainer.interrupt import RunInterrupted
 from tests.end_to_end.small import small_config
@@ -49,10 +49,9 @@ def _death() -> BaseException:
 
 
 def _write(folder: Path, *, limit_s: float = 5.0) -> str:
-    progress = Progress(num_steps=30, num_done=11, has_begun=True, phase="update")
     error = _death()
     attach_reports(error, RANKS)
-    return write_postmortem(folder, error, progress, limit_s=limit_s)
+    return write_postmortem(folder, error, where="in step 12 of 30, update", limit_s=limit_s)
 
 
 @pytest.fixture
@@ -69,7 +68,7 @@ def test_a_post_mortem_holds_what_was_known(run_folder: Path) -> None:
     text = {path.name: path.read_text() for path in folder.iterdir()}
     what = text["what.txt"]
     assert "WorkerDiedError: rank 1 on 10.0.0.2: update() failed: gone" in what
-    assert "in step 12 of 30, update, " in what
+    assert "in step 12 of 30, update\n" in what
     assert "restartable: yes" in what
     assert "rank 1 (10.0.0.2, pid 72, gone: killed by signal 9 (SIGKILL)): idle" in what
     assert "in _raised" in what  # the traceback

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hybridrl.errors import HybridRLError, RewardError, WorkerDiedError
-from hybridrl.run.restarts import with_restarts
+from hybridrl.run.supervise import with_restarts
 
 
 def _died() -> WorkerDiedError:

@@ -10,8 +10,14 @@ import pytest
 from hybridrl.config.cluster import ClusterConfig
 from hybridrl.config.setup_hook import SetupHook
 from hybridrl.errors import ConfigError, RemoteCallError
-from hybridrl.run.cluster import start_fused_group, start_group
-from hybridrl.single_controller import Dispatch, Worker, register
+from hybridrl.run.workers import start_group
+from hybridrl.single_controller import (
+    Dispatch,
+    RayClassWithInitArgs,
+    Worker,
+    create_colocated_worker_cls,
+    register,
+)
 from tests.end_to_end.small import small_config
 from tests.run import hooks
 
@@ -21,12 +27,15 @@ _HOOKS = "tests.run.hooks"
 class Listener(Worker):
     """Says what the hook had done when its constructor ran."""
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self) -> None:
         self.before = list(hooks.calls)
 
     @register(Dispatch.ONE_TO_ALL)
     def heard(self) -> list[str]:
         return self.before
+
+
+LISTENER = RayClassWithInitArgs(Listener)
 
 
 @pytest.fixture
@@ -41,12 +50,12 @@ def hooked(cluster: ClusterConfig, name: str) -> ClusterConfig:
 def test_each_process_calls_it_once_before_its_first_worker(
     ray_cluster: None, cluster: ClusterConfig
 ) -> None:
-    with start_group(hooked(cluster, "remember"), Listener) as group:
+    with start_group(hooked(cluster, "remember"), LISTENER) as group:
         assert group.heard() == [["0"], ["1"]]
-    roles = {"first": (Listener, None), "second": (Listener, None)}
-    with start_fused_group(hooked(cluster, "remember"), roles) as fused:
+    both = create_colocated_worker_cls({"first": LISTENER, "second": LISTENER})
+    with start_group(hooked(cluster, "remember"), both) as fused:
         assert fused.second_heard() == [["0"], ["1"]]
-    with start_group(cluster, Listener) as group:
+    with start_group(cluster, LISTENER) as group:
         assert group.heard() == [[], []]
 
 
@@ -62,7 +71,7 @@ def test_one_that_cannot_be_called_ends_the_start_and_names_the_key(
     ray_cluster: None, cluster: ClusterConfig, name: str, words: str
 ) -> None:
     with pytest.raises(RemoteCallError) as caught:
-        start_group(hooked(cluster, name), Listener)
+        start_group(hooked(cluster, name), LISTENER)
     assert f"ConfigError: cluster.worker_setup_hook='{_HOOKS}.{name}'" in str(caught.value)
     assert words in str(caught.value)
     assert "set cluster.worker_setup_hook=null" in str(caught.value)

@@ -15,7 +15,7 @@ from hybridrl.errors import CheckpointError, RemoteCallError
 from hybridrl.run.checkpoints import Checkpointer
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter
-from hybridrl.workers.train.shard_files import is_unchanged
+from hybridrl.workers.train.checkpoint_files import is_unchanged
 
 CONFIG = CheckpointConfig(
     every_num_steps=2,

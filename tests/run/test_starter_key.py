@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,67 +11,74 @@ import pytest
 import torch
 import transformers
 
-from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data import sampler, sort_digits, starter_tokenizer, supervised
-from hybridrl.run import starter, starter_warmup
-from hybridrl.run.starter import StarterRecipe, recipe_of
+from hybridrl.run import loops, starter
 from hybridrl.trainer import sft as fine_tuning
 from hybridrl.workers.train import optimizer
 from tests.config.values import config_of
 
 DECIDING = [
     *(sampler, sort_digits, starter_tokenizer, supervised),  # rows, their order and their tokens
-    *(starter, starter_warmup, fine_tuning, optimizer),  # first weights, batches and steps
+    *(starter, loops, fine_tuning, optimizer),  # first weights, batches and steps
 ]
 
 
-def recipe() -> StarterRecipe:
-    config: ExperimentConfig = config_of()
+def name_with(*overrides: str) -> str:
+    config = config_of(*overrides)
     assert config.model.starter is not None
-    return recipe_of(config, config.model.starter)
+    return starter.starter_name(starter.warmup_config(config, config.model.starter))
 
 
-def changed(value: object) -> object:
-    """Return another value of its kind: a text, a number, or a section with one key changed."""
-    if isinstance(value, str):
-        return f"{value}, changed"
-    if isinstance(value, int | float):
-        return value + 1
-    key, old = next(iter(asdict(value).items()))  # type: ignore[call-overload]
-    return replace(value, **{key: changed(old)})  # type: ignore[type-var]
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("seed=1", "data.max_digits=19", "data.min_digits=3", "cluster.num_threads_per_rank=3"),
+        *(f"model.starter.{key}" for key in ("warmup_lr=0.0001", "num_warmup_steps=60")),
+        *(f"model.starter.{key}" for key in ("warmup_batch_size=32", "intermediate_size=64")),
+        *(f"model.starter.{key}" for key in ("max_position_embeddings=100", "num_layers=3")),
+        "cluster=one_gpu",
+    ],
+)
+def test_each_key_that_decides_the_weights_names_the_model(override: str) -> None:
+    assert name_with(override) != name_with()
 
 
-@pytest.mark.parametrize("field", [field.name for field in fields(StarterRecipe)])
-def test_each_field_of_the_recipe_names_the_model(field: str) -> None:
-    before = recipe()
-    values: dict[str, Any] = {field: changed(getattr(before, field))}
-    other = replace(before, **values)
-    assert other.name != before.name
-    assert recipe().name == before.name
+@pytest.mark.parametrize("section", ["actor", "sft", "model"])
+def test_a_setting_of_the_warm_up_names_the_model(section: str) -> None:
+    config = config_of()
+    assert config.model.starter is not None
+    warmup = starter.warmup_config(config, config.model.starter)
+    other = {
+        "actor": replace(warmup.actor, compute_dtype="bfloat16"),
+        "sft": replace(warmup.sft, num_steps=1),
+        "model": replace(warmup.model, dtype="bfloat16"),
+    }
+    values: dict[str, Any] = {section: other[section]}
+    assert starter.starter_name(replace(warmup, **values)) != starter.starter_name(warmup)
 
 
 @pytest.mark.parametrize("package", [torch, transformers])
 def test_the_version_of_a_package_names_the_model(
     package: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = recipe().name
+    before = name_with()
     used = vars(starter)[package.__name__]  # another one where a test has imported it anew
     monkeypatch.setattr(used, "__version__", f"{package.__version__}.post1")
-    assert recipe().name != before
+    assert name_with() != before
 
 
 @pytest.mark.parametrize("module", DECIDING, ids=lambda module: module.__name__)
 def test_the_code_that_decides_is_in_the_name(
     module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = recipe().name
+    before = name_with()
     package = starter._PACKAGE
     names = {*starter._CODE, str(Path(str(module.__file__)).relative_to(package))}
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes((package / name).read_bytes())
     monkeypatch.setattr(starter, "_PACKAGE", tmp_path)
-    assert recipe().name == before
+    assert name_with() == before
     with (tmp_path / Path(str(module.__file__)).relative_to(package)).open("a") as file:
         file.write("# changed\n")
-    assert recipe().name != before
+    assert name_with() != before

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from hybridrl.batch import PromptBatch
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import PhaseError
+from hybridrl.workers.rollout.buckets import Bucket
 from hybridrl.workers.rollout.protocol import MemoryTag, Response
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
@@ -62,6 +63,15 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+def send(engine: SGLangEngine, bucket: Bucket) -> None:
+    """Load one bucket."""
+    staged = engine.stage(bucket)
+    try:
+        engine.load(staged, [staged.handle])
+    finally:
+        engine.release_buffers()
+
+
 def sync(engine: SGLangEngine, weights: Mapping[str, Tensor], *, version: int) -> None:
     """Send all weights in two buckets, in the order of the life cycle without sleep."""
     engine.pause()
@@ -69,7 +79,7 @@ def sync(engine: SGLangEngine, weights: Mapping[str, Tensor], *, version: int) -
     tensors = list(weights.items())
     half = len(tensors) // 2
     for bucket in (tensors[:half], tensors[half:]):
-        engine.update_weights(bucket)
+        send(engine, bucket)
     engine.finish_update(version=version)
     engine.continue_generation()
 

@@ -16,7 +16,7 @@ from hybridrl.trainer.step import build_train_batch
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.protocol import Response
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
-from tests.contract.ranks_under_test import Rank, learn
+from tests.contract.ranks_under_test import Rank, take_step
 from tests.sglang.engines import (
     greedy_of_hugging_face,
     running_engine,
@@ -54,7 +54,7 @@ def family_engine(
         yield it
 
 
-def test_greedy_tokens_and_log_probs_are_those_of_hugging_face_after_each_sync(
+def test_greedy_tokens_are_those_of_hugging_face_after_each_sync(
     family: Family, family_engine: SGLangEngine, tmp_path: Path
 ) -> None:
     answers = []
@@ -83,7 +83,7 @@ def _learn_by_both(
     advantages_B = torch.linspace(-1, 1, len(rollouts))
     advantages_BL = spread_over_tokens(advantages_B, rollouts.response_mask_BL)
     logprobs = LogprobBatch(old_logprobs_BL=replayed.logprobs_BL, batch_size=rollouts.batch_size)
-    learn(engine, build_train_batch(rollouts, logprobs, advantages_BL))
+    take_step(engine, build_train_batch(rollouts, logprobs, advantages_BL))
     engine.export_hf(target)
     rank.free_routes()
     free = rank.policy(folder).compute_logprobs(rollouts, temperature=0.7)

@@ -7,16 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
-from hybridrl.workers.sharding.control import ControlGroup
-from hybridrl.workers.sharding.manager import ShardingManager
 from tests.sglang.engines import sglang_config
+from tests.workers.device import Device
 from tests.workers.rollout.engines import make_prompts, sampling_params, tokens_of
-from tests.workers.train.engines import CPU, build_fsdp2, make_rows, update
+from tests.workers.train.engines import build_fsdp2
 
 PROMPTS = make_prompts((4, 9, 40))
 SAMPLING = replace(sampling_params(group=4, tokens=8), temperature=0.7)
@@ -34,24 +31,18 @@ def one_rank() -> Iterator[None]:
 def test_sampled_log_probs_are_the_trainers_in_each_of_three_cycles(
     engine: SGLangEngine, served_model: Path, sleep: bool
 ) -> None:
-    config = sglang_config(sleep=sleep)
-    control = ControlGroup(timeout_s=60.0)
-    manager = ShardingManager(engine=engine, config=config, device=CPU, control=control)
-    trainer = build_fsdp2(served_model)
-    manager.attach_policy(trainer)
+    device = Device(
+        engine,
+        build_fsdp2(served_model),
+        config=sglang_config(sleep=sleep),
+        prompts=PROMPTS,
+        sampling=SAMPLING,
+    )
     sampled = []
     for version in range(3):
-        with manager.rollout_phase() as serving:
-            responses = serving.generate(PROMPTS, SAMPLING)
-        rollouts = assemble_rollouts(PROMPTS, responses, policy_version=version)
-        manager.require_training()
-        scored = trainer.compute_logprobs(rollouts, temperature=SAMPLING.temperature)
-        mask = rollouts.response_mask_BL.values()
-        apart = scored.logprobs_BL.values() - rollouts.sampler_logprobs_BL.values()
-        assert float(apart[mask].abs().max()) < 1e-4
+        responses = device.sample()
+        assert device.apart_nats(responses, temperature=SAMPLING.temperature) < 1e-4
         assert engine.version == version
         sampled.append(tokens_of(responses))
-        update(trainer, make_rows(4, seed=version))
-        manager.weights_changed(version=version + 1)
+        device.train()
     assert sampled[0] != sampled[1]
-    assert torch.isfinite(scored.logprobs_BL.values()[mask]).all()

@@ -44,7 +44,7 @@ def require_serving(engine: SGLangEngine) -> None:
 
 
 @pytest.mark.timeout(200)
-def test_of_200_requests_under_drain_all_are_answered_or_reported_in_two_cycles(
+def test_all_200_requests_under_drain_are_answered_or_reported(
     engine: SGLangEngine,
 ) -> None:
     for _ in range(2):
@@ -72,7 +72,7 @@ def test_of_200_requests_under_drain_all_are_answered_or_reported_in_two_cycles(
 
 
 @pytest.mark.timeout(150)
-def test_requests_that_somebody_else_cuts_off_are_asked_for_again_and_whole_twice(
+def test_requests_that_a_stranger_cuts_off_are_asked_for_again(
     engine: SGLangEngine,
 ) -> None:
     for _ in range(2):
@@ -86,7 +86,7 @@ def test_requests_that_somebody_else_cuts_off_are_asked_for_again_and_whole_twic
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("mode", KEEPING_MODES)
-def test_our_requests_that_somebody_elses_pause_keeps_are_reported_twice(
+def test_requests_that_a_strangers_pause_keeps_are_reported(
     engine: SGLangEngine, mode: str
 ) -> None:
     for _ in range(2):
@@ -102,7 +102,7 @@ def test_our_requests_that_somebody_elses_pause_keeps_are_reported_twice(
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("mode", KEEPING_MODES)
-def test_a_request_of_somebody_else_that_never_ends_does_not_hold_the_drain_up_twice(
+def test_a_strangers_endless_request_does_not_hold_up_the_drain(
     engine: SGLangEngine, mode: str
 ) -> None:
     for _ in range(2):
@@ -119,7 +119,7 @@ def test_a_request_of_somebody_else_that_never_ends_does_not_hold_the_drain_up_t
 
 
 @pytest.mark.timeout(150)
-def test_a_scheduler_that_hangs_is_named_with_what_it_was_doing_and_may_come_back(
+def test_a_scheduler_that_hangs_is_named_and_may_come_back(
     engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sglang, "FLUSH_TIMEOUT_S", SHORT_TIMEOUT_S)

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch.distributed as dist
-from torch import Tensor
 
 from hybridrl.batch import PromptBatch
 from hybridrl.errors import EngineError
+from hybridrl.workers.rollout.buckets import StagedBucket
 from hybridrl.workers.rollout.protocol import MemoryTag, Response, SamplingParams
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.sharding.control import StageError
@@ -47,9 +47,9 @@ class MortalEngine(SGLangEngine):
             self.kill(self)
             return call.result()
 
-    def update_weights(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        self._die_if_due("update_weights")
-        super().update_weights(tensors)
+    def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
+        self._die_if_due("load")
+        super().load(staged, handles)
 
     def release(self, part: MemoryTag, *, backup: frozenset[str] = frozenset()) -> None:
         self._die_if_due("release")
@@ -83,11 +83,11 @@ def device(served_model: Path) -> Iterator[Device]:
     ("method", "kill"),
     [
         ("generate", kill_scheduler),
-        pytest.param("update_weights", kill_server, marks=pytest.mark.nightly),
+        pytest.param("load", kill_server, marks=pytest.mark.nightly),
         pytest.param("release", kill_server, marks=pytest.mark.nightly),
     ],
 )
-def test_a_server_killed_in_a_stage_is_named_and_the_next_phases_sample_as_before(
+def test_a_server_killed_in_a_stage_is_named_and_replaced(
     device: Device, method: str, kill: Callable[[SGLangEngine], None]
 ) -> None:
     before = [tokens_of(device.sample()) for _ in range(NUM_CYCLES)]

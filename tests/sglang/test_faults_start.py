@@ -47,7 +47,7 @@ def test_unknown_arguments_are_all_named_with_what_is_meant(served_model: Path) 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(200)
-def test_a_model_that_sglang_does_not_know_is_named_with_the_end_of_its_log(folder: Path) -> None:
+def test_a_model_that_sglang_does_not_know_shows_its_log(folder: Path) -> None:
     change_config(folder, model_type="nobody", architectures=["NobodyForCausalLM"])
     with pytest.raises(EngineError, match=r"did not start: SGLang .*(was killed|ended)") as raised:
         start(folder)
@@ -67,7 +67,7 @@ def test_a_server_that_is_not_up_in_time_is_named_with_the_key(served_model: Pat
         start(served_model, start_timeout_s=1.0)
 
 
-def test_another_vocabulary_than_the_trainers_is_refused_before_a_start(folder: Path) -> None:
+def test_another_vocabulary_is_refused_before_a_start(folder: Path) -> None:
     change_config(folder, vocab_size=70)
     with pytest.raises(ModelError, match=r"has 64 rows, and config\.json says vocab_size=70"):
         start(folder)

@@ -110,7 +110,7 @@ def test_what_a_server_lacks_is_one_line_of_the_log(
         lines = [r.getMessage() for r in caplog.records if "SGLang answers" in r.getMessage()]
     (line,) = lines
     assert "version=0.5.17" in line
-    assert "update_session,ready_route" in line
+    assert "update_session,free_memory" in line
 
 
 class _OnDevice(Tensor):
@@ -147,7 +147,7 @@ def test_each_server_gets_a_key_of_its_own(start: Start) -> None:
 
 
 @pytest.mark.parametrize("route", ["/release_memory_occupation", "/pause_generation"])
-def test_a_server_without_what_its_life_cycle_needs_is_refused_at_its_start(
+def test_a_server_without_a_route_is_refused_at_its_start(
     start: Start, monkeypatch: pytest.MonkeyPatch, route: str
 ) -> None:
     monkeypatch.setenv("RECORDED_LACKS", json.dumps([route]))
@@ -160,7 +160,7 @@ def test_a_server_without_what_its_life_cycle_needs_is_refused_at_its_start(
         raise AssertionError("it may not start")
 
 
-def test_a_server_whose_pause_would_keep_requests_is_refused_at_its_start(
+def test_a_server_whose_pause_keeps_requests_is_refused(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RECORDED_PAUSE_MODES", json.dumps(["retract", "in_place"]))
@@ -215,7 +215,7 @@ def test_a_proof_scrambles_what_the_files_brought_after_it_was_copied(
     ]
 
 
-def test_a_server_of_another_version_than_before_is_refused_at_a_restart(
+def test_a_restarted_server_of_another_version_is_refused(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with start("0.5.21") as engine:
@@ -236,9 +236,7 @@ def test_a_server_that_changed_its_arguments_is_refused(start: Start, name: str)
         raise AssertionError("it may not start")
 
 
-def test_routed_experts_are_refused_where_the_server_does_not_return_them(
-    start: Start, tmp_path: Path
-) -> None:
+def test_a_server_that_returns_no_routed_experts_is_refused(start: Start, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "moe", "qwen3_moe", tie_embeddings=False)
     changes = {"enable_return_routed_experts": True}
     with start("0.5.21", changes, folder=folder, routed_experts=True):
@@ -281,5 +279,5 @@ def test_a_tensor_that_the_server_would_drop_in_silence_is_refused(
     start: Start, calls: Path, tensor: tuple[str, torch.Tensor], word: str
 ) -> None:
     with start("0.5.21") as engine, pytest.raises(EngineError, match=word):
-        engine.update_weights([tensor])
+        engine.stage([tensor])
     assert calls_in(calls) == []

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.workers.rollout.protocol import MemoryTag
-from hybridrl.workers.rollout.sglang.requests import build_groups, group_body
+from hybridrl.workers.rollout.sglang.sampling import GroupSampler, build_groups
 from tests.sglang.engines import greedy_of_hugging_face, sync, weights_of
 from tests.sglang.lora_device import GREEDY, PROMPTS, ForgetfulEngine
 from tests.workers.rollout.engines import tokens_of
@@ -59,13 +59,19 @@ def load_unchecked(engine: ForgetfulEngine, adapter: dict[str, Tensor]) -> None:
         engine._adapter_shapes = shapes
 
 
-def ask(engine: ForgetfulEngine, **extra: object) -> list[list[int]]:
+def ask(engine: ForgetfulEngine, *, adapter: str | None = None) -> list[list[int]]:
     """Send the prompts as they are spelled, past the engine's own checks."""
     answers: list[list[int]] = []
+    sampler = GroupSampler(
+        engine._server.client,
+        GREEDY,
+        max_context_tokens=96,
+        weight_version="",
+        timeout_s=60.0,
+        adapter=adapter,
+    )
     for group in build_groups(PROMPTS, GREEDY):
-        items: list[dict[str, Any]] = engine._server.post(
-            "/generate", **group_body(group, GREEDY, extra, num_tokens=8)
-        )
+        items: list[dict[str, Any]] = engine._server.post("/generate", **sampler.group_body(group))
         answers += [item["output_ids"] for item in items]
     return answers
 
@@ -74,15 +80,15 @@ def of_the_frozen_model(folder: Path) -> list[list[int]]:
     return tokens_of(greedy_of_hugging_face(folder, PROMPTS, num_tokens=8))
 
 
-def test_a_request_without_the_adapters_name_would_get_the_frozen_model_so_each_names_it(
+def test_each_request_names_the_adapter(
     loaded: ForgetfulEngine, served_model: Path, adapter: dict[str, Tensor]
 ) -> None:
     load(loaded, adapter)
     frozen = of_the_frozen_model(served_model)
     assert ask(loaded) == frozen  # the guard is off, and nobody complains
-    assert tokens_of(loaded.generate(PROMPTS, GREEDY)) == ask(loaded, lora_path="policy") != frozen
+    assert tokens_of(loaded.generate(PROMPTS, GREEDY)) == ask(loaded, adapter="policy") != frozen
     with pytest.raises(EngineError, match="never been loaded: stranger"):
-        ask(loaded, lora_path="stranger")
+        ask(loaded, adapter="stranger")
 
 
 def test_nothing_is_sampled_before_an_adapter_has_come(
@@ -96,7 +102,7 @@ def test_nothing_is_sampled_before_an_adapter_has_come(
         loaded.unload_adapter()
 
 
-def test_an_adapter_that_matches_no_layer_would_be_loaded_without_effect_so_it_is_refused(
+def test_an_adapter_that_matches_no_layer_is_refused(
     loaded: ForgetfulEngine, served_model: Path, adapter: dict[str, Tensor]
 ) -> None:
     elsewhere = {name.replace("layers", "blocks"): tensor for name, tensor in adapter.items()}
@@ -108,7 +114,7 @@ def test_an_adapter_that_matches_no_layer_would_be_loaded_without_effect_so_it_i
         loaded.generate(PROMPTS, GREEDY)
 
 
-def test_an_adapter_is_whole_and_of_the_engines_rank_or_refused_by_name(
+def test_an_adapter_that_does_not_fit_is_refused_by_name(
     loaded: ForgetfulEngine, adapter: dict[str, Tensor]
 ) -> None:
     first = next(iter(adapter))
@@ -146,7 +152,7 @@ def test_a_rank_above_the_servers_limit_is_refused_by_the_server_too(
     load(loaded, adapter)
 
 
-def test_an_adapter_that_is_gone_is_unloaded_all_the_same_and_one_that_is_there_not_loaded_over(
+def test_an_adapter_is_unloaded_if_gone_and_never_loaded_over(
     loaded: ForgetfulEngine, adapter: dict[str, Tensor]
 ) -> None:
     loaded.unload_adapter()

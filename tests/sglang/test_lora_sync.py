@@ -15,8 +15,8 @@ from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.states import State
 from hybridrl.workers.train.protocol import WeightSet
 from tests.sglang.lora_device import GREEDY, PROMPTS, ForgetfulEngine, ServedDevice
-from tests.workers.device import WAYS
-from tests.workers.rollout.engines import rollout_config, tokens_of
+from tests.workers.device import WAYS, check_passes
+from tests.workers.rollout.engines import load, rollout_config, tokens_of
 from tests.workers.train.engines import CPU
 from tests.workers.train.lora_engines import LORA, adapter_of, with_lora
 
@@ -29,7 +29,7 @@ def greedy_of_the_embedded_engine(device: ServedDevice, folder: Path) -> list[Re
     engine = HFRolloutEngine(
         folder, config=rollout_config(), max_context_tokens=64, device=CPU, lora=lora
     )
-    engine.update_weights(list(device.trainer.full_weights()))
+    load(engine, list(device.trainer.full_weights()))
     if lora is not None:
         engine.load_adapter(dict(device.trainer.full_weights(WeightSet.ADAPTER)))
     engine.finish_update(version=device.version)
@@ -50,7 +50,7 @@ def assert_samples_as_the_trainer_for_three_cycles(device: ServedDevice, folder:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_with_an_adapter_tokens_and_log_probs_are_the_trainers_in_each_of_three_cycles(
+def test_adapter_samples_are_the_trainers_in_three_cycles(
     lora_engine: ForgetfulEngine, served_model: Path, way: str
 ) -> None:
     device = ServedDevice(lora_engine, served_model, way)
@@ -64,25 +64,11 @@ def test_with_merged_weights_too(engine: SGLangEngine, served_model: Path, way: 
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_base_goes_before_the_first_adapter_and_only_adapters_afterwards(
+def test_the_base_goes_before_the_first_adapter_and_not_again(
     lora_engine: ForgetfulEngine, served_model: Path, way: str
 ) -> None:
     device = ServedDevice(lora_engine, served_model, way)
-    base, adapter = (device.bytes_of(part) for part in (WeightSet.BASE, WeightSet.ADAPTER))
-    lora_engine.forget_journal()
-    device.sample()
-    sends = [call for call in lora_engine.journal if "re" not in call]
-    assert sends == ["base", "unload adapter", "load adapter"]
-    assert device.take_bytes("synced_bytes") == base + adapter
-    for _ in range(2):
-        device.train()
-        lora_engine.forget_journal()
-        device.sample()
-        resent = base if way == "resend" else 0
-        assert device.take_bytes("synced_bytes") == resent + adapter
-        assert all("lora_" in name for name in lora_engine.received) == (not resent)
-        adapters = [call for call in lora_engine.journal if "adapter" in call]
-        assert adapters == ["unload adapter", "load adapter"]
+    check_passes(device, way)
 
 
 def test_a_resident_base_stays_while_cache_and_graphs_come_and_go(
@@ -100,7 +86,7 @@ def test_a_resident_base_stays_while_cache_and_graphs_come_and_go(
     assert touched == cycle * 2
 
 
-def test_a_release_without_copy_and_resend_would_be_garbage_and_the_ledger_prevents_it(
+def test_the_ledger_prevents_garbage_after_a_bare_release(
     lora_engine: ForgetfulEngine, served_model: Path
 ) -> None:
     device = ServedDevice(lora_engine, served_model, "resend")
@@ -114,7 +100,7 @@ def test_a_release_without_copy_and_resend_would_be_garbage_and_the_ledger_preve
 
 
 @pytest.mark.nightly
-def test_a_server_that_died_gets_base_and_adapter_before_it_serves_again(
+def test_a_server_that_died_gets_base_and_adapter_first(
     lora_engine: ForgetfulEngine, served_model: Path
 ) -> None:
     """It dies as SGLang does without our check: of an adapter that lacks a matrix."""

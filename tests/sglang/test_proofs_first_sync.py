@@ -10,6 +10,7 @@ import torch
 
 from hybridrl.config.lora import LoraConfig
 from hybridrl.errors import EngineError
+from hybridrl.workers.rollout.buckets import stage_by_reference
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.fused_engines import FusedEngines
@@ -37,7 +38,7 @@ def fused(engine: SGLangEngine, trainer: TrainEngine) -> FusedEngines:
     engine.pause()
     engine.drain(timeout_s=10.0)
     engines = FusedEngines(
-        ManagedEngine.of(engine, config=config, device=CPU),
+        ManagedEngine(engine, config=config, device=CPU),
         config=replace(config, check_first_sync=True),
         device=CPU,
         control=ControlGroup(timeout_s=60.0),
@@ -74,7 +75,7 @@ def test_so_it_is_with_an_adapter_apart_or_merged(
 
 
 @pytest.mark.parametrize("word", FUSED)
-def test_one_wrong_number_in_the_stream_is_found_by_the_name_of_its_tensor(
+def test_one_wrong_number_in_the_stream_is_found_by_tensor_name(
     engine: SGLangEngine, served_model: Path, word: str
 ) -> None:
     trainer = build_fsdp2(served_model)
@@ -86,12 +87,12 @@ def test_one_wrong_number_in_the_stream_is_found_by_the_name_of_its_tensor(
     assert not engines.managed.is_proved
 
 
-def test_weights_that_a_transport_lost_are_found_although_the_files_had_brought_them(
+def test_weights_that_a_transport_lost_are_found(
     engine: SGLangEngine, served_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ledger believes a delivery; only what was scrambled in between tells that none came."""
     engines = fused(engine, build_fsdp2(served_model))
-    monkeypatch.setattr(engine.transport, "deliver", lambda server, offer, handles: None)
+    monkeypatch.setattr(engine.transport, "load", lambda server, staged, handles: None)
     (reason,) = engines.sync().values()
     assert "weights of the rollout engine are not the trainer's" in reason
     assert not engines.managed.is_proved
@@ -112,4 +113,5 @@ def test_a_whole_run_begins_with_the_proof_and_goes_on(
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"rollout\.check_first_sync=false"):
-        WeightFolder(tmp_path / "missing", dtype=torch.float32).write([("w", torch.zeros(2))])
+        folder = WeightFolder(tmp_path / "missing", dtype=torch.float32)
+        folder.write(stage_by_reference([("w", torch.zeros(2))]), [])

@@ -19,11 +19,9 @@ from hybridrl.config.load import load_config
 from hybridrl.env import ROOT, python_path
 from hybridrl.errors import ConfigErrors
 from hybridrl.main import compose
-from hybridrl.run.workers import build_actor_spec
-from hybridrl.workers.build import server_spec
 from hybridrl.workers.rollout.sglang import rehearsal as server_rehearsal
-from hybridrl.workers.rollout.sglang.arguments import environment
-from hybridrl.workers.rollout.sglang.rehearsal import case_of, rehearse_server, spec_of
+from hybridrl.workers.rollout.sglang.arguments import environment, server_spec
+from hybridrl.workers.rollout.sglang.rehearsal import case_of, rehearse_server
 from tests.planning.models import QWEN3_8B, QWEN3_30B_A3B
 
 ON_CUDA = "tests.sglang.on_cuda"
@@ -115,7 +113,7 @@ def rehearsed(configs: Sequence[ExperimentConfig], folder: Path) -> list[dict[st
     """What became of each, in a single process that answers as a machine with an H100."""
     cases = []
     for config in configs:
-        spec = spec_of(config, Path(str(config.model.path)))
+        spec = server_spec(config, Path(str(config.model.path)))
         cases.append(case_of(spec) | {"variables": environment(spec)})
     case_file, result_file = folder / "cases.json", folder / "results.json"
     case_file.write_text(json.dumps(cases))
@@ -214,11 +212,3 @@ def test_check_of_the_default_model_goes_through_sglang(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "accepts the arguments of its servers" in done.stdout
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", COMBINATIONS)
-def test_a_start_sends_what_was_rehearsed(folder: Path, name: str) -> None:
-    model, given = COMBINATIONS[name]
-    config = config_of(folder, model, *given)
-    actor = build_actor_spec(config, folder / model)
-    assert server_spec(actor) == spec_of(config, folder / model)

@@ -22,7 +22,7 @@ def stopped(engine: SGLangEngine) -> None:
     engine.drain(timeout_s=10.0)
 
 
-def test_generate_is_refused_while_a_part_is_released_though_sglang_itself_would_answer(
+def test_generate_is_refused_while_a_part_is_released(
     engine: SGLangEngine,
 ) -> None:
     before = tokens_of(engine.generate(PROMPTS, GREEDY))
@@ -43,7 +43,7 @@ def test_generate_is_refused_while_a_part_is_released_though_sglang_itself_would
 
 @pytest.mark.nightly
 @pytest.mark.timeout(200)
-def test_a_second_resume_would_end_the_server_so_only_what_was_released_is_resumed(
+def test_only_released_parts_are_resumed(
     served_model: Path,
 ) -> None:
     """The bug of a cycle that forgets what the one before did: the first cycle looks well."""
@@ -58,4 +58,4 @@ def test_a_second_resume_would_end_the_server_so_only_what_was_released_is_resum
         assert engine.generate(PROMPTS, GREEDY)
         stopped(engine)
         with pytest.raises(EngineError):
-            engine._server.resume_memory(MemoryTag.WEIGHTS.value)  # past our door
+            engine._server.post("/resume_memory_occupation", tags=["weights"])  # past our door

@@ -35,7 +35,7 @@ def test_the_default_task_is_learnt_on_sglang_and_no_process_is_left(
 
 
 @pytest.mark.timeout(TIMEOUT_S + 20)
-def test_a_short_run_on_sglang_agrees_with_its_trainer_and_leaves_no_process(
+def test_a_short_run_on_sglang_agrees_with_its_trainer(
     tmp_path: Path,
 ) -> None:
     small = [override for override in SMALL if override.startswith("model.")]

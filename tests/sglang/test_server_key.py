@@ -18,7 +18,7 @@ def stranger(engine: SGLangEngine, key: str) -> Iterator[ServerClient]:
     """Somebody else on this machine who found the port."""
     server = server_of(engine)
     url = f"http://127.0.0.1:{server.info['port']}"
-    client = ServerClient(url, name="it", require_alive=server.require_alive, key=key)
+    client = ServerClient(url, name="it", require_alive=server.process.require_alive, key=key)
     try:
         yield client
     finally:

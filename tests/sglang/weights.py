@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from hybridrl.workers.rollout.protocol import WeightSender
-from hybridrl.workers.rollout.sglang.engine import HOOKS, SGLangEngine
-from hybridrl.workers.rollout.sglang.weight_senders import build_transport
+from hybridrl.workers.rollout.sglang.engine import SGLangEngine
+from hybridrl.workers.rollout.sglang.weights import build_transport
 from hybridrl.workers.sharding.control import ControlGroup, Neighbours
-from hybridrl.workers.sharding.weight_pipeline import Deliver, stream_offers
-from hybridrl.workers.sharding.weight_stream import StreamReport
+from hybridrl.workers.sharding.weight_stream import Load, StreamReport, stream_weights
 from tests.sglang.engines import greedy_of_hugging_face, sglang_config, weights_of
 from tests.workers.rollout.engines import make_prompts, sampling_params, tokens_of
 
@@ -27,23 +26,23 @@ def use_transport(engine: SGLangEngine, transport: str) -> None:
     """Let a server that serves many tests get its weights by another way from here on."""
     engine.transport.forget()
     config = sglang_config(transport=transport)
-    engine.transport = build_transport(config, HOOKS, device=torch.device("cpu"), leads=True)
+    engine.transport = build_transport(config, device=torch.device("cpu"), leads=True)
 
 
 def stream(
     engine: SGLangEngine | None,
     weights: Iterator[tuple[str, Tensor]],
     *,
-    port: WeightSender,
-    deliver: Deliver | None = None,
+    follower: WeightSender | None = None,
+    load: Load | None = None,
     num_ranks: int = 1,
 ) -> StreamReport:
     """Send weights as ``FusedEngines`` does; a collective call."""
     control = ControlGroup(timeout_s=60.0)
-    return stream_offers(
+    return stream_weights(
         weights,
-        port,
-        deliver=deliver or (None if engine is None else engine.deliver),
+        load or (None if engine is None else engine.load),
+        sender=engine or follower,
         bucket_bytes=BUCKET_BYTES,
         control=control,
         neighbours=Neighbours(control, size=num_ranks),
@@ -54,7 +53,7 @@ def send_folder(engine: SGLangEngine, folder: Path, *, version: int) -> StreamRe
     """Stream a folder's weights into an awake engine, and wake it again."""
     engine.pause()
     engine.drain(timeout_s=10.0)
-    report = stream(engine, iter(weights_of(folder).items()), port=engine)
+    report = stream(engine, iter(weights_of(folder).items()))
     assert not report.failures
     engine.finish_update(version=version)
     engine.continue_generation()

@@ -17,7 +17,7 @@ MODULES = read_modules(ROOT / "hybridrl", root=ROOT)
 ONE_DOOR = {
     "hydra": "hybridrl.main",
     "omegaconf": "hybridrl.main",
-    "sglang": "hybridrl.workers.rollout.sglang.engine",
+    "sglang": "hybridrl.workers.rollout.sglang.weights",
     "megatron": "hybridrl.workers.train.megatron.megatron_core",
     "peft": "hybridrl.models.adapter",
     "liger_kernel": "hybridrl.models.liger",

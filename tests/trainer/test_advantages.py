@@ -44,7 +44,7 @@ def test_a_reward_comes_at_the_end_and_values_are_subtracted() -> None:
     assert estimate.returns_BL.values().tolist() == [0.0, 1.0, 1.0, 0.0, 0.5]
 
 
-def test_each_token_pays_for_leaving_the_reference_where_it_does_so() -> None:
+def test_kl_charge_falls_on_the_token_that_moved() -> None:
     reference_BL = jagged([torch.zeros(3), torch.zeros(2)])
     old_BL = jagged([torch.tensor([9.0, 0.0, 1.0]), torch.tensor([9.0, -1.0])])
     logprobs = LogprobBatch(
@@ -74,7 +74,7 @@ def test_whitening_changes_advantages_and_never_the_returns() -> None:
     ("values", "explained"),
     [((1.0, 2.0, 6.0), 1.0), ((5.0, 5.0, 5.0), 0.0), ((0.0, 1.0, 5.0), 1.0), ((6.0, 5.0, 1.0), -3)],
 )
-def test_explained_variance_is_1_for_a_prophet_and_0_for_a_constant(
+def test_explained_variance_of_perfect_and_constant_values(
     values: tuple[float, float, float], explained: float
 ) -> None:
     returns_BL = jagged([torch.tensor([99.0, 1.0, 2.0]), torch.tensor([99.0, 6.0])])

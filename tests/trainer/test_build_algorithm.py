@@ -22,7 +22,7 @@ FOUR_RANKS = ("cluster.num_ranks_per_node=4",)
         (("actor=megatron", "megatron.pipeline_parallel_size=4"), 1),
     ],
 )
-def test_rows_are_balanced_over_the_ranks_that_have_rows_of_their_own(
+def test_rows_are_balanced_over_data_parallel_ranks(
     overrides: tuple[str, ...], num_groups: int
 ) -> None:
     config = config_of(*FOUR_RANKS, *overrides)

@@ -42,7 +42,7 @@ def _loop(recorded: Recorded, *, num_steps: int, eval_every: int, num_skipped: i
     )
 
 
-def test_evaluation_comes_before_the_first_step_at_each_interval_and_after_the_last() -> None:
+def test_evaluation_runs_before_between_and_after_steps() -> None:
     recorded = Recorded()
     assert _loop(recorded, num_steps=5, eval_every=2).run() == 5
     evaluated = [step for step, names in recorded.lines if "eval/reward/mean" in names]
@@ -50,20 +50,20 @@ def test_evaluation_comes_before_the_first_step_at_each_interval_and_after_the_l
     assert [step for step, _ in recorded.lines] == [0, 1, 2, 3, 4, 5]
 
 
-def test_without_evaluation_nothing_is_recorded_before_the_first_step() -> None:
+def test_first_record_without_evaluation_is_a_step() -> None:
     recorded = Recorded()
     _loop(recorded, num_steps=2, eval_every=0).run()
     assert [step for step, _ in recorded.lines] == [1, 2]
 
 
-def test_skipped_updates_in_a_row_end_the_run_with_the_key_to_change() -> None:
+def test_consecutive_skipped_updates_end_the_run() -> None:
     recorded = Recorded()
     with pytest.raises(TrainingError, match=r"3 steps in a row.*max_skipped_updates=2.*lr"):
         _loop(recorded, num_steps=9, eval_every=0, num_skipped=1).run()
     assert [step for step, _ in recorded.lines] == [1, 2, 3]
 
 
-def test_an_update_that_was_taken_starts_the_count_of_skipped_ones_anew() -> None:
+def test_taken_update_resets_the_count_of_skipped_ones() -> None:
     guard = UpdateGuard(max_skipped=1)
     for num_skipped in (1, 0, 1, 0, 1):
         guard.check({"policy/skipped_updates": Sum(num_skipped)})
@@ -79,7 +79,7 @@ def test_a_critic_that_cannot_step_ends_the_run_as_a_policy_does() -> None:
         guard.check(metrics)
 
 
-def test_an_interrupt_saves_after_its_step_and_a_resumed_run_begins_with_the_next() -> None:
+def test_interrupt_saves_after_its_step() -> None:
     recorded, saved = Recorded(), []
     loop = _loop(recorded, num_steps=9, eval_every=3)
 
@@ -96,7 +96,7 @@ def test_an_interrupt_saves_after_its_step_and_a_resumed_run_begins_with_the_nex
     assert costs == [6, 7]  # each on the next line
 
 
-def test_the_first_signal_waits_for_the_step_and_the_second_does_not() -> None:
+def test_second_signal_does_not_wait_for_the_step() -> None:
     interrupt = Interrupt()
     before = signal.getsignal(signal.SIGINT)
     with interrupt.listening():
@@ -117,7 +117,7 @@ def test_a_run_with_steps_left_ends_with_128_and_the_signal(number: signal.Signa
     assert stopped.value.code == 128 + number
 
 
-def test_a_signal_in_the_last_step_comes_too_late_to_make_a_run_unfinished() -> None:
+def test_signal_in_the_last_step_leaves_the_run_finished() -> None:
     loop = _interrupted_in_step(9, signal.SIGTERM)
     assert loop.run() == 9
     loop.interrupt.raise_if_unfinished()

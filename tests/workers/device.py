@@ -15,6 +15,7 @@ from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.metrics import check_declared
 from hybridrl.workers.rollout.assemble import assemble_rollouts
+from hybridrl.workers.rollout.buckets import StagedBucket
 from hybridrl.workers.rollout.protocol import MemoryTag, Response, SamplingParams
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.manager import ShardingManager
@@ -139,10 +140,10 @@ class Journalling:
     def forget_journal(self) -> None:
         self.journal, self.received = [], []
 
-    def update_weights(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+    def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
         self.journal.append("base")
-        self.received += [name for name, _ in tensors]
-        super().update_weights(tensors)  # type: ignore[misc]
+        self.received += [span.name for span in staged.spans]
+        super().load(staged, handles)  # type: ignore[misc]
 
     def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         self.journal.append("load adapter")
@@ -160,3 +161,24 @@ class Journalling:
     def resume(self, part: MemoryTag) -> None:
         self.journal.append(f"resume {part.value}")
         super().resume(part)  # type: ignore[misc]
+
+
+def check_passes(device: LoraDevice, way: str) -> None:
+    """The base goes before the first adapter, and afterwards only where it is sent again."""
+    base, adapter = (device.bytes_of(part) for part in (WeightSet.BASE, WeightSet.ADAPTER))
+    device.engine.forget_journal()
+    device.sample()
+    assert [call for call in device.engine.journal if "re" not in call] == [
+        *("base", "unload adapter", "load adapter")
+    ]
+    assert device.take_bytes("synced_bytes") == base + adapter
+    for _ in range(2):
+        device.train()
+        device.engine.forget_journal()
+        device.sample()
+        resent = base if way == "resend" else 0
+        assert device.take_bytes("synced_bytes") == resent + adapter
+        assert all("lora_" in name for name in device.engine.received) == (not resent)
+        sends = [call for call in device.engine.journal if "re" not in call]
+        assert sends[-2:] == ["unload adapter", "load adapter"]
+        assert "base" not in sends[1:]

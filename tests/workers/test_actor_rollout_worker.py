@@ -12,7 +12,6 @@ from hybridrl.batch import LogprobBatch, RolloutBatch
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import DriftError
 from hybridrl.metrics import Sum
-from hybridrl.run.workers import build_actor_spec
 from hybridrl.trainer.step import build_train_batch
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.rollout.assemble import assemble_rollouts, require_known_tokens
@@ -28,10 +27,9 @@ from tests.workers.train.engines import make_rows, update
 
 
 def _build(config: ExperimentConfig, folder: Path) -> ActorRolloutWorker:
-    spec = build_actor_spec(config, folder)
-    worker = ActorRolloutWorker.__new__(ActorRolloutWorker, spec)
+    worker = ActorRolloutWorker.__new__(ActorRolloutWorker, config, folder)
     worker.fused = {"actor": worker}
-    worker.__init__(spec)  # type: ignore[misc]
+    worker.__init__(config, folder)  # type: ignore[misc]
     return worker
 
 

@@ -10,7 +10,6 @@ import torch
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import PhaseError
-from hybridrl.run.workers import build_actor_spec, build_critic_spec
 from hybridrl.single_controller import Worker
 from hybridrl.trainer.advantages import Generalized
 from hybridrl.trainer.step import build_critic_batch
@@ -30,14 +29,11 @@ SAMPLING = sampling_params(group=2, tokens=6)
 def _fuse(config: ExperimentConfig, folder: Path) -> tuple[ActorRolloutWorker, CriticWorker]:
     """Build both as a ``WorkerHost`` does, in the order of their roles."""
     workers: dict[str, Worker] = {}
-    for prefix, cls, spec in (
-        ("actor", ActorRolloutWorker, build_actor_spec(config, folder)),
-        ("critic", CriticWorker, build_critic_spec(config, folder)),
-    ):
-        worker = cls.__new__(cls, spec)
+    for prefix, cls in (("actor", ActorRolloutWorker), ("critic", CriticWorker)):
+        worker = cls.__new__(cls, config, folder)
         worker.fused = workers
         workers[prefix] = worker
-        cls.__init__(worker, spec)
+        cls.__init__(worker, config, folder)
     actor, critic = workers["actor"], workers["critic"]
     assert isinstance(actor, ActorRolloutWorker)
     assert isinstance(critic, CriticWorker)

@@ -10,12 +10,9 @@ from hybridrl.errors import ConfigError
 
 def check_lr_warmup(config: ExperimentConfig) -> Iterator[ConfigError]:
     """The warm-up of a learning rate ends before the run does."""
-    is_sft = config.mode == "sft"
-    num_updates = config.sft.num_steps if is_sft else config.num_policy_updates
-    optimizers = [("actor", config.actor.optimizer, num_updates)]
-    if config.has_critic and not is_sft:
-        num_critic_updates = config.trainer.num_steps * config.critic.num_updates_per_step
-        optimizers.append(("critic", config.critic.optimizer, num_critic_updates))
+    optimizers = [("actor", config.actor.optimizer, config.num_policy_updates)]
+    if config.has_critic and config.mode != "sft":
+        optimizers.append(("critic", config.critic.optimizer, config.num_critic_updates))
     for section, optimizer, num_steps in optimizers:
         if 0 < num_steps <= optimizer.num_warmup_steps:
             key = f"{section}.optimizer.num_warmup_steps"

@@ -34,7 +34,7 @@ def require_fit(tensors: Mapping[str, Tensor], shapes: Shapes) -> None:
     if foreign:
         raise EngineError(
             f"{first_of(foreign)} came with an adapter and has no lora_A or lora_B in its name; "
-            "send base weights by update_weights"
+            "base weights come in a pass of their own"
         )
     _require_names(tensors.keys(), shapes.keys())
     for name, tensor in tensors.items():
@@ -43,6 +43,22 @@ def require_fit(tensors: Mapping[str, Tensor], shapes: Shapes) -> None:
                 f"{name} came with shape {list(tensor.shape)}, the engine has "
                 f"{list(shapes[name])}; both must have the same lora.rank"
             )
+
+
+def built_without_adapters(tensors: Collection[str]) -> EngineError:
+    """Refuse an adapter that comes to an engine without adapted layers."""
+    return EngineError(
+        f"an adapter of {len(tensors)} tensors came, and this engine was built without; "
+        "set lora.enabled=true and lora.sync=adapter"
+    )
+
+
+def no_adapter_loaded() -> EngineError:
+    """Refuse to sample from the frozen model alone."""
+    return EngineError(
+        "generate was refused: no adapter is loaded, and the frozen model alone is not the "
+        "policy; sync weights first, or set lora.sync=merged"
+    )
 
 
 def _require_names(came: Collection[str], taken: Collection[str]) -> None:

@@ -1,8 +1,7 @@
 """What a rollout engine offers: sampling for workers, edges of its life for the sharding manager.
 
 Only ``workers/sharding`` calls pause, drain, release, resume and continue_generation; a test reads
-the
-syntax tree and holds everyone to it.
+the syntax tree and holds everyone to it.
 """
 
 from __future__ import annotations
@@ -13,15 +12,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from hybridrl.batch import PromptBatch
 from hybridrl.errors import first_of
 from hybridrl.metrics import Metrics
-
-Bucket = Sequence[tuple[str, Tensor]]
-"""Full tensors by HF name that travel together."""
+from hybridrl.workers.rollout.buckets import Bucket, StagedBucket
 
 
 class MemoryTag(Enum):
@@ -90,62 +86,20 @@ class WeightMemory:
     """
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpan:
-    """Where a tensor lies in a flat buffer."""
-
-    name: str
-    """HF name."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    begin: int
-    """Offset in bytes, a multiple of the item size."""
-
-    end: int
-    """Offset in bytes of what follows."""
-
-
-@dataclass(frozen=True, slots=True)
-class StagedBucket:
-    """A bucket, made ready on one rank for the engine that it shares with its neighbours."""
-
-    slots: tuple[TensorSpan, ...]
-    """What is in it; the same on all ranks, whether they contribute bytes or not."""
-
-    flat: Tensor | None
-    """uint8 [n], the bytes; None on a rank whose bytes are not needed."""
-
-    handle: str
-    """What the server of the engine opens this rank's bytes with; empty if it needs none."""
-
-
 class WeightSender(Protocol):
-    """One rank's end of the weight stream into an engine that lives in another process.
+    """One rank's end of the weight stream into an engine.
 
-    Every rank of an engine has one and makes an offer for every bucket: the server's rank i reads
-    what rank i offers, on the device that both share. The leader hands the bucket over.
+    Every rank that shares an engine stages every bucket: rank i of a server reads the bytes that
+    rank i staged, on the device that both share. The rank with the engine has the bucket loaded.
     """
 
-    def offer(self, bucket: Bucket) -> StagedBucket:
-        """Make a bucket ready; it stays so until the next one but one. Its tensors may be reused.
+    def stage(self, bucket: Bucket) -> StagedBucket:
+        """Make a bucket ready; it stays so until the next one but one.
+
+        Its tensors may be reused, unless it is staged by reference.
 
         Raises:
             EngineError: a name or shape that the engine does not have, or no room for it.
-        """
-        ...
-
-    def deliver(self, offer: StagedBucket, handles: Sequence[str]) -> None:
-        """Have the server load a bucket, on the leader alone; from any one thread at a time.
-
-        Args:
-            offer: the leader's own.
-            handles: what all ranks of the engine offered for this bucket, in rank order.
-
-        Raises:
-            EngineError: the server refuses it, or is gone.
-            DeadlineError: it does not answer.
         """
         ...
 
@@ -163,7 +117,7 @@ def mismatch(names: Sequence[str]) -> str:
     )
 
 
-class RolloutEngine(Protocol):
+class RolloutEngine(WeightSender, Protocol):
     """One sampling engine, life cycle as in ``workers/sharding/lifecycle.py``.
 
     Starts with every part of its memory resident and weights that are not to be trusted
@@ -182,11 +136,17 @@ class RolloutEngine(Protocol):
         """List all tensors under the ``weights`` tag."""
         ...
 
-    def update_weights(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Copy a bucket of full tensors into the engine, by HF name; they may be reused afterwards.
+    def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
+        """Load a bucket of full tensors; from any one thread at a time. All or nothing.
+
+        Args:
+            staged: this rank's own.
+            handles: what all ranks of the engine staged for this bucket, in rank order.
 
         Raises:
-            EngineError: a name or shape that the engine does not have.
+            EngineError: a name or shape that the engine does not have; or the server refuses the
+                bucket, or is gone.
+            DeadlineError: the server does not answer.
         """
         ...
 

@@ -59,9 +59,9 @@ class RequestGate:
                     "continue_generation"
                 )
             self._require_idle("generate")
-            ticket = self._running = GenerateCall(num_requests)
+            call = self._running = GenerateCall(num_requests)
         try:
-            yield ticket
+            yield call
         finally:
             with self._changed:
                 self._running = None
@@ -110,15 +110,15 @@ class RequestGate:
             DeadlineError: the aborted call did not reach its next check within ``grace_s``.
         """
         with self._changed:
-            ticket = self._running
-            if ticket is None or self._changed.wait_for(lambda: self._running is None, timeout_s):
+            call = self._running
+            if call is None or self._changed.wait_for(lambda: self._running is None, timeout_s):
                 return 0
-            ticket.is_cancelled = True
+            call.is_cancelled = True
         abort()
         with self._changed:
-            if not self._changed.wait_for(lambda: self._running is not ticket, grace_s):
+            if not self._changed.wait_for(lambda: self._running is not call, grace_s):
                 raise DeadlineError(
-                    f"{ticket.num_requests} requests ignored their abort for {grace_s:.0f} "
+                    f"{call.num_requests} requests ignored their abort for {grace_s:.0f} "
                     "s: a decode step hangs; restart the engine"
                 )
-            return ticket.num_aborted
+            return call.num_aborted

@@ -3,42 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.workers.sharding.control import ControlGroup
-from hybridrl.workers.sharding.memory import DeviceMemory
-from hybridrl.workers.sharding.memory_table import Holder
-from hybridrl.workers.train.protocol import TrainState
+from hybridrl.workers.sharding.memory import DeviceMemory, Holder
+from hybridrl.workers.train.protocol import OffloadableModel, TrainState
 
 _MAY_STAY_BYTES = 2**30
 """Of torch's memory, besides what tenants list: tables, workspaces of cuBLAS and of kernels."""
-
-
-class ColocatedEngine(Protocol):
-    """Training state that shares the device: a training engine, trainable or frozen."""
-
-    def offload(self, part: TrainState) -> None:
-        """Move a part to host memory. Twice is a no-op."""
-        ...
-
-    def restore(self, part: TrainState) -> None:
-        """Bring a part back. Twice is a no-op."""
-        ...
-
-    def resident_bytes(self, part: TrainState) -> int:
-        """Return the bytes that the part holds on the device."""
-        ...
 
 
 class ColocatedEngines:
     """All tenants of this process's device; each verb runs on all ranks and fails on all alike."""
 
     def __init__(self, *, device: torch.device, control: ControlGroup) -> None:
-        self._tenants: dict[str, ColocatedEngine] = {}
+        self._tenants: dict[str, OffloadableModel] = {}
         self._control = control
         self._metrics: Metrics = {}
         self.memory = DeviceMemory(device)
@@ -46,7 +28,7 @@ class ColocatedEngines:
         self.engine_bytes: Callable[[], int] = int
         """What a rollout engine in this very process holds of torch's memory."""
 
-    def register(self, name: str, tenant: ColocatedEngine) -> None:
+    def register(self, name: str, tenant: OffloadableModel) -> None:
         """Add a tenant.
 
         Raises:

@@ -1,34 +1,29 @@
-"""The rollout engines of a fused worker group as one set: each rank drives its own."""
+"""The rollout engines of a fused worker group as one set: each rank starts and drives its own."""
 
 from __future__ import annotations
 
 import logging
+import pickle
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
+from torch import Tensor
 
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.diagnostics import trace
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Metrics, Sum, merge
 from hybridrl.models.dtypes import DTYPES
-from hybridrl.workers.rollout.protocol import Bucket, StagedBucket, WeightSender
+from hybridrl.workers.rollout.protocol import RolloutEngine, WeightSender
 from hybridrl.workers.rollout.stage_time import stage_time
-from hybridrl.workers.sharding.control import ControlGroup, Failures, Neighbours, attempt
-from hybridrl.workers.sharding.engine_start import start_limit
+from hybridrl.workers.sharding.control import ControlGroup, Failures, Limit, Neighbours, attempt
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.states import RESTART
-from hybridrl.workers.sharding.weight_pipeline import stream_offers
-from hybridrl.workers.sharding.weight_proof import (
-    WeightFolder,
-    make_weight_folder,
-    place_of_temporary_files,
-)
+from hybridrl.workers.sharding.weight_proof import folder_on_each_node
 from hybridrl.workers.sharding.weight_stream import (
+    Load,
     StreamReport,
     bucket_bytes_for,
     stream_weights,
@@ -36,6 +31,8 @@ from hybridrl.workers.sharding.weight_stream import (
 from hybridrl.workers.train.protocol import TrainEngine, WeightSet
 
 log = logging.getLogger(__name__)
+
+_START = "start of the rollout engines"
 
 
 class FusedEngines:
@@ -52,7 +49,7 @@ class FusedEngines:
         config: RolloutConfig,
         device: torch.device,
         control: ControlGroup,
-        port: WeightSender | None = None,
+        follower: WeightSender | None = None,
         resends_base: bool = True,
     ) -> None:
         """Put the set together.
@@ -63,8 +60,7 @@ class FusedEngines:
                 sync to an engine that has started is compared with the same weights from files.
             device: where the buckets lie.
             control: the control group of all ranks.
-            port: this rank's end of the stream into an engine of another process; None, on all
-                ranks, where engines lie in their leader's process.
+            follower: stages the bytes of a rank that leads no engine; None where none are needed.
             resends_base: weights that no step changes are sent again after they were released,
                 instead of being kept on the host.
 
@@ -86,15 +82,12 @@ class FusedEngines:
         self._source: TrainEngine | None = None
         self._ranks_per_engine = tensor_parallel_size
         self._resends_base = resends_base
-        self._checks_first_sync = config.check_first_sync
-        self._dtype = DTYPES[config.dtype]
         self._names: dict[WeightSet, frozenset[str]] = {}
-        self._bucket_mib = config.bucket_mib
+        self._config = config
         self._device = device
         self._control = control
-        self._start_limit = start_limit(config)
-        self._port = port
-        self._neighbours = Neighbours(control, size=1 if port is None else tensor_parallel_size)
+        self._sender = follower if managed is None else managed.engine
+        self._neighbours = Neighbours(control, size=tensor_parallel_size)
         self._metrics: Metrics = {}
 
     def attach(self, source: TrainEngine) -> None:
@@ -102,10 +95,10 @@ class FusedEngines:
         self._source = source
         self._names = {
             part: frozenset(spec.name for spec in source.weight_specs(part))
-            for part in source.weight_parts
+            for part in source.weight_sets
         }
         if self.managed is not None:
-            resent = source.weight_parts if self._resends_base else source.weight_parts[-1:]
+            resent = source.weight_sets if self._resends_base else source.weight_sets[-1:]
             self.managed.sent_names = frozenset().union(*(self._names[part] for part in resent))
 
     def run(
@@ -113,15 +106,11 @@ class FusedEngines:
     ) -> Failures:
         """Do ``action`` on the engines ``members``; every rank gets the failed ones."""
         managed, error = self.managed, None
-        limit = self._start_limit if stage == RESTART.name else None
+        limit = start_limit(self._config) if stage == RESTART.name else None
         if managed is not None and self._control.rank // self._ranks_per_engine in members:
-            with self._time_for(stage):
+            with nullcontext() if limit else stage_time(self._control.timeout_s):
                 _, error = attempt(lambda: action(managed))
         return self._of_engines(self._control.exchange(stage, error, limit=limit))
-
-    def _time_for(self, stage: str) -> AbstractContextManager[None]:
-        """Bound all that an engine is waited for in a stage; a start has its own limit."""
-        return nullcontext() if stage == RESTART.name else stage_time(self._control.timeout_s)
 
     def require_source(self) -> TrainEngine:
         """Return the engine whose weights a sync sends.
@@ -138,7 +127,7 @@ class FusedEngines:
         unproved = self._unproved()
         if not unproved:
             return self._stream()
-        failures = self._expect(self.require_source(), unproved) or self._stream()
+        failures = self._load_reference(self.require_source(), unproved) or self._stream()
         return failures or self.run("compare_weights", _compare, members=unproved)
 
     def _stream(self) -> Failures:
@@ -148,7 +137,7 @@ class FusedEngines:
         before it is sent where an engine has lost it or never had it.
         """
         source = self.require_source()
-        due = [part for part in source.weight_parts if self._is_due(part, source.weight_parts[-1])]
+        due = [part for part in source.weight_sets if self._is_due(part, source.weight_sets[-1])]
         if not due:
             return {}
         self._synced_version = None
@@ -180,72 +169,53 @@ class FusedEngines:
         """Return, alike on all ranks, the engines that were never compared since they started."""
         is_unproved = self.managed is not None and not self.managed.is_proved
         stage = "proof needed"
-        if not self._checks_first_sync or not self._control.is_true_anywhere(
+        if not self._config.check_first_sync or not self._control.is_true_anywhere(
             stage, flag=is_unproved
         ):
             return []
         flags = self._control.gather(stage, is_unproved)
         return [rank // self._ranks_per_engine for rank, flag in enumerate(flags) if flag]
 
-    def _expect(self, source: TrainEngine, unproved: Sequence[int]) -> Failures:
-        """Write what is about to be sent to files, and let engines note what it is to them.
-
-        Once on each node: the first rank there that leads an unproved engine writes, the others
-        read.
-        """
-        control, place = self._control, place_of_temporary_files()
-        places = control.gather("places of proofs", place)
+    def _load_reference(self, source: TrainEngine, unproved: Sequence[int]) -> Failures:
+        """Write what is about to be sent to files, and have engines load it from there."""
         leaders = [engine * self._ranks_per_engine for engine in unproved]
-        writer = next((rank for rank in leaders if places[rank] == place), None)
-        weights = control.everywhere("folders of proofs", partial(self._folder_of, writer))
-        try:
-            folders = control.gather(
-                "folders of proofs", None if weights is None else weights.folder
-            )
-            report = stream_weights(
-                source.full_weights(source.weight_parts[0]),
-                None if weights is None else weights.write,
-                bucket_bytes=self._bucket_bytes(),
-                control=control,
-            )
+        dtype = DTYPES[self._config.dtype]
+        with folder_on_each_node(leaders, dtype=dtype, control=self._control) as (folder, path):
+            weights = source.full_weights(source.weight_sets[0])
+            report = self._send_to(None if folder is None else folder.write, weights)
             if report.failures:
                 return self._of_engines(report.failures)
-            return self.run("load_reference_weights", _expecting(folders, writer), members=unproved)
-        finally:
-            if weights is not None:
-                weights.remove()
 
-    def _folder_of(self, writer: int | None) -> WeightFolder | None:
-        return make_weight_folder(dtype=self._dtype) if writer == self._control.rank else None
+            def load(managed: ManagedEngine) -> None:
+                if path is not None:  # it is on every rank with an unproved engine
+                    managed.load_reference_weights(path)
+
+            return self.run("load_reference_weights", load, members=unproved)
 
     def _send(self, part: WeightSet, source: TrainEngine) -> StreamReport:
-        if self.managed is not None:
-            self.managed.begin_part(self._names[part])
-        weights, bucket_bytes = source.full_weights(part), self._bucket_bytes()
-        if self._port is None or part is WeightSet.ADAPTER:
-            return stream_weights(
-                weights, self._receiver(part), bucket_bytes=bucket_bytes, control=self._control
-            )
-        return stream_offers(
+        managed, load = self.managed, None
+        is_adapter = part is WeightSet.ADAPTER
+        if managed is not None:
+            managed.begin_part(self._names[part])
+            load = managed.keep_adapter if is_adapter else managed.load
+        weights = source.full_weights(part)
+        return self._send_to(load, weights, sender=None if is_adapter else self._sender)
+
+    def _send_to(
+        self,
+        load: Load | None,
+        weights: Iterator[tuple[str, Tensor]],
+        *,
+        sender: WeightSender | None = None,
+    ) -> StreamReport:
+        return stream_weights(
             weights,
-            self._port,
-            deliver=None if self.managed is None else partial(self._deliver, self.managed),
-            bucket_bytes=bucket_bytes,
+            load,
+            sender=sender,
+            bucket_bytes=self._bucket_bytes(),
             control=self._control,
             neighbours=self._neighbours,
         )
-
-    def _deliver(self, managed: ManagedEngine, offer: StagedBucket, handles: Sequence[str]) -> None:
-        """Hand over one bucket, in a thread of its own."""
-        if self._port is not None:
-            with stage_time(self._control.timeout_s):
-                managed.receive_offer(self._port, offer, handles)
-
-    def _receiver(self, part: WeightSet) -> Callable[[Bucket], None] | None:
-        if self.managed is None:
-            return None
-        is_adapter = part is WeightSet.ADAPTER
-        return self.managed.receive_adapter if is_adapter else self.managed.receive
 
     @property
     def _everyone(self) -> range:
@@ -256,7 +226,7 @@ class FusedEngines:
 
     def _bucket_bytes(self) -> int:
         """The size for which all ranks have the memory: they must cut the stream alike."""
-        own_bytes = bucket_bytes_for(self._bucket_mib, self._device)
+        own_bytes = bucket_bytes_for(self._config.bucket_mib, self._device)
         return -self._control.largest("bucket size", -own_bytes)
 
     def _is_due(self, part: WeightSet, trained: WeightSet) -> bool:
@@ -276,20 +246,54 @@ class FusedEngines:
         }
 
 
-def _expecting(
-    folders: Sequence[Path | None], writer: int | None
-) -> Callable[[ManagedEngine], None]:
-    """Return what lets an engine note the weights that ``writer`` wrote on its node."""
-    folder = None if writer is None else folders[writer]
-
-    def expect(managed: ManagedEngine) -> None:
-        if folder is not None:
-            managed.load_reference_weights(folder)
-
-    return expect
-
-
 def _compare(managed: ManagedEngine) -> None:
     begin = time.perf_counter()
     managed.verify_weights()
     log.info("first sync proved: engine == trainer, compare_s=%.2f", time.perf_counter() - begin)
+
+
+def start_limit(config: RolloutConfig) -> Limit:
+    """Return how long ranks wait for one that starts or restarts its engine.
+
+    An engine has ended its start, well or not, within ``start_timeout_s``; what comes before and
+    after it are control calls of one stage.
+    """
+    return Limit(config.start_timeout_s + config.stage_timeout_s, "rollout.start_timeout_s")
+
+
+def start_engine(
+    build: Callable[[], RolloutEngine] | None, *, config: RolloutConfig, control: ControlGroup
+) -> RolloutEngine | None:
+    """Start the engine that this rank leads, and wait until all have started. A collective call.
+
+    Args:
+        build: starts it; None on a rank that leads no engine.
+        config: the rollout section.
+        control: the control group of all ranks.
+
+    Raises:
+        Exception: on all ranks, what ``build`` raised on the first that could not start its engine:
+            whoever hears of it first knows whether to try again. Engines that did start are ended.
+        DeadlineError: a rank was not there ``rollout.start_timeout_s`` after the first.
+    """
+    # Now, while all ranks are here: to make a group, ranks wait for each other no longer than a
+    # stage, and to start a server takes longer.
+    Neighbours(control, size=config.tensor_parallel_size)
+    engine, error = (None, None) if build is None else attempt(build)
+    limit = start_limit(config)
+    control.meet(_START, timeout_s=limit.timeout_s, key=limit.key)
+    errors = control.gather(_START, _fit_to_travel(error))
+    failed = [(rank, known) for rank, known in enumerate(errors) if known is not None]
+    if not failed:
+        return engine
+    if engine is not None:
+        engine.shutdown()
+    rank, known = failed[0]
+    known.add_note(f"the rollout engine of rank {rank} did not start")
+    raise known from error
+
+
+def _fit_to_travel(error: Exception | None) -> Exception | None:
+    """Return the error, or its words in one of ours where it cannot be pickled and read again."""
+    _, unfit = attempt(lambda: pickle.loads(pickle.dumps(error)))
+    return error if unfit is None else EngineError(f"{type(error).__name__}: {error}")

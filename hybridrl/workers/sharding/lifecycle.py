@@ -10,11 +10,12 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
+from typing import Protocol
 
 from hybridrl.errors import PhaseError
-from hybridrl.workers.sharding.control import StageError
+from hybridrl.workers.sharding.colocated_engines import ColocatedEngines
+from hybridrl.workers.sharding.control import Failures, StageError
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
-from hybridrl.workers.sharding.protocol import Action, EngineSet, TrainingSide
 from hybridrl.workers.sharding.states import (
     CONTINUE,
     DRAIN,
@@ -37,6 +38,23 @@ from hybridrl.workers.sharding.states import (
 log = logging.getLogger(__name__)
 
 
+Action = Callable[[ManagedEngine], None]
+
+
+class EngineSet(Protocol):
+    """Engines that change state together: local ones under a control group, or remote servers."""
+
+    num_engines: int
+
+    def run(self, stage: str, action: Action, *, members: Collection[int]) -> Failures:
+        """Do ``action`` on the engines ``members``, wait for all; return the failed ones."""
+        ...
+
+    def sync(self) -> Failures:
+        """Send the training weights to every engine, and return the failed ones with reasons."""
+        ...
+
+
 class SleepLevel(Enum):
     """How deep engines sleep while the trainer works."""
 
@@ -57,7 +75,7 @@ class LifeCycle:
         self,
         engines: EngineSet,
         *,
-        host: TrainingSide,
+        host: ColocatedEngines,
         depth: SleepLevel,
         observe: Callable[[str], AbstractContextManager[None]],
     ) -> None:
@@ -65,7 +83,7 @@ class LifeCycle:
 
         Args:
             engines: the set; all its engines are at BOOT.
-            host: whoever shares the device with them.
+            host: the training engines that share the device with them.
             depth: how deep they sleep.
             observe: called with a stage's name; wraps the stage to time and trace it.
         """

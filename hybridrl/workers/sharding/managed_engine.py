@@ -14,13 +14,18 @@ from hybridrl.diagnostics import trace
 from hybridrl.errors import EngineError
 from hybridrl.metrics import Max, Metrics, Sum, merge
 from hybridrl.models.adapter_names import is_adapter_name
-from hybridrl.workers.rollout.protocol import MemoryTag, RolloutEngine, StagedBucket, WeightSender
+from hybridrl.workers.rollout.buckets import StagedBucket
+from hybridrl.workers.rollout.protocol import MemoryTag, RolloutEngine
 from hybridrl.workers.rollout.stage_time import left_s
 from hybridrl.workers.sharding.ledger import WeightLedger
-from hybridrl.workers.sharding.memory import DeviceMemory, residue_bytes
-from hybridrl.workers.sharding.memory_table import Holder, device_figures, memory_table
-from hybridrl.workers.sharding.release import await_release, demanded_bytes
-from hybridrl.workers.sharding.resume_room import require_room
+from hybridrl.workers.sharding.memory import (
+    DeviceMemory,
+    Holder,
+    device_figures,
+    memory_table,
+    residue_bytes,
+)
+from hybridrl.workers.sharding.release import await_release, demanded_bytes, require_room
 
 log = logging.getLogger(__name__)
 
@@ -31,63 +36,33 @@ class ManagedEngine:
     """A rollout engine whose memory and weights are accounted for."""
 
     def __init__(
-        self,
-        engine: RolloutEngine,
-        *,
-        device: torch.device,
-        sleeps: bool,
-        backs_up_everything: bool,
-        drain_timeout_s: float,
-        release_timeout_s: float,
+        self, engine: RolloutEngine, *, config: RolloutConfig, device: torch.device
     ) -> None:
         """Take over an engine that has just started.
 
         Args:
             engine: the engine.
+            config: the rollout section. Without ``sleep``, release and resume are no-ops; weights
+                are synced all the same.
             device: where its memory is.
-            sleeps: False turns release and resume into no-ops; weights are synced all the same.
-            backs_up_everything: keep a host copy of all weights, not only of those that no sync
-                sends.
-            drain_timeout_s: seconds before running requests are aborted.
-            release_timeout_s: seconds that freed memory may take to show.
         """
         self.engine = engine
         self.ledger = WeightLedger(engine.weight_memory())
         self.sent_names: frozenset[str] = frozenset()
-        """What is sent after every release of the weights; known once a policy is attached."""
+        """Tensors that are sent after every release; known once a policy is attached."""
         self.is_proved = False
         """Whether its weights were compared with the trainer's since it started."""
         self.neighbours: Callable[[], Sequence[Holder]] = tuple
         """Who else holds memory of the device, for the error of an engine that finds no room."""
-        self._metrics: Metrics = {}
-        self._arriving: dict[str, Tensor] = {}
         self.memory = DeviceMemory(device)
         """Of the device, as its driver sees it."""
-        self.config: RolloutConfig | None = None
-        """The rollout section, by which a resume without room says what to set."""
+        self._config = config
+        self._device = device
+        self._metrics: Metrics = {}
+        self._adapter: dict[str, Tensor] = {}
+        """Tensors of an adapter that have arrived so far."""
         self._released: dict[MemoryTag, int] = {}
         """Parts that are away, and the bytes that each will take again at least."""
-        self._device = device
-        self._sleeps = sleeps
-        self._backs_up_everything = backs_up_everything
-        self._drain_timeout_s = drain_timeout_s
-        self._release_timeout_s = release_timeout_s
-
-    @classmethod
-    def of(
-        cls, engine: RolloutEngine, *, config: RolloutConfig, device: torch.device
-    ) -> ManagedEngine:
-        """Build from the rollout section."""
-        managed = cls(
-            engine,
-            device=device,
-            sleeps=config.sleep,
-            backs_up_everything=config.backup_weights == "always",
-            drain_timeout_s=config.drain_timeout_s,
-            release_timeout_s=config.stage_timeout_s,
-        )
-        managed.config = config
-        return managed
 
     def take_metrics(self) -> Metrics:
         """Return aborted requests and bytes moved since the last call, and start anew."""
@@ -109,7 +84,7 @@ class ManagedEngine:
 
     def drain(self) -> None:
         """Wait until nothing runs; requests past the deadline are aborted and counted."""
-        aborted = self.engine.drain(timeout_s=self._drain_timeout_s)
+        aborted = self.engine.drain(timeout_s=self._config.drain_timeout_s)
         if aborted:
             self._add("rollout/aborted_requests", aborted)
             log.warning(
@@ -123,11 +98,10 @@ class ManagedEngine:
     def release_all(self) -> None:
         """Free KV cache, graphs, then weights; keep a host copy of what no sync will send."""
         self.release_cache()
-        if not self._sleeps or MemoryTag.WEIGHTS in self._released:
+        if not self._config.sleep or MemoryTag.WEIGHTS in self._released:
             return
-        backup = self.ledger.backup_for(
-            frozenset() if self._backs_up_everything else self.sent_names
-        )
+        keeps_all = self._config.backup_weights == "always"
+        backup = self.ledger.backup_for(frozenset() if keeps_all else self.sent_names)
         # Before the fact: a release that fails half-way must not leave lost weights in good books.
         self.ledger.release(backup)
         self._release(MemoryTag.WEIGHTS, backup)
@@ -137,7 +111,7 @@ class ManagedEngine:
 
     def release_cache(self) -> None:
         """Free KV cache and graphs."""
-        if self._sleeps:
+        if self._config.sleep:
             for part in _CACHE_PARTS:
                 self._release(part, frozenset())
 
@@ -150,24 +124,17 @@ class ManagedEngine:
         for part in _CACHE_PARTS:
             self._resume(part)
 
-    def receive(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Copy one bucket into the engine and enter it in the ledger."""
-        self.engine.update_weights(tensors)
-        self.ledger.receive([name for name, _ in tensors])
-
-    def receive_offer(
-        self, port: WeightSender, offer: StagedBucket, handles: Sequence[str]
-    ) -> None:
-        """Have the engine's server load one bucket and enter it in the ledger."""
-        port.deliver(offer, handles)
-        self.ledger.receive([slot.name for slot in offer.slots])
-
     def begin_part(self, names: Collection[str]) -> None:
-        """A pass of a sync is about to send these; what is left of a torn one is dropped."""
-        self._arriving = {}
+        """A pass of a sync is about to send these; tensors of a pass that broke off are dropped."""
+        self._adapter = {}
         self.ledger.begin_sync(names)
 
-    def receive_adapter(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+    def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
+        """Load one bucket, and enter it in the ledger; see ``RolloutEngine``."""
+        self.engine.load(staged, handles)
+        self.ledger.receive([span.name for span in staged.spans])
+
+    def keep_adapter(self, staged: StagedBucket, handles: Sequence[str]) -> None:
         """Keep one bucket of an adapter until all of it is there: engines load it as a whole.
 
         Copies, to fresh memory of the engine's device: the trainer's tensors may lie on the host,
@@ -176,13 +143,13 @@ class ManagedEngine:
         Raises:
             EngineError: a tensor that is no adapter's.
         """
-        for name, tensor in tensors:
+        for name, tensor in staged.tensors:
             if not is_adapter_name(name):
                 raise EngineError(
                     f"{name} came in the sync of an adapter and has no lora_A or lora_B in its "
                     "name; an adapter sync sends adapters alone, base weights come in a pass before"
                 )
-            self._arriving[name] = tensor.detach().to(self._device, copy=True)
+            self._adapter[name] = tensor.detach().to(self._device, copy=True)
 
     def load_adapter(self) -> None:
         """Replace the engine's adapter by the one that has arrived, and enter it in the ledger.
@@ -190,15 +157,15 @@ class ManagedEngine:
         Raises:
             EngineError: nothing has arrived, or the engine cannot load it.
         """
-        arrived, self._arriving = self._arriving, {}
-        if not arrived:
+        adapter, self._adapter = self._adapter, {}
+        if not adapter:
             raise EngineError(
                 "the sync of an adapter sent no tensors: the policy would be sampled without it; "
                 "see that lora.target_modules match layers of the model"
             )
         self.engine.unload_adapter()
-        self.engine.load_adapter(arrived)
-        self.ledger.receive(list(arrived))
+        self.engine.load_adapter(adapter)
+        self.ledger.receive(list(adapter))
 
     def finish_update(self, *, version: int) -> None:
         """Close a sync.
@@ -228,7 +195,7 @@ class ManagedEngine:
         self.is_proved = False
         self.ledger.boot()  # before the fact, as on release
         self.engine.restart()
-        self._arriving = {}
+        self._adapter = {}
         self._released.clear()
 
     def _release(self, part: MemoryTag, backup: frozenset[str]) -> None:
@@ -244,10 +211,10 @@ class ManagedEngine:
         seen = await_release(
             part,
             said,
-            resident_bytes=self._resident(part),
+            resident_bytes=lambda: self.engine.resident_bytes(part),
             memory=self.memory,
             free_before=before,
-            timeout_s=left_s(self._release_timeout_s),
+            timeout_s=left_s(self._config.stage_timeout_s),
         )
         # Others may have freed memory meanwhile: what is needed again is no more than was said.
         self._released[part] = min(seen, said) if demanded_bytes(part, said) else 0
@@ -264,16 +231,11 @@ class ManagedEngine:
         if part in self._released:
             self.memory.empty_cache()
             try:
-                self._require_room(part)
+                require_room(part, self._released[part], memory=self.memory, config=self._config)
                 self.engine.resume(part)
             except EngineError as error:
                 raise EngineError(f"{error}\n{self._memory(part)}") from error
             del self._released[part]
-
-    def _require_room(self, part: MemoryTag) -> None:
-        if self.config is not None:
-            needed = self._released[part]
-            require_room(part, needed, memory=self.memory, config=self.config)
 
     def _memory(self, wanted: MemoryTag) -> str:
         """Say who holds the memory in which ``wanted`` may not have found room."""
@@ -287,6 +249,3 @@ class ManagedEngine:
     def _add(self, name: str, amount: int) -> None:
         self._metrics = merge([self._metrics, {name: Sum(amount)}])
         trace.note(**{name.rpartition("/")[2]: amount})
-
-    def _resident(self, part: MemoryTag) -> Callable[[], int]:
-        return lambda: self.engine.resident_bytes(part)

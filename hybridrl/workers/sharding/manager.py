@@ -14,30 +14,20 @@ from hybridrl.diagnostics import activity, trace
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Max, Metrics
 from hybridrl.workers.rollout.protocol import RolloutEngine, WeightSender
-from hybridrl.workers.sharding.colocated_engines import ColocatedEngine, ColocatedEngines
+from hybridrl.workers.sharding.colocated_engines import ColocatedEngines
 from hybridrl.workers.sharding.control import ControlGroup
-from hybridrl.workers.sharding.expandable_segments import ordinary_segments
 from hybridrl.workers.sharding.fused_engines import FusedEngines
 from hybridrl.workers.sharding.lifecycle import LifeCycle, SleepLevel
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.sharding.memory import ordinary_segments
 from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.sharding.states import State
-from hybridrl.workers.train.protocol import TrainEngine
+from hybridrl.workers.train.protocol import OffloadableModel, TrainEngine
 
-_MOVES_MEMORY = frozenset(
-    {
-        *(
-            "start",
-            "restart",
-            "offload_optimizer",
-            "resume_weights",
-            "sync",
-            "offload_parameters",
-            "resume_cache",
-        ),
-        *("release", "release_cache", "onload_training", "unwind"),
-    }
-)
+_MOVES_MEMORY = {
+    *("start", "restart", "offload_optimizer", "resume_weights", "sync", "offload_parameters"),
+    *("resume_cache", "release", "release_cache", "onload_training", "unwind"),
+}
 """Stages whose peak is measured; of the others only the seconds are. A look at the peak of a CPU's
 process costs some 40 us, and they allocate nothing."""
 
@@ -54,7 +44,7 @@ class ShardingManager:
         control: ControlGroup,
         meter: PeakMeter | None = None,
         lora: LoraConfig | None = None,
-        port: WeightSender | None = None,
+        follower: WeightSender | None = None,
     ) -> None:
         """Take over a rollout engine that has just started and put it to sleep. A collective call.
 
@@ -68,7 +58,7 @@ class ShardingManager:
             control: the control group of all ranks.
             meter: measures each stage; one made before the engine knows what the engine takes.
             lora: given where the engine applies an adapter: says how its frozen weights sleep.
-            port: this rank's end of the weight stream; None where engines lie in our processes.
+            follower: stages the bytes of a rank that leads no engine; None where none are needed.
         """
         self.meter = meter or PeakMeter(device)
         self._control = control
@@ -78,17 +68,17 @@ class ShardingManager:
         self._is_rollout_open = False
         self._tenants = ColocatedEngines(device=device, control=control)
         self._engines = FusedEngines(
-            None if engine is None else ManagedEngine.of(engine, config=config, device=device),
+            None if engine is None else ManagedEngine(engine, config=config, device=device),
             config=config,
             device=device,
             control=control,
-            port=port,
+            follower=follower,
             resends_base=lora is None or lora.base == "resend",
         )
         if self._engines.managed is not None:
             self._engines.managed.neighbours = self._tenants.holders
-        if port is None and self._engines.managed is not None:
-            self._tenants.engine_bytes = self._engines.managed.resident_bytes
+            if config.engine == "hf":  # it allocates from torch, in this process
+                self._tenants.engine_bytes = self._engines.managed.resident_bytes
         self._life = LifeCycle(
             self._engines,
             host=self._tenants,
@@ -102,7 +92,7 @@ class ShardingManager:
         self._engines.attach(source)
         self.register("actor", source)
 
-    def register(self, name: str, tenant: ColocatedEngine) -> None:
+    def register(self, name: str, tenant: OffloadableModel) -> None:
         """Add a tenant: its state leaves the device while the rollout engine has it.
 
         Raises:

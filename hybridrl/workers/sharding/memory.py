@@ -1,8 +1,16 @@
-"""Device memory as measured, not as believed."""
+"""Device memory: what the driver and torch's allocator say of it, and who holds it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
 import torch
+
+from hybridrl.workers.rollout.sglang.memory_saver import EXPANDABLE_SEGMENTS
+
+_MIB = 2**20
 
 
 def empty_cache(device: torch.device) -> None:
@@ -58,3 +66,65 @@ class DeviceMemory:
     def empty_cache(self) -> None:
         """Give cached blocks back to the driver; see ``empty_cache``."""
         empty_cache(self.device)
+
+
+@contextmanager
+def ordinary_segments() -> Iterator[None]:
+    """Within this torch's expandable segments are off: it allocates in ordinary memory.
+
+    Memory that grows in place is mapped piece by piece: no other process can open it through CUDA
+    IPC, and torch_memory_saver cannot unmap it. Training is better off with it, so it comes back.
+    Unproved on a GPU.
+    """
+    # The calls behind torch.cuda.memory._set_allocator_settings, which is deprecated.
+    settings: str = torch._C._accelerator_getAllocatorSettings()
+    if EXPANDABLE_SEGMENTS.search(settings) is None:
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings(
+        EXPANDABLE_SEGMENTS.sub("expandable_segments:False", settings)
+    )
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """One line of the table."""
+
+    name: str
+    num_bytes: int
+
+
+def device_figures(device: torch.device) -> tuple[Holder, ...]:
+    """Return what torch's allocator and the driver say; nothing on a CPU."""
+    if device.type != "cuda":
+        return ()
+    free, total = torch.cuda.mem_get_info(device)
+    return (
+        Holder("torch allocated, this process", torch.cuda.memory_allocated(device)),
+        Holder("torch reserved, this process", torch.cuda.memory_reserved(device)),
+        Holder("device free", free),
+        Holder("device total", total),
+    )
+
+
+def memory_table(title: str, *sections: Sequence[Holder]) -> str:
+    """Lay out sections of holders in MiB, the largest of each section first.
+
+    Args:
+        title: first line.
+        sections: lines that belong together; what holds nothing is left out, and an empty section.
+    """
+    shown = [
+        sorted((h for h in section if h.num_bytes), key=lambda h: -h.num_bytes)
+        for section in sections
+    ]
+    holders = [holder for section in shown for holder in section]
+    if not holders:
+        return f"{title}: nobody here holds any"
+    width = max(len(holder.name) for holder in holders)
+    lines = [f"  {h.name:<{width}} {h.num_bytes / _MIB:>12,.1f} MiB" for h in holders]
+    return "\n".join([f"{title}:", *lines])

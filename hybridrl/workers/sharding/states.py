@@ -1,16 +1,6 @@
 """The life of a rollout engine: its states, and the edges that may be taken between them.
 
-::
-
-    BOOT ---------> ASLEEP          engines start before the trainer fills the device
-    READY -> PAUSED -> DRAINED -> ASLEEP -> WEIGHTS_UP -> SYNCED -> CACHE_UP -> READY
-    PAUSED | DRAINED -> READY       roll back: nothing was released yet
-    DRAINED -> SYNCED               weights updated without sleeping
-    DRAINED -> KV_ASLEEP            base weights stay (LoRA), only KV cache and graphs are released
-    WEIGHTS_UP | SYNCED | CACHE_UP -> KV_ASLEEP   likewise, after a wake-up that failed
-    KV_ASLEEP -> SYNCED
-    WEIGHTS_UP | SYNCED | CACHE_UP -> ASLEEP    unwind: a wake-up failed
-    any -> BROKEN -> BOOT           an engine that failed after a release is restarted, not resumed
+docs/architecture.md draws them; a test compares the drawing with this file.
 """
 
 from __future__ import annotations

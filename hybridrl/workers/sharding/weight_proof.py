@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
 
@@ -21,6 +21,8 @@ from torch import Tensor
 
 from hybridrl.errors import EngineError
 from hybridrl.json_text import to_json_text
+from hybridrl.workers.rollout.buckets import StagedBucket
+from hybridrl.workers.sharding.control import ControlGroup
 
 _INDEX = "model.safetensors.index.json"
 
@@ -40,15 +42,17 @@ class WeightFolder:
         self._file_of: dict[str, str] = {}
         self._num_files = 0
 
-    def write(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        """Write one bucket to a file of its own.
+    def write(self, staged: StagedBucket, handles: Sequence[str]) -> None:
+        """Write one bucket, staged by reference, to a file of its own.
 
         Raises:
             EngineError: the disk is full, or not writable.
         """
         self._num_files += 1
         file_name = f"model-{self._num_files:05d}.safetensors"
-        tensors = {name: self._as_sent(tensor).cpu().contiguous() for name, tensor in bucket}
+        tensors = {
+            name: self._as_sent(tensor).cpu().contiguous() for name, tensor in staged.tensors
+        }
         try:
             save_file(tensors, self.folder / file_name, metadata={"format": "pt"})
             self._file_of |= dict.fromkeys(tensors, file_name)
@@ -73,9 +77,37 @@ class WeightFolder:
             self.folder.rmdir()
 
 
-def make_weight_folder(*, dtype: torch.dtype) -> WeightFolder:
-    """Make a folder among the temporary files of this node; whoever makes it removes it."""
-    return WeightFolder(Path(mkdtemp(prefix="hybridrl-first-sync-")), dtype=dtype)
+@contextmanager
+def folder_on_each_node(
+    readers: Sequence[int], *, dtype: torch.dtype, control: ControlGroup
+) -> Iterator[tuple[WeightFolder | None, Path | None]]:
+    """Make a folder on each node that has a reader, and remove it. A collective call.
+
+    Args:
+        readers: ranks whose engines will load the weights.
+        dtype: of floating-point tensors in the files.
+        control: the control group of all ranks.
+
+    Yields:
+        The folder, on the rank that writes it: the first reader of a node. And its path, on all
+        ranks of that node.
+    """
+    node = place_of_temporary_files()
+    nodes = control.gather("nodes of first syncs", node)
+    writer = next((rank for rank in readers if nodes[rank] == node), None)
+
+    def make() -> WeightFolder | None:
+        if writer != control.rank:
+            return None
+        return WeightFolder(Path(mkdtemp(prefix="hybridrl-first-sync-")), dtype=dtype)
+
+    folder = control.everywhere("folders of first syncs", make)
+    try:
+        paths = control.gather("folders of first syncs", None if folder is None else folder.folder)
+        yield folder, None if writer is None else paths[writer]
+    finally:
+        if folder is not None:
+            folder.remove()
 
 
 def place_of_temporary_files() -> str:

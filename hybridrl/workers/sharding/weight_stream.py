@@ -1,21 +1,30 @@
 """The one stream of weights from a training engine to rollout engines: buckets of HF-named tensors.
 
 N training engines and M rollout engines need N + M pieces of code: a training engine yields
-``(name, tensor)``, a rollout engine takes a bucket, and this file moves one to the other.
+``(name, tensor)``, a rollout engine stages and loads buckets, this file moves one to the other.
+Into another process a bucket travels while the next is gathered: memory of the bucket that is
+gathered and of two flat ones. Within a process it is loaded at once: memory of one bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import partial
+from types import TracebackType
 
 import torch
 from torch import Tensor
 
-from hybridrl.workers.rollout.protocol import Bucket
-from hybridrl.workers.sharding.control import ControlGroup, Failures, attempt
+from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
+from hybridrl.workers.rollout.protocol import WeightSender
+from hybridrl.workers.rollout.stage_time import stage_time
+from hybridrl.workers.sharding.control import ControlGroup, Failures, Neighbours, attempt
 from hybridrl.workers.sharding.memory import free_bytes
+
+Load = Callable[[StagedBucket, Sequence[str]], None]
+"""Loads a bucket, given the handles that all ranks of the engine staged; see ``RolloutEngine``."""
 
 _SHARE_OF_FREE = 0.1
 _DEFAULT_BUCKET_BYTES = 256 * 2**20
@@ -23,12 +32,22 @@ _DEFAULT_BUCKET_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class StreamReport:
-    """What one sync moved."""
+    """What one stream moved."""
 
-    num_tensors: int
-    num_buckets: int
-    num_bytes: int
-    failures: Failures
+    num_tensors: int = 0
+    num_buckets: int = 0
+    num_bytes: int = 0
+    """As they travelled, in the engine's type."""
+
+    failures: Failures = field(default_factory=dict)
+
+    def plus(self, bucket: StagedBucket) -> StreamReport:
+        """Count one more bucket."""
+        return StreamReport(
+            self.num_tensors + len(bucket.spans),
+            self.num_buckets + 1,
+            self.num_bytes + bucket.spans[-1].end,
+        )
 
 
 def bucket_bytes_for(configured_mib: int, device: torch.device) -> int:
@@ -55,32 +74,92 @@ def buckets(weights: Iterable[tuple[str, Tensor]], *, bucket_bytes: int) -> Iter
 
 def stream_weights(
     weights: Iterator[tuple[str, Tensor]],
-    deliver: Callable[[Bucket], None] | None,
+    load: Load | None,
     *,
+    sender: WeightSender | None,
     bucket_bytes: int,
     control: ControlGroup,
+    neighbours: Neighbours,
 ) -> StreamReport:
     """Send all weights, bucket by bucket; every bucket ends in a status exchange of all ranks.
 
-    Gathering a sharded tensor is a collective, so every rank iterates, also one that delivers to no
-    engine, and all ranks stop at the same bucket when one fails.
+    Gathering a sharded tensor is a collective, so every rank iterates, also one that loads nothing.
+    One exchange says of all ranks how a bucket was loaded and how the next was staged. Only then do
+    neighbours gather handles, so a rank that fails leaves none waiting for it. All ranks stop at
+    the same exchange when one fails.
 
     Args:
         weights: (HF name, full tensor), the same names in the same order on all ranks.
-        deliver: hands a bucket to this rank's engine; None on a rank without one.
+        load: loads a bucket on a rank that has an engine, else None. It runs in a thread of its
+            own, unless the bucket was staged by reference.
+        sender: stages this rank's buckets; None: by reference.
         bucket_bytes: size of a bucket, the same on all ranks.
         control: the control group.
+        neighbours: the ranks that share an engine.
     """
     stream = buckets(weights, bucket_bytes=bucket_bytes)
-    num_tensors = num_buckets = num_bytes = 0
-    while True:
-        bucket, error = attempt(partial(next, stream, None))
-        if bucket and deliver is not None:
-            _, error = attempt(partial(deliver, bucket))
-        failures = control.exchange("stream", error)
-        if failures or not bucket:
-            return StreamReport(num_tensors, num_buckets, num_bytes, failures)
-        num_tensors += len(bucket)
-        num_buckets += 1
-        num_bytes += sum(tensor.nbytes for _, tensor in bucket)
-        del bucket  # else its memory would stay while the next one is gathered
+    stage = stage_by_reference if sender is None else sender.stage
+    report = sent = StreamReport()
+    try:
+        with _Loader(load, timeout_s=control.timeout_s) as loader:
+            while True:
+                staged, error = attempt(partial(_stage_next, stream, stage))
+                load_error = loader.wait()
+                failures = control.exchange("stream", load_error or error)
+                if failures:
+                    return replace(report, failures=failures)
+                report = sent
+                if staged is None:
+                    return report
+                sent = sent.plus(staged)
+                loader.start(staged, neighbours.gather(staged.handle))
+                del staged  # else its memory would stay while the next one is gathered
+    finally:
+        if sender is not None:
+            sender.release_buffers()
+
+
+def _stage_next(
+    stream: Iterator[Bucket], stage: Callable[[Bucket], StagedBucket]
+) -> StagedBucket | None:
+    bucket = next(stream, None)
+    return None if bucket is None else stage(bucket)
+
+
+class _Loader:
+    """Loads one bucket at a time: one that was staged by reference at once, others in a thread."""
+
+    def __init__(self, load: Load | None, *, timeout_s: float) -> None:
+        self._load = load
+        self._timeout_s = timeout_s
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
+        self._error: Future[Exception | None] | Exception | None = None
+
+    def __enter__(self) -> _Loader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self._pool.shutdown()  # waits: buffers must not go while a server reads them
+
+    def start(self, staged: StagedBucket, handles: Sequence[str]) -> None:
+        """Begin to load a bucket."""
+        if self._load is None:
+            return
+        if staged.tensors:  # the next is not gathered beside it
+            self._error = self._run(self._load, staged, handles)
+        else:
+            self._error = self._pool.submit(self._run, self._load, staged, handles)
+
+    def wait(self) -> Exception | None:
+        """Return why the bucket that was started last could not be loaded."""
+        error, self._error = self._error, None
+        return error.result() if isinstance(error, Future) else error
+
+    def _run(self, load: Load, staged: StagedBucket, handles: Sequence[str]) -> Exception | None:
+        with stage_time(self._timeout_s):
+            return attempt(lambda: load(staged, handles))[1]

@@ -1,4 +1,4 @@
-"""The contract of a training back end: what a new training library has to write, and nothing else.
+"""The interface of a training back end: all that a new training library must implement.
 
 Legend: B rows of a batch, L tokens of a row, S scored (response) tokens of a micro-batch.
 """
@@ -23,8 +23,8 @@ from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import Configuration
 from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches
 from hybridrl.workers.train.optimizer import StepResult
-from hybridrl.workers.train.places import CheckpointTensor
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
+from hybridrl.workers.train.shard_spec import CheckpointTensor
 
 if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait for
     from hybridrl.models.adapter import Adapter
@@ -33,15 +33,15 @@ if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait 
 Rows: TypeAlias = RolloutBatch | TrainBatch | SupervisedBatch | CriticBatch
 
 Output: TypeAlias = Tensor | tuple[Tensor, ...]
-"""Columns of scored tokens: a tuple of float [S], one float [columns, S], or [S] if there is one.
-On a pipeline rank that has not the head: hidden states."""
+"""Columns of scored tokens: a tuple of float [S], one float [columns, S], or [S] for one column.
+On a pipeline rank without the head: hidden states."""
 
 Compute: TypeAlias = Callable[[nn.Module, PackedTokens], Output]
 """Computes a micro-batch on the model, or on one stage of it."""
 
 LossOf: TypeAlias = Callable[[MicroBatch, Output], tuple[Tensor, Metrics]]
 """From a micro-batch and its output to its share of the global loss, to be *summed*, and metrics.
-A dummy micro-batch gives a 0 that carries a gradient, and no metrics."""
+For a dummy micro-batch the share is a 0 that carries a gradient, and metrics are empty."""
 
 
 def as_columns(output: Output, num_columns: int) -> Tensor:
@@ -67,7 +67,7 @@ class StepOutcome:
 class Backend(Protocol):
     """A model in shards and, if it learns, its optimizer.
 
-    Every method is a collective: all ranks call it, in the same order, whatever their rows.
+    Every method is a collective: all ranks call it in the same order, whatever their rows.
     """
 
     folder: Path
@@ -80,16 +80,16 @@ class Backend(Protocol):
     """The data-parallel ranks, each of which has rows of its own."""
 
     is_output_rank: bool
-    """Whether this rank answers for those that have the same rows: exactly one of them does."""
+    """Whether this rank returns results; exactly one of the ranks with the same rows does."""
 
-    weight_parts: tuple[WeightSet, ...]
-    """What rollout engines need; see ``TrainEngine.weight_parts``."""
+    weight_sets: tuple[WeightSet, ...]
+    """See ``TrainEngine.weight_sets``."""
 
     adapter: Adapter | None
-    """What learns in place of the weights."""
+    """Learns instead of the weights."""
 
     def microbatches(self, rows: Rows) -> MicroBatches:
-        """Divide this rank's rows; every data-parallel rank gets as many micro-batches.
+        """Divide this rank's rows; all data-parallel ranks get equally many micro-batches.
 
         Raises:
             DataError: a row begins with a response token, which no token predicts.
@@ -97,10 +97,10 @@ class Backend(Protocol):
         ...
 
     def forward(self, microbatches: MicroBatches, compute: Compute, *, num_columns: int) -> Tensor:
-        """Compute without gradient; every rank that has the same rows gets the answer.
+        """Compute without gradient; all ranks with the same rows get the result.
 
         Returns:
-            float32 [num_columns, tokens of all rows] on the host, 0 where nothing is scored.
+            float32 [num_columns, tokens of all rows] on the host, 0 at tokens that are not scored.
         """
         ...
 
@@ -109,28 +109,28 @@ class Backend(Protocol):
     ) -> StepOutcome:
         """Compute forward and backward, sum gradients over all ranks, and take one step.
 
-        A step whose loss or gradient norm is not finite is skipped, on all ranks alike.
+        All ranks skip a step whose loss or gradient norm is not finite.
         """
         ...
 
-    def weight_specs(self, part: WeightSet) -> tuple[WeightSpec, ...]:
-        """Name what ``full_weights`` will yield, in its order."""
+    def weight_specs(self, weight_set: WeightSet) -> tuple[WeightSpec, ...]:
+        """Describe the tensors of ``full_weights``, in its order."""
         ...
 
-    def full_weights(self, part: WeightSet) -> NamedTensors:
-        """Yield each weight of a part, gathered from its shards, one at a time."""
+    def full_weights(self, weight_set: WeightSet) -> NamedTensors:
+        """Yield each weight of a set, gathered from its shards, one at a time."""
         ...
 
     def merged_weights(self) -> NamedTensors:
-        """Yield what a model without adapters needs to be this one, named as ``BASE`` is."""
+        """Yield the weights of the same model without adapters, named as in ``BASE``."""
         ...
 
     def hf_configs(self) -> Sequence[Configuration]:
-        """Return the configurations that an exported folder holds."""
+        """Return the configurations of an exported folder."""
         ...
 
     def without_adapter(self) -> AbstractContextManager[None]:
-        """Compute as the model that was loaded, meanwhile."""
+        """Compute without the adapter inside the ``with``."""
         ...
 
     def tensors(self, state: TrainState) -> list[Tensor]:
@@ -143,23 +143,23 @@ class Backend(Protocol):
         ...
 
     def checkpoint_tensors(self) -> Mapping[str, CheckpointTensor]:
-        """Name what a resumed run needs; see ``LearningEngine.checkpoint_tensors``."""
+        """List the tensors of a resumed run; see ``LearningEngine.checkpoint_tensors``."""
         ...
 
     def begin_restore(self, *, num_updates: int) -> None:
-        """Go to ``num_updates``, with moments that are still to be filled."""
+        """Go to ``num_updates``, with moments for the caller to fill."""
         ...
 
     def end_restore(self) -> None:
-        """Do what must follow from the filling."""
+        """Use the filled values."""
         ...
 
 
 def choose_kernel(attention: str, compute_dtype: str, device: torch.device) -> AttentionKernel:
-    """Return the attention kernel that ``model.attention`` means on a device.
+    """Choose the attention kernel for ``model.attention`` on a device.
 
     Raises:
-        ConfigError: it does not run there in the compute type.
+        ConfigError: the kernel does not run on the device in the compute type.
     """
     has_varlen = device.type == "cuda" and compute_dtype == "bfloat16"
     if attention == "varlen" and not has_varlen:

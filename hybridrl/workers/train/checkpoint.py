@@ -1,6 +1,6 @@
-"""One rank's part of a checkpoint: copied to the host while training waits, written behind it.
+"""One rank's file of a checkpoint: copied to the host while training waits, written later.
 
-No collective is needed: each rank writes a file of its own, and the driver asks for their sizes.
+Each rank writes a file of its own without a collective; the driver asks for sizes and checksums.
 """
 
 from __future__ import annotations
@@ -19,19 +19,24 @@ from torch import Tensor
 
 from hybridrl.checkpoint.manifest import FileEntry
 from hybridrl.errors import CheckpointError
+from hybridrl.workers.train.checkpoint_files import (
+    ShardReader,
+    header_of,
+    shards_to_write,
+    write_file,
+)
 from hybridrl.workers.train.offload import SLAB_BYTES, copy_to_host
 from hybridrl.workers.train.protocol import LearningEngine
-from hybridrl.workers.train.shard_files import ShardReader, header_of, parts_to_write, write_file
 
 Notes = Mapping[str, object]
-"""Small state besides tensors, as JSON has it."""
+"""Small state of a worker besides tensors, in types of JSON."""
 
 
 class CheckpointWriter:
     """Writes one snapshot at a time in a thread of its own.
 
     Args:
-        slab_bytes: size of a piece of host memory; see ``SLAB_BYTES``.
+        slab_bytes: size of an allocation of host memory; see ``SLAB_BYTES``.
     """
 
     def __init__(self, *, slab_bytes: int = SLAB_BYTES) -> None:
@@ -40,46 +45,46 @@ class CheckpointWriter:
         self._writing: Future[FileEntry] | None = None
 
     def begin(self, engine: LearningEngine, path: Path, *, notes: Notes) -> None:
-        """Copy what the engine needs to go on to the host, and begin to write it.
+        """Copy the engine's checkpoint tensors to the host, and begin to write them.
 
-        Waits for the snapshot before, if that is still being written.
+        Waits for the end of the previous write.
 
         Args:
-            engine: nothing of it may be offloaded.
+            engine: must not be offloaded.
             path: the file to write; its folder is made.
-            notes: of the worker, kept beside the tensors.
+            notes: of the worker, saved beside the tensors.
         """
         if self._writing is not None:
             wait([self._writing])
-        parts = parts_to_write(engine.checkpoint_tensors())
-        everything = {"num_updates": engine.num_updates, "random": _random_state(), **notes}
-        header = header_of(parts, everything)
-        values = (part.values for part in parts.values())
+        shards = shards_to_write(engine.checkpoint_tensors())
+        state = {"num_updates": engine.num_updates, "random": _random_state(), **notes}
+        header = header_of(shards, state)
+        values = (shard.values for shard in shards.values())
         copied = copy_to_host(values, slab_bytes=self._slab_bytes)
         self._writing = self._thread.submit(_write, path, header, copied)
 
     def collect(self, *, waits: bool) -> FileEntry | None:
-        """Return what was written; None while it is still being written, unless ``waits``.
+        """Return the written file; None during the write, unless ``waits``.
 
         Raises:
-            CheckpointError: it could not be written, says why; or nothing was begun.
+            CheckpointError: the write failed, or none was begun.
         """
         if self._writing is None:
             raise CheckpointError("no checkpoint was begun; call save() first")
         return self._writing.result() if waits or self._writing.done() else None
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait for the end of a write."""
         self._thread.shutdown()
 
 
 def load(engine: LearningEngine, folder: Path, *, rank: int, world_size: int) -> Notes:
-    """Put an engine where the ranks that wrote ``folder`` were; returns what a worker noted.
+    """Restore an engine from the files of all ranks; returns the notes of a worker.
 
-    With as many ranks as wrote it, random number generators go on as well.
+    The states of random number generators return only with the same number of ranks.
 
     Raises:
-        CheckpointError: the files are not of this model, or torn.
+        CheckpointError: the files belong to another model, or are incomplete.
     """
     with ShardReader(folder) as reader:
         notes = reader.notes[0]
@@ -98,7 +103,7 @@ def file_name(*, rank: int, world_size: int) -> str:
 
 
 def seed_generators(seed: int, *, rank: int) -> None:
-    """Give this process's generators a state that follows from the run's seed and the rank."""
+    """Seed this process's generators from the run's seed and the rank."""
     own_seed = int.from_bytes(hashlib.blake2b(f"{seed} {rank}".encode(), digest_size=4).digest())
     random.seed(own_seed)
     numpy.random.seed(own_seed)
@@ -114,7 +119,7 @@ def _write(path: Path, header: bytes, copied: Sequence[Tensor]) -> FileEntry:
 
 
 def _random_state() -> dict[str, Any]:
-    """Return the state of this process's generators, as JSON has it."""
+    """Return the state of this process's generators in types of JSON."""
     version, internal, gauss = random.getstate()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {
@@ -135,7 +140,7 @@ def _restore_random_state(state: dict[str, Any]) -> None:
 
 
 def _with_keys(state: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
-    """Convert the words of numpy's generator, which JSON has as a list."""
+    """Convert the words of numpy's generator from or to a list for JSON."""
     return state | {"state": state["state"] | {"key": convert(state["state"]["key"])}}
 
 

@@ -13,10 +13,10 @@ from hybridrl.metrics import Metrics, merge
 
 
 class Ranks:
-    """Ranks that work in step: a process group, or this process alone.
+    """A process group, or this process alone.
 
     Args:
-        device: where tensors must lie for the group's backend.
+        device: of the tensors that the group's backend takes.
         group: None is all ranks.
     """
 
@@ -45,7 +45,7 @@ class Ranks:
         return values
 
     def merge(self, metrics: Metrics) -> Metrics:
-        """Return what all ranks have to tell, on every rank."""
+        """Return the merged metrics of all ranks, on every rank."""
         if self.size == 1:
             return metrics
         everyone: list[Metrics] = [{} for _ in range(self.size)]
@@ -54,10 +54,10 @@ class Ranks:
         return merge(everyone)
 
     def share_text(self, text: str) -> str:
-        """Return the first rank's text on every rank; doubles as a barrier."""
+        """Return the first rank's text on every rank; also a barrier."""
         if self.size == 1:
             return text
-        box = [text]
+        texts = [text]
         with activity.scope("broadcast", waits=True):
-            dist.broadcast_object_list(box, group=self._group, group_src=0, device=self._device)
-        return box[0]
+            dist.broadcast_object_list(texts, group=self._group, group_src=0, device=self._device)
+        return texts[0]

@@ -31,7 +31,7 @@ class CriticEngine(ModelEngine):
         self._value_clip = value_clip
 
     def compute_values(self, rows: RolloutBatch) -> ValueBatch:
-        """Value the state before each response token of this rank's rows; lies on the host."""
+        """Value the state before each response token of this rank's rows; values on the host."""
         self._require("compute_values()", TrainState.PARAMETERS)
         [values_BL] = self._compute_columns(rows, _compute, num_columns=1)
         return ValueBatch(values_BL=values_BL, batch_size=rows.batch_size)
@@ -69,17 +69,17 @@ def value_loss(
     """Return a micro-batch's share of the global loss, to be *summed*, and its metrics.
 
     Args:
-        batch: whose rows are computed.
-        microbatch: a dummy one gives a 0 that carries a gradient, and no metrics.
+        batch: of the micro-batch.
+        microbatch: for a dummy one the share is a 0 with a gradient, and metrics are empty.
         values_S: with gradient, reward units.
         weights_S: share in the global loss.
         value_clip: reward units that a value may move before its loss is clipped; 0 is off.
 
     Raises:
-        TypeError: the model gave several columns: it has no value head.
+        TypeError: the model has several columns, so it is not a value model.
     """
     if isinstance(values_S, tuple):
-        raise TypeError(f"a value head gives one column, this one gave {len(values_S)}")
+        raise TypeError(f"a value head has one column, and this output has {len(values_S)}")
     device = values_S.device
     loss = clipped_value_loss(
         values_S,

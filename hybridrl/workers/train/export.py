@@ -1,4 +1,4 @@
-"""Writing a Hugging Face folder from weights that arrive one at a time."""
+"""Write a Hugging Face folder, or a peft folder, from weights that arrive one at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -19,12 +19,16 @@ from hybridrl.atomic_io import rename_into_place
 from hybridrl.checkpoint.fingerprint import TOKENIZER_FILES
 from hybridrl.errors import RunFolderError
 from hybridrl.json_text import to_json_text
+from hybridrl.models.adapter_names import WEIGHTS_FILE
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.protocol import NamedTensors, WeightSpec
 
+if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait for
+    from hybridrl.models.adapter import Adapter
+
 
 class Configuration(Protocol):
-    """Of a model, or of how it generates."""
+    """A configuration of a model or of its generation."""
 
     def save_pretrained(self, save_directory: str | Path) -> object:
         """Write itself into a folder."""
@@ -32,7 +36,7 @@ class Configuration(Protocol):
 
 
 def configs_of(model: PreTrainedModel) -> list[Configuration]:
-    """Return the configurations that a model's folder holds."""
+    """Return the configurations of a model's folder."""
     if not model.can_generate() or model.generation_config is None:
         return [model.config]
     return [model.config, model.generation_config]
@@ -41,18 +45,18 @@ def configs_of(model: PreTrainedModel) -> list[Configuration]:
 def write_on_first(
     ranks: Ranks, weights: NamedTensors, write: Callable[[NamedTensors], None]
 ) -> None:
-    """Let the first rank write what all ranks gather; all return, or raise, when it is done.
+    """Let the first rank write weights that all ranks gather; all return, or raise, together.
 
     Raises:
-        RunFolderError: it could not be written. On the first rank whatever ``write`` raised.
+        RunFolderError: the write failed. The first rank raises the error of ``write``.
     """
     failure: Exception | None = None
     if ranks.rank == 0:
         try:
             write(weights)
-        except Exception as err:  # raised below, once nobody waits for this rank
+        except Exception as err:  # raised below, when no rank waits for this one
             failure = err
-    for _ in weights:  # on the other ranks; and on the first one, where it failed half-way
+    for _ in weights:  # on the other ranks, and on the first one after a failure
         pass
     message = ranks.share_text("" if failure is None else str(failure) or repr(failure))
     if failure is not None:
@@ -70,7 +74,7 @@ def write_hf_folder(
     source: Path,
     max_file_bytes: int = 4 * 2**30,
 ) -> None:
-    """Write weights, configuration and tokenizer; the folder appears whole or not at all.
+    """Write weights, configuration and tokenizer; the folder appears complete or not at all.
 
     No more than one safetensors file of weights is held at a time.
 
@@ -86,7 +90,7 @@ def write_hf_folder(
         RunFolderError: the folder exists, or cannot be written.
     """
     with atomic_folder(folder) as unfinished:
-        _write_weights(unfinished, weights, _spans(specs, max_file_bytes))
+        _write_weights(unfinished, weights, _divide_into_files(specs, max_file_bytes))
         for config in configs:
             config.save_pretrained(unfinished)
         for pattern in TOKENIZER_FILES:
@@ -94,9 +98,34 @@ def write_hf_folder(
                 shutil.copyfile(path, unfinished / path.name)
 
 
+def write_adapter_folder(
+    folder: Path, weights: NamedTensors, *, adapter: Adapter, base_model: Path, ranks: Ranks
+) -> None:
+    """Write ``adapter_config.json`` and ``adapter_model.safetensors``, atomically.
+
+    Args:
+        folder: must not exist.
+        weights: full A and B by their names in the file.
+        adapter: its settings are written.
+        base_model: the folder of the frozen model.
+        ranks: all that gather the weights; see ``write_on_first``.
+
+    Raises:
+        RunFolderError: the folder exists already, or cannot be written.
+    """
+
+    def write(weights: NamedTensors) -> None:
+        with atomic_folder(folder) as unfinished:
+            tensors = {name: tensor.contiguous().cpu() for name, tensor in weights}
+            save_file(tensors, unfinished / WEIGHTS_FILE, metadata={"format": "pt"})
+            adapter.save_settings(unfinished, base_model=base_model)
+
+    write_on_first(ranks, weights, write)
+
+
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Lend a folder to write in; it appears under its name, on disk, when all is written.
+    """Lend a folder to write in; it gets its name when all files are on disk.
 
     Raises:
         RunFolderError: the folder exists, or cannot be written.
@@ -109,37 +138,39 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         yield unfinished
         rename_into_place(unfinished, folder)
     except (OSError, SafetensorError) as err:
-        raise RunFolderError(f"{folder} cannot be written: {err}; free or choose a disk") from err
+        raise RunFolderError(
+            f"{folder} cannot be written: {err}; free its disk or choose another"
+        ) from err
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _write_weights(
-    folder: Path, weights: Iterable[tuple[str, Tensor]], spans: list[list[WeightSpec]]
+    folder: Path, weights: Iterable[tuple[str, Tensor]], files: list[list[WeightSpec]]
 ) -> None:
     stream = iter(weights)
     weight_map = {}
-    for number, stretch in enumerate(spans, 1):
-        name = f"model-{number:05}-of-{len(spans):05}.safetensors"
-        if len(spans) == 1:
+    for number, specs in enumerate(files, 1):
+        name = f"model-{number:05}-of-{len(files):05}.safetensors"
+        if len(files) == 1:
             name = "model.safetensors"
-        tensors = {key: tensor.contiguous().cpu() for key, tensor in islice(stream, len(stretch))}
+        tensors = {key: tensor.contiguous().cpu() for key, tensor in islice(stream, len(specs))}
         save_file(tensors, folder / name, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, name))
-    if len(spans) > 1:
-        total_bytes = sum(spec.num_bytes for stretch in spans for spec in stretch)
+    if len(files) > 1:
+        total_bytes = sum(spec.num_bytes for specs in files for spec in specs)
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(to_json_text(index), encoding="utf-8")
 
 
-def _spans(specs: Sequence[WeightSpec], max_file_bytes: int) -> list[list[WeightSpec]]:
-    """Cut the weights, in their order, into stretches that fit a file."""
-    spans: list[list[WeightSpec]] = []
+def _divide_into_files(specs: Sequence[WeightSpec], max_file_bytes: int) -> list[list[WeightSpec]]:
+    """Divide the weights, in their order, into files of limited size."""
+    files: list[list[WeightSpec]] = []
     num_bytes = 0
     for spec in specs:
-        if not spans or num_bytes + spec.num_bytes > max_file_bytes:
-            spans.append([])
+        if not files or num_bytes + spec.num_bytes > max_file_bytes:
+            files.append([])
             num_bytes = 0
-        spans[-1].append(spec)
+        files[-1].append(spec)
         num_bytes += spec.num_bytes
-    return spans
+    return files

@@ -37,8 +37,7 @@ from hybridrl.workers.train.optimizer import GuardedAdamW
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
 from hybridrl.workers.train.shards import (
     as_fsdp,
-    build_critic,
-    build_policy,
+    build_model,
     full_tensor,
     local_shard,
     reshard,
@@ -49,10 +48,10 @@ if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait 
 
 
 class FSDP2Backend:
-    """A Hugging Face model in shards; a ``Backend``.
+    """A ``Backend``: a Hugging Face model in shards.
 
-    The process group, if there is more than one rank, is initialised before; its timeout bounds
-    every collective here.
+    With more than one rank the process group is initialised before; its timeout bounds every
+    collective here.
 
     Args:
         folder: the Hugging Face folder that the model comes from.
@@ -61,7 +60,7 @@ class FSDP2Backend:
         model_config: storage type and attention kernel.
         device: where the model computes.
         num_total_steps: optimizer steps of the run, where the schedule ends; None does not learn.
-        adapter: learns in place of the policy's weights, in float32.
+        adapter: learns instead of the policy's weights, in float32.
 
     Raises:
         ModelError: the folder is not usable, or the adapter does not fit the model.
@@ -88,7 +87,7 @@ class FSDP2Backend:
         self.adapter = adapter
         self.data_ranks = Ranks(device)
         sends_adapter = adapter is not None and adapter.config.sync == "adapter"
-        self.weight_parts = (WeightSet.BASE, WeightSet.ADAPTER)[: 1 + sends_adapter]
+        self.weight_sets = (WeightSet.BASE, WeightSet.ADAPTER)[: 1 + sends_adapter]
         self._config = config
         self._batcher = MicroBatcher(
             kernel=choose_kernel(model_config.attention, config.compute_dtype, device),
@@ -96,7 +95,15 @@ class FSDP2Backend:
             ranks=self.data_ranks,
             device=device,
         )
-        self.model = self._build(DTYPES[model_config.dtype], learns=num_total_steps is not None)
+        self.model = build_model(
+            folder,
+            config=config,
+            dtype=DTYPES[model_config.dtype],
+            device=device,
+            num_ranks=self.data_ranks.size,
+            is_trainable=num_total_steps is not None,
+            adapt=None if adapter is None else adapter.inject,
+        )
         self._optimizer: GuardedAdamW | None = None
         if num_total_steps is not None:
             self._optimizer = self._prepare_to_learn(num_total_steps)
@@ -124,7 +131,7 @@ class FSDP2Backend:
             for microbatch in microbatches:
                 output = compute(self.model, microbatch.tokens)
                 columns[:, microbatch.token_index_S] = as_columns(output, num_columns).cpu()
-        finally:  # a phase may follow an error: gathered weights would not leave the device
+        finally:  # after an error, too: gathered weights would stay on the device
             reshard(self.model)
         return columns
 
@@ -132,7 +139,7 @@ class FSDP2Backend:
         self, microbatches: MicroBatches, compute: Compute, loss_of: LossOf
     ) -> StepOutcome:
         """Compute forward and backward and take one step; see ``Backend.train_step``."""
-        self.optimizer.drop_gradients()  # of an update that a loss broke off
+        self.optimizer.drop_gradients()  # of an update whose loss failed
         reduces_every = self._config.fsdp2.reduce_gradients == "every_microbatch"
         total_loss = torch.zeros((), device=self.device)
         metrics: list[Metrics] = []
@@ -144,26 +151,26 @@ class FSDP2Backend:
             metrics.append(of_loss)
         return StepOutcome(self.optimizer.step(total_loss), merge(metrics))
 
-    def weight_specs(self, part: WeightSet) -> tuple[WeightSpec, ...]:
-        """Name what ``full_weights`` will yield, in its order."""
+    def weight_specs(self, weight_set: WeightSet) -> tuple[WeightSpec, ...]:
+        """Describe the tensors of ``full_weights``, in its order."""
         return tuple(
             WeightSpec(name, tuple(p.shape), p.numel() * p.element_size())
-            for name, p in self._weights(part)
+            for name, p in self._weights(weight_set)
         )
 
-    def full_weights(self, part: WeightSet) -> NamedTensors:
-        """Yield each weight of a part, gathered from its shards, one at a time.
+    def full_weights(self, weight_set: WeightSet) -> NamedTensors:
+        """Yield each weight of a set, gathered from its shards, one at a time.
 
         Without shards a tensor is the live weight.
         """
-        if part is WeightSet.BASE and WeightSet.ADAPTER not in self.weight_parts:
+        if weight_set is WeightSet.BASE and WeightSet.ADAPTER not in self.weight_sets:
             yield from self.merged_weights()
             return
-        for name, parameter in self._weights(part):
+        for name, parameter in self._weights(weight_set):
             yield name, full_tensor(parameter)
 
     def merged_weights(self) -> NamedTensors:
-        """Yield what a model without adapters needs to be this one, one tensor at a time."""
+        """Yield the weights of the same model without adapters, one tensor at a time."""
         parameters = dict(self.model.hf.named_parameters())
         for name, parameter in parameters.items():
             if is_adapter_name(name):
@@ -177,16 +184,16 @@ class FSDP2Backend:
             yield hf_name(name), weight
 
     def hf_configs(self) -> Sequence[Configuration]:
-        """Return the configurations that an exported folder holds."""
+        """Return the configurations of an exported folder."""
         return configs_of(self.model.hf)
 
     def without_adapter(self) -> AbstractContextManager[None]:
-        """Compute as the model that was loaded, meanwhile."""
+        """Compute without the adapter inside the ``with``."""
         return nullcontext() if self.adapter is None else self.adapter.switched_off()
 
     def tensors(self, state: TrainState) -> list[Tensor]:
         """Return this rank's plain tensors of a state, those that can leave the device."""
-        if self._config.fsdp2.cpu_offload:  # all of it lies on the host between computations
+        if self._config.fsdp2.cpu_offload:  # all tensors are on the host between computations
             return []
         if state is TrainState.PARAMETERS:
             return [local_shard(parameter.detach()) for parameter in self.model.parameters()]
@@ -201,7 +208,7 @@ class FSDP2Backend:
         return self.optimizer.num_steps
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Name parameters that learn, and their moments; see ``LearningEngine``."""
+        """List the parameters that learn, and their moments; see ``LearningEngine``."""
         optimizer = self.optimizer
         learning = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         moments = {
@@ -212,31 +219,11 @@ class FSDP2Backend:
         return {f"model.{name}": parameter for name, parameter in learning.items()} | moments
 
     def begin_restore(self, *, num_updates: int) -> None:
-        """Go to ``num_updates``, with moments that are still to be filled."""
+        """Go to ``num_updates``, with moments for the caller to fill."""
         self.optimizer.begin_restore(num_steps=num_updates)
 
     def end_restore(self) -> None:
         """Do nothing: the live tensors were filled."""
-
-    def _build(self, dtype: torch.dtype, *, learns: bool) -> PackedModel:
-        num_ranks = self.data_ranks.size
-        if isinstance(self._config, CriticConfig):
-            return build_critic(
-                self.folder,
-                config=self._config,
-                dtype=dtype,
-                device=self.device,
-                num_ranks=num_ranks,
-            )
-        return build_policy(
-            self.folder,
-            config=self._config,
-            dtype=dtype,
-            device=self.device,
-            num_ranks=num_ranks,
-            is_trainable=learns,
-            adapt=None if self.adapter is None else self.adapter.inject,
-        )
 
     def _prepare_to_learn(self, num_total_steps: int) -> GuardedAdamW:
         self.model.train()
@@ -249,17 +236,17 @@ class FSDP2Backend:
             ranks=self.data_ranks,
         )
 
-    def _weights(self, part: WeightSet) -> list[tuple[str, nn.Parameter]]:
-        """Return parameters by the names under which others know them."""
-        is_adapter = part is WeightSet.ADAPTER
+    def _weights(self, weight_set: WeightSet) -> list[tuple[str, nn.Parameter]]:
+        """Return parameters by their names outside of this model."""
+        is_adapter = weight_set is WeightSet.ADAPTER
         rename = file_name if is_adapter else hf_name
         named = self.model.hf.named_parameters()
         return [(rename(name), p) for name, p in named if is_adapter_name(name) == is_adapter]
 
     def _reduce_gradients(self, *, now: bool) -> None:
-        """Let ranks exchange gradients in the next backward pass, or let each add up its own.
+        """Let ranks exchange gradients in the next backward pass, or let each sum its own.
 
-        Gradients that are not exchanged stay whole, on every rank: those of all weights.
+        Without an exchange every rank keeps the gradients of all weights.
         """
         fsdp = as_fsdp(self.model)
         if fsdp is not None:

@@ -1,4 +1,4 @@
-"""The losses a training engine can be asked for: log-probs in, one scalar and its metrics out.
+"""The losses of a training engine, from log-probs to one scalar and its metrics.
 
 Legend: T packed response tokens of one micro-batch.
 """
@@ -21,7 +21,7 @@ from hybridrl.workers.train.protocol import TokenLossInputs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyGradientLoss:
-    """Clipped surrogate, and if asked KL penalty, entropy bonus, correction for the sampler."""
+    """Clipped surrogate, with optional KL penalty, entropy bonus and correction for the sampler."""
 
     clip_low: float
     """In (0, 1)."""
@@ -33,7 +33,7 @@ class PolicyGradientLoss:
     """See ``algorithms/kl.py``: as a loss, k2 has the true KL gradient, k1 none."""
 
     kl_coefficient: float = 0.0
-    """Weight of the KL penalty; 0 only measures the distance, if there is a reference."""
+    """Weight of the KL penalty; 0 only measures the KL, if there is a reference."""
 
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus."""
@@ -46,13 +46,13 @@ class PolicyGradientLoss:
 
     @property
     def needs_entropy_gradient(self) -> bool:
-        """True if the entropy stands in the loss; else it is a metric alone."""
+        """Whether the entropy is part of the loss, and not only a metric."""
         return self.entropy_coefficient > 0.0
 
     def __call__(self, inputs: TokenLossInputs) -> tuple[Tensor, Metrics]:
         """Return this micro-batch's share of the global loss, a scalar, and its metrics.
 
-        A micro-batch without response tokens gives a 0 that carries a gradient, and no metrics.
+        Without response tokens the share is a 0 that carries a gradient, and metrics are empty.
 
         Raises:
             ValueError: a KL penalty without reference log-probs.
@@ -103,7 +103,7 @@ class SupervisedLoss:
 
     @property
     def needs_entropy_gradient(self) -> bool:
-        """Supervised fine-tuning has no entropy term."""
+        """False: supervised fine-tuning has no entropy term."""
         return False
 
     def __call__(self, inputs: TokenLossInputs) -> tuple[Tensor, Metrics]:
@@ -116,7 +116,7 @@ class SupervisedLoss:
 def _describe(
     inputs: TokenLossInputs, surrogate: ClippedSurrogate
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Say how far the policy moved: scalars to be averaged, and scalars to take the largest of."""
+    """Measure the change of the policy: scalars to average, and scalars whose maximum counts."""
     current_T, old_T = inputs.current_logprobs_T, inputs.old_logprobs_T
     mismatch_T = (old_T - inputs.sampler_logprobs_T).abs()
     means = {
@@ -161,10 +161,10 @@ def _to_metrics(
     means: dict[str, Tensor],
     maxima: dict[str, Tensor],
 ) -> Metrics:
-    """Bring all scalars to the host in one transfer: each ``.item()`` would wait for the device.
+    """Copy all scalars to the host in one transfer: each ``.item()`` would wait for the device.
 
-    A share of the loss becomes a mean over the weights, so that merged it is the loss per token,
-    weighed as the loss weighs tokens: the loss itself where the weights of a step sum to 1.
+    A share of the loss becomes a mean over the weights. Merged, it is the loss per token with the
+    weights of the loss. Where the weights of a step sum to 1, it is the loss itself.
     """
     num_tokens = len(inputs.current_logprobs_T)
     if not num_tokens:

@@ -1,4 +1,4 @@
-"""Which rows are computed together: balance over ranks and micro-batches. Pure functions.
+"""Balance of rows over ranks and micro-batches. Pure functions.
 
 Legend: B rows.
 """
@@ -12,13 +12,13 @@ from hybridrl.errors import DispatchError
 
 
 def plan_microbatches(lengths_B: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """Divide rows into the fewest stretches of similar length, then make those nearly equal.
+    """Divide rows into as few micro-batches as possible, of nearly equal size.
 
-    Rows are taken by descending length, so that rows of one micro-batch need little padding.
+    Rows come by descending length, so that rows of one micro-batch need little padding.
 
     Args:
         lengths_B: tokens of each row, >= 1.
-        max_tokens: tokens of a micro-batch; a single longer row is alone in its own.
+        max_tokens: tokens of a micro-batch; a longer row gets its own.
 
     Returns:
         Row numbers of each micro-batch, longest rows first. Every row is in exactly one.
@@ -50,11 +50,11 @@ def _fill(rows: Sequence[int], lengths_B: Sequence[int], capacity: int) -> list[
 def balance_over_ranks(
     lengths_B: Sequence[int], *, dp_size: int, num_minibatches: int
 ) -> list[int]:
-    """Order rows so that ranks get as many rows and nearly as many tokens as each other.
+    """Order rows so that all ranks get equally many rows and nearly equally many tokens.
 
-    Mini-batch m is made of rows ``m * B / num_minibatches`` onwards, whatever ``dp_size`` is, so
-    the number of ranks never changes what an optimizer step sees. Within it rows are dealt
-    longest first to the rank with the fewest tokens that still has room (LPT).
+    Mini-batch m begins at row ``m * B / num_minibatches``, whatever ``dp_size`` is. So the rows of
+    an optimizer step do not depend on the number of ranks. Within it the next longest row goes to
+    the rank with the fewest tokens that still needs rows (LPT).
 
     Args:
         lengths_B: tokens of each row.
@@ -62,9 +62,9 @@ def balance_over_ranks(
         num_minibatches: optimizer steps that divide the rows, >= 1.
 
     Returns:
-        A permutation. After ordering the batch by it, slice r of ``dp_size`` equal ones belongs to
-        rank r, and each slice's ``num_minibatches`` equal stretches are the rank's mini-batches.
-        Within a mini-batch ranks differ by no more tokens than in the given order.
+        A permutation. It puts the rows of rank r into slice r of ``dp_size`` equal slices of the
+        batch. Each slice consists of ``num_minibatches`` equal mini-batches. Within a mini-batch
+        ranks differ by at most as many tokens as in the given order.
 
     Raises:
         DispatchError: the rows do not divide evenly.
@@ -98,7 +98,7 @@ def _deal(rows: range, lengths_B: Sequence[int], dp_size: int) -> list[list[int]
         dealt[rank].append(row)
         if len(dealt[rank]) < share_size:
             heapq.heappush(poorest, (num_tokens + lengths_B[row], rank))
-    # Equal counts can make the greedy deal worse than the given order: then keep that.
+    # With equal counts the greedy deal can be worse than the given order, which is then kept.
     return min(dealt, given, key=lambda shares: _spread(shares, lengths_B))
 
 

@@ -1,9 +1,8 @@
-"""From jagged batches to micro-batches: rows laid end to end, in step with those of other ranks.
+"""From jagged batches to micro-batches: rows laid end to end, as many on every rank.
 
-Three pure functions: ``group_by_prompt``, ``plan`` and ``lay_out``. Not computed are: the last
-token of a row, which predicts nothing; a row without a response token, which teaches nothing; and
-the prompt of a row that another row of the same micro-batch has computed already. Gradients are
-those of the rows one by one.
+Three pure functions: ``group_by_prompt``, ``plan`` and ``lay_out``. They skip the last token of a
+row, which predicts no token, and rows without a response. Rows of a micro-batch with the same
+prompt compute it once. Gradients equal those of single rows.
 
 Legend: B rows of the batch, L tokens of a row, N tokens of all rows, K spans of a micro-batch,
 T packed tokens, U those of this rank, S scored (response) tokens.
@@ -35,13 +34,13 @@ class MicroBatch:
     tokens: PackedTokens  # on the device
     token_index_S: Tensor  # int64, on the host: each scored token among the batch's flat values
     row_S: Tensor  # int64, on the host: the row b of each scored token
-    num_tokens: int  # of rows, by all ranks that share the micro-batch; 0 in a dummy one
-    num_scored: int  # by all of them
+    num_tokens: int  # without padding, on all ranks that share the micro-batch; 0 in a dummy one
+    num_scored: int  # on all of these ranks
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
-    """A row that has a response."""
+    """A row with a response."""
 
     begin: int  # its first token among the flat values
     num_tokens: int  # tokens that are computed: all but the last
@@ -55,33 +54,54 @@ class BatchRows:
 
     token_ids_N: Tensor
     is_response_N: Tensor
-    experts_NJK: Tensor | None  # the experts to go through; None leaves it to the model
+    experts_NJK: Tensor | None  # the experts of each token; None lets the model choose
     response_lengths_B: Tensor  # int64
     by_number: dict[int, BatchRow]  # of rows that have a response
 
-    @classmethod
-    def of(
-        cls,
-        token_ids_BL: Tensor,
-        response_mask_BL: Tensor,
-        experts_BLJK: Tensor | None = None,
-        *,
-        shares_prompts: bool = True,
-    ) -> BatchRows:
-        """Find out where rows and their responses begin.
 
-        Where experts are given, rows have the same prompt only if it went through the same:
-        batched otherwise, an engine may have sent one of them elsewhere.
+@dataclass(frozen=True, slots=True)
+class MicroBatcher:
+    """Divides this rank's batches into micro-batches."""
+
+    kernel: AttentionKernel
+    """The attention of the model."""
+
+    max_tokens: int
+    """Packed tokens of a micro-batch; a single longer row is alone in its own."""
+
+    ranks: Ranks
+    """The data-parallel ranks, which compute equally many micro-batches."""
+
+    device: torch.device
+    """Where the model computes."""
+
+    multiple: int = 1
+    """Padding makes the tokens of a micro-batch on each rank divisible by it."""
+
+    share: ContextParallelRank | None = None
+    """This rank's part of each micro-batch; None if it has all of it."""
+
+    group_size: int = 1
+    """A schedule may require a number of micro-batches that is divisible by it."""
+
+    def read(
+        self, token_ids_BL: Tensor, response_mask_BL: Tensor, experts_BLJK: Tensor | None = None
+    ) -> BatchRows:
+        """Locate rows and their responses.
+
+        With experts, rows share a prompt only if its tokens went through the same experts. The
+        sampler may have chosen others in another batch.
 
         Args:
             token_ids_BL: int64, jagged.
             response_mask_BL: bool, jagged.
             experts_BLJK: int16, jagged.
-            shares_prompts: False computes a prompt for each of its rows.
 
         Raises:
             DataError: a row begins with a response token, which no token predicts.
         """
+        # Ranks that share tokens and attend with the varlen kernel compute each prompt by itself.
+        shares_prompts = self.kernel == "padded" or self.share is None
         token_ids_N, mask_N = token_ids_BL.values(), response_mask_BL.values()
         experts_NJK = None if experts_BLJK is None else experts_BLJK.values()
         lengths_B, num_scored_B = row_lengths(token_ids_BL), response_lengths(response_mask_BL)
@@ -93,8 +113,8 @@ class BatchRows:
         for row, begin, length, first in zip(*(c.tolist() for c in columns_R), strict=True):
             if first == begin:
                 raise DataError(
-                    f"row {row} of the batch begins with a response token, which nothing predicts; "
-                    "give every row a prompt of at least one token"
+                    f"row {row} of the batch begins with a response token, which no token "
+                    "predicts; give every row a prompt of at least one token"
                 )
             prompt = b"%d" % row
             if shares_prompts:
@@ -102,54 +122,17 @@ class BatchRows:
             if experts_NJK is not None:
                 prompt += _digest(experts_NJK[begin:first])
             rows[row] = BatchRow(begin, length - 1, first - begin, prompt)
-        return cls(token_ids_N, mask_N, experts_NJK, num_scored_B, rows)
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatcher:
-    """How this rank divides batches into micro-batches."""
-
-    kernel: AttentionKernel
-    """The attention that micro-batches are laid out for."""
-
-    max_tokens: int
-    """Packed tokens of a micro-batch; a single longer row is alone in its own."""
-
-    ranks: Ranks
-    """The data-parallel ranks, which compute in step."""
-
-    device: torch.device
-    """Where the model computes."""
-
-    multiple: int = 1
-    """A micro-batch gets as many tokens more, which belong to no row, as make it divisible: the
-    shares of ranks, where they share tokens."""
-
-    share: ContextParallelRank | None = None
-    """This rank's part of each micro-batch; None if it has all of it."""
-
-    group_size: int = 1
-    """The number of micro-batches is a multiple of it, where a schedule asks for that."""
-
-    def read(
-        self, token_ids_BL: Tensor, response_mask_BL: Tensor, experts_BLJK: Tensor | None = None
-    ) -> BatchRows:
-        """Find out where this rank's rows begin; see ``BatchRows.of``."""
-        # Ranks that share tokens and attend with the varlen kernel compute each prompt by itself.
-        shares_prompts = self.kernel == "padded" or self.share is None
-        return BatchRows.of(
-            token_ids_BL, response_mask_BL, experts_BLJK, shares_prompts=shares_prompts
-        )
+        return BatchRows(token_ids_N, mask_N, experts_NJK, num_scored_B, rows)
 
     def divide(
         self, token_ids_BL: Tensor, response_mask_BL: Tensor, experts_BLJK: Tensor | None = None
     ) -> MicroBatches:
-        """Plan this rank's rows; a collective call.
+        """Plan this rank's micro-batches; a collective call.
 
-        All ranks get as many micro-batches, at least one: some may be dummies.
+        All ranks get equally many micro-batches, at least one; some may be dummies.
 
         Raises:
-            DataError: see ``BatchRows.of``.
+            DataError: see ``read``.
         """
         rows = self.read(token_ids_BL, response_mask_BL, experts_BLJK)
         planned = plan(rows, max_tokens=self.max_tokens)
@@ -179,7 +162,7 @@ class MicroBatches:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of rows that all micro-batches together compute; a shared prompt counts once."""
+        """Tokens of all micro-batches without padding; a shared prompt counts once."""
         return sum(
             _count_tokens(self._rows, group)
             for numbers in self._planned
@@ -194,7 +177,7 @@ class MicroBatches:
 
 
 def group_by_prompt(rows: BatchRows, numbers: Iterable[int]) -> list[list[int]]:
-    """Return the rows whose prompt is computed once, group by group."""
+    """Return groups of rows that share one computation of their prompt."""
     groups: dict[bytes, list[int]] = {}
     for number in numbers:
         groups.setdefault(rows.by_number[number].prompt, []).append(number)
@@ -204,7 +187,7 @@ def group_by_prompt(rows: BatchRows, numbers: Iterable[int]) -> list[list[int]]:
 def plan(rows: BatchRows, *, max_tokens: int) -> list[list[int]]:
     """Return the rows of each micro-batch of at most ``max_tokens`` tokens.
 
-    A group that is too long for one micro-batch is divided. A single longer row is alone.
+    A group that is too long for one micro-batch is divided. A longer row gets its own.
     """
     groups: list[list[int]] = []
     for group in group_by_prompt(rows, rows.by_number):
@@ -217,14 +200,14 @@ def plan(rows: BatchRows, *, max_tokens: int) -> list[list[int]]:
         groups.append(fitting)
     num_tokens = [_count_tokens(rows, group) for group in groups]
     planned = plan_microbatches(num_tokens, max_tokens=max_tokens)
-    return [[number for place in places for number in groups[place]] for places in planned]
+    return [[number for index in indices for number in groups[index]] for indices in planned]
 
 
 def lay_out(rows: BatchRows, numbers: Sequence[int], batcher: MicroBatcher) -> MicroBatch:
-    """Lay rows end to end, as this rank computes them.
+    """Lay rows end to end for this rank.
 
-    No rows give a dummy, one token that is not scored: it keeps a rank in step with the collectives
-    of ranks that have more micro-batches.
+    Without rows the result is a dummy: one token that is not scored. With it a rank takes part in
+    the collectives of ranks that have more micro-batches.
     """
     packed = _pack(rows, numbers, batcher) if numbers else _DUMMY
     num_tokens, num_scored = len(packed.index_T) if numbers else 0, len(packed.token_index_S)
@@ -242,7 +225,7 @@ def lay_out(rows: BatchRows, numbers: Sequence[int], batcher: MicroBatcher) -> M
         scored_S=packed.scored_S.to(device),
         targets_S=rows.token_ids_N[packed.token_index_S].to(device),
         num_padding=num_missing if numbers else len(packed.index_T) + num_missing,
-        num_pack_tokens=num_tokens,
+        num_row_tokens=num_tokens,
         experts_TJK=experts_TJK,
     )
     return MicroBatch(tokens, packed.token_index_S, packed.row_S, num_tokens, num_scored)
@@ -296,8 +279,8 @@ def _pack(rows: BatchRows, numbers: Sequence[int], batcher: MicroBatcher) -> _Pa
     scored_S = rows.is_response_N[index_T + 1].nonzero()[:, 0]
     row_S = rows_K.repeat_interleave(lengths_K)[scored_S]
     whole_spans = {span.row: k for k, span in enumerate(spans) if not span.skip}
-    # The end of a shared prompt predicts the first response token of each row: of the first row it
-    # was found above.
+    # The end of a shared prompt predicts the first response token of each row. Above it counts for
+    # the first row only.
     ends = ends_K.tolist()
     shared = [
         (ends[whole_spans[group[0]]] - 1, number, row.begin + row.num_prompt_tokens)
@@ -322,10 +305,10 @@ def _pack(rows: BatchRows, numbers: Sequence[int], batcher: MicroBatcher) -> _Pa
 
 
 def _arrange(rows: BatchRows, groups: list[list[int]], *, by_length: bool) -> list[_Span]:
-    """Return the spans of a micro-batch in their order.
+    """Order the spans of a micro-batch.
 
-    Shared prompts come first and the responses to them last, group by group, as the varlen kernel
-    takes them; for the padded kernel, which pads least so, by length.
+    Shared prompts come first and their responses last: group by group for the varlen kernel, by
+    length for the padded kernel, to pad least.
     """
     by_group = [_spans_of(rows, group) for group in groups]
     by_group.sort(key=lambda spans: len(spans) == 1)
@@ -338,18 +321,18 @@ def _arrange(rows: BatchRows, groups: list[list[int]], *, by_length: bool) -> li
 
 
 def _spans_of(rows: BatchRows, group: Sequence[int]) -> list[_Span]:
-    """Return a row; or the prompt that a group shares, and what follows it in each row."""
-    leader, *others = group
-    row = rows.by_number[leader]
+    """Return the span of a single row; or the prompt of a group, and the end of each row."""
+    first, *others = group
+    row = rows.by_number[first]
     if not others:
-        return [_Span(leader, 0, row.num_tokens)]
+        return [_Span(first, 0, row.num_tokens)]
     skip = row.num_prompt_tokens
-    following = [_Span(n, skip, rows.by_number[n].num_tokens - skip, leader) for n in group]
-    return [_Span(leader, 0, skip), *(span for span in following if span.num_tokens)]
+    following = [_Span(n, skip, rows.by_number[n].num_tokens - skip, first) for n in group]
+    return [_Span(first, 0, skip), *(span for span in following if span.num_tokens)]
 
 
 def _take_share(packed: _Packed, batcher: MicroBatcher) -> tuple[_Packed, int, PackLayout]:
-    """Return the tokens that this rank computes, the padding that follows, and the layout."""
+    """Return this rank's tokens, the number of padding tokens after them, and the layout."""
     if batcher.share is None:
         num_missing = -len(packed.index_T) % batcher.multiple
         # The varlen kernel takes segments with a prefix last: there padding becomes one of them.
@@ -380,11 +363,11 @@ def _take_share(packed: _Packed, batcher: MicroBatcher) -> tuple[_Packed, int, P
 
 
 def _count_tokens(rows: BatchRows, group: Sequence[int]) -> int:
-    """Count the tokens of rows that compute their prompt once."""
+    """Count the tokens of rows that share one computation of their prompt."""
     num_shared_tokens = rows.by_number[group[0]].num_prompt_tokens * (len(group) - 1)
     return sum(rows.by_number[number].num_tokens for number in group) - num_shared_tokens
 
 
 def _digest(experts_LJK: Tensor) -> bytes:
-    """Tell routes apart in 16 bytes: those of a prompt may take a megabyte."""
+    """Digest the experts of a prompt, which may take a megabyte, to 16 bytes."""
     return blake2b(experts_LJK.numpy().tobytes(), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""What the engines of all roles share: a model that learns, leaves the device, is saved and sent.
+"""The base of all engines: a model that learns, is offloaded, saved and exported.
 
 Legend: B rows of a batch, L tokens of a row, S scored (response) tokens.
 """
@@ -21,8 +21,8 @@ from hybridrl.workers.train.export import write_hf_folder, write_on_first
 from hybridrl.workers.train.microbatcher import MicroBatch
 from hybridrl.workers.train.offload import OffloadedTensors, resident_bytes
 from hybridrl.workers.train.optimizer import StepResult
-from hybridrl.workers.train.places import CheckpointTensor
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
+from hybridrl.workers.train.shard_spec import CheckpointTensor
 
 WeightedLoss: TypeAlias = Callable[[MicroBatch, Output, Tensor], tuple[Tensor, Metrics]]
 """From a micro-batch, its output and the weight of each scored token [S] in the global loss, to the
@@ -30,62 +30,65 @@ micro-batch's share of that loss and metrics."""
 
 
 class ModelEngine:
-    """A model on a training back end; subclasses say what is computed and learned.
+    """A model on a training back end; subclasses define its outputs and its loss.
 
     Args:
         backend: has the model and, if it learns, its optimizer.
-        area: of the metrics of its steps, ``policy`` or ``critic``.
+        area: prefix of the metrics of its steps, ``policy`` or ``critic``.
     """
 
     dp_rank: int
-    """This rank's place among those with other rows."""
+    """This rank's number among the data-parallel ranks, which have different rows."""
 
     dp_size: int
-    """Number of them."""
 
-    leads: bool
-    """Whether this rank answers for those that have the same rows."""
+    is_output_rank: bool
+    """Whether this rank returns results; exactly one of the ranks with the same rows does."""
 
     def __init__(self, backend: Backend, *, area: str) -> None:
         self.backend = backend
         self.dp_rank, self.dp_size = backend.data_ranks.rank, backend.data_ranks.size
-        self.leads = backend.is_output_rank
+        self.is_output_rank = backend.is_output_rank
         self._area = area
         self._offloaded: dict[TrainState, OffloadedTensors] = {}
 
-    def offload(self, part: TrainState) -> None:
-        """Move a part to host memory and free its device memory. Twice is a no-op."""
-        if part not in self._offloaded:
-            self._offloaded[part] = OffloadedTensors(self.backend.tensors(part))
+    def offload(self, state: TrainState) -> None:
+        """Move a state to host memory and free its device memory. Twice is a no-op."""
+        if state not in self._offloaded:
+            self._offloaded[state] = OffloadedTensors(self.backend.tensors(state))
 
-    def restore(self, part: TrainState) -> None:
-        """Bring a part back, bitwise identical. Twice is a no-op."""
-        if part in self._offloaded:
-            self._offloaded[part].restore()  # may fail for want of memory, and be tried again
-            del self._offloaded[part]
+    def restore(self, state: TrainState) -> None:
+        """Move a state back to the device, bitwise identical. Twice is a no-op."""
+        if state in self._offloaded:
+            self._offloaded[state].restore()  # may run out of memory, and be called again
+            del self._offloaded[state]
 
-    def resident_bytes(self, part: TrainState) -> int:
-        """Return the bytes that this part holds on the device of this rank, measured."""
-        return resident_bytes(self.backend.tensors(part))
+    def resident_bytes(self, state: TrainState) -> int:
+        """Measure the bytes of a state on this rank's device."""
+        return resident_bytes(self.backend.tensors(state))
 
-    def weight_specs(self, part: WeightSet = WeightSet.BASE) -> tuple[WeightSpec, ...]:
-        """Name what ``full_weights`` will yield, in its order."""
-        return self.backend.weight_specs(part)
+    def weight_specs(self, weight_set: WeightSet = WeightSet.BASE) -> tuple[WeightSpec, ...]:
+        """Describe the tensors of ``full_weights``, in its order."""
+        return self.backend.weight_specs(weight_set)
 
-    def full_weights(self, part: WeightSet = WeightSet.BASE) -> NamedTensors:
-        """Yield each weight of a part, gathered from its shards. Every rank must exhaust it.
+    def full_weights(self, weight_set: WeightSet = WeightSet.BASE) -> NamedTensors:
+        """Yield each weight of a set, gathered from its shards. Every rank must exhaust it.
 
         Weights have their Hugging Face names, tied ones come once. With ``lora.sync=merged`` the
-        base has the adapter in it: merged on its way out, never in the training weights.
+        base includes the adapter, merged into a copy. Without shards a tensor is the live weight,
+        not a copy.
+
+        Raises:
+            PhaseError: the parameters are offloaded.
         """
         self._require("full_weights()", TrainState.PARAMETERS)
-        yield from self.backend.full_weights(part)
+        yield from self.backend.full_weights(weight_set)
 
     def export_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder (weights, configuration, tokenizer), atomically.
 
-        An adapter is merged into the weights written; the training weights stay apart. Rank 0
-        writes; every rank returns, or raises, when it is done.
+        An adapter is merged into the written weights, not into the training weights. Rank 0 writes;
+        all ranks return, or raise, together.
 
         Raises:
             RunFolderError: the folder exists already, or cannot be written.
@@ -109,23 +112,23 @@ class ModelEngine:
         return self.backend.num_updates
 
     def checkpoint_tensors(self) -> Mapping[str, CheckpointTensor]:
-        """Name parameters that learn, and their moments; see ``LearningEngine``."""
+        """List the parameters that learn, and their moments; see ``LearningEngine``."""
         self._require("checkpoint_tensors()", *TrainState)
         return self.backend.checkpoint_tensors()
 
     def begin_restore(self, *, num_updates: int) -> None:
-        """Go to ``num_updates``, with moments that are still to be filled."""
+        """Go to ``num_updates``, with moments for the caller to fill."""
         self.backend.begin_restore(num_updates=num_updates)
 
     def end_restore(self) -> None:
-        """Let all ranks have what each has filled; a collective call."""
+        """Use the filled values, on all ranks; a collective call."""
         self.backend.end_restore()
 
-    def _require(self, action: str, *parts: TrainState) -> None:
-        offloaded = [part.value for part in parts if part in self._offloaded]
+    def _require(self, action: str, *states: TrainState) -> None:
+        offloaded = [state.value for state in states if state in self._offloaded]
         if offloaded:
             raise PhaseError(
-                f"{action} needs {' and '.join(offloaded)} on {self.backend.device}, which are "
+                f"{action} needs {' and '.join(offloaded)} on {self.backend.device}, and they are "
                 "offloaded; leave the rollout phase first, or call restore() for each of them"
             )
 
@@ -152,23 +155,27 @@ class ModelEngine:
     ) -> Metrics:
         """Take one optimizer step on the union of all ranks' rows, or skip it.
 
-        Each token's loss is weighed by its share of the *global* loss before it is summed over
-        tokens, micro-batches and ranks, so the result does not depend on how rows fall on them.
+        Each token's loss is multiplied by its weight in the *global* loss, then summed over tokens,
+        micro-batches and ranks. So the result does not depend on how rows are divided.
 
         Args:
             batch: this rank's rows.
             compute: computes a micro-batch.
-            weighted_loss: makes a loss of what was computed.
-            aggregation: how tokens weigh; see ``algorithms/aggregate.py``.
+            weighted_loss: computes the loss of an output.
+            aggregation: of token losses; see ``algorithms/aggregate.py``.
             max_response_tokens: the fixed length of one of the aggregations.
         """
         self._require("update()", *TrainState)
         microbatches = self.backend.microbatches(batch)
-        weights_B = global_weights(
-            microbatches.response_lengths_B,
+        response_lengths_B = microbatches.response_lengths_B
+        own_counts = [int(response_lengths_B.sum()), len(response_lengths_B)]
+        num_tokens, num_rows = self.backend.data_ranks.gather(own_counts).sum(dim=0).tolist()
+        weights_B = token_weights(
+            response_lengths_B,
             aggregation=aggregation,
+            num_tokens_global=num_tokens,
+            num_sequences_global=num_rows,
             max_response_tokens=max_response_tokens,
-            ranks=self.backend.data_ranks,
         )
 
         def loss_of(microbatch: MicroBatch, output: Output) -> tuple[Tensor, Metrics]:
@@ -176,35 +183,13 @@ class ModelEngine:
             return weighted_loss(microbatch, output, weights_S)
 
         outcome = self.backend.train_step(microbatches, compute, loss_of)
-        counts = self.leads and self.dp_rank == 0
+        counts = self.is_output_rank and self.dp_rank == 0
         of_step = step_metrics(outcome.result, area=self._area, counts=counts)
         return merge([outcome.loss_metrics, self._model_metrics(outcome.model_metrics) | of_step])
 
     def _model_metrics(self, _metrics: Metrics) -> Metrics:
-        """Return what is reported of the model itself; a role that owns those names says so."""
+        """Return the model's own metrics; a role that reports them overrides this."""
         return {}
-
-
-def global_weights(
-    response_lengths_B: Tensor, *, aggregation: str, max_response_tokens: int, ranks: Ranks
-) -> Tensor:
-    """Return the weight of each token of each row in the *global* loss [B]; one collective.
-
-    Args:
-        response_lengths_B: of this rank's rows.
-        aggregation: how tokens weigh; see ``algorithms/aggregate.py``.
-        max_response_tokens: the fixed length of one of the aggregations.
-        ranks: the data-parallel ranks.
-    """
-    own_counts = [int(response_lengths_B.sum()), len(response_lengths_B)]
-    num_tokens, num_rows = ranks.gather(own_counts).sum(dim=0).tolist()
-    return token_weights(
-        response_lengths_B,
-        aggregation=aggregation,
-        num_tokens_global=num_tokens,
-        num_sequences_global=num_rows,
-        max_response_tokens=max_response_tokens,
-    )
 
 
 def step_metrics(result: StepResult, *, area: str, counts: bool) -> Metrics:
@@ -213,7 +198,7 @@ def step_metrics(result: StepResult, *, area: str, counts: bool) -> Metrics:
     Args:
         result: the same on all ranks.
         area: ``policy`` or ``critic``.
-        counts: True on one rank alone, since counts of ranks are added.
+        counts: True on exactly one rank, because counts of ranks are added.
     """
     metrics: Metrics = {f"{area}/lr": Last(result.lr)}
     if not result.is_skipped:

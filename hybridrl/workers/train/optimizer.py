@@ -16,7 +16,7 @@ from hybridrl.workers.train.shards import local_shard, num_copies
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step did; the same on all ranks."""
+    """The result of one optimizer step; the same on all ranks."""
 
     grad_norm: float
     """Global L2 norm before clipping; not finite on some skipped steps."""
@@ -25,19 +25,19 @@ class StepResult:
     """Learning rate the step used, or would have used."""
 
     is_skipped: bool
-    """True if the loss or the norm was not finite: nothing was changed."""
+    """True if the loss or the norm was not finite: the step changed nothing."""
 
 
 def learning_rate(config: OptimizerConfig, *, step: int, num_total_steps: int) -> float:
     """Return the learning rate of a step.
 
-    Rises linearly over the warm-up, whose first step is not wasted on a rate of 0, to the peak at
-    ``step == num_warmup_steps``; then falls as the schedule says. The last ratio is reached one
-    step after the run's last, so that none is wasted on a rate of 0 at the end either.
+    It rises linearly over the warm-up to the peak at ``step == num_warmup_steps``, then falls as
+    the schedule says. It reaches the last ratio one step after the run's last step. So neither the
+    first nor the last step has a rate of 0.
 
     Args:
         config: peak, warm-up, schedule and last ratio.
-        step: optimizer steps taken before this one, >= 0; beyond the last the rate stays.
+        step: optimizer steps taken before this one, >= 0; after the last the rate stays.
         num_total_steps: optimizer steps of the run, >= 1.
     """
     if step < config.num_warmup_steps:
@@ -51,7 +51,7 @@ def learning_rate(config: OptimizerConfig, *, step: int, num_total_steps: int) -
 
 
 class GuardedAdamW:
-    """Takes a step of AdamW (arXiv:1711.05101), or leaves everything as it was.
+    """Takes a step of AdamW (arXiv:1711.05101), or skips it and changes nothing.
 
     Args:
         parameters: trainable parameters, plain or sharded; matrices decay, vectors do not.
@@ -64,7 +64,7 @@ class GuardedAdamW:
     """Moments by parameter."""
 
     num_steps: int
-    """Optimizer steps taken, skipped ones not counted: the whole state of the schedule."""
+    """Optimizer steps taken, skipped ones not counted: the state of the schedule."""
 
     def __init__(
         self,
@@ -120,11 +120,11 @@ class GuardedAdamW:
         self.adamw.zero_grad(set_to_none=True)
 
     def gradients(self) -> list[Tensor]:
-        """Return this rank's part of the gradients that exist now."""
+        """Return this rank's shards of the gradients that exist now."""
         return [local_shard(p.grad) for p in self._parameters if p.grad is not None]
 
     def state(self) -> list[Tensor]:
-        """Return this rank's part of the moments; empty before the first step."""
+        """Return this rank's shards of the moments; empty before the first step."""
         return [
             local_shard(value)
             for moments in self.adamw.state.values()
@@ -137,7 +137,7 @@ class GuardedAdamW:
         return dict(self.adamw.state[parameter]) if parameter in self.adamw.state else {}
 
     def begin_restore(self, *, num_steps: int) -> None:
-        """Be where ``num_steps`` steps lead to, with moments of 0 for the caller to fill."""
+        """Go to ``num_steps``, with moments of 0 for the caller to fill."""
         self.num_steps = num_steps
         self.adamw.state.clear()
         if num_steps:
@@ -151,7 +151,7 @@ class GuardedAdamW:
     def _sum_over_ranks(self, loss: Tensor, grads: list[Tensor]) -> tuple[float, float]:
         """Return the global loss and gradient norm: one collective, the same bits everywhere.
 
-        Every rank decides by these two numbers, so no rank can step alone.
+        Every rank decides by these two numbers, so all ranks step or skip together.
         """
         square = loss.new_zeros((), dtype=torch.float64)
         if grads:

@@ -23,9 +23,9 @@ from hybridrl.batch import (
 from hybridrl.errors import ModelError
 from hybridrl.metrics import Max, Metrics, Sum
 from hybridrl.models.packed_model import PackedTokens
-from hybridrl.workers.train.adapter_folder import write_adapter_folder
 from hybridrl.workers.train.backend import Backend, Output
 from hybridrl.workers.train.collectives import Ranks
+from hybridrl.workers.train.export import write_adapter_folder
 from hybridrl.workers.train.losses import SupervisedLoss
 from hybridrl.workers.train.microbatcher import MicroBatch
 from hybridrl.workers.train.model_engine import ModelEngine
@@ -48,7 +48,7 @@ class PolicyEngine(ModelEngine):
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend, area="policy")
-        self.weight_parts = backend.weight_parts
+        self.weight_sets = backend.weight_sets
         self._constants: Metrics = {}
         if backend.adapter is not None:
             specs = backend.weight_specs(WeightSet.ADAPTER)
@@ -62,10 +62,10 @@ class PolicyEngine(ModelEngine):
         temperature: float,
         use_adapter: bool = True,
     ) -> ScoreBatch:
-        """Score this rank's rows with the present weights, no gradient. Values lie on the host.
+        """Score this rank's rows with the current weights, without gradient; values on the host.
 
         Temperature divides the logits. Both columns are 0 where the mask is False. Without its
-        adapter the model is the one that was loaded.
+        adapter the model is the loaded one.
         """
         self._require("compute_logprobs()", TrainState.PARAMETERS)
 
@@ -90,8 +90,8 @@ class PolicyEngine(ModelEngine):
     ) -> Metrics:
         """Take one optimizer step on the union of all ranks' rows.
 
-        A step whose loss or gradient norm is not finite is skipped and counted. How tokens weigh is
-        said by ``algorithms/aggregate.py``, where ``max_response_tokens`` is the fixed length.
+        A step whose loss or gradient norm is not finite is skipped and counted. For ``aggregation``
+        and its ``max_response_tokens`` see ``algorithms/aggregate.py``.
         """
         needs_gradient = loss.needs_entropy_gradient
 
@@ -111,7 +111,7 @@ class PolicyEngine(ModelEngine):
                 entropy_S=entropy_S if needs_gradient else entropy_S.detach(),
             )
             share, metrics = loss(inputs)
-            return share, metrics | (count_tokens(microbatch) if self.leads else {})
+            return share, metrics | (count_tokens(microbatch) if self.is_output_rank else {})
 
         return self._take_step(
             batch,
@@ -135,11 +135,11 @@ class PolicyEngine(ModelEngine):
         """Write a peft folder, atomically; see ``write_adapter_folder``.
 
         Raises:
-            ModelError: the whole policy learned, so there is no adapter.
+            ModelError: the policy has no adapter.
         """
         if self.backend.adapter is None:
             raise ModelError(
-                f"cannot write {folder}: this policy has no adapter; export the whole of it, or "
+                f"cannot write {folder}: the policy has no adapter; export the full model, or "
                 "train with lora.enabled=true"
             )
         write_adapter_folder(
@@ -155,26 +155,26 @@ class PolicyEngine(ModelEngine):
 
 
 class BaseModelReference:
-    """A policy without its adapter, as its own reference: no second copy, no memory."""
+    """A policy without its adapter, as its own reference: it has no memory of its own."""
 
     def __init__(self, policy: PolicyEngine) -> None:
         self._policy = policy
         self.dp_rank, self.dp_size = policy.dp_rank, policy.dp_size
-        self.leads = policy.leads
+        self.is_output_rank = policy.is_output_rank
 
     def compute_logprobs(
         self, rows: RolloutBatch | SupervisedBatch, *, temperature: float
     ) -> ScoreBatch:
-        """Score this rank's rows with the model that was loaded, no gradient."""
+        """Score this rank's rows with the loaded model, without gradient."""
         return self._policy.compute_logprobs(rows, temperature=temperature, use_adapter=False)
 
-    def offload(self, part: TrainState) -> None:
-        """Do nothing: the policy's memory leaves with the policy."""
+    def offload(self, state: TrainState) -> None:
+        """Do nothing: the policy owns the memory."""
 
-    def restore(self, part: TrainState) -> None:
-        """Do nothing, as ``offload``."""
+    def restore(self, state: TrainState) -> None:
+        """Do nothing: the policy owns the memory."""
 
-    def resident_bytes(self, part: TrainState) -> int:
+    def resident_bytes(self, state: TrainState) -> int:
         """Return 0: it has no memory of its own."""
         return 0
 
@@ -187,7 +187,7 @@ def loss_inputs(
     current_logprobs_S: Tensor,
     entropy_S: Tensor,
 ) -> TokenLossInputs:
-    """Lay the batch's columns beside the current log-probs and entropies of a micro-batch."""
+    """Collect the loss inputs of a micro-batch from the batch's columns."""
     device = current_logprobs_S.device
 
     def at_scored(column_BL: Tensor) -> Tensor:
@@ -206,9 +206,9 @@ def loss_inputs(
 
 
 def count_tokens(microbatch: MicroBatch) -> Metrics:
-    """Count what a micro-batch computes; a dummy one counts for nothing.
+    """Count the tokens of a micro-batch; a dummy one has none.
 
-    Of ranks that share a micro-batch one alone is to count it.
+    Exactly one of the ranks that share a micro-batch must count it.
     """
     if not microbatch.num_tokens:
         return {}
@@ -220,7 +220,7 @@ def count_tokens(microbatch: MicroBatch) -> Metrics:
 
 
 def as_train_batch(batch: SupervisedBatch) -> TrainBatch:
-    """Give examples the columns of rollouts, which a supervised loss does not look at."""
+    """Give examples the columns of rollouts, which a supervised loss does not read."""
     zeros_BL = jagged_from(
         torch.zeros(batch.token_ids_BL.values().shape), row_lengths(batch.token_ids_BL)
     )

@@ -1,4 +1,4 @@
-"""What others know of a training engine: losses, checkpoints and the weight stream.
+"""The interfaces of a training engine: losses, checkpoints and the weight stream.
 
 Legend: B rows, L tokens of a row, T packed tokens, V vocabulary.
 """
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from hybridrl.batch import RolloutBatch, ScoreBatch, SupervisedBatch
 from hybridrl.metrics import Metrics
-from hybridrl.workers.train.places import CheckpointTensor
+from hybridrl.workers.train.shard_spec import CheckpointTensor
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 """Weights by name, one at a time."""
 
 
 class TrainState(Enum):
-    """Parts of a training engine that leave the device separately."""
+    """Memory of a training engine that is offloaded separately."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -29,21 +29,21 @@ class TrainState(Enum):
 
 
 class WeightSet(Enum):
-    """One pass of a weight sync. A part that no step changes is sent until it has arrived, once."""
+    """The weights of one pass of a weight sync. Frozen ones are sent until they arrived once."""
 
     BASE = "base"
-    """Tensors under plain Hugging Face names. All there is, unless adapters are sent apart."""
+    """Tensors under plain Hugging Face names. The only set, unless adapters are sent apart."""
 
     ADAPTER = "adapter"
-    """A and B of LoRA, named as in ``adapter_model.safetensors``; loaded as a whole."""
+    """A and B of LoRA, named as in ``adapter_model.safetensors``; loaded together."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """One exported tensor, as the rollout engine will see it."""
+    """One exported tensor, as the rollout engine gets it."""
 
     name: str
-    """Hugging Face name, or that of an adapter's file."""
+    """Hugging Face name, or the name in an adapter's file."""
 
     shape: tuple[int, ...]
     """Full shape, not a shard's."""
@@ -54,7 +54,7 @@ class WeightSpec:
 
 @dataclass(frozen=True, slots=True)
 class TokenLossInputs:
-    """One packed micro-batch as the loss sees it: response tokens only, end to end, length T."""
+    """The response tokens of one micro-batch, end to end, length T."""
 
     current_logprobs_T: Tensor  # float32 nats, with gradient
     entropy_T: Tensor  # float32 nats, with gradient only if the loss asks for it
@@ -66,17 +66,17 @@ class TokenLossInputs:
 
 
 class TokenLoss(Protocol):
-    """Turns log-probs into a loss. Stateless; the engine calls it once per micro-batch."""
+    """Computes a loss from log-probs. Stateless; the engine calls it once per micro-batch."""
 
     @property
     def needs_entropy_gradient(self) -> bool:
-        """True if the entropy stands in the loss, and not only among the metrics."""
+        """Whether the entropy is part of the loss, and not only a metric."""
         ...
 
     def __call__(self, inputs: TokenLossInputs) -> tuple[Tensor, Metrics]:
         """Return this micro-batch's share of the global loss, to be *summed*, and metrics.
 
-        No tokens give a 0 that carries a gradient, and no metrics.
+        Without tokens the share is a 0 that carries a gradient, and metrics are empty.
         """
         ...
 
@@ -86,67 +86,65 @@ class LearningEngine(Protocol):
 
     @property
     def num_updates(self) -> int:
-        """Optimizer steps taken, skipped ones not counted: all that the schedule remembers."""
+        """Optimizer steps taken, skipped ones not counted: the state of the schedule."""
         ...
 
     def checkpoint_tensors(self) -> Mapping[str, CheckpointTensor]:
-        """Name this rank's live tensors (shards, if sharded) that a resumed run needs.
+        """List this rank's live tensors (shards, if sharded) that a resumed run needs.
 
-        Names are those of FSDP2's parameters and moments, and every rank gives all names, with
-        ``ShardedPieces`` of nothing for what others hold: so any engine resumes any other's run.
-
-        They are the parameters that learn and, once a step was taken, the optimizer's moments.
-        Copying saved values into them restores the engine. Nothing of them may be offloaded.
+        They are the parameters that learn and, after the first step, the optimizer's moments, under
+        the names of FSDP2. Every rank lists all names, with empty ``RankShards`` for tensors of
+        other ranks. So each engine resumes the runs of every other. Nothing may be offloaded.
         """
         ...
 
     def begin_restore(self, *, num_updates: int) -> None:
-        """Go to ``num_updates``; ``checkpoint_tensors`` then names all that is to be filled."""
+        """Go to ``num_updates``; the caller then fills ``checkpoint_tensors``."""
         ...
 
     def end_restore(self) -> None:
-        """Take up what was filled."""
+        """Use the filled values."""
         ...
 
 
 class OffloadableModel(Protocol):
-    """A model that leaves its device. Every method is a collective."""
+    """A model whose memory can leave the device. Every method is a collective."""
 
-    def offload(self, part: TrainState) -> None:
-        """Move a part to host memory and free its device memory. Twice is a no-op."""
+    def offload(self, state: TrainState) -> None:
+        """Move a state to host memory and free its device memory. Twice is a no-op."""
         ...
 
-    def restore(self, part: TrainState) -> None:
-        """Bring a part back. Twice is a no-op."""
+    def restore(self, state: TrainState) -> None:
+        """Move a state back to the device, bitwise identical. Twice is a no-op."""
         ...
 
-    def resident_bytes(self, part: TrainState) -> int:
-        """Return the bytes that this part holds on the device of this rank."""
+    def resident_bytes(self, state: TrainState) -> int:
+        """Measure the bytes of a state on this rank's device."""
         ...
 
 
 class TrainEngine(OffloadableModel, Protocol):
-    """The policy as its rollout engines see it: weights to be sent, log-probs to compare with."""
+    """The policy as its rollout engines see it: weights to load, log-probs to compare."""
 
     dp_rank: int
 
-    weight_parts: tuple[WeightSet, ...]
-    """What rollout engines need, in the order in which they need it; steps change the last alone.
+    weight_sets: tuple[WeightSet, ...]
+    """The weights of rollout engines, in the order of loading; steps change only the last set.
 
-    ``(BASE,)`` for full fine-tuning and for LoRA that is merged on its way, ``(BASE, ADAPTER)``
-    where rollout engines apply the adapter.
+    ``(BASE,)`` for full fine-tuning and for LoRA that is merged before it is sent,
+    ``(BASE, ADAPTER)`` where rollout engines apply the adapter.
     """
 
-    def weight_specs(self, part: WeightSet = WeightSet.BASE) -> tuple[WeightSpec, ...]:
-        """Name what ``full_weights`` will yield, in its order."""
+    def weight_specs(self, weight_set: WeightSet = WeightSet.BASE) -> tuple[WeightSpec, ...]:
+        """Describe the tensors of ``full_weights``, in its order."""
         ...
 
-    def full_weights(self, part: WeightSet = WeightSet.BASE) -> NamedTensors:
-        """Yield each weight of a part whole, one at a time. Every rank must exhaust it."""
+    def full_weights(self, weight_set: WeightSet = WeightSet.BASE) -> NamedTensors:
+        """Yield each full weight of a set, one at a time. Every rank must exhaust it."""
         ...
 
     def compute_logprobs(
         self, rows: RolloutBatch | SupervisedBatch, *, temperature: float
     ) -> ScoreBatch:
-        """Score this rank's rows with the present weights, no gradient."""
+        """Score this rank's rows with the current weights, without gradient."""
         ...

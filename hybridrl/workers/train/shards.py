@@ -1,4 +1,4 @@
-"""Building a model in shards, and reaching the part of a tensor that this rank holds."""
+"""Build a model in shards, and access this rank's shard of a tensor."""
 
 from __future__ import annotations
 
@@ -34,28 +34,26 @@ from hybridrl.models.load import (
     fill_weights,
     finish_model,
 )
-from hybridrl.models.packed_model import PackedModel
-from hybridrl.models.policy import PolicyModel
-from hybridrl.models.value import ValueModel
+from hybridrl.models.packed_model import PackedModel, PolicyModel, ValueModel
 
 Adapt = Callable[[PreTrainedModel, WeightSource], WeightSource]
-"""Changes a model without memory; returns the weights of what it made of it."""
+"""Changes a model without memory; returns the weights of the changed model."""
 
 
-def build_policy(
+def build_model(
     folder: Path,
     *,
-    config: ActorConfig,
+    config: ActorConfig | CriticConfig,
     dtype: torch.dtype,
     device: torch.device,
-    num_ranks: int,
-    is_trainable: bool,
+    num_ranks: int = 1,
+    is_trainable: bool = True,
     adapt: Adapt | None = None,
-) -> PolicyModel:
+) -> PackedModel:
     """Load a Hugging Face folder, block by block, sharded over ``num_ranks`` with FSDP2.
 
-    ``adapt`` changes the model before it has memory; what it freezes and what it adds are sharded
-    together.
+    A critic's configuration makes a value model, whose head is zeros. ``adapt`` changes a policy
+    before it has memory; its frozen and its new weights are sharded together.
 
     Raises:
         ModelError: the folder is not usable; see ``hybridrl.models.load``.
@@ -63,26 +61,16 @@ def build_policy(
     hf = build_empty_model(folder, dtype=dtype)
     files = WeightFiles(folder)
     check_weights(hf, files)
-    hf.requires_grad_(is_trainable)
-    weights = files if adapt is None else adapt(hf, files)
-    policy = PolicyModel(hf, chunk_tokens=config.logprob_chunk_tokens)
-    _fill_and_shard(policy, weights, config=config, device=device, num_ranks=num_ranks)
-    return policy
-
-
-def build_critic(
-    folder: Path, *, config: CriticConfig, dtype: torch.dtype, device: torch.device, num_ranks: int
-) -> ValueModel:
-    """Load the same folder as a critic, its head zeros; sharded as a policy is.
-
-    Raises:
-        ModelError: the folder is not usable; see ``hybridrl.models.load``.
-    """
-    files = WeightFiles(folder)
-    check_weights(build_empty_model(folder, dtype=dtype), files)
-    critic = ValueModel(build_empty_critic(folder, dtype=dtype, device=device))
-    _fill_and_shard(critic, files, config=config, device=device, num_ranks=num_ranks)
-    return critic
+    weights: WeightSource = files
+    model: PackedModel
+    if isinstance(config, CriticConfig):
+        model = ValueModel(build_empty_critic(folder, dtype=dtype, device=device))
+    else:
+        hf.requires_grad_(is_trainable)
+        weights = files if adapt is None else adapt(hf, files)
+        model = PolicyModel(hf, chunk_tokens=config.logprob_chunk_tokens)
+    _fill_and_shard(model, weights, config=config, device=device, num_ranks=num_ranks)
+    return model
 
 
 def _fill_and_shard(
@@ -95,9 +83,9 @@ def _fill_and_shard(
 ) -> None:
     """Fill a model without memory, and shard each block as soon as it is filled.
 
-    One rank whose storage and compute types are equal has nothing to shard, cast or offload and
-    keeps a plain module; ``as_fsdp`` tells which it is. FSDP2 would cost a small model 4% of
-    its update (1.7 M parameters, 2 threads).
+    One rank whose storage and compute types are equal keeps a plain module, if it does not offload;
+    ``as_fsdp`` distinguishes the two. FSDP2 would cost a small model 4 % of its update (1.7 M
+    parameters, 2 threads).
     """
     hf, options = model.hf, config.fsdp2
     if options.liger_kernels:
@@ -123,7 +111,7 @@ def _fill_and_shard(
 def _sharding(
     config: EngineConfig, device: torch.device, num_ranks: int
 ) -> Callable[[nn.Module], FSDPModule]:
-    """Return what shards one module as the configuration says."""
+    """Return a function that shards one module as the configuration says."""
     options = config.fsdp2
     return partial(
         fully_shard,
@@ -153,7 +141,7 @@ def _mesh(device: torch.device, *, num_ranks: int, num_replicas: int) -> DeviceM
 
 
 def _prefetch(blocks: Sequence[FSDPModule], num_ahead: int) -> None:
-    """Let each block ask for the weights of those that follow it, in either direction."""
+    """Let each block prefetch the weights of the blocks after it, in either direction."""
     if not num_ahead:
         return
     for number, block in enumerate(blocks):
@@ -169,25 +157,25 @@ def as_fsdp(model: PackedModel) -> FSDPModule | None:
 
 
 def reshard(model: PackedModel) -> None:
-    """Free what a forward pass gathered and no backward pass will free."""
+    """Free the weights that a forward pass gathered, where no backward pass follows."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's part: the same memory, not a copy."""
+    """Return this rank's shard: the same memory, not a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Gather the whole of a tensor on every rank (a collective if it is sharded)."""
+    """Gather the full tensor on every rank (a collective if it is sharded)."""
     tensor = tensor.detach()
     return _on_mesh(tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _on_mesh(tensor: DTensor) -> DTensor:
-    """Return a tensor whose shard lies where the mesh communicates; an offloaded one is copied."""
+    """Return a tensor on the device of its mesh; an offloaded shard is copied."""
     local = tensor.to_local()
     if local.device.type == tensor.device_mesh.device_type:
         return tensor
@@ -202,21 +190,21 @@ def _on_mesh(tensor: DTensor) -> DTensor:
 
 
 def num_copies(tensor: Tensor) -> int:
-    """Return how many ranks hold the same part of a tensor: replicas."""
+    """Return the number of ranks that hold the same shard: replicas."""
     if not isinstance(tensor, DTensor):
         return 1
-    dims = [dim for dim, place in enumerate(tensor.placements) if place.is_replicate()]
+    dims = [dim for dim, placed in enumerate(tensor.placements) if placed.is_replicate()]
     return math.prod(tensor.device_mesh.size(dim) for dim in dims)
 
 
 def is_first_copy(tensor: Tensor) -> bool:
-    """Say whether this rank is the first of those that hold the same part of a tensor."""
+    """Whether this rank is the first of the ranks that hold the same shard."""
     if not isinstance(tensor, DTensor):
         return True
-    place = tensor.device_mesh.get_coordinate() or ()
+    coordinates = tensor.device_mesh.get_coordinate() or ()
     return not any(
-        position
-        for position, placement in zip(place, tensor.placements, strict=True)
+        coordinate
+        for coordinate, placement in zip(coordinates, tensor.placements, strict=True)
         if placement.is_replicate()
     )
 

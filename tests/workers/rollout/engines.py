@@ -60,8 +60,13 @@ def unsynced_engine(
     )
 
 
+def load(engine: HFRolloutEngine, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Load one bucket."""
+    engine.load(engine.stage(tensors), [])
+
+
 def send_weights(engine: HFRolloutEngine, folder: Path) -> None:
-    engine.update_weights(list(load_file(folder / "model.safetensors").items()))
+    load(engine, list(load_file(folder / "model.safetensors").items()))
     engine.finish_update(version=0)
 
 

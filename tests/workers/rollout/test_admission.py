@@ -17,11 +17,11 @@ def test_while_paused_nothing_is_admitted_and_reopening_ends_it() -> None:
         with pytest.raises(PhaseError, match="paused"), gate.admit(1):
             pass
         gate.resume()
-        with gate.admit(1) as ticket:
-            ticket.check(1)
+        with gate.admit(1) as call:
+            call.check(1)
 
 
-def test_a_second_call_and_a_change_of_memory_are_refused_while_one_runs() -> None:
+def test_a_second_call_or_a_release_is_refused_while_one_runs() -> None:
     gate = RequestGate()
     with gate.admit(4):
         with pytest.raises(PhaseError, match="refused: 4 requests"), gate.admit(1):
@@ -40,17 +40,17 @@ def test_an_error_inside_frees_the_engine() -> None:
 
 
 def run_until_aborted(gate: RequestGate, started: Event) -> None:
-    with gate.admit(6) as ticket:
+    with gate.admit(6) as call:
         started.set()
         while True:
-            ticket.check(5)
+            call.check(5)
 
 
 def run_until(gate: RequestGate, started: Event, end: Event) -> str:
-    with gate.admit(6) as ticket:
+    with gate.admit(6) as call:
         started.set()
         while not end.wait(0.001):
-            ticket.check(5)
+            call.check(5)
     return "ended"
 
 

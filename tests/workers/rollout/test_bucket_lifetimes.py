@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrl.workers.rollout.protocol import Bucket, StagedBucket
+from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, tensors_in
 from hybridrl.workers.rollout.sglang.broadcast import BroadcastTransport
-from hybridrl.workers.rollout.sglang.flat_buffers import tensors_in
 from hybridrl.workers.rollout.sglang.transports import DiskTransport, SharedTransport, Transport
 from hybridrl.workers.sharding.control import ControlGroup, Neighbours
-from hybridrl.workers.sharding.weight_pipeline import stream_offers
+from hybridrl.workers.sharding.weight_stream import stream_weights
 
 CPU = torch.device("cpu")
 NUM_BUCKETS = 6
@@ -26,7 +25,7 @@ def _never(**_: object) -> torch.distributed.ProcessGroup:
 
 def _shared(num_ranks: int) -> Transport:
     return SharedTransport(
-        device=CPU, num_ranks=num_ranks, encode=lambda flat, slots: "", dtype=torch.float32
+        device=CPU, num_ranks=num_ranks, encode=lambda flat, spans: "", dtype=torch.float32
     )
 
 
@@ -40,7 +39,7 @@ TRANSPORTS = {
 }
 
 
-class LateReaderPort:
+class LateReader:
     """A server whose ranks read as late as they may.
 
     The first has read a bucket when it answers: here, when the next one has been packed. The others
@@ -52,34 +51,34 @@ class LateReaderPort:
         self._num_ranks = num_ranks
         self._num_packed = 0
         self._packed = threading.Condition()
-        self._delivered: list[StagedBucket] = []
+        self._loaded: list[StagedBucket] = []
         self.read: list[list[list[float]]] = [[] for _ in range(num_ranks)]
 
-    def offer(self, bucket: Bucket) -> StagedBucket:
-        offer = self._transport.offer(bucket)
+    def stage(self, bucket: Bucket) -> StagedBucket:
+        staged = self._transport.stage(bucket)
         with self._packed:
             self._num_packed += 1
             self._packed.notify_all()
-        return offer
+        return staged
 
-    def deliver(self, offer: StagedBucket, handles: Sequence[str]) -> None:
-        self._delivered.append(offer)
-        number = len(self._delivered)
+    def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
+        self._loaded.append(staged)
+        number = len(self._loaded)
         with self._packed:
             is_packed = self._packed.wait_for(
                 lambda: self._num_packed >= min(number + 1, NUM_BUCKETS), timeout=20.0
             )
         assert is_packed
-        self._read(0, offer)
+        self._read(0, staged)
         if self._num_ranks > 1 and number > 1:
-            self._read(1, self._delivered[-2])
+            self._read(1, self._loaded[-2])
 
     def release_buffers(self) -> None:
-        self._transport.free()
+        self._transport.release_buffers()
 
-    def _read(self, rank: int, offer: StagedBucket) -> None:
-        assert offer.flat is not None
-        (values,) = tensors_in(offer.flat, offer.slots).values()
+    def _read(self, rank: int, staged: StagedBucket) -> None:
+        assert staged.flat is not None
+        (values,) = tensors_in(staged.flat, staged.spans).values()
         self.read[rank].append(values.tolist())
 
 
@@ -91,17 +90,17 @@ def _weights() -> Iterator[tuple[str, Tensor]]:
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_a_bucket_is_whole_for_the_last_who_reads_it(name: str) -> None:
     num_ranks = 2 if "two" in name else 1
-    port = LateReaderPort(TRANSPORTS[name](), num_ranks=num_ranks)
+    reader = LateReader(TRANSPORTS[name](), num_ranks=num_ranks)
     control = ControlGroup(timeout_s=20.0)
-    report = stream_offers(
+    report = stream_weights(
         _weights(),
-        port,
-        deliver=port.deliver,
+        reader.load,
+        sender=reader,
         bucket_bytes=32,
         control=control,
         neighbours=Neighbours(control, size=1),
     )
     assert not report.failures
     sent = [[float(number)] * 8 for number in range(NUM_BUCKETS)]
-    assert port.read[0] == sent
-    assert port.read[1:] == [sent[:-1]] * (num_ranks - 1)
+    assert reader.read[0] == sent
+    assert reader.read[1:] == [sent[:-1]] * (num_ranks - 1)

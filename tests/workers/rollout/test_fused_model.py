@@ -9,10 +9,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hybridrl.workers.rollout.embedded.forward import Forward, TransformersForward
 from hybridrl.workers.rollout.embedded.fused_model import fuse
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots, KVStep
-from hybridrl.workers.rollout.embedded.model import allocate_kv, build_model, load_config
+from hybridrl.workers.rollout.embedded.model import (
+    Forward,
+    TransformersForward,
+    allocate_kv,
+    build_model,
+    load_config,
+)
 from tests.models.test_onednn import Recorder
 from tests.tiny_models import Family, make_tiny_model
 from tests.workers.rollout.engines import make_prompts, ready_engine, sampling_params

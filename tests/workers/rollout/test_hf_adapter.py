@@ -17,6 +17,7 @@ from hybridrl.workers.rollout.protocol import MemoryTag
 from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import (
     CPU,
+    load,
     make_prompts,
     ready_engine,
     rollout_config,
@@ -66,11 +67,11 @@ def merged_engine(folder: Path, adapter: dict[str, Tensor]) -> HFRolloutEngine:
         a, b = matrix_names(name.removesuffix(".weight"))
         if a in adapter:
             weights[name] = weights[name] + LORA.scaling * adapter[b] @ adapter[a]
-    engine.update_weights(list(weights.items()))
+    load(engine, list(weights.items()))
     return engine
 
 
-def test_an_engine_with_an_adapter_samples_what_one_with_merged_weights_samples(
+def test_an_adapter_samples_what_merged_weights_sample(
     tiny_model: Path,
 ) -> None:
     engine = lora_engine(tiny_model)
@@ -114,7 +115,7 @@ def test_nothing_is_sampled_without_an_adapter(tiny_model: Path) -> None:
     refused()
 
 
-def test_an_adapter_is_loaded_whole_or_refused_by_name_and_then_nothing_changes(
+def test_an_adapter_is_loaded_completely_or_refused_by_name(
     tiny_model: Path,
 ) -> None:
     engine = lora_engine(tiny_model)
@@ -157,7 +158,7 @@ def test_an_adapter_is_not_loaded_into_released_memory(tiny_model: Path) -> None
         engine.load_adapter({})
 
 
-def test_base_weights_keep_their_names_and_adapters_are_counted_in_the_weights_memory(
+def test_base_weights_keep_their_names_and_adapters_are_counted(
     tiny_model: Path,
 ) -> None:
     engine, plain = lora_engine(tiny_model), ready_engine(tiny_model)
@@ -168,10 +169,10 @@ def test_base_weights_keep_their_names_and_adapters_are_counted_in_the_weights_m
     more = engine.resident_bytes(MemoryTag.WEIGHTS) - plain.resident_bytes(MemoryTag.WEIGHTS)
     assert more == sum(tensor.nbytes for tensor in adapter.values())
     with pytest.raises(EngineError, match="has no weight"):
-        engine.update_weights(list(adapter.items()))
+        load(engine, list(adapter.items()))
 
 
-def test_a_bfloat16_engine_keeps_the_small_updates_that_merging_would_lose(tmp_path: Path) -> None:
+def test_a_bfloat16_engine_keeps_updates_that_merging_would_lose(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path)
     engine = lora_engine(folder, dtype="bfloat16")
     small = {name: tensor * 0.02 for name, tensor in make_adapter(engine).items()}

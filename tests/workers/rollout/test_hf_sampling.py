@@ -15,6 +15,7 @@ from hybridrl.workers.rollout.embedded import prefill
 from hybridrl.workers.rollout.protocol import Response, SamplingParams
 from tests.tiny_models import Family, make_tiny_model
 from tests.workers.rollout.engines import (
+    load,
     make_prompts,
     prompt_batch,
     ready_engine,
@@ -59,7 +60,7 @@ def test_logprobs_are_those_of_hugging_face_whatever_the_slots(
             torch.testing.assert_close(response.logprobs, scores, atol=1e-4, rtol=0)
 
 
-def test_greedy_takes_hugging_faces_best_tokens_with_logprobs_at_temperature_one(
+def test_greedy_takes_the_best_tokens_of_hugging_face(
     tiny_model: Path,
 ) -> None:
     prompts = make_prompts(LENGTHS)
@@ -241,11 +242,11 @@ def test_weights_never_sent_are_an_error_and_leave_no_nan_behind(tiny_model: Pat
     healthy = ready_engine(tiny_model)
     expected = tokens_of(healthy.generate(prompts, sampling_params()))
     weights = [(name, tensor.clone()) for name, tensor in healthy._model.named_parameters()]
-    engine.update_weights(weights)
+    load(engine, weights)
     assert tokens_of(engine.generate(prompts, sampling_params())) == expected
 
 
-def test_nan_that_appears_while_decoding_is_an_error_and_leaves_none_behind(tmp_path: Path) -> None:
+def test_nan_while_decoding_is_an_error_and_leaves_none_behind(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, tie_embeddings=False)
     engine, prompts = ready_engine(folder), make_prompts((3, 12))
     swapped = prompts[torch.tensor([1, 0])]  # its short rows lie where long ones left NaN
@@ -256,8 +257,8 @@ def test_nan_that_appears_while_decoding_is_an_error_and_leaves_none_behind(tmp_
     seen = prompts.token_ids_PL.values()
     sick[seen] = healthy[seen]  # the prompts pass, the first other token does not
     for _ in range(2):
-        engine.update_weights([(name, sick)])
+        load(engine, [(name, sick)])
         with pytest.raises(EngineError, match="not finite"):
             engine.generate(prompts, sampling_params())
-        engine.update_weights([(name, healthy)])
+        load(engine, [(name, healthy)])
         assert tokens_of(engine.generate(swapped, sampling_params())) == expected

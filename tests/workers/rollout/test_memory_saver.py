@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from hybridrl.errors import EngineError
-from hybridrl.workers.rollout.sglang.memory_saver import (
-    MemorySaverFacts,
-    find_obstacles,
-    require_no_obstacle,
-)
+from hybridrl.workers.rollout.sglang.memory_saver import require_no_obstacle
 
-GOOD = MemorySaverFacts(
-    device="cuda",
-    variables={"NCCL_GRAPH_REGISTER": "0", "PYTORCH_ALLOC_CONF": "expandable_segments:False"},
-    arguments={"enable_memory_saver": True},
-    is_installed=True,
-)
+GOOD: dict[str, Any] = {
+    "device": "cuda",
+    "variables": {"NCCL_GRAPH_REGISTER": "0", "PYTORCH_ALLOC_CONF": "expandable_segments:False"},
+    "is_on": True,
+    "is_installed": True,
+}
 LIBRARY = "/lib/torch_memory_saver_hook_mode_preload.abi3.so"
 
 
 def test_what_the_engine_sets_for_a_server_is_in_nobodys_way() -> None:
-    assert find_obstacles(GOOD) == []
-    require_no_obstacle(GOOD)
+    require_no_obstacle(**GOOD)
 
 
 @pytest.mark.parametrize(
@@ -40,19 +35,16 @@ def test_what_the_engine_sets_for_a_server_is_in_nobodys_way() -> None:
         ({"is_installed": False}, "pip install torch_memory_saver"),
         ({"device": "cpu"}, "needs CUDA"),
         (
-            {"device": "cpu", "arguments": {}, "variables": {"LD_PRELOAD": LIBRARY}},
+            {"device": "cpu", "is_on": False, "variables": {"LD_PRELOAD": LIBRARY}},
             "unset LD_PRELOAD",
         ),
     ],
 )
 def test_each_obstacle_is_named_with_what_removes_it(changes: dict[str, object], word: str) -> None:
-    facts = replace(GOOD, **changes)  # type: ignore[arg-type]
-    (obstacle,) = find_obstacles(facts)
-    assert word in obstacle
-    with pytest.raises(EngineError, match="could not release its memory"):
-        require_no_obstacle(facts)
+    with pytest.raises(EngineError, match=r"^SGLang could not release its memory: ") as raised:
+        require_no_obstacle(**(GOOD | changes))
+    assert word in str(raised.value)
 
 
 def test_a_server_that_never_sleeps_is_held_to_nothing() -> None:
-    awake = replace(GOOD, arguments={"enable_memory_saver": False}, variables={})
-    assert find_obstacles(replace(awake, is_installed=False)) == []
+    require_no_obstacle(**(GOOD | {"is_on": False, "variables": {}, "is_installed": False}))

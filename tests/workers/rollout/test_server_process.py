@@ -45,7 +45,7 @@ def wait_until_session_ends(session: int) -> None:
     wait_until(lambda: not members_of(session))
 
 
-def test_a_server_is_ready_when_it_says_so_and_ends_with_its_children_and_its_log() -> None:
+def test_a_server_ends_with_its_children_and_its_log() -> None:
     with running(SERVER) as server:
         took_s = server.wait_until_ready(lambda: says(server, "up"), timeout_s=60.0)
         assert "up" not in server.tail()  # what was said before is of no interest any more
@@ -57,7 +57,7 @@ def test_a_server_is_ready_when_it_says_so_and_ends_with_its_children_and_its_lo
     server.end()  # twice is a no-op
 
 
-def test_a_server_that_ends_before_it_is_ready_is_told_with_its_last_words() -> None:
+def test_a_server_that_ends_at_its_start_shows_its_last_lines() -> None:
     dies = "import sys; print('no such model'); sys.exit(3)"
     with running(dies) as server, pytest.raises(EngineError) as caught:
         server.wait_until_ready(lambda: False, timeout_s=60.0)
@@ -65,7 +65,7 @@ def test_a_server_that_ends_before_it_is_ready_is_told_with_its_last_words() -> 
     assert type(caught.value) is EngineError  # new processes would meet the same
 
 
-def test_a_server_that_was_killed_is_told_with_the_signal_and_counts_as_a_lost_process() -> None:
+def test_a_server_that_was_killed_is_reported_with_the_signal() -> None:
     with running("import time; time.sleep(600)") as server:
         server.require_alive("generate")
         os.kill(server.pid, signal.SIGKILL)

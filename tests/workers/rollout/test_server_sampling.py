@@ -13,16 +13,17 @@ from aiohttp import web
 
 from hybridrl.batch import PromptBatch, jagged
 from hybridrl.errors import EngineError
-from hybridrl.workers.rollout.protocol import SamplingParams
+from hybridrl.metrics import Metrics
+from hybridrl.workers.rollout.protocol import Response, SamplingParams
 from hybridrl.workers.rollout.sampling import response_keys
 from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError
-from hybridrl.workers.rollout.sglang.requests import build_groups, read_answer
-from hybridrl.workers.rollout.sglang.sampling import GroupSampler, Terms
+from hybridrl.workers.rollout.sglang.sampling import GroupSampler, build_groups, read_response
 from tests.workers.rollout.answering import Answering, Body, answering
 
 SAMPLING = SamplingParams(
     num_responses_per_prompt=3, max_response_tokens=4, temperature=1.0, stop_token_ids=(9,)
 )
+Run = Callable[[], tuple[list[Response], Metrics]]
 PROMPTS = PromptBatch(
     token_ids_PL=jagged([torch.tensor([1, 2, 3]), torch.tensor([4, 5])]),
     prompt_index_P=torch.tensor([7, 8]),
@@ -67,24 +68,25 @@ class Sampler:
 @contextmanager
 def sampling_from(
     answer: Callable[[str, Body], Any], *, version: str = "5", on_cut_off: Any = lambda _: None
-) -> Iterator[tuple[Answering, GroupSampler]]:
+) -> Iterator[tuple[Answering, Run]]:
     with answering(answer) as server:
         client = ServerClient(server.url, name="the server", require_alive=lambda _: None)
-        terms = Terms(
-            sampling=SAMPLING,
+        sampler = GroupSampler(
+            client,
+            SAMPLING,
             max_context_tokens=6,
             weight_version=version,
             timeout_s=30.0,
-            fields={"lora_path": "policy"},
+            adapter="policy",
         )
-        sampler = GroupSampler(client, terms, on_cut_off=on_cut_off)
         try:
-            yield server, sampler
+            groups = build_groups(PROMPTS, SAMPLING)
+            yield server, lambda: sampler.run(groups, on_cut_off=on_cut_off)
         finally:
             client.close()
 
 
-def test_each_sibling_has_the_random_stream_that_the_embedded_engine_gives_it() -> None:
+def test_each_response_has_the_embedded_engines_random_stream() -> None:
     groups = build_groups(PROMPTS, SAMPLING)
     assert [group.token_ids for group in groups] == [[1, 2, 3], [4, 5]]
     keys = response_keys(PROMPTS.seed_P.repeat_interleave(3), torch.arange(3).repeat(2))
@@ -94,8 +96,8 @@ def test_each_sibling_has_the_random_stream_that_the_embedded_engine_gives_it() 
 
 
 def test_a_group_is_prefilled_once_and_then_asked_for_as_a_whole() -> None:
-    with sampling_from(Sampler(lambda _, __: "length")) as (server, sampler):
-        sampled = sampler.run(build_groups(PROMPTS, SAMPLING))
+    with sampling_from(Sampler(lambda _, __: "length")) as (server, run):
+        responses, metrics = run()
     bodies = [body for _, body in server.asked]
     prefills = [body for body in bodies if isinstance(body["sampling_params"], dict)]
     wholes = [body for body in bodies if isinstance(body["sampling_params"], list)]
@@ -103,31 +105,31 @@ def test_a_group_is_prefilled_once_and_then_asked_for_as_a_whole() -> None:
     assert all(body["sampling_params"]["max_new_tokens"] == 0 for body in prefills)
     assert sorted(len(body["input_ids"]) for body in wholes) == [3, 3]
     assert all(body["lora_path"] == "policy" for body in bodies)
-    assert [r.token_ids.tolist() for r in sampled.responses] == [[1] * 3] * 3 + [[4] * 4] * 3
-    assert all(r.is_truncated for r in sampled.responses)
-    assert sampled.metrics["rollout/prefix_cache_hit_fraction"].value == pytest.approx(9 / 15)
+    assert [r.token_ids.tolist() for r in responses] == [[1] * 3] * 3 + [[4] * 4] * 3
+    assert all(r.is_truncated for r in responses)
+    assert metrics["rollout/prefix_cache_hit_fraction"].value == pytest.approx(9 / 15)
 
 
-def test_a_response_that_was_cut_off_is_asked_for_again_and_it_alone() -> None:
+def test_only_a_response_that_was_cut_off_is_asked_for_again() -> None:
     victim = build_groups(PROMPTS, SAMPLING)[1].seeds[2]
     answer = Sampler(lambda seed, time: "abort" if seed == victim and time < 3 else "stop")
     told: list[int] = []
-    with sampling_from(answer, on_cut_off=told.append) as (_, sampler):
-        sampled = sampler.run(build_groups(PROMPTS, SAMPLING))
-    assert len(sampled.responses) == 6
-    assert not any(r.is_truncated for r in sampled.responses)
+    with sampling_from(answer, on_cut_off=told.append) as (_, run):
+        responses, metrics = run()
+    assert len(responses) == 6
+    assert not any(r.is_truncated for r in responses)
     assert answer.times[victim] == 3
     assert sum(answer.times.values()) == 8
     assert told == [1, 1]
-    assert sampled.metrics["rollout/retried_requests"].value == 2
+    assert metrics["rollout/retried_requests"].value == 2
 
 
-def test_a_response_that_is_cut_off_three_times_is_reported_and_nothing_is_scored() -> None:
+def test_a_response_cut_off_three_times_is_never_scored() -> None:
     with (
-        sampling_from(Sampler(lambda _, __: "abort")) as (_, sampler),
+        sampling_from(Sampler(lambda _, __: "abort")) as (_, run),
         pytest.raises(EngineError, match=r"6 of 6 responses were cut off 3 times.*Aborted"),
     ):
-        sampler.run(build_groups(PROMPTS, SAMPLING))
+        run()
 
 
 def test_what_was_cut_off_on_purpose_is_not_asked_for_again() -> None:
@@ -136,19 +138,19 @@ def test_what_was_cut_off_on_purpose_is_not_asked_for_again() -> None:
 
     answer = Sampler(lambda _, __: "abort")
     with (
-        sampling_from(answer, on_cut_off=refuse) as (_, sampler),
+        sampling_from(answer, on_cut_off=refuse) as (_, run),
         pytest.raises(EngineError, match="aborted 6"),
     ):
-        sampler.run(build_groups(PROMPTS, SAMPLING))
+        run()
     assert sum(answer.times.values()) == 6
 
 
 def test_a_response_of_other_weights_is_refused() -> None:
     with (
-        sampling_from(Sampler(lambda _, __: "stop"), version="6") as (_, sampler),
+        sampling_from(Sampler(lambda _, __: "stop"), version="6") as (_, run),
         pytest.raises(EngineError, match="weights of version 5, and the policy is at 6"),
     ):
-        sampler.run(build_groups(PROMPTS, SAMPLING))
+        run()
 
 
 def test_a_request_that_is_refused_is_not_repeated() -> None:
@@ -159,8 +161,8 @@ def test_a_request_that_is_refused_is_not_repeated() -> None:
         asked += 1
         return web.json_response({"error": {"message": "context too long"}}, status=400)
 
-    with sampling_from(refuse) as (_, sampler), pytest.raises(ServerError, match="too long"):
-        sampler.run(build_groups(PROMPTS, SAMPLING))
+    with sampling_from(refuse) as (_, run), pytest.raises(ServerError, match="too long"):
+        run()
     assert asked == 2  # one a group
 
 
@@ -168,4 +170,4 @@ def test_log_probs_of_other_tokens_are_refused() -> None:
     torn = item([1], {"max_new_tokens": 2})
     torn["meta_info"]["output_token_logprobs"].pop()
     with pytest.raises(EngineError, match="2 tokens and log-probs of 1 others"):
-        read_answer(torn)
+        read_response(torn)

@@ -12,7 +12,7 @@ def make_memory() -> tuple[TensorMemory, dict[str, torch.Tensor]]:
     return TensorMemory("weights", tensors, lost_value=float("nan")), tensors
 
 
-def test_releasing_frees_the_bytes_and_resuming_brings_back_what_was_backed_up() -> None:
+def test_resuming_brings_back_tensors_that_were_backed_up() -> None:
     memory, tensors = make_memory()
     num_bytes = memory.resident_bytes()
     assert num_bytes == 32 * 4 + 3 * 4 + 8
@@ -58,7 +58,7 @@ def test_twice_the_same_edge_is_refused() -> None:
     assert memory.resident_bytes() == 0
 
 
-def test_a_resume_without_room_leaves_everything_free_and_can_be_tried_again() -> None:
+def test_a_resume_without_room_frees_all_and_can_be_repeated() -> None:
     tensors = {"small": torch.ones(2), "large": torch.ones(2)}
     memory = TensorMemory("the KV cache", tensors, lost_value=0.0)
     memory.release(frozenset({"small"}))

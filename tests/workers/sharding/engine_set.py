@@ -44,7 +44,7 @@ class Meeting:
             raise PhaseError(f"rank {rank} is at stage {stage!r} and another rank is not")
         return [value for _, value in said]  # type: ignore[misc]
 
-    def offload_parameters(self) -> None:
+    def abort(self) -> None:
         """Let nobody wait for a rank that has raised."""
         self._barrier.abort()
 
@@ -133,5 +133,5 @@ class LocalSet:
         try:
             return rank.sync()
         except BaseException:
-            self._meeting.offload_parameters()
+            self._meeting.abort()
             raise

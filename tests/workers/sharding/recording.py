@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, SupervisedBa
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError
 from hybridrl.metrics import Metrics
+from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
 from hybridrl.workers.rollout.protocol import (
     MemoryTag,
     Response,
@@ -29,6 +31,7 @@ from hybridrl.workers.sharding.colocated_engines import ColocatedEngines
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.lifecycle import LifeCycle, SleepLevel
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.memory import DeviceMemory
 from hybridrl.workers.sharding.states import State
 from hybridrl.workers.train.protocol import TrainState, WeightSet, WeightSpec
@@ -219,9 +222,15 @@ class RecordingEngine:
         sizes = {**self.policy.tensors, BUFFER: 3}
         return tuple(WeightMemory(name, 4 * size, name == BUFFER) for name, size in sizes.items())
 
-    def update_weights(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        with self.journal.entry(self.index, "update_weights"):
-            for name, tensor in tensors:
+    def stage(self, bucket: Bucket) -> StagedBucket:
+        return stage_by_reference(bucket)
+
+    def release_buffers(self) -> None:
+        pass
+
+    def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
+        with self.journal.entry(self.index, "load"):
+            for name, tensor in staged.tensors:
                 self.memory[MemoryTag.WEIGHTS][name].copy_(tensor)
 
     def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
@@ -297,13 +306,11 @@ def managed_engine(
     release_timeout_s: float = 1.0,
 ) -> ManagedEngine:
     """The engine as its sharding manager holds it."""
+    config = rollout_config(
+        sleep=sleeps, backup_weights="always" if backs_up_everything else "ledger"
+    )
     return ManagedEngine(
-        engine,
-        device=CPU,
-        sleeps=sleeps,
-        backs_up_everything=backs_up_everything,
-        drain_timeout_s=1.0,
-        release_timeout_s=release_timeout_s,
+        engine, config=replace(config, stage_timeout_s=release_timeout_s), device=CPU
     )
 
 
@@ -381,9 +388,9 @@ class RecordingTrainEngine(RecordingTenant):
     def __init__(self, journal: Journal, policy: Policy = Policy.WHOLE) -> None:
         super().__init__(journal)
         self.policy = policy
-        self.weight_parts: tuple[WeightSet, ...] = (WeightSet.BASE,)
+        self.weight_sets: tuple[WeightSet, ...] = (WeightSet.BASE,)
         if policy.adapter:
-            self.weight_parts += (WeightSet.ADAPTER,)
+            self.weight_sets += (WeightSet.ADAPTER,)
             self.state[TrainState.PARAMETERS] |= {
                 name: torch.full((size,), float(size)) for name, size in policy.adapter.items()
             }
@@ -549,6 +556,56 @@ class Rig:
         self.life.sleep()
         self.check_training()
         self.train()
+
+
+@dataclass
+class RecordingDevice:
+    """One rank's device: a manager, an engine (unless another rank leads it), the trainer."""
+
+    journal: Journal
+    engine: RecordingEngine | None
+    trainer: RecordingTrainEngine
+    manager: ShardingManager
+    version: int = 0
+
+    def serve(self) -> bool:
+        """Sample in a phase of its own; True if the trainer's newest weights answered."""
+        with self.manager.rollout_phase() as engine:
+            assert engine is self.engine
+            if self.engine is None:
+                return True
+            served = self.engine.serve()
+            assert served.pop(BUFFER).tolist() == [0.0, 1.0, 2.0]
+            return self.engine.version == self.version and all(
+                bool((served[name] == WEIGHTS[name] + self.version).all()) for name in WEIGHTS
+            )
+
+    def train(self) -> None:
+        self.manager.require_training()
+        self.trainer.step()
+        self.version += 1
+        self.manager.weights_changed(version=self.version)
+
+
+def recording_device(
+    rank: int = 0,
+    *,
+    kind: type[RecordingEngine] = RecordingEngine,
+    timeout_s: float = 20.0,
+    **keys: Any,
+) -> RecordingDevice:
+    """A rank's device; ``keys`` are those of ``rollout_config``."""
+    journal = Journal()
+    config = rollout_config(**keys)
+    manager = ShardingManager(
+        engine=None if rank % config.tensor_parallel_size else kind(rank, journal),
+        config=config,
+        device=CPU,
+        control=ControlGroup(timeout_s=timeout_s),
+    )
+    managed, trainer = manager._engines.managed, RecordingTrainEngine(journal)
+    manager.attach_policy(trainer)
+    return RecordingDevice(journal, managed and managed.engine, trainer, manager)  # type: ignore[arg-type]
 
 
 def rollout_config(

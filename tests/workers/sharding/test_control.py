@@ -77,7 +77,7 @@ def _one_rank_does_not_come(rank: int) -> tuple[str, float]:
     return str(raised.value), waited_s
 
 
-def test_a_rank_that_does_not_come_ends_the_wait_with_the_key_of_the_limit() -> None:
+def test_a_rank_that_does_not_come_ends_the_wait_with_a_key() -> None:
     (text, waited_s), _ = run_ranks(2, _one_rank_does_not_come)
     assert text == (
         "resume_weights: not all 2 ranks answered within 3 s; a rank died or is stuck. "
@@ -102,7 +102,7 @@ def _one_rank_samples_longer_than_a_stage_may_take(rank: int, late: int) -> str:
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_ranks_may_differ_in_sampling_by_more_than_a_stage_but_not_for_ever(late: int) -> None:
+def test_ranks_may_differ_in_sampling_but_not_for_ever(late: int) -> None:
     texts = run_ranks(2, _one_rank_samples_longer_than_a_stage_may_take, late)
     assert texts[1 - late] == (
         "generate: not all 2 ranks answered within 1 s; a rank died or is stuck. "

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from hybridrl.errors import ConfigError, ConfigErrors, EngineError
-from hybridrl.workers.rollout.protocol import Bucket, MemoryTag, StagedBucket
-from hybridrl.workers.rollout.sglang.flat_buffers import FlatBuffers, tensors_in
+from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.control import ControlGroup, StageError
-from hybridrl.workers.sharding.engine_start import start_engine
+from hybridrl.workers.sharding.fused_engines import start_engine
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.states import State
 from tests.ranks import run_ranks
@@ -22,7 +20,6 @@ from tests.workers.sharding.recording import (
     Journal,
     RecordingEngine,
     RecordingTrainEngine,
-    allocate_on_host,
     rollout_config,
 )
 
@@ -59,26 +56,6 @@ class SlowEngine(RecordingEngine):
         super().restart()
 
 
-class MemoryPort:
-    """A rank's end of the stream into an engine that lies in the memory of the leader."""
-
-    def __init__(self, engine: RecordingEngine | None) -> None:
-        self._engine = engine
-        self._buffers = FlatBuffers(count=2, allocate=allocate_on_host)
-
-    def offer(self, bucket: Bucket) -> StagedBucket:
-        flat, slots = self._buffers.pack(bucket)
-        return StagedBucket(slots, flat, "")
-
-    def deliver(self, offer: StagedBucket, handles: Sequence[str]) -> None:
-        assert self._engine is not None and offer.flat is not None
-        assert len(handles) == 2
-        self._engine.update_weights(list(tensors_in(offer.flat, offer.slots).items()))
-
-    def release_buffers(self) -> None:
-        self._buffers.free()
-
-
 def _late_engine() -> SlowEngine:
     time.sleep(LATE_S)
     return SlowEngine(0, Journal())
@@ -95,9 +72,7 @@ def _two_ranks_of_an_engine_that_starts_late(rank: int) -> bool:
     engine = start_engine(build if rank == 0 else None, config=config, control=control)
     assert (engine is None) == (rank == 1)
     assert engine is None or isinstance(engine, SlowEngine)
-    manager = ShardingManager(
-        engine=engine, port=MemoryPort(engine), config=config, device=CPU, control=control
-    )
+    manager = ShardingManager(engine=engine, config=config, device=CPU, control=control)
     manager.attach_policy(RecordingTrainEngine(Journal()))
     with manager.rollout_phase():
         served = {} if engine is None else engine.serve()
@@ -186,7 +161,7 @@ def test_the_group_outlives_a_restart_that_takes_longer_than_a_stage() -> None:
 
 
 @pytest.mark.parametrize("fault", ["keep", "crawl"])
-def test_memory_that_is_not_back_in_time_on_one_rank_restarts_its_engine(fault: str) -> None:
+def test_memory_that_is_not_back_in_time_restarts_the_engine(fault: str) -> None:
     answers = run_ranks(2, _phases_of_slow_engines, fault)
     for rank, (endings, states, num_restarts) in enumerate(answers):
         assert endings == ["", ""]

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridrl.workers.rollout.buckets import StagedBucket
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.control import ControlGroup
-from hybridrl.workers.sharding.expandable_segments import ordinary_segments
 from hybridrl.workers.sharding.manager import ShardingManager
+from hybridrl.workers.sharding.memory import ordinary_segments
 from tests.workers.sharding.recording import (
     CPU,
     Journal,
@@ -35,7 +36,7 @@ def _settings_of_this_process() -> Iterator[None]:
     torch._C._accelerator_setAllocatorSettings(before or "expandable_segments:False")
 
 
-def test_they_are_off_within_also_after_an_error_and_other_settings_stay() -> None:
+def test_segments_are_off_within_and_other_settings_stay() -> None:
     torch._C._accelerator_setAllocatorSettings(ON)
     for _ in range(2):
         with ordinary_segments():
@@ -62,9 +63,9 @@ class Looking(RecordingEngine):
         self.seen[f"resume {part.value}"] = settings()
         super().resume(part)
 
-    def update_weights(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        self.seen["update_weights"] = settings()
-        super().update_weights(tensors)
+    def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
+        self.seen["load"] = settings()
+        super().load(staged, handles)
 
     def serve(self) -> Mapping[str, Tensor]:  # type: ignore[override]
         self.seen["serve"] = settings()
@@ -85,7 +86,7 @@ def test_in_a_phase_memory_is_ordinary_and_in_training_as_it_was_set() -> None:
             engine.serve()
         assert engine.seen.keys() == {
             *(f"resume {part.value}" for part in MemoryTag),
-            *("update_weights", "serve"),
+            *("load", "serve"),
         }
         assert set(engine.seen.values()) == {OFF}
         assert settings() == ON

@@ -7,8 +7,7 @@ samples fluent text from a policy that nobody trains.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -18,26 +17,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError
-from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import MemoryTag
-from hybridrl.workers.sharding.colocated_engines import ColocatedEngines
-from hybridrl.workers.sharding.control import ControlGroup, StageError
-from hybridrl.workers.sharding.fused_engines import FusedEngines
+from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.ledger import WeightLedger
-from hybridrl.workers.sharding.lifecycle import LifeCycle, SleepLevel
-from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import WeightSet
 from tests.tiny_models import make_tiny_model
-from tests.workers.device import PROMPTS, SAMPLING, largest_mismatch_nats
-from tests.workers.rollout.engines import (
-    ready_engine,
-    rollout_config,
-)
-from tests.workers.train.engines import ACTOR, CPU, MODEL, make_rows, update
+from tests.workers.device import Device
+from tests.workers.rollout.engines import ready_engine, rollout_config
+from tests.workers.train.engines import ACTOR, CPU, MODEL
 
 LEFT_OUT = "model.layers.1."
 """The second cycle's sync sends nothing of the last layer, as if it were frozen."""
@@ -51,7 +43,7 @@ class RecycledMemoryEngine(HFRolloutEngine):
     def resume(self, part: MemoryTag) -> None:
         super().resume(part)
         if part is MemoryTag.WEIGHTS:
-            self.update_weights([(name, self.strangers[name]) for name in self.strangers])
+            self.load(self.stage(list(self.strangers.items())), [])
 
 
 class ForgetfulTrainer(PolicyEngine):
@@ -74,64 +66,38 @@ class BlindLedger(WeightLedger):
         pass
 
 
-class BareLifeCycle:
-    """Real engines around one life cycle, with or without a ledger that looks."""
-
-    def __init__(
-        self,
-        engine: HFRolloutEngine,
-        folder: Path,
-        *,
-        keeps_books: bool,
-        backup_weights: Literal["ledger", "always"] = "ledger",
-    ) -> None:
-        self.engine = engine
-        config = replace(rollout_config(), backup_weights=backup_weights)
-        control = ControlGroup(timeout_s=10.0)
-        self.managed = ManagedEngine.of(engine, config=config, device=CPU)
-        if not keeps_books:
-            self.managed.ledger = BlindLedger(engine.weight_memory())
-        self.set = FusedEngines(self.managed, config=config, device=CPU, control=control)
-        tenants = ColocatedEngines(device=CPU, control=control)
-        self.life = LifeCycle(
-            self.set,
-            host=tenants,
-            depth=SleepLevel.RELEASE_ALL,
-            observe=lambda stage: nullcontext(),
-        )
-        self.life.start()
-        backend = FSDP2Backend(
-            folder, config=ACTOR, model_config=MODEL, num_total_steps=10, device=CPU
-        )
-        self.trainer = ForgetfulTrainer(backend)
-        self.set.attach(self.trainer)
-        tenants.register("actor", self.trainer)
-
-    def mismatch_nats(self) -> float:
-        """Sample, score with the trainer, and return the largest distance of log-probs."""
-        self.life.wake()
-        responses = self.engine.generate(PROMPTS, SAMPLING)
-        self.life.sleep()
-        rollouts = assemble_rollouts(PROMPTS, responses, policy_version=0)
-        return largest_mismatch_nats(self.trainer, rollouts)
-
-    def train_and_forget(self) -> None:
-        update(self.trainer, make_rows(4))
-        self.set.trained_version += 1
-        self.trainer.is_forgetful = True
+def _fresh_memory(folder: Path, config: RolloutConfig) -> HFRolloutEngine:
+    return HFRolloutEngine(folder, config=config, max_context_tokens=32, device=CPU)
 
 
-def _fresh_memory(folder: Path) -> HFRolloutEngine:
-    return HFRolloutEngine(folder, config=rollout_config(), max_context_tokens=32, device=CPU)
-
-
-def _recycled_memory(folder: Path) -> HFRolloutEngine:
-    engine = RecycledMemoryEngine(
-        folder, config=rollout_config(), max_context_tokens=32, device=CPU
-    )
+def _recycled_memory(folder: Path, config: RolloutConfig) -> HFRolloutEngine:
+    engine = RecycledMemoryEngine(folder, config=config, max_context_tokens=32, device=CPU)
     stranger = make_tiny_model(folder / "stranger", seed=1)
     engine.strangers = load_file(stranger / "model.safetensors")
     return engine
+
+
+def _device(
+    folder: Path,
+    memory: Callable[[Path, RolloutConfig], HFRolloutEngine],
+    *,
+    keeps_books: bool = True,
+    backup_weights: Literal["ledger", "always"] = "ledger",
+) -> Device:
+    """Both real engines, with or without a ledger that looks."""
+    config = replace(rollout_config(), backup_weights=backup_weights)
+    backend = FSDP2Backend(folder, config=ACTOR, model_config=MODEL, num_total_steps=10, device=CPU)
+    device = Device(memory(folder, config), ForgetfulTrainer(backend), config=config)
+    if not keeps_books:
+        managed = device.manager._engines.managed
+        assert managed is not None
+        managed.ledger = BlindLedger(device.engine.weight_memory())
+    return device
+
+
+def _train_and_forget(device: Device) -> None:
+    device.train()
+    device.trainer.is_forgetful = True
 
 
 @pytest.fixture
@@ -139,35 +105,34 @@ def folder(tmp_path: Path) -> Path:
     return make_tiny_model(tmp_path)
 
 
-def test_without_a_ledger_lost_weights_are_noticed_only_if_they_happen_to_be_nan(
+def test_without_a_ledger_lost_weights_are_seen_only_if_nan(
     folder: Path,
 ) -> None:
-    device = BareLifeCycle(_fresh_memory(folder), folder, keeps_books=False)
+    device = _device(folder, _fresh_memory, keeps_books=False)
     assert device.mismatch_nats() < 1e-4
-    device.train_and_forget()
+    _train_and_forget(device)
     with pytest.raises(EngineError, match=r"logits .*not finite.*lost in a release"):
         device.mismatch_nats()
 
 
-def test_without_a_ledger_recycled_memory_is_fluent_garbage_that_nothing_notices(
+def test_without_a_ledger_recycled_memory_is_fluent_garbage(
     folder: Path,
 ) -> None:
-    device = BareLifeCycle(_recycled_memory(folder), folder, keeps_books=False)
+    device = _device(folder, _recycled_memory, keeps_books=False)
     assert device.mismatch_nats() < 1e-4
-    device.train_and_forget()
+    _train_and_forget(device)
     for _ in range(2):
         apart = device.mismatch_nats()  # no error: every log-prob is finite
         assert 0.5 < apart < 100.0
 
 
 @pytest.mark.parametrize("memory", [_fresh_memory, _recycled_memory])
-def test_with_the_ledger_the_same_is_refused_and_the_lost_tensors_are_named(
-    memory: object, folder: Path
+def test_with_the_ledger_the_lost_tensors_are_refused_by_name(
+    memory: Callable[[Path, RolloutConfig], HFRolloutEngine], folder: Path
 ) -> None:
-    assert callable(memory)
-    device = BareLifeCycle(memory(folder), folder, keeps_books=True)
+    device = _device(folder, memory)
     assert device.mismatch_nats() < 1e-4
-    device.train_and_forget()
+    _train_and_forget(device)
     lost = [spec.name for spec in device.trainer.weight_specs() if spec.name.startswith(LEFT_OUT)]
     for _ in range(2):
         with pytest.raises(StageError, match="sync failed on engine 0: LedgerError: ") as raised:
@@ -175,7 +140,7 @@ def test_with_the_ledger_the_same_is_refused_and_the_lost_tensors_are_named(
         assert f"{len(lost)} of " in str(raised.value)
         assert f"holds: {', '.join(lost[:4])} and {len(lost) - 4} more (" in str(raised.value)
         assert "or keep a host copy with rollout.backup_weights=ledger" in str(raised.value)
-        assert device.life.may_train
+        device.manager.require_training()
     device.trainer.is_forgetful = False
     assert device.mismatch_nats() < 1e-4
 
@@ -193,33 +158,31 @@ def _bytes_of(engine: HFRolloutEngine, *, buffers: bool) -> int:
 
 
 @pytest.mark.parametrize("backup_weights", ["ledger", "always"])
-def test_full_fine_tuning_keeps_a_host_copy_of_buffers_alone_unless_told_to_keep_all(
+def test_full_fine_tuning_copies_buffers_alone_unless_asked(
     folder: Path, backup_weights: Literal["ledger", "always"]
 ) -> None:
-    engine = _fresh_memory(folder)
-    device = BareLifeCycle(engine, folder, keeps_books=True, backup_weights=backup_weights)
+    device = _device(folder, _fresh_memory, backup_weights=backup_weights)
+    engine = device.engine
     buffers, weights = (_bytes_of(engine, buffers=is_buffer) for is_buffer in (True, False))
     assert buffers > 0
     expected = buffers + (weights if backup_weights == "always" else 0)
-    device.managed.take_metrics()
+    device.manager.take_metrics()
     for _ in range(3):
         assert device.mismatch_nats() < 1e-4
         assert _host_bytes(engine) == expected
-        metrics = device.managed.take_metrics()
+        metrics = device.manager.take_metrics()
         assert metrics["memory/weight_backup_bytes"].value == expected
         assert metrics["memory/weight_backup_saved_bytes"].value == buffers + weights - expected
-        update(device.trainer, make_rows(4))
-        device.set.trained_version += 1
+        device.train()
 
 
-def test_buffers_survive_each_of_three_sleeps_bit_by_bit(folder: Path) -> None:
-    engine = _recycled_memory(folder)
-    device = BareLifeCycle(engine, folder, keeps_books=True)
+def test_buffers_survive_each_of_three_sleeps_bitwise(folder: Path) -> None:
+    device = _device(folder, _recycled_memory)
+    engine = device.engine
     buffers = {name: engine._tensors[name] for name in engine._buffer_names}
     assert buffers
     assert not any(tensor.untyped_storage().nbytes() for tensor in buffers.values())
     truth = {name: tensor.clone() for name, tensor in ready_engine(folder)._model.named_buffers()}
     for _ in range(3):
-        device.life.wake()
-        assert all(torch.equal(buffers[name], truth[name]) for name in buffers)
-        device.life.sleep()
+        with device.manager.rollout_phase():
+            assert all(torch.equal(buffers[name], truth[name]) for name in buffers)

@@ -1,72 +1,91 @@
+"""The order of stages: who is asked what, when, and when not."""
+
 from __future__ import annotations
 
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
+import hybridrl
 from hybridrl.errors import EngineError, PhaseError
+from hybridrl.metrics import Sum
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.lifecycle import SleepLevel
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
-from hybridrl.workers.sharding.states import EDGES, Edge, State
+from hybridrl.workers.sharding.memory import DeviceMemory
+from hybridrl.workers.sharding.states import EDGES, PAUSE, Edge, State
 from hybridrl.workers.train.protocol import TrainState
-from tests.workers.sharding.recording import Rig
-from tests.workers.sharding.watched import DRAWN
+from tests.workers.sharding.recording import (
+    CPU,
+    Event,
+    Journal,
+    RecordingEngine,
+    Rig,
+    managed_engine,
+    recording_device,
+)
+
+DRAWING = Path(hybridrl.__file__).parents[1] / "docs" / "architecture.md"
+SLEEP = ["pause", "drain", "release kv_cache", "release cuda_graph", "release weights"]
+WAKE = ["resume weights", "load", "finish_update", "resume kv_cache"]
+WAKE += ["resume cuda_graph", "continue_generation"]
 
 
-def _sources(edge: Edge) -> list[State]:
-    return [State[name] for name in DRAWN[edge.name].partition(" -> ")[0].split()]
+def _check_order(rig: Rig, *steps: str) -> None:
+    """Each step ends at all engines before the next begins at any."""
+    calls = rig.journal.calls()
+    for earlier, later in pairwise(steps):
+        last_of_earlier = len(calls) - 1 - calls[::-1].index(earlier)
+        assert last_of_earlier < calls.index(later), f"{later} began before all had done {earlier}"
 
 
-def _do_nothing(managed: ManagedEngine) -> None:
-    pass
-
-
-def test_the_edges_are_those_of_the_picture() -> None:
-    assert [edge.name for edge in EDGES] == list(DRAWN)
-    assert all(edge.target.name == DRAWN[edge.name].partition(" -> ")[2] for edge in EDGES)
+def test_the_edges_are_those_that_the_architecture_page_draws() -> None:
+    drawn = set()
+    for line in DRAWING.read_text(encoding="utf-8").splitlines():
+        chain = line.split("   ")[0]
+        if "->" in chain and set(re.findall("[A-Za-z_]+", chain)) <= {*State.__members__, "any"}:
+            nodes = [re.findall("[A-Za-z_]+", node) for node in re.split("-+>", chain)]
+            for sources, (target,) in pairwise(nodes):
+                every = list(State.__members__) if sources == ["any"] else sources
+                drawn |= {(source, target) for source in every}
+    assert drawn == {(source.name, edge.target.name) for edge in EDGES for source in edge.sources}
 
 
 @pytest.mark.parametrize("edge", EDGES, ids=lambda edge: edge.name)
 @pytest.mark.parametrize("state", State, ids=lambda state: state.name)
-def test_an_edge_is_taken_where_it_is_drawn_and_refused_elsewhere(state: State, edge: Edge) -> None:
+def test_an_edge_is_taken_from_its_sources_and_refused_elsewhere(state: State, edge: Edge) -> None:
     rig = Rig()
     rig.life._states = [state, state]
-    if state in _sources(edge):
-        rig.life._transition(edge, _do_nothing, members=[1])
+    if state in edge.sources:
+        rig.life._transition(edge, lambda _: None, members=[1])
         assert rig.life.states == (state, edge.target)
         return
-    legal = [e.name for e in EDGES if state in _sources(e)]
-    expected = f"engine 1 is {state.name}: {edge.name} is not legal there; legal are "
+    legal = ", ".join(e.name for e in EDGES if state in e.sources)
     with pytest.raises(PhaseError) as raised:
-        rig.life._transition(edge, _do_nothing, members=[1])
-    assert str(raised.value) == expected + ", ".join(legal)
+        rig.life._transition(edge, lambda _: None, members=[1])
+    assert str(raised.value) == (
+        f"engine 1 is {state.name}: {edge.name} is not legal there; legal are {legal}"
+    )
     assert rig.life.states == (state, state)
 
 
 def test_a_single_edge_is_not_idempotent() -> None:
     rig = Rig()
     rig.life.wake()
-    rig.life._transition(EDGES[1], ManagedEngine.pause, members=[0, 1])
+    rig.life._transition(PAUSE, ManagedEngine.pause, members=[0, 1])
     with pytest.raises(PhaseError, match="engine 0 is PAUSED: pause is not legal there"):
-        rig.life._transition(EDGES[1], ManagedEngine.pause, members=[0, 1])
+        rig.life._transition(PAUSE, ManagedEngine.pause, members=[0, 1])
 
 
-SLEEP = ["pause", "drain", "release kv_cache", "release cuda_graph", "release weights"]
-WAKE = ["resume weights", "update_weights", "finish_update", "resume kv_cache"]
-WAKE += ["resume cuda_graph", "continue_generation"]
-
-
-def test_every_engine_finishes_a_stage_before_any_starts_the_next_in_each_of_three_cycles() -> None:
+def test_all_engines_finish_a_stage_before_any_starts_the_next() -> None:
     rig = Rig(num_engines=3)
     for _ in range(3):
         rig.journal.events.clear()
         rig.cycle()
-        for earlier, later in pairwise(["pause", "drain", "release kv_cache"]):
-            _check_order(rig, earlier, later)
-        for earlier, later in pairwise(["resume weights", "update_weights", "finish_update"]):
-            _check_order(rig, earlier, later)
-        _check_order(rig, "finish_update", "resume kv_cache")
+        _check_order(rig, "pause", "drain", "release kv_cache")
+        _check_order(rig, "resume weights", "load", "finish_update", "resume kv_cache")
         _check_order(rig, "resume cuda_graph", "continue_generation")
 
 
@@ -77,18 +96,11 @@ def test_training_state_leaves_in_two_steps_around_the_sync() -> None:
         rig.life.wake()
         for call in ("offload optimizer", "offload gradients"):
             _check_order(rig, call, "resume weights")
-        _check_order(rig, "finish_update", "offload parameters")
-        _check_order(rig, "offload parameters", "resume kv_cache")
+        _check_order(rig, "finish_update", "offload parameters", "resume kv_cache")
         rig.journal.events.clear()
         rig.life.sleep()
         for part in TrainState:
             _check_order(rig, "release weights", f"restore {part.value}")
-
-
-def _check_order(rig: Rig, earlier: str, later: str) -> None:
-    calls = rig.journal.calls()
-    last_of_earlier = len(calls) - 1 - calls[::-1].index(earlier)
-    assert last_of_earlier < calls.index(later), f"{later} began before all had done {earlier}"
 
 
 def test_each_engine_is_asked_exactly_once_per_cycle() -> None:
@@ -102,7 +114,7 @@ def test_each_engine_is_asked_exactly_once_per_cycle() -> None:
         rig.life.sleep()
         for engine in (0, 1):
             calls = rig.journal.calls(engine)
-            num_buckets = calls.count("update_weights")
+            num_buckets = calls.count("load")
             assert num_buckets == 3
             del calls[1:num_buckets]
             assert calls == WAKE + SLEEP
@@ -143,44 +155,37 @@ def test_engines_serve_the_newest_weights_in_every_cycle(
         rig.cycle()
 
 
-def test_without_sleep_nothing_is_released_and_only_new_weights_are_sent() -> None:
-    rig = Rig(depth=SleepLevel.KEEP_ALL)
-    num_sent = []
-    for is_trained in (True, False, True):
-        rig.journal.events.clear()
+def test_without_sleep_weights_are_updated_in_order_and_only_if_new() -> None:
+    rig = Rig(num_engines=3, depth=SleepLevel.KEEP_ALL)
+    rig.cycle()
+    for is_trained in (False, True, True):
         rig.life.wake()
-        rig.check_serving()
+        rig.journal.events.clear()
         rig.life.sleep()
         rig.check_training()
-        num_sent.append(rig.journal.calls(0).count("update_weights"))
-        untouched = ("release", "resume", "offload", "restore")
-        assert not [call for call in rig.journal.calls() if call.startswith(untouched)]
-        assert rig.life.states == (State.DRAINED, State.DRAINED)
+        assert set(rig.life.states) == {State.DRAINED}
         if is_trained:
             rig.train()
-    assert num_sent == [3, 3, 0]
+        rig.life.wake()
+        rig.check_serving()
+        steps = ["pause", "drain", "load", "finish_update", "continue_generation"]
+        if not is_trained:
+            steps = ["pause", "drain", "continue_generation"]
+        assert set(rig.journal.calls()) == {*steps, *(["full_weights"] if is_trained else [])}
+        _check_order(rig, *steps)
 
 
-def test_with_cache_sleep_weights_stay_and_only_cache_and_graphs_go() -> None:
+def test_with_cache_sleep_only_cache_and_graphs_are_released() -> None:
     rig = Rig(depth=SleepLevel.RELEASE_CACHE)
     rig.cycle()
     for _ in range(2):
         rig.journal.events.clear()
         rig.cycle()
-        assert "release weights" not in rig.journal.calls()
-        assert "resume weights" not in rig.journal.calls()
-        assert rig.journal.calls(0).count("release kv_cache") == 1
+        calls = rig.journal.calls(0)
+        for part, times in zip(MemoryTag, (0, 1, 1), strict=True):
+            assert calls.count(f"release {part.value}") == times
+            assert calls.count(f"resume {part.value}") == times
         assert rig.life.states == (State.KV_ASLEEP, State.KV_ASLEEP)
-
-
-def test_only_released_parts_are_resumed() -> None:
-    rig = Rig(depth=SleepLevel.RELEASE_CACHE)
-    rig.cycle()
-    rig.journal.events.clear()
-    rig.cycle()
-    calls = rig.journal.calls(1)
-    for part in MemoryTag:
-        assert calls.count(f"resume {part.value}") == calls.count(f"release {part.value}")
 
 
 def test_the_cache_does_not_wake_beside_a_tenant_that_will_not_leave() -> None:
@@ -203,3 +208,58 @@ def test_waking_half_way_is_refused() -> None:
     rig.life._states = [State.READY, State.ASLEEP]
     with pytest.raises(PhaseError, match=r"0: READY, 1: ASLEEP; training state is in; sleep first"):
         rig.life.wake()
+
+
+class EmptiedMemory(DeviceMemory):
+    """A device whose cache is emptied in the journal."""
+
+    journal: Journal
+
+    def empty_cache(self) -> None:
+        self.journal.events.append(Event(-2, "empty_cache"))
+
+
+def test_the_allocators_cache_is_emptied_before_every_resume() -> None:
+    rig = Rig()
+    memory = EmptiedMemory(CPU)
+    memory.journal = rig.journal
+    for managed in rig.set.engines:
+        managed.memory = memory
+    for _ in range(2):
+        rig.journal.events.clear()
+        rig.cycle()
+        calls = rig.journal.calls()
+        resumes = [place for place, call in enumerate(calls) if call.startswith("resume")]
+        assert len(resumes) == 2 * 3
+        assert all(calls[place - 1] == "empty_cache" for place in resumes)
+
+
+class BusyEngine(RecordingEngine):
+    """Two of its requests do not end before the deadline."""
+
+    def drain(self, *, timeout_s: float) -> int:
+        super().drain(timeout_s=timeout_s)
+        return 2
+
+
+def test_aborted_requests_are_counted() -> None:
+    managed = managed_engine(BusyEngine(0, Journal()))
+    for _ in range(2):
+        managed.drain()
+        managed.drain()
+        assert managed.take_metrics() == {"rollout/aborted_requests": Sum(4)}
+
+
+@pytest.mark.parametrize("sleep", [True, False])
+def test_saving_between_two_phases_moves_no_engine(sleep: bool) -> None:
+    """A checkpoint needs training alone: engines are at rest already, and get no weights."""
+    device = recording_device(sleep=sleep)
+    for _ in range(2):
+        device.serve()
+        device.journal.events.clear()
+        device.manager.require_training()
+        dict(device.trainer.full_weights())
+        assert device.journal.calls() == ["full_weights"]
+        device.serve()
+        num_streams = device.journal.calls().count("full_weights") - 1
+        assert num_streams == (1 if sleep else 0)  # without sleep nothing was lost or changed

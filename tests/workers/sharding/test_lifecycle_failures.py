@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-import pytest
+import time
+from collections.abc import Callable, Collection, Sequence
 
+import pytest
+import torch.distributed as dist
+
+from hybridrl.errors import DeadlineError, PhaseError
+from hybridrl.workers.rollout.buckets import StagedBucket
 from hybridrl.workers.rollout.protocol import MemoryTag
-from hybridrl.workers.sharding.control import StageError
+from hybridrl.workers.sharding.control import Failures, StageError
 from hybridrl.workers.sharding.lifecycle import SleepLevel
+from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.states import State
-from tests.workers.sharding.recording import TENANT, Policy, Rig
+from tests.ranks import run_ranks
+from tests.workers.sharding.engine_set import LocalSet
+from tests.workers.sharding.recording import TENANT, Policy, RecordingEngine, Rig, recording_device
 
 FALLING_ASLEEP = [("pause", ""), ("drain", "")]
 RELEASE = [("release", part.value) for part in MemoryTag]
 WAKING = [
     ("resume", "weights"),
-    ("update_weights", ""),
+    ("load", ""),
     ("finish_update", ""),
     ("resume", "kv_cache"),
     ("resume", "cuda_graph"),
@@ -38,7 +47,7 @@ def _rig_after_one_cycle(depth: SleepLevel = SleepLevel.RELEASE_ALL) -> Rig:
 @pytest.mark.parametrize("depth", SleepLevel)
 @each_engine
 @both_sides_of_the_work
-def test_a_wake_up_that_fails_at_an_engine_ends_in_training_and_the_next_one_serves(
+def test_a_wake_up_that_fails_at_an_engine_ends_in_training(
     call: tuple[str, str], depth: SleepLevel, engine: int, when: str
 ) -> None:
     rig = _rig_after_one_cycle(depth)
@@ -63,7 +72,7 @@ def _is_released(part: str, depth: SleepLevel) -> bool:
 
 @pytest.mark.parametrize("call", MAKE_ROOM + LEAVE, ids=" ".join)
 @both_sides_of_the_work
-def test_a_wake_up_that_fails_at_the_trainer_ends_in_training_and_the_next_one_serves(
+def test_a_wake_up_that_fails_at_the_trainer_ends_in_training(
     call: tuple[str, str], when: str
 ) -> None:
     rig = _rig_after_one_cycle()
@@ -79,7 +88,7 @@ def test_a_wake_up_that_fails_at_the_trainer_ends_in_training_and_the_next_one_s
 @pytest.mark.parametrize("depth", SleepLevel)
 @each_engine
 @both_sides_of_the_work
-def test_when_an_engine_does_not_stop_nothing_is_released_and_all_serve_again(
+def test_if_an_engine_does_not_stop_all_serve_again(
     call: tuple[str, str], depth: SleepLevel, engine: int, when: str
 ) -> None:
     rig = _rig_after_one_cycle(depth)
@@ -99,7 +108,7 @@ def test_when_an_engine_does_not_stop_nothing_is_released_and_all_serve_again(
 @pytest.mark.parametrize("depth", [SleepLevel.RELEASE_ALL, SleepLevel.KEEP_ALL])
 @each_engine
 @both_sides_of_the_work
-def test_an_engine_that_neither_stops_nor_goes_on_is_broken_and_the_others_serve(
+def test_an_engine_that_neither_stops_nor_continues_is_broken(
     depth: SleepLevel, engine: int, when: str
 ) -> None:
     rig = _rig_after_one_cycle(depth)
@@ -122,7 +131,7 @@ def test_an_engine_that_neither_stops_nor_goes_on_is_broken_and_the_others_serve
 @pytest.mark.parametrize("call", RELEASE, ids=" ".join)
 @each_engine
 @both_sides_of_the_work
-def test_an_engine_that_does_not_release_is_restarted_and_the_step_goes_on(
+def test_an_engine_that_does_not_release_is_restarted(
     call: tuple[str, str], engine: int, when: str
 ) -> None:
     rig = _rig_after_one_cycle()
@@ -139,9 +148,7 @@ def test_an_engine_that_does_not_release_is_restarted_and_the_step_goes_on(
 @pytest.mark.parametrize("failed", ["resume", "release", "restart"])
 @each_engine
 @both_sides_of_the_work
-def test_an_engine_that_does_not_restart_stays_broken_until_the_next_wake_up(
-    failed: str, engine: int, when: str
-) -> None:
+def test_an_engine_that_does_not_restart_stays_broken(failed: str, engine: int, when: str) -> None:
     rig = _rig_after_one_cycle()
     if failed == "release":
         rig.life.wake()
@@ -166,10 +173,10 @@ def test_an_engine_that_does_not_restart_stays_broken_until_the_next_wake_up(
         rig.cycle()
 
 
-def test_of_two_broken_engines_the_one_that_restarts_is_put_to_sleep() -> None:
+def test_of_two_broken_engines_the_restarted_one_sleeps() -> None:
     rig = _rig_after_one_cycle()
     for engine in (0, 1):
-        rig.journal.fail(engine, "update_weights")
+        rig.journal.fail(engine, "load")
     rig.journal.fail(0, "restart")
     with pytest.raises(StageError, match=r"sync failed on engine 0: .*; engine 1: "):
         rig.life.wake()
@@ -180,7 +187,7 @@ def test_of_two_broken_engines_the_one_that_restarts_is_put_to_sleep() -> None:
 
 def test_a_broken_engine_boots_on_an_empty_device() -> None:
     rig = _rig_after_one_cycle()
-    rig.journal.fail(1, "update_weights")
+    rig.journal.fail(1, "load")
     rig.journal.fail(1, "restart")
     with pytest.raises(StageError, match="sync failed on engine 1"):
         rig.life.wake()
@@ -194,7 +201,7 @@ def test_a_broken_engine_boots_on_an_empty_device() -> None:
 
 
 @pytest.mark.parametrize("call", FALLING_ASLEEP, ids=" ".join)
-def test_an_engine_that_cannot_be_stopped_while_unwinding_is_restarted(
+def test_an_engine_that_does_not_stop_in_unwinding_restarts(
     call: tuple[str, str],
 ) -> None:
     rig = _rig_after_one_cycle()
@@ -248,7 +255,7 @@ def test_all_engines_at_fault_are_named() -> None:
     rig.cycle()
 
 
-def test_with_a_resident_base_a_failed_wake_up_restarts_the_engine_at_fault_alone() -> None:
+def test_a_failed_wake_up_restarts_one_engine_if_the_base_stays() -> None:
     rig = Rig(num_engines=3, depth=SleepLevel.RELEASE_CACHE, policy=Policy.ADAPTER_KEPT_BASE)
     for engine in rig.engines:
         engine.keeps_backup = False
@@ -263,3 +270,155 @@ def test_with_a_resident_base_a_failed_wake_up_restarts_the_engine_at_fault_alon
         assert "release weights" not in rig.journal.calls(0) + rig.journal.calls(2)
         rig.check_training()
         rig.cycle()
+
+
+@pytest.mark.parametrize("depth", SleepLevel)
+def test_a_broken_engine_is_asked_nothing_but_to_restart(depth: SleepLevel) -> None:
+    rig = Rig(num_engines=3, depth=depth)
+    rig.cycle()
+    rig.life.wake()
+    rig.journal.dead.add(1)
+    with pytest.raises(StageError, match="pause failed on engine 1: engine 1 is dead"):
+        rig.life.sleep()
+    assert rig.life.states == (State.READY, State.BROKEN, State.READY)
+    rig.journal.events.clear()
+    rig.life.sleep()
+    calls = rig.journal.calls(1)
+    assert calls[0] == "restart"
+    others = rig.journal.calls()[: rig.journal.calls().index("restart")]
+    assert others.count("pause") == others.count("drain") == 2
+    rig.check_training()
+    rig.cycle()
+
+
+def test_no_engine_continues_before_all_have_their_cache() -> None:
+    rig = Rig(num_engines=3)
+    rig.cycle()
+    rig.journal.events.clear()
+    rig.journal.fail(1, "resume", "kv_cache", when="after")
+    with pytest.raises(StageError, match="resume_cache failed on engine 1"):
+        rig.life.wake()
+    assert rig.journal.calls().count("resume kv_cache") == 3
+    assert "continue_generation" not in rig.journal.calls()
+    rig.check_training()
+    rig.cycle()
+
+
+# -- an error that not all ranks share: nobody serves and nobody trains -------------------------
+
+
+class UnreachableSet(LocalSet):
+    """Engines that do a stage and are not heard of again."""
+
+    lost_in = ""
+
+    def run(
+        self, stage: str, action: Callable[[ManagedEngine], None], *, members: Collection[int]
+    ) -> Failures:
+        failures = super().run(stage, action, members=members)
+        self._lose(stage)
+        return failures
+
+    def sync(self) -> Failures:
+        failures = super().sync()
+        self._lose("sync")
+        return failures
+
+    def _lose(self, stage: str) -> None:
+        if stage == self.lost_in:
+            raise DeadlineError(f"{stage}: not all ranks answered within 1 s")
+
+
+def _rig(depth: SleepLevel, lost_in: str) -> Rig:
+    rig = Rig(depth=depth)
+    rig.set.__class__ = UnreachableSet
+    rig.cycle()
+    rig.life.sleep()
+    assert isinstance(rig.set, UnreachableSet)
+    rig.set.lost_in = lost_in
+    return rig
+
+
+def _wake_and_sleep(rig: Rig) -> None:
+    rig.life.wake()
+    rig.life.sleep()
+
+
+ALWAYS = ("sync", "resume_cache", "continue", "pause", "drain")
+STAGES = [
+    *((depth, stage) for depth in SleepLevel for stage in ALWAYS),
+    *((SleepLevel.RELEASE_ALL, "resume_weights"), (SleepLevel.RELEASE_ALL, "release")),
+    (SleepLevel.RELEASE_CACHE, "release_cache"),
+]
+
+
+@pytest.mark.parametrize(("depth", "stage"), STAGES)
+def test_after_a_missed_deadline_nobody_serves_or_trains(depth: SleepLevel, stage: str) -> None:
+    rig = _rig(depth, stage)
+    with pytest.raises(DeadlineError, match=stage):
+        _wake_and_sleep(rig)
+    num_events = len(rig.journal.events)
+    for _ in range(2):
+        assert not rig.life.may_train
+        assert rig.life.describe().endswith(f"; {stage} did not end")
+        for again in (rig.life.wake, rig.life.sleep):
+            with pytest.raises(PhaseError, match=f"^stage {stage} did not end, so no rank knows"):
+                again()
+    assert len(rig.journal.events) == num_events, "somebody was asked something all the same"
+
+
+def test_sleeping_in_the_middle_of_a_sync_is_refused() -> None:
+    rig = Rig()
+    refused = []
+    real_load = ManagedEngine.load
+
+    def load(managed: ManagedEngine, staged: StagedBucket, handles: Sequence[str]) -> None:
+        with pytest.raises(PhaseError, match="stage sync did not end"):
+            rig.life.sleep()
+        refused.append(not rig.life.may_train)
+        real_load(managed, staged, handles)
+
+    rig.set.engines[1].load = load.__get__(rig.set.engines[1])  # type: ignore[method-assign]
+    for _ in range(2):
+        rig.life.wake()
+        rig.check_serving()
+        rig.life.sleep()
+    assert refused == [True] * 6  # three buckets in each of two syncs
+
+
+# -- two real ranks ----------------------------------------------------------------------------
+
+
+class HangingEngine(RecordingEngine):
+    """An engine that does not come back from a resume in time."""
+
+    hangs_s = 0.0
+
+    def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
+        time.sleep(self.hangs_s)
+        super().load(staged, handles)
+
+
+def _one_rank_hangs_in_a_sync(rank: int, sleep: bool) -> list[str]:
+    device = recording_device(rank, sleep=sleep, kind=HangingEngine, timeout_s=1.0)
+    assert device.serve()
+    device.train()
+    device.engine.hangs_s = 4.0 * rank  # type: ignore[union-attr]
+    texts = []
+    for _ in range(2):
+        with pytest.raises((DeadlineError, PhaseError)) as raised:
+            device.serve()
+        texts.append(f"{type(raised.value).__name__}: {raised.value}")
+    with pytest.raises(PhaseError) as refused:
+        device.manager.require_training()
+    dist.barrier()
+    return [*texts, str(refused.value)]
+
+
+@pytest.mark.parametrize("sleep", [True, False])
+def test_when_a_rank_hangs_in_a_wake_up_no_rank_goes_on(sleep: bool) -> None:
+    for missed, again, training in run_ranks(2, _one_rank_hangs_in_a_sync, sleep):
+        assert missed.startswith("DeadlineError: stream: not all 2 ranks answered within 1.5 s")
+        assert again.startswith("PhaseError: stage sync did not end, so no rank knows where the ")
+        assert again.endswith("; end the worker group and start it anew")
+        assert "sync did not end" in training

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
@@ -13,14 +13,14 @@ from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.states import State
 from tests.ranks import run_ranks
 from tests.workers.sharding.recording import (
-    BUFFER,
     CPU,
     TENANT,
     WEIGHTS,
     Journal,
+    RecordingDevice,
     RecordingEngine,
     RecordingTenant,
-    RecordingTrainEngine,
+    recording_device,
     rollout_config,
 )
 
@@ -28,106 +28,34 @@ WEIGHT_BYTES = 4 * sum(WEIGHTS.values())
 ENGINE_BYTES = WEIGHT_BYTES + 4 * (3 + 64 + 8)
 
 
-@dataclass
-class RecordingDevice:
-    """One rank's device: a manager, an engine (unless another rank leads it), the trainer."""
-
-    journal: Journal
-    engine: RecordingEngine | None
-    trainer: RecordingTrainEngine
-    manager: ShardingManager
-    version: int = 0
-
-    def serve(self) -> bool:
-        """Sample in a phase of its own; True if the trainer's newest weights answered."""
-        with self.manager.rollout_phase() as engine:
-            assert engine is self.engine
-            if self.engine is None:
-                return True
-            served = self.engine.serve()
-            assert served.pop(BUFFER).tolist() == [0.0, 1.0, 2.0]
-            return self.engine.version == self.version and all(
-                bool((served[name] == WEIGHTS[name] + self.version).all()) for name in WEIGHTS
-            )
-
-    def train(self) -> None:
-        self.manager.require_training()
-        self.trainer.step()
-        self.version += 1
-        self.manager.weights_changed(version=self.version)
-
-
-def _device(
-    rank: int = 0,
-    *,
-    sleep: bool = True,
-    backup_weights: str = "ledger",
-    tensor_parallel_size: int = 1,
-) -> RecordingDevice:
-    journal = Journal()
-    engine = None if rank % tensor_parallel_size else RecordingEngine(rank, journal)
-    manager = ShardingManager(
-        engine=engine,
-        config=rollout_config(
-            sleep=sleep, backup_weights=backup_weights, tensor_parallel_size=tensor_parallel_size
-        ),
-        device=CPU,
-        control=ControlGroup(timeout_s=20.0),
-    )
-    trainer = RecordingTrainEngine(journal)
-    manager.attach_policy(trainer)
-    return RecordingDevice(journal, engine, trainer, manager)
-
-
 # -- one process -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backup_weights", ["ledger", "always"])
-@pytest.mark.parametrize("sleep", [True, False])
-def test_every_phase_serves_the_weights_of_the_last_update(
-    sleep: bool, backup_weights: str
-) -> None:
-    device = _device(sleep=sleep, backup_weights=backup_weights)
-    for _ in range(3):
-        assert device.serve()
-        device.train()
-    assert device.serve()
 
 
 @pytest.mark.parametrize("sleep", [True, False])
 def test_only_weights_that_changed_or_were_lost_are_sent_again(sleep: bool) -> None:
-    device = _device(sleep=sleep)
+    device = recording_device(sleep=sleep)
     device.serve()
     device.journal.events.clear()
     for _ in range(2):
         assert device.serve()
-    assert bool(device.journal.calls(0).count("update_weights")) == sleep
+    assert bool(device.journal.calls(0).count("load")) == sleep
     device.train()
     device.serve()
-    assert "update_weights" in device.journal.calls(0)
+    assert "load" in device.journal.calls(0)
 
 
 def test_backed_up_weights_that_did_not_change_are_not_sent_again() -> None:
-    device = _device(backup_weights="always")
+    device = recording_device(backup_weights="always")
     device.serve()
     device.journal.events.clear()
     for _ in range(2):
         assert device.serve()
-    assert "update_weights" not in device.journal.calls(0)
+    assert "load" not in device.journal.calls(0)
     assert device.journal.calls(0).count("resume weights") == 2
 
 
-def test_without_sleep_the_engine_and_the_trainer_keep_their_memory() -> None:
-    device = _device(sleep=False)
-    for _ in range(2):
-        device.serve()
-        device.train()
-    touching = ("release", "resume", "offload", "restore")
-    assert not [call for call in device.journal.calls() if call.startswith(touching)]
-
-
 def test_training_and_sampling_exclude_each_other() -> None:
-    device = _device()
+    device = recording_device()
     for _ in range(2):
         device.manager.require_training()
         with device.manager.rollout_phase():
@@ -155,20 +83,8 @@ def test_there_is_no_phase_without_a_policy() -> None:
         manager.require_training()
 
 
-def test_every_registered_role_leaves_the_device() -> None:
-    device = _device()
-    reference = RecordingTenant(device.journal)
-    device.manager.register("reference", reference)
-    for _ in range(2):
-        with device.manager.rollout_phase():
-            assert not reference.is_home()
-            assert not device.trainer.is_home()
-        assert reference.is_home()
-        assert device.trainer.is_home()
-
-
 def test_an_error_in_the_body_gives_the_device_back() -> None:
-    device = _device()
+    device = recording_device()
     for _ in range(2):
         with pytest.raises(ZeroDivisionError), device.manager.rollout_phase():
             _ = 1 // 0
@@ -177,7 +93,7 @@ def test_an_error_in_the_body_gives_the_device_back() -> None:
 
 
 def test_a_sleep_that_failed_is_mended_by_the_next_phase() -> None:
-    device = _device()
+    device = recording_device()
     device.journal.fail(0, "drain")
     with pytest.raises(StageError, match="drain failed on engine 0"):
         device.serve()
@@ -189,15 +105,15 @@ def test_a_sleep_that_failed_is_mended_by_the_next_phase() -> None:
 
 
 def test_the_engine_ends_with_the_manager() -> None:
-    device = _device()
+    device = recording_device()
     device.manager.shutdown()
     device.manager.shutdown()
     assert device.engine is not None
     assert not device.engine.is_alive
 
 
-def test_an_engine_of_this_process_counts_as_itself_and_not_as_what_training_left() -> None:
-    device = _device()
+def test_an_engine_of_this_process_is_not_counted_as_training() -> None:
+    device = recording_device()
     tenants = device.manager._tenants
     assert tenants.engine_bytes() == 0
     with device.manager.rollout_phase():
@@ -205,7 +121,7 @@ def test_an_engine_of_this_process_counts_as_itself_and_not_as_what_training_lef
 
 
 def test_each_stage_reports_its_seconds_and_bytes_once() -> None:
-    device = _device()
+    device = recording_device()
     started = device.manager.take_metrics()
     assert started.pop("memory/released_bytes") == Sum(ENGINE_BYTES)
     assert started.pop("memory/weight_backup_bytes") == Sum(12)
@@ -235,11 +151,6 @@ def test_each_stage_reports_its_seconds_and_bytes_once() -> None:
         assert all(isinstance(m, Max) and m.value >= 0.0 for m in metrics.values())
         assert all(m.value > 0.0 for name, m in metrics.items() if name.startswith("time/"))
     assert device.manager.take_metrics() == {}
-
-
-def test_two_phases_of_one_step_add_up() -> None:
-    device = _device()
-    device.manager.take_metrics()
     device.serve()
     device.serve()
     metrics = device.manager.take_metrics()
@@ -248,7 +159,7 @@ def test_two_phases_of_one_step_add_up() -> None:
 
 
 def test_the_seconds_of_a_stage_that_ran_twice_add_up() -> None:
-    device = _device()
+    device = recording_device()
     device.manager.take_metrics()
     for seconds in (2.0, 0.5):
         device.manager._count("pause", seconds=seconds)
@@ -256,7 +167,7 @@ def test_the_seconds_of_a_stage_that_ran_twice_add_up() -> None:
 
 
 def test_the_names_of_failed_stages_are_declared_too() -> None:
-    device = _device()
+    device = recording_device()
     for call, part in (("resume", "kv_cache"), ("finish_update", ""), ("drain", "")):
         device.journal.fail(0, call, part)
         with pytest.raises(StageError):
@@ -271,7 +182,7 @@ def test_the_names_of_failed_stages_are_declared_too() -> None:
 
 FAULTS = [
     *("pause", "drain", "drain + continue_generation", "release kv_cache", "release weights"),
-    *("resume weights", "update_weights", "finish_update", "resume kv_cache"),
+    *("resume weights", "load", "finish_update", "resume kv_cache"),
     *("resume kv_cache + restart", "continue_generation"),
     *("offload optimizer", "full_weights", "offload parameters", "restore parameters"),
 ]
@@ -285,7 +196,7 @@ def _inject(device: RecordingDevice, rank: int, faults: str) -> None:
 
 
 def _survive_each_fault_on_rank_one(rank: int) -> list[str]:
-    device = _device(rank)
+    device = recording_device(rank)
     assert device.serve()
     texts = []
     for faults in FAULTS:
@@ -306,7 +217,7 @@ def _survive_each_fault_on_rank_one(rank: int) -> list[str]:
     return texts
 
 
-def test_a_fault_on_one_rank_is_the_same_error_on_both_and_both_go_on() -> None:
+def test_a_fault_on_one_rank_is_the_same_error_on_both() -> None:
     here, there = run_ranks(2, _survive_each_fault_on_rank_one)
     assert here == there
     for faults, text in zip(FAULTS, here, strict=True):
@@ -318,7 +229,7 @@ def test_a_fault_on_one_rank_is_the_same_error_on_both_and_both_go_on() -> None:
 
 
 def _restart_on_rank_one(rank: int) -> int:
-    device = _device(rank, sleep=False)
+    device = recording_device(rank, sleep=False)
     device.serve()
     device.journal.events.clear()
     with (
@@ -336,7 +247,7 @@ def test_all_ranks_stream_again_when_one_engine_was_restarted() -> None:
 
 
 def _body_raises_on_rank_one(rank: int) -> list[State]:
-    device = _device(rank)
+    device = recording_device(rank)
     for _ in range(2):
         try:
             with device.manager.rollout_phase():
@@ -355,7 +266,7 @@ def test_ranks_meet_at_the_exit_when_the_body_of_one_raises() -> None:
 
 
 def _calls_of_two_steps(rank: int) -> list[str]:
-    device = _device(rank)
+    device = recording_device(rank)
     for _ in range(2):
         assert device.serve()
         device.train()
@@ -380,10 +291,10 @@ def _agreed_bucket_bytes(rank: int) -> int:
 
 def _managed_engine(rank: int) -> ManagedEngine:
     engine = RecordingEngine(rank, Journal())
-    return ManagedEngine.of(engine, config=rollout_config(), device=CPU)
+    return ManagedEngine(engine, config=rollout_config(), device=CPU)
 
 
-def test_all_ranks_cut_the_stream_for_the_one_with_the_least_memory() -> None:
+def test_the_rank_with_the_least_memory_sizes_the_buckets() -> None:
     assert run_ranks(2, _agreed_bucket_bytes) == [2 * 2**20] * 2
 
 
@@ -391,14 +302,14 @@ def test_all_ranks_cut_the_stream_for_the_one_with_the_least_memory() -> None:
 
 
 def _two_engines_on_four_ranks(rank: int) -> tuple[int, int, float, list[str]]:
-    device = _device(rank, tensor_parallel_size=2)
+    device = recording_device(rank, tensor_parallel_size=2)
     for _ in range(3):
         assert device.serve()
         device.train()
     calls = device.journal.calls()
     bytes_sent = device.manager.take_metrics()["memory/synced_bytes"].value
     if rank == 2:
-        device.journal.fail(2, "update_weights")
+        device.journal.fail(2, "load")
     with pytest.raises(StageError) as raised:
         device.serve()
     texts = [str(raised.value)]
@@ -417,7 +328,7 @@ def test_only_leaders_have_engines_and_all_ranks_gather() -> None:
     for rank, (num_engines, num_gathers, bytes_sent, texts) in enumerate(answers):
         assert (num_engines, num_gathers) == (2, 3)
         assert bytes_sent == (0 if rank % 2 else 3 * WEIGHT_BYTES)
-        assert texts[0].startswith("sync failed on engine 1: InjectedFault: update_weights")
+        assert texts[0].startswith("sync failed on engine 1: InjectedFault: load")
         assert texts[1].startswith("sync failed on engine 1: InjectedFault: full_weights")
 
 

@@ -44,7 +44,7 @@ def test_a_release_counts_only_when_the_device_is_free_again() -> None:
     assert memory.allocated_bytes() is not None
 
 
-def test_memory_that_was_shared_is_collected_before_the_cache_is_emptied(
+def test_shared_memory_is_collected_before_the_cache_is_emptied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[str] = []

@@ -8,7 +8,7 @@ from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.manager import ShardingManager
-from hybridrl.workers.sharding.memory_table import Holder, device_figures, memory_table
+from hybridrl.workers.sharding.memory import Holder, device_figures, memory_table
 from tests.workers.sharding.recording import (
     CPU,
     Journal,
@@ -30,7 +30,7 @@ class CrampedEngine(RecordingEngine):
         super().resume(part)
 
 
-def test_the_largest_holder_of_each_section_comes_first_and_empty_ones_not_at_all() -> None:
+def test_the_largest_holder_of_each_section_comes_first() -> None:
     engine = [Holder("engine kv_cache", 0), Holder("engine weights", 15 * 2**30)]
     tenants = [Holder("actor parameters", 2**20), Holder("critic optimizer", 3 * 2**20)]
     assert memory_table("memory of cuda:0", engine, tenants, [Holder("device free", 2**19)]) == (
@@ -44,7 +44,7 @@ def test_the_largest_holder_of_each_section_comes_first_and_empty_ones_not_at_al
     assert device_figures(CPU) == ()
 
 
-def test_a_resume_without_room_is_tried_once_a_phase_and_names_who_holds_the_memory() -> None:
+def test_a_resume_without_room_names_who_holds_the_memory() -> None:
     journal = Journal()
     engine = CrampedEngine(0, journal)
     manager = ShardingManager(

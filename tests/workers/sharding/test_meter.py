@@ -20,7 +20,7 @@ def peaks(metrics: Metrics) -> dict[str, float]:
     return {name.split("/")[1].removesuffix("_peak_bytes"): m.value for name, m in metrics.items()}
 
 
-def test_a_peak_is_seen_by_its_scope_and_all_around_it_but_by_none_before_or_after() -> None:
+def test_a_peak_is_seen_by_its_scope_and_those_around_it_alone() -> None:
     meter = PeakMeter(CPU)
     for _ in range(2):
         with meter("before"):

@@ -1,55 +1,104 @@
-"""The embedded rollout engine and the FSDP2 training engine on one device, in turns."""
+"""Both real engines on one device: what a sync sends, and how frozen weights sleep."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from hybridrl.config.lora import LoraConfig
+from hybridrl.config.rollout import RolloutConfig
+from hybridrl.errors import EngineError, PhaseError
+from hybridrl.workers.rollout.buckets import stage_by_reference
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
+from hybridrl.workers.rollout.embedded.tensor_memory import checksum
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.control import StageError
-from hybridrl.workers.train.protocol import TrainState
+from hybridrl.workers.sharding.managed_engine import ManagedEngine
+from hybridrl.workers.sharding.states import State
+from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_model
-from tests.workers.device import PROMPTS, SAMPLING, Device
-from tests.workers.rollout.engines import rollout_config
+from tests.workers.device import WAYS, Device, Journalling, LoraDevice, check_passes
+from tests.workers.rollout.engines import rollout_config, tokens_of
 from tests.workers.train.engines import CPU, build_fsdp2
+from tests.workers.train.lora_engines import LORA, with_lora
 
 
-def on_device(folder: Path, *, sleep: bool) -> Device:
-    """One rank as a worker has it, with both real engines."""
-    config = replace(rollout_config(), sleep=sleep)
+class JournallingHF(Journalling, HFRolloutEngine):
+    """The embedded engine, writing down what reaches it."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        self.forget_journal()
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+
+
+def on_device(folder: Path, way: str = "resident", *, lora: LoraConfig = LORA) -> LoraDevice:
+    """One rank as a worker has it, with both real engines and an adapter."""
+
+    def make_engine(config: RolloutConfig, sent: LoraConfig | None) -> JournallingHF:
+        return JournallingHF(folder, config=config, max_context_tokens=32, device=CPU, lora=sent)
+
+    return LoraDevice(make_engine, folder, way, config=rollout_config(), lora=lora)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def without_lora(folder: Path, way: str) -> Device:
+    """The same with a trainer that learns every weight."""
+    config = replace(rollout_config(), sleep=way != "awake")
     engine = HFRolloutEngine(folder, config=config, max_context_tokens=32, device=CPU)
     return Device(engine, build_fsdp2(folder), config=config)
 
 
-def _three_cycles(rank: int, folder: Path, sleep: bool) -> list[float]:
-    device = on_device(folder, sleep=sleep)
+def _three_cycles(rank: int, folder: Path, way: str, sync: str) -> list[float]:
+    """Sample three versions, and return how far each is from the trainer's log-probs."""
+    if sync == "all weights":
+        device = without_lora(folder, way)
+    else:
+        device = on_device(folder, way, lora=with_lora(sync=sync))
+    if way in ("backup", "resend"):
+        assert not any(device.engine.resident_bytes(part) for part in MemoryTag)
     apart = []
     for version in range(3):
         apart.append(device.mismatch_nats())
         assert device.engine.version == version
-        is_resident = [bool(device.engine.resident_bytes(part)) for part in MemoryTag]
-        assert is_resident == ([False] * 3 if sleep else [True, True, False])  # it has no graphs
         device.train()
     return apart
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("sleep", [True, False])
-def test_what_is_sampled_has_the_log_probs_that_the_trainer_gives_it_in_each_of_three_cycles(
-    tmp_path: Path, sleep: bool, num_ranks: int
+@pytest.mark.parametrize(
+    ("way", "sync"),
+    [
+        *((way, "adapter") for way in WAYS),
+        *(("awake", sync) for sync in ("merged", "all weights")),
+        *(("backup", sync) for sync in ("merged", "all weights")),
+    ],
+)
+def test_samples_have_the_trainers_log_probs_in_each_of_three_cycles(
+    folder: Path, way: str, sync: str
 ) -> None:
-    folder = make_tiny_model(tmp_path)
-    for apart in run_ranks(num_ranks, _three_cycles, folder, sleep):
+    assert max(_three_cycles(0, folder, way, sync)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("way", "sync"),
+    [("resident", "adapter"), ("backup", "merged"), ("awake", "all weights")],
+)
+def test_so_it_is_on_two_ranks(folder: Path, way: str, sync: str) -> None:
+    for apart in run_ranks(2, _three_cycles, folder, way, sync):
         assert max(apart) < 1e-4
 
 
 def _one_rank_fails_in_the_second_cycle(rank: int, folder: Path) -> tuple[str, float]:
-    device = on_device(folder, sleep=True)
+    device = without_lora(folder, "resend")
     assert device.mismatch_nats() < 1e-4
     device.train()
     if rank == 1:
@@ -57,21 +106,189 @@ def _one_rank_fails_in_the_second_cycle(rank: int, folder: Path) -> tuple[str, f
         device.engine.resume(MemoryTag.WEIGHTS)
     with pytest.raises(StageError) as raised:
         device.mismatch_nats()
-    assert all(device.trainer.resident_bytes(part) for part in (TrainState.PARAMETERS,))
+    assert device.trainer.resident_bytes(TrainState.PARAMETERS)
     device.train()
     return str(raised.value), device.mismatch_nats()
 
 
-def test_a_real_engine_that_fails_on_one_rank_is_restarted_and_both_go_on(tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path)
+def test_an_engine_that_fails_on_one_rank_is_restarted(folder: Path) -> None:
     for text, apart in run_ranks(2, _one_rank_fails_in_the_second_cycle, folder):
         assert text.startswith("resume_weights failed on engine 1: PhaseError: ")
         assert apart < 1e-4
 
 
-def test_the_embedded_engine_starts_with_its_memory_given_back(tmp_path: Path) -> None:
-    device = on_device(make_tiny_model(tmp_path), sleep=True)
-    assert not any(device.engine.resident_bytes(part) for part in MemoryTag)
-    with pytest.raises(Exception, match="paused"):
-        device.engine.generate(PROMPTS, SAMPLING)
-    assert torch.isfinite(torch.tensor(device.mismatch_nats()))
+@pytest.mark.parametrize("way", WAYS)
+def test_the_base_goes_before_the_first_adapter_and_not_again(folder: Path, way: str) -> None:
+    check_passes(on_device(folder, way), way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_unchanged_policy_is_sent_again_only_where_it_was_lost(folder: Path, way: str) -> None:
+    device = on_device(folder, way)
+    device.sample()
+    device.take_bytes("synced_bytes")
+    device.sample()
+    adapter = device.bytes_of(WeightSet.ADAPTER)
+    expected = {"backup": adapter, "resend": adapter + device.bytes_of(WeightSet.BASE)}
+    assert device.take_bytes("synced_bytes") == expected.get(way, 0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_tensor_has_the_trainers_bits_after_every_sync(folder: Path, way: str) -> None:
+    device = on_device(folder, way)
+    buffers = {m.name: m for m in device.engine.weight_memory() if m.is_buffer}
+    plain = HFRolloutEngine(folder, config=rollout_config(), max_context_tokens=32, device=CPU)
+    for _ in range(3):
+        device.sample()
+        with device.manager.rollout_phase() as engine:
+            assert engine is device.engine
+            ours = device.engine.checksums()
+        for part in device.trainer.weight_sets:
+            for name, tensor in device.trainer.full_weights(part):
+                assert ours[name] == checksum(tensor), name
+        for name in buffers:
+            assert ours[name] == plain.checksums()[name], name
+        device.train()
+
+
+def test_a_host_copy_of_the_base_survives_release_and_resume(
+    folder: Path,
+) -> None:
+    device = on_device(folder, "backup")
+    device.take_bytes("weight_backup_bytes")
+    device.sample()
+    base = {spec.name for spec in device.trainer.weight_specs()}
+    buffers = {m.name for m in device.engine.weight_memory() if m.is_buffer}
+    kept = {m.name: m for m in device.engine.weight_memory() if "lora_" not in m.name}
+    expected = sum(memory.num_bytes for memory in kept.values())
+    for _ in range(2):
+        assert device.take_bytes("weight_backup_bytes") == expected
+        device.train()
+        device.engine.received.clear()
+        device.sample()
+        assert not base & set(device.engine.received)
+    assert base | buffers == set(kept)
+
+
+@pytest.mark.parametrize(("way", "sync"), [("resend", "adapter"), ("backup", "merged")])
+def test_no_weight_that_is_sent_again_is_copied_to_the_host(
+    folder: Path, way: str, sync: str
+) -> None:
+    device = on_device(folder, way, lora=with_lora(sync=sync))
+    device.take_bytes("weight_backup_bytes")
+    for _ in range(2):
+        device.sample()
+        buffer_bytes = sum(m.num_bytes for m in device.engine.weight_memory() if m.is_buffer)
+        assert device.take_bytes("weight_backup_bytes") == buffer_bytes
+        device.train()
+
+
+def test_a_resident_base_is_never_released_after_it_has_come(folder: Path) -> None:
+    device = on_device(folder, "resident")
+    device.sample()
+    device.engine.journal.clear()
+    for _ in range(2):
+        assert device.manager.states == (State.KV_ASLEEP,)
+        assert device.engine.resident_bytes(MemoryTag.WEIGHTS)
+        assert not device.engine.resident_bytes(MemoryTag.KV_CACHE)
+        device.train()
+        device.sample()
+    touched = [call for call in device.engine.journal if call.startswith("re")]
+    cycle = ["resume kv_cache", "resume cuda_graph", "release kv_cache", "release cuda_graph"]
+    assert touched == cycle * 2
+
+
+@pytest.mark.parametrize("way", ["resident", "backup", "resend"])
+def test_an_engine_that_sleeps_samples_as_one_that_never_slept(folder: Path, way: str) -> None:
+    sleeper, awake = on_device(folder, way), on_device(folder, "awake")
+    for _ in range(3):
+        one, other = sleeper.sample(), awake.sample()
+        assert tokens_of(one) == tokens_of(other)
+        assert all(torch.equal(a.logprobs, b.logprobs) for a, b in zip(one, other, strict=True))
+        sleeper.train()
+        awake.train()
+
+
+def test_the_first_samples_are_those_of_the_model_alone(folder: Path) -> None:
+    device = on_device(folder)
+    rollouts = device.rollouts()
+    scored = build_fsdp2(folder).compute_logprobs(rollouts, temperature=1.0).logprobs_BL.values()
+    mask = rollouts.response_mask_BL.values()
+    sampler = rollouts.sampler_logprobs_BL.values()
+    torch.testing.assert_close(scored[mask], sampler[mask], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_restarted_engine_gets_base_and_adapter_before_it_serves(folder: Path, way: str) -> None:
+    device = on_device(folder, way)
+    device.sample()
+    device.train()
+    device.engine.shutdown()  # as if its memory had been taken away
+    if way in ("backup", "resend"):
+        device.engine.resume(MemoryTag.WEIGHTS)  # so that the life cycle cannot
+    with pytest.raises((StageError, PhaseError)):
+        device.sample()
+    device.engine.received.clear()
+    assert device.mismatch_nats() < 1e-4
+    names = {m.name for m in device.engine.weight_memory() if not m.is_buffer}
+    assert set(device.engine.received) == names
+
+
+def _without(trainer: object, keep: tuple[str, ...]) -> None:
+    """Make the adapter part of a trainer's stream yield only names with a word of ``keep``."""
+    whole = trainer.full_weights  # type: ignore[attr-defined]
+
+    def part(part: WeightSet = WeightSet.BASE) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in whole(part):
+            if part is WeightSet.BASE or any(word in name for word in keep):
+                yield name, tensor
+
+    trainer.full_weights = part  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("keep", "words"), [((), "sent no tensors"), (("layers.0.",), "the adapter lacks")]
+)
+def test_an_adapter_sync_with_too_few_tensors_is_refused(
+    folder: Path, keep: tuple[str, ...], words: str
+) -> None:
+    device = on_device(folder, "backup")
+    whole = device.trainer.full_weights
+    _without(device.trainer, keep)
+    for _ in range(2):
+        with pytest.raises(StageError, match=words):
+            device.sample()
+        device.trainer.resident_bytes(TrainState.PARAMETERS)
+    device.trainer.full_weights = whole  # type: ignore[method-assign]
+    assert device.mismatch_nats() < 1e-4
+
+
+def test_a_base_tensor_in_an_adapter_sync_is_refused_by_name(folder: Path) -> None:
+    device = on_device(folder, "awake")
+    managed = ManagedEngine(device.engine, config=rollout_config(), device=CPU)
+    with pytest.raises(EngineError, match=r"model\.norm\.weight came in the sync of an adapter"):
+        managed.keep_adapter(stage_by_reference([("model.norm.weight", torch.zeros(3))]), [])
+
+
+def test_an_adapter_is_handed_over_in_memory_of_its_own(folder: Path) -> None:
+    """In-region or host tensors cannot be opened by another process; views drag a storage along."""
+    device = on_device(folder, "awake")
+    device.sample()
+    managed = ManagedEngine(device.engine, config=rollout_config(), device=CPU)
+    region = torch.randn(10_000)
+    name = next(m.name for m in device.engine.weight_memory() if "lora_A" in m.name)
+    view = region[:8].view(2, 4)
+    managed.keep_adapter(stage_by_reference([(name, view)]), [])
+    kept = managed._adapter[name]
+    assert kept.untyped_storage().nbytes() == view.nbytes
+    region.zero_()
+    assert kept.any()
+
+
+def test_a_torn_adapter_sync_leaves_nothing_for_the_next(folder: Path) -> None:
+    device = on_device(folder, "awake")
+    managed = ManagedEngine(device.engine, config=rollout_config(), device=CPU)
+    managed.keep_adapter(stage_by_reference([("x.lora_A.weight", torch.ones(2))]), [])
+    managed.begin_part(["y.lora_A.weight"])
+    with pytest.raises(EngineError, match="sent no tensors"):
+        managed.load_adapter()

@@ -12,7 +12,7 @@ from hybridrl.errors import EngineError
 from hybridrl.metrics import Sum, check_declared
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
-from hybridrl.workers.sharding.memory_table import Holder
+from hybridrl.workers.sharding.memory import Holder
 from tests.workers.sharding.recording import (
     CPU,
     CountedMemory,
@@ -44,7 +44,7 @@ def _managed(
     config = replace(
         rollout_config(), stage_timeout_s=1.0, engine="hf" if engine == "hf" else "sglang"
     )
-    managed = ManagedEngine.of(recording, config=config, device=CPU)
+    managed = ManagedEngine(recording, config=config, device=CPU)
     memory = CountedMemory(total=TOTAL, held_bytes=_held(recording, late))
     managed.memory = memory
     return managed, recording, memory
@@ -87,7 +87,7 @@ def test_of_graphs_nothing_is_demanded_and_what_was_seen_is_told(
 
 
 @pytest.mark.parametrize("part", [MemoryTag.WEIGHTS, MemoryTag.KV_CACHE])
-def test_most_of_weights_and_cache_must_be_seen_and_less_than_all_is_a_warning(
+def test_most_of_weights_and_cache_must_be_seen_to_be_freed(
     part: MemoryTag, caplog: pytest.LogCaptureFixture
 ) -> None:
     managed, _, _ = _managed({part: 1.2})  # 0.83 come back
@@ -100,7 +100,7 @@ def test_most_of_weights_and_cache_must_be_seen_and_less_than_all_is_a_warning(
         managed.release_all()
 
 
-def test_memory_that_is_seen_free_a_while_after_the_answer_is_waited_for() -> None:
+def test_memory_that_is_free_a_while_after_the_answer_counts() -> None:
     managed, engine, memory = _managed(late=3)
     held = sum(engine.held_bytes(part) for part in MemoryTag)
     assert memory.free_bytes() == TOTAL - held
@@ -118,7 +118,7 @@ def test_memory_that_is_seen_free_a_while_after_the_answer_is_waited_for() -> No
         ("hf", MemoryTag.WEIGHTS, "train on more ranks, or set rollout.dtype=bfloat16"),
     ],
 )
-def test_a_resume_without_room_is_refused_with_bytes_and_what_to_type(
+def test_a_resume_without_room_is_refused_with_a_remedy(
     engine: str, part: MemoryTag, remedy: str
 ) -> None:
     managed, recording, memory = _managed(engine=engine)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hybridrl.workers.rollout.buckets import stage_by_reference
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
-from hybridrl.workers.sharding import fused_engines
+from hybridrl.workers.sharding import weight_proof
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.manager import ShardingManager
-from hybridrl.workers.sharding.weight_proof import make_weight_folder
+from hybridrl.workers.sharding.weight_proof import WeightFolder
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import make_prompts, rollout_config, sampling_params
@@ -57,7 +58,7 @@ def test_a_true_first_sync_passes_and_nothing_is_compared_later(tiny_model: Path
     assert _sync_with_a_torn_pass(0, tiny_model, 0, 2) == ["", "", ""]
 
 
-def test_a_torn_first_sync_is_named_nobody_samples_and_the_next_is_compared_again(
+def test_a_torn_first_sync_is_named_and_the_next_compared_again(
     tiny_model: Path,
 ) -> None:
     first, *later = _sync_with_a_torn_pass(0, tiny_model, 0, 1)
@@ -73,13 +74,12 @@ def test_all_ranks_hear_of_the_one_whose_engine_is_wrong(tiny_model: Path, torn_
         assert later == ["", ""]
 
 
-def test_a_folder_of_buckets_is_one_that_engines_load_and_is_gone_afterwards(
-    tiny_model: Path,
-) -> None:
+def test_a_folder_of_buckets_can_be_loaded_and_is_removed(tiny_model: Path, tmp_path: Path) -> None:
     weights = load_file(tiny_model / "model.safetensors")
-    folder = make_weight_folder(dtype=torch.bfloat16)
+    (tmp_path / "weights").mkdir()
+    folder = WeightFolder(tmp_path / "weights", dtype=torch.bfloat16)
     for item in [*weights.items(), ("step", torch.tensor([7]))]:
-        folder.write([item])
+        folder.write(stage_by_reference([item]), [])
     files = sorted(folder.folder.glob("*.safetensors"))
     assert len(files) == len(weights) + 1
     found = {name: t for file in files for name, t in load_file(file).items()}
@@ -107,7 +107,7 @@ class Noting(HFRolloutEngine):
 def _proofs_on_two_nodes(rank: int, model: Path, folder: Path) -> list[tuple[str, set[str]]]:
     """Ranks 0 and 1 are on one node, 2 on another. All sample, engine 1 restarts, all sample."""
     tempfile.tempdir = str(folder)
-    fused_engines.place_of_temporary_files = lambda: f"node {rank // 2}"
+    weight_proof.place_of_temporary_files = lambda: f"node {rank // 2}"
     config = replace(rollout_config(), check_first_sync=True, dtype="bfloat16")
     engine = Noting(model, config=config, max_context_tokens=32, device=CPU)
     engine.proofs = []

@@ -1,7 +1,11 @@
+"""The one weight stream: who stages, loads and learns of a failure; memory meanwhile."""
+
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -9,9 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridrl.workers.rollout.protocol import Bucket
-from hybridrl.workers.sharding.control import ControlGroup
+from hybridrl.workers.rollout.buckets import (
+    Bucket,
+    FlatBuffers,
+    StagedBucket,
+    stage_by_reference,
+    tensors_in,
+)
+from hybridrl.workers.sharding.control import ControlGroup, Neighbours
 from hybridrl.workers.sharding.weight_stream import (
+    Load,
     StreamReport,
     bucket_bytes_for,
     buckets,
@@ -20,20 +31,87 @@ from hybridrl.workers.sharding.weight_stream import (
 from tests.ranks import run_ranks
 
 SIZES = [3, 5, 2, 9, 1, 1, 4]
+COMPLETE = StreamReport(num_tensors=7, num_buckets=4, num_bytes=100)
 
 
-def _weights(sizes: list[int]) -> list[tuple[str, Tensor]]:
-    return [(f"w{index}", torch.full((n,), float(index))) for index, n in enumerate(sizes)]
+def _allocate(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+@dataclass
+class DictionaryEngine:
+    """An engine whose weights are a dictionary; handles say which rank staged which bucket."""
+
+    rank: int = 0
+    copies: bool = True
+    fails_to: str = ""
+    num_staged: int = 0
+    num_ended: int = 0
+    handles: list[list[str]] = field(default_factory=list)
+    loaded: dict[str, list[float]] = field(default_factory=dict)
+    threads: set[threading.Thread] = field(default_factory=set)
+    buffers: FlatBuffers = field(default_factory=lambda: FlatBuffers(count=2, allocate=_allocate))
+
+    def stage(self, bucket: Bucket) -> StagedBucket:
+        self.num_staged += 1
+        if self.fails_to == "stage" and self.num_staged == 2:
+            raise OSError("no memory for a bucket")
+        if not self.copies:
+            return stage_by_reference(bucket)
+        flat, spans = self.buffers.pack(bucket)
+        return StagedBucket(
+            spans=spans, flat=flat, handle=f"rank {self.rank} bucket {self.num_staged}"
+        )
+
+    def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
+        if self.fails_to == "load" and len(self.handles) == 1:
+            raise OSError("answered with status 400")
+        self.handles.append(list(handles))
+        self.threads.add(threading.current_thread())
+        is_flat = staged.flat is not None
+        tensors = tensors_in(staged.flat, staged.spans) if is_flat else dict(staged.tensors)
+        self.loaded |= {name: tensor.tolist() for name, tensor in tensors.items()}
+
+    def release_buffers(self) -> None:
+        self.buffers.free()
+        self.num_ended += 1
+
+
+def _weights(*, fails: bool = False) -> Iterator[tuple[str, Tensor]]:
+    for index, size in enumerate(SIZES):
+        if fails and index == 3:
+            raise OSError("gathering w3 failed")
+        yield f"w{index}", torch.full((size,), float(index))
+
+
+def _stream(
+    weights: Iterator[tuple[str, Tensor]],
+    load: Load | None,
+    sender: DictionaryEngine | None = None,
+    *,
+    num_neighbours: int = 1,
+    bucket_bytes: int = 32,
+) -> StreamReport:
+    control = ControlGroup(timeout_s=20.0)
+    return stream_weights(
+        weights,
+        load,
+        sender=sender,
+        bucket_bytes=bucket_bytes,
+        control=control,
+        neighbours=Neighbours(control, size=num_neighbours),
+    )
 
 
 @given(sizes=st.lists(st.integers(0, 20)), bucket_floats=st.integers(1, 30))
-def test_buckets_hold_everything_in_order_and_none_is_too_full_or_needlessly_small(
+def test_buckets_hold_everything_in_order_and_are_well_filled(
     sizes: list[int], bucket_floats: int
 ) -> None:
-    weights = _weights(sizes)
+    weights = [(f"w{index}", torch.full((n,), float(index))) for index, n in enumerate(sizes)]
     cut = list(buckets(iter(weights), bucket_bytes=4 * bucket_floats))
-    assert [name for bucket in cut for name, _ in bucket] == [name for name, _ in weights]
-    assert all(a is b for a, b in zip(_tensors(cut), _tensors([weights]), strict=True))
+    items = [item for bucket in cut for item in bucket]
+    assert [name for name, _ in items] == [name for name, _ in weights]
+    assert all(a is b for (_, a), (_, b) in zip(items, weights, strict=True))
     num_floats = [sum(t.numel() for _, t in bucket) for bucket in cut]
     for bucket, filled in zip(cut, num_floats, strict=True):
         assert bucket
@@ -42,36 +120,19 @@ def test_buckets_hold_everything_in_order_and_none_is_too_full_or_needlessly_sma
         assert filled + following[0][1].numel() > bucket_floats
 
 
-def _tensors(cut: list[Bucket]) -> list[Tensor]:
-    return [tensor for bucket in cut for _, tensor in bucket]
-
-
-def test_the_size_of_a_bucket_is_the_configured_one_or_taken_from_what_is_free() -> None:
+def test_the_size_of_a_bucket_is_configured_or_from_free_memory() -> None:
     assert bucket_bytes_for(3, torch.device("cpu")) == 3 * 2**20
     assert bucket_bytes_for(0, torch.device("cpu")) == 256 * 2**20
 
 
-@pytest.mark.parametrize("has_engine", [True, False])
-def test_the_report_counts_what_was_moved(has_engine: bool) -> None:
-    arrived: list[Bucket] = []
-    for _ in range(2):
-        report = stream_weights(
-            iter(_weights(SIZES)),
-            arrived.append if has_engine else None,
-            bucket_bytes=32,
-            control=ControlGroup(timeout_s=5.0),
-        )
-        assert report == StreamReport(num_tensors=7, num_buckets=4, num_bytes=100, failures={})
-    assert len(arrived) == (8 if has_engine else 0)
+def test_an_empty_stream_loads_nothing() -> None:
+    engine = DictionaryEngine()
+    assert _stream(iter(()), engine.load, engine) == StreamReport()
+    assert engine.num_ended == 1 and not engine.handles
+    assert _stream(iter(()), None) == StreamReport()
 
 
-def test_an_empty_stream_is_no_bucket() -> None:
-    control = ControlGroup(timeout_s=5.0)
-    report = stream_weights(iter(()), None, bucket_bytes=32, control=control)
-    assert report == StreamReport(num_tensors=0, num_buckets=0, num_bytes=0, failures={})
-
-
-def test_a_bucket_is_freed_before_the_next_is_gathered() -> None:
+def test_a_bucket_by_reference_is_freed_before_the_next_is_gathered() -> None:
     alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
     most_alive = 0
 
@@ -84,48 +145,84 @@ def test_a_bucket_is_freed_before_the_next_is_gathered() -> None:
             yield f"w{index}", tensor
             del tensor
 
-    control = ControlGroup(timeout_s=5.0)
-    stream_weights(gather(), lambda bucket: None, bucket_bytes=48, control=control)
+    engine = DictionaryEngine(copies=False)
+    assert _stream(gather(), engine.load, engine, bucket_bytes=48).num_buckets == 4
+    assert engine.threads == {threading.current_thread()}
     assert most_alive == 3 + 1  # a bucket of three, and the tensor that did not fit in
 
 
-def _stream_with_a_fault(rank: int, at_fault: int, place: str) -> tuple[int, list[int], object]:
-    """Two streams, of which the first breaks off at the second bucket; then what arrived."""
-    control = ControlGroup(timeout_s=20.0)
-    arrived = [0, 0]
-    reports = []
-    for attempt in (0, 1):
-        is_faulty = rank == at_fault and attempt == 0
+def test_the_next_bucket_is_gathered_while_a_copied_one_is_loaded() -> None:
+    gathered_more = threading.Event()
+    engine = DictionaryEngine()
+    late: list[bool] = []
 
-        def gather(is_faulty: bool = is_faulty) -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in _weights(SIZES):
-                if is_faulty and place == "gather" and name == "w3":
-                    raise OSError("gathering w3 failed")
-                yield name, tensor
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for number, item in enumerate(_weights()):
+            if number == 4:  # beyond the first bucket, and what did not fit into the second
+                gathered_more.set()
+            yield item
 
-        def deliver(bucket: Bucket, attempt: int = attempt, is_faulty: bool = is_faulty) -> None:
-            if is_faulty and place == "deliver" and arrived[attempt] == 1:
-                raise OSError("the engine does not answer")
-            arrived[attempt] += 1
+    def load(staged: StagedBucket, handles: Sequence[str]) -> None:
+        if not engine.handles:
+            late.append(not gathered_more.wait(timeout=20.0))
+        engine.load(staged, handles)
 
-        has_engine = rank != 2  # as a rank of a tensor-parallel group that leads no engine
-        report = stream_weights(
-            gather(), deliver if has_engine else None, bucket_bytes=32, control=control
-        )
-        reports.append(report)
-    assert reports[1] == StreamReport(num_tensors=7, num_buckets=4, num_bytes=100, failures={})
-    assert arrived[1] == (4 if has_engine else 0)
-    return reports[0].num_buckets, arrived, reports[0].failures
+    assert _stream(weights(), load, engine, bucket_bytes=48).num_tensors == 7
+    assert late == [False]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("place", ["gather", "deliver"])
-def test_when_one_rank_fails_in_the_middle_all_stop_at_the_same_bucket(
-    num_ranks: int, place: str
+# -- several ranks: 0 and 1 share an engine, 2 and 3 another ------------------------------------
+
+
+def _two_streams(rank: int, copies: bool, at_fault: int, place: str) -> list[object]:
+    """Two streams, of which the first breaks off in the middle if a rank is at fault."""
+    answers: list[object] = []
+    leads = rank % 2 == 0
+    for attempt in range(2):
+        fails = rank == at_fault and attempt == 0
+        engine = DictionaryEngine(rank, copies=copies, fails_to=place if fails else "")
+        sender = engine if copies or leads else None
+        weights = _weights(fails=fails and place == "gather")
+        report = _stream(weights, engine.load if leads else None, sender, num_neighbours=2)
+        assert engine.num_ended == (sender is not None)
+        answers.append((report, engine.handles, engine.loaded))
+    return answers
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_every_rank_stages_and_the_rank_with_the_engine_loads(copies: bool) -> None:
+    for rank, answer in enumerate(run_ranks(4, _two_streams, copies, -1, "")):
+        for report, handles, loaded in answer:
+            assert report == COMPLETE
+            if rank % 2:
+                assert not handles and not loaded
+                continue
+            assert loaded == {name: tensor.tolist() for name, tensor in _weights()}
+            staged = [
+                [f"rank {rank} bucket {n}", f"rank {rank + 1} bucket {n}"] for n in range(1, 5)
+            ]
+            assert handles == (staged if copies else [["", ""]] * 4)
+
+
+@pytest.mark.parametrize(
+    ("copies", "at_fault", "place", "reason"),
+    [
+        (True, 1, "gather", "gathering w3 failed"),
+        (True, 1, "stage", "no memory for a bucket"),
+        (True, 2, "load", "answered with status 400"),
+        (True, 0, "gather", "gathering w3 failed"),
+        (False, 1, "gather", "gathering w3 failed"),
+        (False, 2, "load", "answered with status 400"),
+    ],
+)
+def test_all_ranks_leave_a_stream_that_fails_and_the_next_arrives(
+    copies: bool, at_fault: int, place: str, reason: str
 ) -> None:
-    answers = run_ranks(num_ranks, _stream_with_a_fault, 1, place)
-    reason = {"gather": "gathering w3 failed", "deliver": "the engine does not answer"}[place]
-    for num_buckets, _, failures in answers:
-        assert num_buckets == 1
-        assert failures == {1: f"OSError: {reason}"}
-    assert all(arrived[0] <= 2 for _, arrived, _ in answers)
+    answers = run_ranks(4, _two_streams, copies, at_fault, place)
+    for rank, (broken, complete) in enumerate(answers):
+        report, handles, _ = broken
+        assert report.failures == {at_fault: f"OSError: {reason}"}
+        assert report.num_buckets == answers[0][0][0].num_buckets < 4
+        assert len(handles) < 4
+        assert complete[0] == COMPLETE
+        assert len(complete[2]) == (0 if rank % 2 else 7)

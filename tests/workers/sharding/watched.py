@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.lifecycle import SleepLevel
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
-from hybridrl.workers.sharding.states import State
+from hybridrl.workers.sharding.states import EDGES, State
 from hybridrl.workers.train.protocol import TrainState
 from tests.workers.sharding.recording import (
     BUFFER,
@@ -21,22 +21,7 @@ from tests.workers.sharding.recording import (
     Rig,
 )
 
-DRAWN = {
-    "start": "BOOT -> ASLEEP",
-    "pause": "READY -> PAUSED",
-    "drain": "PAUSED -> DRAINED",
-    "roll_back": "PAUSED DRAINED -> READY",
-    "release": "DRAINED -> ASLEEP",
-    "release_cache": "DRAINED WEIGHTS_UP SYNCED CACHE_UP -> KV_ASLEEP",
-    "resume_weights": "ASLEEP -> WEIGHTS_UP",
-    "sync": "WEIGHTS_UP DRAINED KV_ASLEEP -> SYNCED",
-    "resume_cache": "SYNCED -> CACHE_UP",
-    "continue": "CACHE_UP -> READY",
-    "unwind": "WEIGHTS_UP SYNCED CACHE_UP -> ASLEEP",
-    "break": " ".join(state.name for state in State) + " -> BROKEN",
-    "restart": "BROKEN -> BOOT",
-}
-"""The picture of docs/architecture.md, once more by hand."""
+EDGE_OF = {edge.name: edge for edge in EDGES}
 
 RELEASES = {"release weights", "release kv_cache", "release cuda_graph"}
 CALLS = {
@@ -48,7 +33,7 @@ CALLS = {
     "release_cache": RELEASES - {"release weights"},
     "resume_weights": {"resume weights"},
     "sync": {
-        *("full_weights", "update_weights", "finish_update"),
+        *("full_weights", "load", "finish_update"),
         *("unload_adapter", "load_adapter"),
     },
     "resume_cache": {"resume kv_cache", "resume cuda_graph"},
@@ -126,12 +111,12 @@ class WatchedRig(Rig):
         events = self.journal.events[self._num_events :]
         for engine, had_base in zip(self.engines, has_base, strict=False):
             calls = [event.call for event in events if event.engine == engine.index]
-            assert not (all(has_base) and "update_weights" in calls), "the base was sent again"
+            assert not (all(has_base) and "load" in calls), "the base was sent again"
             if "load_adapter" in calls:
                 at = calls.index("load_adapter")
                 assert calls[at - 1] == "unload_adapter"
-                assert had_base or "update_weights" in calls[:at], "an adapter without its base"
-                assert "update_weights" not in calls[at:]
+                assert had_base or "load" in calls[:at], "an adapter without its base"
+                assert "load" not in calls[at:]
 
     def _check_kept(self, has_base: Sequence[bool]) -> None:
         """A base that is not sent again outlives whatever is no restart and no sync."""
@@ -146,10 +131,8 @@ class WatchedRig(Rig):
         for was, now in zip(self._last_states, states, strict=True):
             if now in (was, State.BROKEN):
                 continue
-            sources, _, target = DRAWN[self._last_stage].partition(" -> ")
-            move = f"{was} -> {now} in {self._last_stage}"
-            assert was.name in sources.split(), move
-            assert now.name == target, move
+            edge = EDGE_OF[self._last_stage]
+            assert was in edge.sources and now is edge.target, f"{was} -> {now} by {edge.name}"
         self._last_states = states
 
     def _check_answers(self) -> None:

@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def test_random_generators_go_on_where_they_were(folder: Path, tmp_path: Path) -> None:
+def test_random_generators_resume_their_state(folder: Path, tmp_path: Path) -> None:
     checkpoint.seed_generators(3, rank=1)
     _draw()
     engine = _policy(folder)
@@ -44,9 +44,7 @@ def test_random_generators_go_on_where_they_were(folder: Path, tmp_path: Path) -
     assert _draw() == expected
 
 
-def test_a_disk_without_room_is_an_error_of_that_save_and_the_next_one_works(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_full_disk_fails_one_save_and_the_next_works(folder: Path, tmp_path: Path) -> None:
     engine, writer = _policy(folder), CheckpointWriter()
     with pytest.raises(CheckpointError, match="call save"):
         writer.collect(waits=False)
@@ -79,7 +77,7 @@ class _Allocations(TorchDispatchMode):
         return made
 
 
-def test_a_snapshot_takes_little_more_than_its_bytes_where_memory_is_pinned(
+def test_pinned_snapshot_takes_little_more_than_its_bytes(
     tmp_path: Path,
 ) -> None:
     # Each pinned allocation is rounded up to a power of two, pytorch issue 150517.

@@ -26,6 +26,6 @@ def _fail_to_write(rank: int) -> tuple[str, str]:
     return type(caught.value).__name__, str(caught.value)
 
 
-def test_whatever_the_writing_rank_raises_no_rank_waits_for_it() -> None:
-    told = "temperature without do_sample"
-    assert run_ranks(2, _fail_to_write) == [("ValueError", told), ("RunFolderError", told)]
+def test_export_error_reaches_all_ranks() -> None:
+    message = "temperature without do_sample"
+    assert run_ranks(2, _fail_to_write) == [("ValueError", message), ("RunFolderError", message)]

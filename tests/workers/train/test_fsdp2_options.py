@@ -82,7 +82,7 @@ def _count_freed(rank: int, folder: Path) -> list[int]:
     return _count_whole(rank, folder, reshards=True)
 
 
-def test_gathered_blocks_are_freed_after_the_forward_pass_or_kept(folder: Path) -> None:
+def test_reshard_option_frees_gathered_blocks(folder: Path) -> None:
     assert run_ranks(2, _count_freed, folder) == [[0], [0]]
     assert run_ranks(2, _count_kept, folder) == [[-1], [-1]]  # all of them
 

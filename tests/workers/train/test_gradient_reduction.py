@@ -83,9 +83,7 @@ def _learn(
 
 
 @pytest.mark.parametrize("num_rows", [6, 11])
-def test_a_rank_keeps_its_share_of_gradients_or_all_and_learns_alike(
-    folder: Path, num_rows: int
-) -> None:
+def test_gradient_reduction_modes_learn_alike(folder: Path, num_rows: int) -> None:
     every = run_ranks(2, _learn, folder, "every_microbatch", num_rows)
     once = run_ranks(2, _learn, folder, "last_microbatch", num_rows)
     for (weights, loss), (same, kept) in zip(every, once, strict=True):

@@ -45,7 +45,7 @@ def logits_of(model: torch.nn.Module) -> torch.Tensor:
         return model(torch.arange(12)[None]).logits
 
 
-def test_gradients_and_moments_exist_for_the_adapter_alone_and_the_base_never_moves(
+def test_only_the_adapter_has_gradients_and_moments(
     folder: Path,
 ) -> None:
     engine = build_lora(folder)
@@ -80,7 +80,7 @@ def test_a_new_adapter_changes_nothing_and_a_trained_one_does(folder: Path) -> N
     assert apart() > 1e-3
 
 
-def test_the_reference_is_the_policy_with_its_adapter_switched_off(folder: Path) -> None:
+def test_reference_is_the_policy_without_its_adapter(folder: Path) -> None:
     engine, plain = build_lora(folder), build_fsdp2(folder)
     reference = BaseModelReference(engine)
     rollouts = to_rollouts(make_rows(5))
@@ -107,12 +107,10 @@ def test_the_adapter_starts_from_the_seed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("use_rslora", [False, True])
-def test_a_merged_stream_is_the_policy_and_leaves_the_training_weights_alone(
-    folder: Path, use_rslora: bool
-) -> None:
+def test_merged_stream_keeps_the_training_weights(folder: Path, use_rslora: bool) -> None:
     lora = with_lora(sync="merged", use_rslora=use_rslora)
     engine = build_lora(folder, lora=lora)
-    assert engine.weight_parts == (WeightSet.BASE,)
+    assert engine.weight_sets == (WeightSet.BASE,)
     update(engine, make_rows(6))
     before = adapter_of(engine)
     merged = weights_of(engine)
@@ -132,7 +130,7 @@ def test_a_merged_stream_is_the_policy_and_leaves_the_training_weights_alone(
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 @pytest.mark.parametrize("tie_embeddings", [True, False])
-def test_both_exports_load_elsewhere_and_give_the_same_logits(
+def test_both_exports_give_the_same_logits_in_peft(
     tmp_path: Path, family: Family, tie_embeddings: bool
 ) -> None:
     source = make_tiny_model(tmp_path / "model", family, tie_embeddings=tie_embeddings)
@@ -187,12 +185,12 @@ def test_offloads_and_checkpointed_activations_change_no_bit(
     assert_same_weights(weights_of(resting), weights_of(steady))
 
 
-def test_a_rank_above_the_size_of_a_layer_is_refused_by_name(folder: Path) -> None:
+def test_rank_larger_than_a_layer_is_rejected(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"lora\.rank=17 .*k_proj, 32 inputs and 16 outputs.*=16"):
         build_lora(folder, lora=with_lora(rank=17))
 
 
-def test_a_module_that_the_model_lacks_is_refused_by_name(folder: Path) -> None:
+def test_unknown_target_module_is_rejected(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"names c_attn, and Qwen3ForCausalLM has no such"):
         build_lora(folder, lora=with_lora(target_modules=("c_attn", "q_proj")))
 
@@ -209,15 +207,13 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(
         weights.write_bytes(weights.read_bytes()[:-7])
     if fault == "missing":
         weights.unlink()
-    words = {"rank": r"is \[2, 32\], and lora.rank with this model asks for \[4, 32\]"}
-    with pytest.raises(ModelError, match=words.get(fault, "has no readable .*lora.init_from")):
+    words = {"rank": r"is \[2, 32\], and this model with lora.rank needs \[4, 32\]"}
+    with pytest.raises(ModelError, match=words.get(fault, "cannot be read.*lora.init_from")):
         build_lora(folder, lora=with_lora(init_from=str(stored)))
 
 
 @pytest.mark.parametrize("value", [float("nan"), -float("inf"), 1e300])
-def test_an_adapter_that_holds_no_numbers_is_blamed_on_its_file(
-    folder: Path, tmp_path: Path, value: float
-) -> None:
+def test_adapter_with_nan_names_its_file(folder: Path, tmp_path: Path, value: float) -> None:
     stored = tmp_path / "adapter"
     build_lora(folder).export_adapter(stored)
     file = stored / "adapter_model.safetensors"
@@ -226,7 +222,7 @@ def test_an_adapter_that_holds_no_numbers_is_blamed_on_its_file(
     tensors[name] = tensors[name].double()  # 1e300 is infinite as float32
     tensors[name][0, 1] = value
     save_file(tensors, file, metadata={"format": "pt"})
-    words = rf"{re.escape(str(file))}: {re.escape(name)} holds NaN .*set lora\.init_from"
+    words = rf"{re.escape(str(file))}: {re.escape(name)} contains NaN .*set lora\.init_from"
     with pytest.raises(ModelError, match=words):
         build_lora(folder, lora=with_lora(init_from=str(stored)))
 
@@ -234,4 +230,4 @@ def test_an_adapter_that_holds_no_numbers_is_blamed_on_its_file(
 def test_the_engine_without_lora_is_untouched_by_it(folder: Path) -> None:
     engine = build_fsdp2(folder)
     assert engine.backend.adapter is None
-    assert engine.weight_parts == (WeightSet.BASE,)
+    assert engine.weight_sets == (WeightSet.BASE,)

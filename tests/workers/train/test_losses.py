@@ -53,7 +53,7 @@ EVERYTHING = PolicyGradientLoss(
 )
 
 
-def test_on_policy_the_loss_is_the_weighted_advantage_and_its_gradient_is_reinforce() -> None:
+def test_on_policy_gradient_equals_reinforce() -> None:
     inputs = make_inputs()
     inputs = replace(inputs, old_logprobs_T=inputs.current_logprobs_T.detach())
     loss, _ = PolicyGradientLoss(clip_low=0.2, clip_high=0.2)(inputs)
@@ -78,7 +78,7 @@ def test_each_term_adds_its_share() -> None:
     assert (plain - with_bonus).item() == pytest.approx(bonus.item(), rel=1e-4)
 
 
-def test_the_sampler_correction_weighs_the_policy_term_alone() -> None:
+def test_sampler_correction_weighs_only_the_policy_term() -> None:
     inputs = replace(make_inputs(), sampler_logprobs_T=make_inputs().old_logprobs_T - 5.0)
     plain, _ = PolicyGradientLoss(clip_low=0.2, clip_high=0.3)(inputs)
     capped, metrics = PolicyGradientLoss(clip_low=0.2, clip_high=0.3, sampler_ratio_cap=3.0)(inputs)
@@ -87,7 +87,7 @@ def test_the_sampler_correction_weighs_the_policy_term_alone() -> None:
 
 
 @pytest.mark.parametrize("loss", [EVERYTHING, SupervisedLoss()])
-def test_cutting_a_batch_into_microbatches_changes_neither_loss_nor_metrics(
+def test_microbatches_change_neither_loss_nor_metrics(
     loss: PolicyGradientLoss | SupervisedLoss,
 ) -> None:
     inputs = make_inputs(7)
@@ -122,7 +122,7 @@ def test_metrics_say_what_happened_to_the_tokens() -> None:
     assert "loss/kl" not in metrics
 
 
-def test_a_microbatch_without_response_tokens_gives_a_zero_that_can_go_backward() -> None:
+def test_empty_microbatch_has_a_differentiable_zero_loss() -> None:
     inputs = part(make_inputs(3), slice(0, 0))
     loss, metrics = EVERYTHING(inputs)
     assert loss.item() == 0.0
@@ -130,7 +130,7 @@ def test_a_microbatch_without_response_tokens_gives_a_zero_that_can_go_backward(
     loss.backward()  # type: ignore[no-untyped-call]
 
 
-def test_the_distance_to_a_reference_is_measured_without_charging_for_it() -> None:
+def test_kl_to_reference_is_measured_without_a_penalty() -> None:
     free = PolicyGradientLoss(clip_low=0.2, clip_high=0.2)
     _, metrics = free(make_inputs())
     assert metrics["policy/kl_to_reference_nats/mean"].value > 0

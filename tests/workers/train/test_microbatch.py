@@ -11,9 +11,7 @@ LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 
 
 @given(lengths=LENGTHS, max_tokens=st.integers(1, 100))
-def test_every_row_is_planned_once_and_only_a_lone_row_breaks_the_budget(
-    lengths: list[int], max_tokens: int
-) -> None:
+def test_plan_covers_every_row_within_the_token_budget(lengths: list[int], max_tokens: int) -> None:
     plan = plan_microbatches(lengths, max_tokens=max_tokens)
     assert sorted(row for rows in plan for row in rows) == list(range(len(lengths)))
     for rows in plan:
@@ -21,7 +19,7 @@ def test_every_row_is_planned_once_and_only_a_lone_row_breaks_the_budget(
 
 
 @given(lengths=LENGTHS, max_tokens=st.integers(60, 200))
-def test_microbatches_are_few_and_hold_rows_of_similar_length(
+def test_microbatches_are_few_and_group_similar_lengths(
     lengths: list[int], max_tokens: int
 ) -> None:
     plan = plan_microbatches(lengths, max_tokens=max_tokens)
@@ -79,6 +77,6 @@ def test_long_rows_are_spread_over_ranks() -> None:
     assert order == [0, 2, 4, 6, 1, 3, 5, 7]
 
 
-def test_rows_that_do_not_divide_are_refused_with_sizes_that_do() -> None:
+def test_indivisible_rows_are_rejected_with_legal_sizes() -> None:
     with pytest.raises(DispatchError, match=r"cannot divide 10 rows .* rollout.\w+ 8 or 12"):
         balance_over_ranks([1] * 10, dp_size=2, num_minibatches=2)

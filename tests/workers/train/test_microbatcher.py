@@ -108,7 +108,7 @@ def test_experts_lie_beside_their_tokens_and_padding_has_none() -> None:
     assert dummy.tokens.num_padding == 4
 
 
-def test_a_prompt_is_shared_only_if_it_went_through_the_same_experts() -> None:
+def test_rows_share_a_prompt_only_with_the_same_experts() -> None:
     tokens_BL, mask_BL = columns_of(
         [[7, 8, 1, 2], [7, 8, 3], [7, 8, 9, 5, 6]], [[0, 0, 1, 1], [0, 0, 1], [0, 0, 1, 0, 1]]
     )

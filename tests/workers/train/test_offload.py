@@ -34,7 +34,7 @@ def test_bits_that_are_no_number_come_back_too() -> None:
 
 
 @pytest.mark.parametrize("slab_bytes", [1, 7, 16, 4096])
-def test_bytes_are_the_same_however_storages_lie_across_pieces_of_host_memory(
+def test_offload_restores_bytes_for_any_slab_size(
     slab_bytes: int,
 ) -> None:
     tensors = [torch.arange(n, dtype=torch.int32) + 100 * n for n in (5, 0, 1, 9, 16)]
@@ -47,7 +47,7 @@ def test_bytes_are_the_same_however_storages_lie_across_pieces_of_host_memory(
 
 
 @pytest.mark.parametrize("slab_bytes", [1, 7, 4096])
-def test_a_copy_on_the_host_is_the_bytes_of_all_tensors_end_to_end(slab_bytes: int) -> None:
+def test_host_copy_holds_all_tensors_end_to_end(slab_bytes: int) -> None:
     tensors = [
         torch.arange(12.0).view(3, 4).T,  # not contiguous
         torch.tensor(5.0),
@@ -61,7 +61,7 @@ def test_a_copy_on_the_host_is_the_bytes_of_all_tensors_end_to_end(slab_bytes: i
 
 
 @pytest.mark.gpu
-def test_pinned_copies_bring_every_bit_back_in_each_of_two_cycles() -> None:
+def test_pinned_offload_is_bitwise_exact_in_two_cycles() -> None:
     generator = torch.Generator(device="cuda").manual_seed(0)
     sizes = (1, 3_000_001, 2**22, 77)
     tensors = [
@@ -75,7 +75,7 @@ def test_pinned_copies_bring_every_bit_back_in_each_of_two_cycles() -> None:
 
 
 @pytest.mark.gpu
-def test_pinned_host_memory_is_no_more_than_what_lies_in_it_and_one_piece() -> None:
+def test_pinned_host_memory_wastes_at_most_one_slab() -> None:
     tensors = [torch.zeros(5 * 2**20 + 1, dtype=torch.uint8, device="cuda") for _ in range(8)]
     before = torch.cuda.host_memory_stats()["active_bytes.current"]
     parked = OffloadedTensors(tensors, slab_bytes=2**22)

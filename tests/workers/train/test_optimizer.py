@@ -96,5 +96,5 @@ def test_neither_weights_nor_moments_nor_schedule_see_a_bad_step(loss: float, gr
 @pytest.mark.parametrize("area", ["policy", "critic"])
 def test_the_rate_of_a_step_is_that_of_its_last_update(area: str) -> None:
     updates = [StepResult(grad_norm=1.0, lr=lr, is_skipped=False) for lr in (0.3, 0.2)]
-    told = merge(step_metrics(result, area=area, counts=True) for result in updates)
-    assert told[f"{area}/lr"].value == 0.2
+    metrics = merge(step_metrics(result, area=area, counts=True) for result in updates)
+    assert metrics[f"{area}/lr"].value == 0.2

@@ -14,7 +14,7 @@ from tests.tiny_models import make_tiny_model
 from tests.workers.train.engines import ACTOR, CPU, MODEL, make_rows, to_rollouts, update
 
 
-def test_a_policy_without_an_optimizer_scores_and_refuses_to_learn(tmp_path: Path) -> None:
+def test_policy_without_optimizer_scores_but_cannot_learn(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path)
     reference = PolicyEngine(FSDP2Backend(folder, config=ACTOR, model_config=MODEL, device=CPU))
     scored = reference.compute_logprobs(to_rollouts(make_rows(4)), temperature=1.0)

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from hybridrl.config.lora import LoraConfig
-from hybridrl.errors import EngineError
 from hybridrl.models.adapter_names import matrix_names
-from hybridrl.workers.rollout.adapter_fit import require_fit
+from hybridrl.workers.rollout.adapter_fit import no_adapter_loaded, require_fit
 
 
 class AdaptedLinear(nn.Module):
@@ -88,7 +87,4 @@ class LoadedAdapter:
             EngineError: no adapter is loaded.
         """
         if not self._is_loaded:
-            raise EngineError(
-                "generate was refused: no adapter is loaded, and the frozen model alone is not the "
-                "policy; sync weights first, or set lora.sync=merged"
-            )
+            raise no_adapter_loaded()

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hybridrl.batch import PromptBatch, row_offsets
 from hybridrl.metrics import Mean, Metrics, Sum
-from hybridrl.workers.rollout.embedded.forward import Forward, require_finite
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots
+from hybridrl.workers.rollout.embedded.model import Forward, require_finite
 from hybridrl.workers.rollout.embedded.prefill import PromptQueue
 from hybridrl.workers.rollout.protocol import Response, SamplingParams
 from hybridrl.workers.rollout.sampling import response_keys, sample, uniforms

@@ -24,12 +24,19 @@ from hybridrl.errors import EngineError, LedgerError, PhaseError, suggest_name
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.models.dtypes import DTYPES
 from hybridrl.models.load import WeightFiles
+from hybridrl.workers.rollout.adapter_fit import built_without_adapters
+from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
 from hybridrl.workers.rollout.embedded.adapted_layers import LoadedAdapter
 from hybridrl.workers.rollout.embedded.decoding import Decoding, RolloutStats
-from hybridrl.workers.rollout.embedded.forward import Forward, TransformersForward
 from hybridrl.workers.rollout.embedded.fused_model import fuse
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots
-from hybridrl.workers.rollout.embedded.model import allocate_kv, build_model, load_config
+from hybridrl.workers.rollout.embedded.model import (
+    Forward,
+    TransformersForward,
+    allocate_kv,
+    build_model,
+    load_config,
+)
 from hybridrl.workers.rollout.embedded.tensor_memory import TensorMemory, checksum
 from hybridrl.workers.rollout.protocol import (
     MemoryTag,
@@ -119,7 +126,7 @@ class HFRolloutEngine:
                 mean nothing; logits are not finite; or the call was aborted by ``drain``.
         """
         num_responses = len(prompts) * sampling.num_responses_per_prompt
-        with self._gate.admit(num_responses) as ticket:
+        with self._gate.admit(num_responses) as call:
             self._require_resident("generate", *MemoryTag)
             if self._adapter is not None:
                 self._adapter.require_loaded()
@@ -135,7 +142,7 @@ class HFRolloutEngine:
                 vocab_size=self._model.config.vocab_size,
                 prompts=prompts,
                 sampling=sampling,
-                on_step=ticket.check,
+                on_step=call.check,
             )
             begin = time.perf_counter()
             try:
@@ -181,20 +188,30 @@ class HFRolloutEngine:
         """Return a CRC-32 of each tensor under the weights tag, to compare with the trainer's."""
         return {name: checksum(tensor) for name, tensor in self._all_tensors.items()}
 
+    def stage(self, bucket: Bucket) -> StagedBucket:
+        """Hand the tensors on as they are: they are loaded in this process."""
+        return stage_by_reference(bucket)
+
     @torch.no_grad()
-    def update_weights(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Copy a bucket of full tensors in, by HF name, cast from any float type. All or nothing.
+    def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
+        """Copy a bucket of full tensors in, cast from any float type. All or nothing.
 
         Raises:
             PhaseError: the weights are released, or requests are running.
             EngineError: a name, shape or integer type that does not fit; nothing was copied.
         """
-        self._gate.require_idle("update_weights")
-        self._require_resident("update_weights", MemoryTag.WEIGHTS)
-        for name, tensor in tensors:
+        self._require_loadable("load of weights")
+        for name, tensor in staged.tensors:
             self._check_fits(name, tensor)
-        for name, tensor in tensors:
+        for name, tensor in staged.tensors:
             self._tensors[name].copy_(tensor)
+
+    def release_buffers(self) -> None:
+        """No buffers are held."""
+
+    def _require_loadable(self, what: str) -> None:
+        self._gate.require_idle(what)
+        self._require_resident(what, MemoryTag.WEIGHTS)
 
     def _check_fits(self, name: str, tensor: Tensor) -> None:
         if name in self._tied_names:
@@ -223,13 +240,9 @@ class HFRolloutEngine:
             PhaseError: the weights are released, or requests are running.
             EngineError: the engine was built without adapters, or these do not fit it.
         """
-        self._gate.require_idle("load_adapter")
-        self._require_resident("load_adapter", MemoryTag.WEIGHTS)
+        self._require_loadable("load_adapter")
         if self._adapter is None:
-            raise EngineError(
-                f"an adapter of {len(tensors)} tensors came, and this engine was built without; "
-                "set lora.enabled=true and lora.sync=adapter"
-            )
+            raise built_without_adapters(tensors)
         self._adapter.load(tensors)
 
     def unload_adapter(self) -> None:

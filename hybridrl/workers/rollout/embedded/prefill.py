@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridrl.workers.rollout.embedded.forward import Forward, require_finite
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots, KVStep
+from hybridrl.workers.rollout.embedded.model import Forward, require_finite
 
 # Of one pass, padding included. Bounds the memory of prompts that wait for a slot: 0.2 GB for a
 # 7B model (57 kB of keys and values a token in bfloat16). The default task's 16 prompts fit in one.

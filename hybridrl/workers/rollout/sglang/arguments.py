@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridrl import env
+from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 
@@ -69,6 +70,18 @@ class ServerSpec:
         """
         adapter_sleeps = self.lora is not None and self.lora.base == "backup"
         return self.rollout.sleep and (adapter_sleeps or self.rollout.backup_weights == "always")
+
+
+def server_spec(config: ExperimentConfig, model_folder: Path) -> ServerSpec:
+    """Say what a server of this configuration serves."""
+    return ServerSpec(
+        model_folder=model_folder,
+        rollout=config.rollout,
+        lora=config.lora if config.lora.sends_adapters else None,
+        max_context_tokens=config.max_row_tokens,
+        seed=config.seed,
+        device=config.cluster.device,
+    )
 
 
 def build_arguments(spec: ServerSpec, *, name: str, port: int, key: str) -> Arguments:

@@ -4,50 +4,35 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.errors import DeadlineError, EngineError
-from hybridrl.workers.rollout.protocol import StagedBucket
+from hybridrl.workers.rollout.buckets import StagedBucket
 from hybridrl.workers.rollout.sglang.process import free_port
 from hybridrl.workers.rollout.sglang.server import Server
-from hybridrl.workers.rollout.sglang.transports import LeaderBuffers
+from hybridrl.workers.rollout.sglang.transports import Transport
 
 _POLL_S = 0.0005
 _LOCAL_HOST = "127.0.0.1"
 
 
-class JoinGroup(Protocol):
-    """Makes a process group beside the default one, as the server makes its end."""
-
-    def __call__(
-        self,
-        *,
-        backend: str,
-        init_method: str,
-        timeout: timedelta,
-        world_size: int,
-        rank: int,
-        group_name: str,
-    ) -> dist.ProcessGroup:
-        """Meet all others and return the group."""
-        ...
+JoinGroup = Callable[..., dist.ProcessGroup]
+"""Makes a process group beside the default one, as the server makes its end."""
 
 
-class BroadcastTransport(LeaderBuffers):
+class BroadcastTransport(Transport):
     """One broadcast a bucket, from the leader to all ranks of its server: nccl, on a CPU gloo.
 
     NCCL refuses two processes of a group on one GPU, so the server must be on others.
     """
-
-    in_session = True
 
     def __init__(
         self,
@@ -73,7 +58,7 @@ class BroadcastTransport(LeaderBuffers):
         def allocate(num_bytes: int) -> Tensor:
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
-        super().__init__(leads=leads, allocate=allocate, dtype=dtype)
+        super().__init__(packs=leads, allocate=allocate, dtype=dtype)
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
         self._join = join
@@ -81,7 +66,7 @@ class BroadcastTransport(LeaderBuffers):
         self._name = ""
         self._group: dist.ProcessGroup | None = None
 
-    def deliver(self, server: Server, offer: StagedBucket, handles: Sequence[str]) -> None:
+    def load(self, server: Server, staged: StagedBucket, handles: Sequence[str]) -> None:
         """Broadcast a bucket while the server is told what comes.
 
         A server that refuses does not take part, so its answer is watched from the beginning. After
@@ -91,19 +76,19 @@ class BroadcastTransport(LeaderBuffers):
             EngineError: the server refuses, or is gone.
             DeadlineError: it does not answer.
         """
-        if offer.flat is None:
+        if staged.flat is None:
             return
         group = self._group or self._connect(server)
         answer = server.start(
             "/update_weights_from_distributed",
-            names=[slot.name for slot in offer.slots],
-            dtypes=[str(slot.dtype).removeprefix("torch.") for slot in offer.slots],
-            shapes=[list(slot.shape) for slot in offer.slots],
+            names=[span.name for span in staged.spans],
+            dtypes=[str(span.dtype).removeprefix("torch.") for span in staged.spans],
+            shapes=[list(span.shape) for span in staged.spans],
             group_name=self._name,
             load_format="flattened_bucket",
             flush_cache=False,
         )
-        work = dist.broadcast(offer.flat, src=0, group=group, async_op=True)
+        work = dist.broadcast(staged.flat, src=0, group=group, async_op=True)
         while not (answer.done() or work.is_completed()):
             time.sleep(_POLL_S)
         try:
@@ -113,12 +98,9 @@ class BroadcastTransport(LeaderBuffers):
             self._leave(server, work, asks=not isinstance(error, DeadlineError))
             raise
 
-    def finish(self, server: Server) -> None:
-        """Nothing is left to do."""
-
     def forget(self) -> None:
         """Drop the group; the other end is gone or about to be."""
-        self.free()
+        self.release_buffers()
         if self._group is not None:
             group, self._group = self._group, None
             dist.destroy_process_group(group)

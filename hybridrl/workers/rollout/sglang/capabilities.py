@@ -1,7 +1,6 @@
 """What an SGLang server can do, read once at its start from its own answers.
 
-Releases of SGLang differ where an RL loop touches them: routes appear, an idle check loosens, a
-refused flush stops killing the server. What a server shows in ``/openapi.json`` is read from there;
+Releases of SGLang differ where an RL loop touches them. Routes are read from ``/openapi.json``;
 behaviour that no answer shows goes by version, as read in the sources of the tested releases and
 seen on running servers (docs/sglang-versions.md).
 """
@@ -16,11 +15,9 @@ from enum import Enum
 from functools import cache
 
 from hybridrl.errors import EngineError
+from hybridrl.workers.rollout.sglang.arguments import ServerSpec
 
 log = logging.getLogger(__name__)
-
-SERVER_INFO_ROUTES = ("/server_info", "/get_server_info")
-"""Where a server tells its version and arguments; the second is the older name, still served."""
 
 OPENAPI_ROUTE = "/openapi.json"
 """Where a server tells its routes; 404 if it was started with ``DISABLE_OPENAPI_DOC``."""
@@ -28,20 +25,20 @@ OPENAPI_ROUTE = "/openapi.json"
 TESTED_VERSIONS = ("0.5.17", "0.5.21", "0.5.23")
 """Releases that the table of behaviours was read from; the first is the oldest accepted."""
 
-MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
-"""Tags of release and resume, the same in all tested versions."""
+PAUSE_MODE = "abort"
+"""Of ``/pause_generation``, which ends all requests: under the others some stay, and the server
+asserts that there are none when its memory is released."""
 
-CHECKER_ACTIONS = ("checksum", "snapshot", "compare", "reset_tensors")
-"""Actions of ``/weights_checker``, the same in all tested versions.
-
-From 0.5.21 on ``compare`` throws its snapshot away: one snapshot serves one comparison.
-"""
+_KEPT = (
+    *("model_path", "dtype", "tp_size", "context_length", "enable_memory_saver"),
+    *("enable_weights_cpu_backup", "enable_return_routed_experts", "enable_lora", "max_lora_rank"),
+)
+"""Arguments that the trainer relies on; others SGLang may adapt to the machine."""
 
 Json = Mapping[str, object]
-_Numbers = tuple[int, int, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Need:
     """What one capability is and where it shows; ``what`` completes "SGLang X cannot ..."."""
 
@@ -52,74 +49,41 @@ class _Need:
 
 
 class Capability(Enum):
-    """What a caller may ask of a server with ``ServerCapabilities.require``."""
+    """What the trainer may need of a server."""
 
-    UPDATE_FROM_TENSOR = _Need(
-        what="take weights from tensors", route="/update_weights_from_tensor"
-    )
+    UPDATE_FROM_TENSOR = _Need("take weights from tensors", route="/update_weights_from_tensor")
     UPDATE_FROM_DISTRIBUTED = _Need(
-        what="take weights from a broadcast group", route="/update_weights_from_distributed"
+        "take weights from a broadcast group", route="/update_weights_from_distributed"
     )
-    UPDATE_FROM_DISK = _Need(what="take weights from disk", route="/update_weights_from_disk")
+    UPDATE_FROM_DISK = _Need("take weights from disk", route="/update_weights_from_disk")
     UPDATE_SESSION = _Need(
-        what="bracket a weight update with begin_weight_update and end_weight_update",
+        "bracket a weight update with begin_weight_update and end_weight_update",
         since="0.5.21",
         route="/begin_weight_update",
     )
     """Where it exists it is mandatory: an update outside of it is answered with 400."""
 
-    PAUSE = _Need(what="pause generation", route="/pause_generation")
-    RELEASE_MEMORY = _Need(what="release and resume memory", route="/release_memory_occupation")
-    CHECK_WEIGHTS = _Need(what="hash its weights", route="/weights_checker")
-    LOADS = _Need(what="tell its running and queued requests", route="/v1/loads")
-    """A published snapshot: stale while paused, so it proves no drain. A flush does."""
-
-    READY_ROUTE = _Need(what="answer on /ready", since="0.5.21", route="/ready")
-    IDLE_WHILE_RETRACTED = _Need(
-        what="flush or release while retracted requests wait", since="0.5.21"
-    )
-    """Without it flush answers 400 and release kills the server until the queue is empty too."""
-
-    REFUSE_FLUSH_ALIVE = _Need(
-        what="survive a weight update with flush_cache=true while requests run", since="0.5.23"
-    )
-    """Without it an assertion in the scheduler ends the server."""
-
-    VERSION_PER_TOKEN = _Need(
-        what="tell the weight version of each token (meta_info.weight_versions)", since="0.5.21"
-    )
-    """Without it an answer names only the version at its end, whatever produced its tokens."""
-
-    KEEP_CUDA_GRAPHS = _Need(
-        what="keep captured CUDA graphs intact while their memory is released", since="0.5.21"
-    )
-    """Older ones drop what replays read from the graph pool: leave the cuda_graph tag alone."""
-
-    NAME_BAD_SAMPLING_KEY = _Need(
-        what="name an unknown sampling parameter (it answers 500 without a word)", since="0.5.23"
-    )
-    ADAPTER_FROM_TENSORS = _Need(
-        what="load a LoRA adapter from tensors",
-        route="/load_lora_adapter_from_tensors",
-        switch="enable_lora",
-    )
-    ROUTED_EXPERTS = _Need(what="return routed experts", switch="enable_return_routed_experts")
-    """Off, the request is answered without the field and without an error."""
-
-    SEEDS = _Need(what="follow a request's sampling_seed", switch="enable_deterministic_inference")
-    """Off, sampling_seed is accepted and ignored."""
-
-    FREE_MEMORY = _Need(what="free what it releases", switch="enable_memory_saver")
+    CHECK_WEIGHTS = _Need("compare its weights", route="/weights_checker")
+    PAUSE = _Need("pause generation", route="/pause_generation")
+    RELEASE_MEMORY = _Need("release and resume memory", route="/release_memory_occupation")
+    FREE_MEMORY = _Need("free what it releases", switch="enable_memory_saver")
     """Off, release answers 200 and frees nothing."""
 
     BACK_UP_WEIGHTS = _Need(
-        what="keep weights in host memory while released", switch="enable_weights_cpu_backup"
+        "keep weights in host memory while released", switch="enable_weights_cpu_backup"
     )
+    KEEP_CUDA_GRAPHS = _Need(
+        "keep captured CUDA graphs intact while their memory is released", since="0.5.21"
+    )
+    """Older ones drop what replays read from the graph pool: leave the cuda_graph tag alone."""
 
-    @property
-    def need(self) -> _Need:
-        """Where this capability shows."""
-        return self.value
+    ADAPTER_FROM_TENSORS = _Need(
+        "load a LoRA adapter from tensors",
+        route="/load_lora_adapter_from_tensors",
+        switch="enable_lora",
+    )
+    ROUTED_EXPERTS = _Need("return routed experts", switch="enable_return_routed_experts")
+    """Off, the request is answered without the field and without an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,29 +93,12 @@ class ServerCapabilities:
     version: str
     """As the server spells it, for example ``0.5.21`` or ``0.5.22.dev3+gabc``."""
 
-    is_tested: bool
-    """Whether it is one of ``TESTED_VERSIONS`` (a post release of one counts as it)."""
-
     available: frozenset[Capability]
-    """All that ``require`` lets pass."""
-
     routes: frozenset[str]
     """Paths it serves; empty if it hides them."""
 
     pause_modes: tuple[str, ...]
-    """Modes of ``/pause_generation``; ``abort`` ends all requests, the others keep them."""
-
-    default_pause_mode: str
-    """What a pause without a mode does."""
-
-    flush_waits: bool
-    """Whether ``/flush_cache?timeout=S`` waits up to S seconds for an idle engine."""
-
-    draft_field: str
-    """Field of a tensor update that spares draft models: ``selector``, ``disable_draft_model``."""
-
-    switches: frozenset[str]
-    """Boolean server arguments that are on, such as ``enable_lora``."""
+    """Modes of ``/pause_generation``."""
 
     def can(self, capability: Capability) -> bool:
         """Whether ``require`` would pass."""
@@ -166,7 +113,7 @@ class ServerCapabilities:
         """
         if capability in self.available:
             return
-        need = capability.need
+        need: _Need = capability.value
         if _numbers(self.version) < _numbers(need.since):
             raise EngineError(
                 f"SGLang {self.version} cannot {need.what}; SGLang {need.since} and newer can: "
@@ -183,20 +130,37 @@ class ServerCapabilities:
             f"{need.switch}: set rollout.engine_args.{need.switch}=true"
         )
 
-    def require_pause_mode(self, mode: str) -> None:
-        """Refuse a pause mode that the server does not have.
+    def require_for(self, spec: ServerSpec) -> None:
+        """Refuse a server that cannot do what its life cycle and its requests will ask of it.
 
         Raises:
-            EngineError: names the mode and those that there are.
+            EngineError: what it cannot do, and the version or the argument that can.
         """
-        if mode not in self.pause_modes:
+        rollout = spec.rollout
+        sleeps_on_gpu = rollout.sleep and spec.device == "cuda"
+        needed = {
+            Capability.UPDATE_FROM_TENSOR: rollout.transport in ("auto", "shared"),
+            Capability.UPDATE_FROM_DISTRIBUTED: rollout.transport == "broadcast",
+            Capability.UPDATE_FROM_DISK: rollout.transport == "disk" or rollout.check_first_sync,
+            Capability.CHECK_WEIGHTS: rollout.check_first_sync,
+            Capability.PAUSE: True,
+            Capability.RELEASE_MEMORY: rollout.sleep,
+            Capability.FREE_MEMORY: sleeps_on_gpu,
+            Capability.BACK_UP_WEIGHTS: sleeps_on_gpu and spec.keeps_backup,
+            Capability.ADAPTER_FROM_TENSORS: spec.lora is not None,
+            Capability.ROUTED_EXPERTS: rollout.routed_experts,
+        }
+        for capability, is_needed in needed.items():
+            if is_needed:
+                self.require(capability)
+        if PAUSE_MODE not in self.pause_modes:
             raise EngineError(
-                f"SGLang {self.version} has no pause mode {mode!r}; it has "
+                f"SGLang {self.version} has no pause mode {PAUSE_MODE!r}; it has "
                 f"{', '.join(self.pause_modes)}"
             )
 
     def require_same_version(self, server_info: Json) -> None:
-        """Refuse a server, restarted or behind the same address, of another version.
+        """Refuse a restarted server of another version.
 
         Raises:
             EngineError: names both versions.
@@ -210,12 +174,10 @@ class ServerCapabilities:
 
 
 def read_capabilities(server_info: Json, openapi: Json | None) -> ServerCapabilities:
-    """Read what a server can do. Call it once, at its start: nothing of it changes later.
-
-    Warns, once per version and process, of a version that is not tested.
+    """Read what a server can do, once at its start. Warns, once a process, of an untested version.
 
     Args:
-        server_info: answer of ``SERVER_INFO_ROUTES``.
+        server_info: answer of ``/server_info``.
         openapi: answer of ``OPENAPI_ROUTE``; None if the server hides it, and routes and modes are
             then taken to be those of its version.
 
@@ -223,48 +185,59 @@ def read_capabilities(server_info: Json, openapi: Json | None) -> ServerCapabili
         EngineError: no version in ``server_info``, or one older than the oldest tested.
     """
     version = _version_of(server_info)
-    numbers = _numbers(version)
-    if numbers < _numbers(TESTED_VERSIONS[0]):
+    if _numbers(version) < _numbers(TESTED_VERSIONS[0]):
         raise EngineError(
             f"SGLang {version} is too old; {TESTED_VERSIONS[0]} is the oldest that is driven: "
             f"pip install 'sglang=={TESTED_VERSIONS[1]}'"
         )
-    is_release = re.fullmatch(r"\d+\.\d+\.\d+(\.post\d+)?(\+.*)?", version) is not None
-    is_tested = is_release and numbers in map(_numbers, TESTED_VERSIONS)
-    if not is_tested:
-        _warn_untested(version)
+    _warn_if_untested(version)
     routes = frozenset(_at(openapi, "paths"))
-    switches = frozenset(name for name, value in server_info.items() if value is True)
-    modes, default_mode = _pause_modes(openapi)
+
+    def is_available(need: _Need) -> bool:
+        if need.switch and server_info.get(need.switch) is not True:
+            return False
+        if need.route and routes:
+            return need.route in routes
+        return _numbers(version) >= _numbers(need.since)
+
+    pause = _at(openapi, "components", "schemas", "PauseGenerationReqInput", "properties", "mode")
+    modes = pause.get("enum")
     return ServerCapabilities(
         version=version,
-        is_tested=is_tested,
-        available=frozenset(
-            capability
-            for capability in Capability
-            if _is_available(capability.need, numbers=numbers, routes=routes, switches=switches)
-        ),
+        available=frozenset(each for each in Capability if is_available(each.value)),
         routes=routes,
-        pause_modes=modes,
-        default_pause_mode=default_mode,
-        flush_waits=not routes or _flush_has_timeout(openapi),
-        draft_field=_draft_field(openapi, numbers),
-        switches=switches,
+        # Hidden modes are those of all tested versions.
+        pause_modes=tuple(modes) if isinstance(modes, list) else ("abort", "retract", "in_place"),
     )
 
 
-def _is_available(
-    need: _Need, *, numbers: _Numbers, routes: frozenset[str], switches: frozenset[str]
-) -> bool:
-    if need.switch and need.switch not in switches:
-        return False
-    if need.route and routes:
-        return need.route in routes
-    return numbers >= _numbers(need.since)
+def require_as_asked(arguments: Json, info: Json) -> None:
+    """Refuse a server that runs with other arguments than it was given.
+
+    Args:
+        arguments: of ``build_arguments``.
+        info: the server's answer to ``/server_info``.
+
+    Raises:
+        EngineError: each differing argument, with what was asked for and what is in effect.
+    """
+    differing = [
+        f"{name}={info[name]!r} instead of {arguments[name]!r}"
+        for name in _KEPT
+        if name in arguments and name in info and info[name] != arguments[name]
+    ]
+    if differing:
+        raise EngineError(
+            f"SGLang does not run as it was started: {', '.join(differing)}; it changes what the "
+            "model or the device cannot do: see its log, and ask for what it can"
+        )
 
 
 @cache
-def _warn_untested(version: str) -> None:
+def _warn_if_untested(version: str) -> None:
+    is_release = re.fullmatch(r"\d+\.\d+\.\d+(\.post\d+)?(\+.*)?", version) is not None
+    if is_release and _numbers(version) in map(_numbers, TESTED_VERSIONS):
+        return
     log.warning(
         "SGLang %s is not tested with this version of hybridrl; tested are %s. Its behaviour is "
         "taken to be that of %s.",
@@ -284,15 +257,15 @@ def _version_of(server_info: Json) -> str:
     version = server_info.get("version")
     if not isinstance(version, str) or not re.match(r"\d+\.\d+\.\d+", version):
         raise EngineError(
-            f"the rollout server tells version {version!r} in {SERVER_INFO_ROUTES[0]}, which is "
-            "none of SGLang: is another program on its port?"
+            f"the rollout server tells version {version!r} in /server_info, which is none of "
+            "SGLang: is another program on its port?"
         )
     return version
 
 
-def _numbers(version: str) -> _Numbers:
-    major, minor, patch = re.findall(r"\d+", version)[:3]
-    return int(major), int(minor), int(patch)
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return major, minor and patch."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
 def _at(document: object, *keys: str) -> Json:
@@ -300,29 +273,3 @@ def _at(document: object, *keys: str) -> Json:
     for key in keys:
         document = document.get(key) if isinstance(document, Mapping) else None
     return document if isinstance(document, Mapping) else {}
-
-
-def _properties(openapi: Json | None, schema: str) -> Json:
-    return _at(openapi, "components", "schemas", schema, "properties")
-
-
-def _pause_modes(openapi: Json | None) -> tuple[tuple[str, ...], str]:
-    mode = _at(_properties(openapi, "PauseGenerationReqInput"), "mode")
-    names = mode.get("enum")
-    if not isinstance(names, list):  # hidden: as in all tested versions
-        return ("abort", "retract", "in_place"), "abort"
-    return tuple(map(str, names)), str(mode.get("default", names[0]))
-
-
-def _flush_has_timeout(openapi: Json | None) -> bool:
-    parameters = _at(openapi, "paths", "/flush_cache", "post").get("parameters")
-    return isinstance(parameters, list) and any(
-        _at(parameter).get("name") == "timeout" for parameter in parameters
-    )
-
-
-def _draft_field(openapi: Json | None, numbers: _Numbers) -> str:
-    fields = _properties(openapi, "UpdateWeightsFromTensorReqInput")
-    if fields:
-        return "selector" if "selector" in fields else "disable_draft_model"
-    return "selector" if numbers >= _numbers("0.5.21") else "disable_draft_model"

@@ -7,8 +7,7 @@ a process that does not start, none of which names its cause.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
 from hybridrl.errors import EngineError
 
@@ -19,66 +18,49 @@ EXPANDABLE_SEGMENTS = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECAS
 _LIBRARY = "torch_memory_saver"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemorySaverFacts:
-    """All that counts, so that the rules can be tested where there is no GPU."""
-
-    device: str
-    """cpu or cuda."""
-
-    variables: Mapping[str, str]
-    """Environment of the server."""
-
-    arguments: Mapping[str, object]
-    """Of the server."""
-
-    is_installed: bool
-    """Whether ``torch_memory_saver`` can be imported."""
-
-
-def find_obstacles(facts: MemorySaverFacts) -> list[str]:
-    """Return one sentence, with its remedy, for each thing that would break a release."""
-    is_on = facts.arguments.get("enable_memory_saver") is True
-    if facts.device != "cuda":
-        return _without_cuda(facts, is_on=is_on)
-    return _with_cuda(facts) if is_on else []
-
-
-def require_no_obstacle(facts: MemorySaverFacts) -> None:
+def require_no_obstacle(
+    *, device: str, variables: Mapping[str, str], is_on: bool, is_installed: bool
+) -> None:
     """Refuse to start a server whose memory could not be released.
 
+    Args:
+        device: cpu or cuda.
+        variables: environment of the server.
+        is_on: whether the server is to run under torch_memory_saver.
+        is_installed: whether ``torch_memory_saver`` can be imported.
+
     Raises:
-        EngineError: everything that is in the way.
+        EngineError: everything that is in the way, each with its remedy.
     """
-    if obstacles := find_obstacles(facts):
+    if device != "cuda":
+        obstacles = list(_without_cuda(variables, is_on=is_on))
+    else:
+        obstacles = list(_with_cuda(variables, is_installed=is_installed)) if is_on else []
+    if obstacles:
         raise EngineError("SGLang could not release its memory: " + "; ".join(obstacles))
 
 
-def _without_cuda(facts: MemorySaverFacts, *, is_on: bool) -> list[str]:
-    faults = []
+def _without_cuda(variables: Mapping[str, str], *, is_on: bool) -> Iterator[str]:
     if is_on:
-        faults.append("enable_memory_saver=true needs CUDA; set cluster.device=cuda")
-    if _LIBRARY in facts.variables.get("LD_PRELOAD", ""):
-        faults.append(
-            f"LD_PRELOAD={facts.variables['LD_PRELOAD']} loads the library of {_LIBRARY} into "
-            "every process, and none starts with it without CUDA; unset LD_PRELOAD"
+        yield "enable_memory_saver=true needs CUDA; set cluster.device=cuda"
+    if _LIBRARY in variables.get("LD_PRELOAD", ""):
+        yield (
+            f"LD_PRELOAD={variables['LD_PRELOAD']} loads the library of {_LIBRARY} into every "
+            "process, and none starts with it without CUDA; unset LD_PRELOAD"
         )
-    return faults
 
 
-def _with_cuda(facts: MemorySaverFacts) -> list[str]:
-    faults = []
-    if not facts.is_installed:
-        faults.append(f"it needs {_LIBRARY}: pip install {_LIBRARY}, or set rollout.sleep=false")
-    faults += [
-        f"{name}={facts.variables[name]} turns expandable segments on, which slip past "
-        f"{_LIBRARY}; unset it for the server"
-        for name in _ALLOCATOR
-        if EXPANDABLE_SEGMENTS.search(facts.variables.get(name, ""))
-    ]
-    if facts.variables.get("NCCL_GRAPH_REGISTER", "1") != "0":
-        faults.append(
+def _with_cuda(variables: Mapping[str, str], *, is_installed: bool) -> Iterator[str]:
+    if not is_installed:
+        yield f"it needs {_LIBRARY}: pip install {_LIBRARY}, or set rollout.sleep=false"
+    for name in _ALLOCATOR:
+        if EXPANDABLE_SEGMENTS.search(variables.get(name, "")):
+            yield (
+                f"{name}={variables[name]} turns expandable segments on, which slip past "
+                f"{_LIBRARY}; unset it for the server"
+            )
+    if variables.get("NCCL_GRAPH_REGISTER", "1") != "0":
+        yield (
             "NCCL registers buffers of CUDA graphs, and hangs once their memory was unmapped; set "
             "NCCL_GRAPH_REGISTER=0"
         )
-    return faults

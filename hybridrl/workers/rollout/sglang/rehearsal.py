@@ -1,7 +1,7 @@
 """Shows SGLang the arguments of its servers before a run starts: what it refuses is said now.
 
-The arguments are those that a start sends (``server_arguments.py``), and what is made of them is
-SGLang's own code (``server_start.py``), in a child process: importing it takes seconds.
+The arguments are those that a start sends (``arguments.py``), and what is made of them is
+SGLang's own code (``start.py``), in a child process: importing it takes seconds.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from hybridrl.workers.rollout.sglang.arguments import (
     ServerSpec,
     build_arguments,
     environment,
+    server_spec,
 )
 from hybridrl.workers.rollout.sglang.process import ServerProcess, free_port
 
@@ -47,7 +48,7 @@ def rehearse_server(config: ExperimentConfig) -> str:
     """
     with tempfile.TemporaryDirectory(prefix="hybridrl-rehearsal-") as name:
         folder = Path(name)
-        spec = spec_of(config, _model_folder(config, folder))
+        spec = server_spec(config, _model_folder(config, folder))
         case = case_of(spec)
         result = _run(spec, case, folder)
     arguments = case["arguments"]
@@ -61,18 +62,6 @@ def rehearse_server(config: ExperimentConfig) -> str:
             "run mode=check there too"
         )
     return f"{result['version']} accepts the arguments of its servers; no model was loaded"
-
-
-def spec_of(config: ExperimentConfig, folder: Path) -> ServerSpec:
-    """Say what a server of this configuration serves."""
-    return ServerSpec(
-        model_folder=folder,
-        rollout=config.rollout,
-        lora=config.lora if config.lora.sends_adapters else None,
-        max_context_tokens=config.max_row_tokens,
-        seed=config.seed,
-        device=config.cluster.device,
-    )
 
 
 def case_of(spec: ServerSpec) -> dict[str, Any]:

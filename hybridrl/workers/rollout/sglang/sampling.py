@@ -1,111 +1,156 @@
-"""A generate call on a server: all groups at once, what was cut off again, nothing torn scored."""
+"""A generate call on a server: all groups at once, what was cut off again, nothing torn scored.
+
+Token ids travel in both directions: text is never tokenised twice.
+"""
 
 from __future__ import annotations
 
 import logging
+from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from hybridrl.batch import PromptBatch, row_offsets
 from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.metrics import Mean, Metrics, Sum
 from hybridrl.workers.rollout.protocol import Response, SamplingParams
+from hybridrl.workers.rollout.sampling import response_keys
 from hybridrl.workers.rollout.sglang.client import ConnectionLostError, ServerClient, ServerError
-from hybridrl.workers.rollout.sglang.requests import (
-    Answer,
-    ExpertShape,
-    Group,
-    group_body,
-    prefill_body,
-    read_answer,
-)
 
 log = logging.getLogger(__name__)
 
+Body = dict[str, Any]
+
 _NUM_ATTEMPTS = 3
 _BUSY = 500  # the lowest status that is the server's fault, not the request's
+_SEED_BITS = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """What came of one generate call."""
+class ExpertShape:
+    """How a mixture-of-experts model routes a token."""
 
-    responses: list[Response]
-    """Siblings adjacent, in prompt order."""
-
-    metrics: Metrics
+    num_layers: int
+    num_experts_per_token: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Terms:
-    """What holds for every request of a call."""
+@dataclass(slots=True)
+class Group:
+    """The responses to one prompt: those that are there, and the others still to be sampled."""
 
-    sampling: SamplingParams
+    token_ids: list[int]
+    """Of the prompt."""
 
-    max_context_tokens: int
-    """A response also ends where it and its prompt fill this."""
+    seeds: list[int]
+    """One a response, in [0, 2**31)."""
 
-    weight_version: str
-    """That every response must come from."""
+    responses: dict[int, Response] = field(default_factory=dict)
+    """By their index among the prompt's responses; one that was cut off is never among them."""
 
-    timeout_s: float
-    """Seconds one request may take."""
+    @property
+    def missing(self) -> list[int]:
+        """Indices of the responses that are still to be sampled."""
+        return [index for index in range(len(self.seeds)) if index not in self.responses]
 
-    fields: Mapping[str, object]
-    """Further fields of every request, as the name of its adapter."""
 
-    experts: ExpertShape | None = None
-    """Given where each token's experts are asked for."""
+def build_groups(prompts: PromptBatch, sampling: SamplingParams) -> list[Group]:
+    """Cut a batch into groups, each response with the random stream of the embedded engine."""
+    tokens: list[int] = prompts.token_ids_PL.values().tolist()
+    offsets: list[int] = row_offsets(prompts.token_ids_PL).tolist()
+    index_G = torch.arange(sampling.num_responses_per_prompt)
+    groups = []
+    for prompt, (begin, end) in enumerate(pairwise(offsets)):
+        key_G = response_keys(prompts.seed_P[prompt].repeat(len(index_G)), index_G) & _SEED_BITS
+        groups.append(Group(tokens[begin:end], key_G.tolist()))
+    return groups
 
 
 class GroupSampler:
     """Samples groups of responses. Used once."""
 
     def __init__(
-        self, client: ServerClient, terms: Terms, *, on_cut_off: Callable[[int], None]
+        self,
+        client: ServerClient,
+        sampling: SamplingParams,
+        *,
+        max_context_tokens: int,
+        weight_version: str,
+        timeout_s: float,
+        adapter: str | None = None,
+        experts: ExpertShape | None = None,
     ) -> None:
         """Prepare.
 
         Args:
             client: of the server.
-            terms: of all requests.
-            on_cut_off: told how many responses are missing before they are asked for again; raises
-                if they were cut off on purpose.
+            sampling: how to sample.
+            max_context_tokens: a response also ends where it and its prompt fill this.
+            weight_version: that every response must come from.
+            timeout_s: seconds that one request may take.
+            adapter: that every request names.
+            experts: given where each token's experts are asked for.
         """
         self._client = client
-        self._terms = terms
-        self._on_cut_off = on_cut_off
-        self._answers: dict[tuple[int, int], Answer] = {}
-        self._num_open = 0
+        self._sampling = sampling
+        self._max_context_tokens = max_context_tokens
+        self._weight_version = weight_version
+        self._timeout_s = timeout_s
+        self._experts = experts
+        self._fields: Body = {} if adapter is None else {"lora_path": adapter}
+        if experts is not None:
+            self._fields["return_routed_experts"] = True
+        self._num_responses = self._num_open = self._num_cached_tokens = 0
 
     def describe(self) -> str:
         """Say how far it is."""
-        return f"{len(self._answers)} responses there, {self._num_open} requests open"
+        return f"{self._num_responses} responses there, {self._num_open} requests open"
 
-    def run(self, groups: Sequence[Group]) -> Sampled:
-        """Sample all siblings of all groups.
+    def run(
+        self, groups: Sequence[Group], *, on_cut_off: Callable[[int], None]
+    ) -> tuple[list[Response], Metrics]:
+        """Sample all responses of all groups.
+
+        Args:
+            groups: of ``build_groups``.
+            on_cut_off: gets the number of responses that are missing before they are asked for
+                again; raises if they were cut off on purpose.
+
+        Returns:
+            Responses, those to one prompt adjacent, in prompt order; and metrics of the call.
 
         Raises:
             EngineError: the server is gone, refuses a request, or cut the same one off three times.
             DeadlineError: a request took longer than it may.
         """
-        missing = list(groups)
         num_retried, reason = 0, ""
+        num_responses = num_missing = sum(len(group.seeds) for group in groups)
         for attempt in range(_NUM_ATTEMPTS):
             if attempt:
-                num_missing = sum(len(group.siblings) for group in missing)
-                self._on_cut_off(num_missing)
+                on_cut_off(num_missing)
                 log.warning("asking again for responses: count=%d reason=%s", num_missing, reason)
                 num_retried += num_missing
-            reason = self._client.run(self._round(missing))
-            missing = [left for group in groups if (left := self._left_of(group)).siblings]
-            if not missing:
-                return self._sampled(groups, num_retried)
-        num_missing = sum(len(group.siblings) for group in missing)
-        self._on_cut_off(num_missing)
-        raise EngineError(
-            f"{num_missing} of {sum(len(group.siblings) for group in groups)} responses were cut "
-            f"off {_NUM_ATTEMPTS} times, the last time by {reason}; nothing of them is scored"
-        )
+            reason = self._client.run(self._round([group for group in groups if group.missing]))
+            num_missing = sum(len(group.missing) for group in groups)
+            if not num_missing:
+                break
+        else:
+            on_cut_off(num_missing)
+            raise EngineError(
+                f"{num_missing} of {num_responses} responses were cut off {_NUM_ATTEMPTS} times, "
+                f"the last time by {reason}; nothing of them is scored"
+            )
+        num_prompt_tokens = sum(len(group.token_ids) * len(group.seeds) for group in groups)
+        return [group.responses[index] for group in groups for index in range(len(group.seeds))], {
+            "rollout/prefix_cache_hit_fraction": Mean(
+                float(self._num_cached_tokens), float(num_prompt_tokens)
+            ),
+            "rollout/retried_requests": Sum(float(num_retried)),
+        }
 
     async def _round(self, groups: Sequence[Group]) -> str:
         """Ask for all groups; return why the last of those that failed did."""
@@ -125,51 +170,105 @@ class GroupSampler:
 
     async def _sample(self, group: Group) -> str:
         """Ask for one group; return why a response of it was cut off, or an empty text."""
+        missing = group.missing
         try:
-            if len(group.siblings) > 1:
-                await self._ask(prefill_body(group, self._terms.sampling, self._terms.fields))
-            num_tokens = min(
-                self._terms.sampling.max_response_tokens,
-                self._terms.max_context_tokens - len(group.token_ids),
-            )
-            items = await self._ask(
-                group_body(group, self._terms.sampling, self._terms.fields, num_tokens=num_tokens)
-            )
+            if len(missing) > 1:
+                await self._ask(self.prefill_body(group))
+            items = await self._ask(self.group_body(group))
         finally:
             self._num_open -= 1
         reason = ""
-        for sibling, item in zip(group.siblings, items, strict=True):
-            answer = read_answer(item, experts=self._terms.experts)
-            if answer.response is None:
-                reason = answer.reason
-            else:
-                self._require_version(answer)
-                self._answers[group.prompt, sibling] = answer
+        for index, item in zip(missing, items, strict=True):
+            meta = item["meta_info"]
+            finish = meta["finish_reason"] or {"type": "unfinished"}
+            if finish["type"] not in ("stop", "length"):
+                reason = f"{finish['type']}: {finish.get('message', '')}"
+                continue
+            response = read_response(item, experts=self._experts)
+            self._require_version(str(meta.get("weight_version")))
+            self._num_cached_tokens += int(meta.get("cached_tokens") or 0)
+            self._num_responses += 1
+            group.responses[index] = response
         return reason
 
-    async def _ask(self, body: dict[str, object]) -> list[dict[str, object]]:
-        answer: list[dict[str, object]] = await self._client.request(
-            "/generate", body, timeout_s=self._terms.timeout_s
+    async def _ask(self, body: Body) -> list[Body]:
+        answer: list[Body] = await self._client.request(
+            "/generate", body, timeout_s=self._timeout_s
         )
         return answer
 
-    def _require_version(self, answer: Answer) -> None:
-        if answer.weight_version != self._terms.weight_version:
+    def prefill_body(self, group: Group) -> Body:
+        """Ask for no token: the prompt's keys and values come to lie in the cache, once a group."""
+        no_tokens = self._parameters(num_tokens=0, seed=group.seeds[group.missing[0]])
+        return {"input_ids": group.token_ids, "sampling_params": no_tokens, **self._fields}
+
+    def group_body(self, group: Group) -> Body:
+        """Ask for all missing responses of a group at once."""
+        num_tokens = min(
+            self._sampling.max_response_tokens, self._max_context_tokens - len(group.token_ids)
+        )
+        return {
+            "input_ids": [group.token_ids] * len(group.missing),
+            "sampling_params": [
+                self._parameters(num_tokens=num_tokens, seed=group.seeds[index])
+                for index in group.missing
+            ],
+            "return_logprob": True,
+            **self._fields,
+        }
+
+    def _parameters(self, *, num_tokens: int, seed: int) -> Body:
+        """Spell how to sample one response of at most ``num_tokens``."""
+        return {
+            "temperature": self._sampling.temperature,
+            "top_p": self._sampling.top_p,
+            "top_k": self._sampling.top_k or -1,
+            "max_new_tokens": num_tokens,
+            "stop_token_ids": list(self._sampling.stop_token_ids),
+            # Else the model's own end of text would end responses that ask for no stop token.
+            "ignore_eos": not self._sampling.stop_token_ids,
+            "sampling_seed": seed,
+        }
+
+    def _require_version(self, version: str) -> None:
+        if version != self._weight_version:
             raise EngineError(
-                f"a response was sampled by weights of version {answer.weight_version}, and the "
-                f"policy is at {self._terms.weight_version}; somebody else updates this server"
+                f"a response was sampled by weights of version {version}, and the policy is at "
+                f"{self._weight_version}; somebody else updates this server"
             )
 
-    def _left_of(self, group: Group) -> Group:
-        return group.only([s for s in group.siblings if (group.prompt, s) not in self._answers])
 
-    def _sampled(self, groups: Sequence[Group], num_retried: int) -> Sampled:
-        answers = [self._answers[group.prompt, s] for group in groups for s in group.siblings]
-        num_prompt_tokens = sum(len(group.token_ids) * len(group.siblings) for group in groups)
-        num_cached = sum(answer.num_cached_tokens for answer in answers)
-        metrics: Metrics = {
-            "rollout/prefix_cache_hit_fraction": Mean(float(num_cached), float(num_prompt_tokens)),
-            "rollout/retried_requests": Sum(float(num_retried)),
-        }
-        responses = [answer.response for answer in answers if answer.response is not None]
-        return Sampled(responses, metrics)
+def read_response(item: Mapping[str, Any], *, experts: ExpertShape | None = None) -> Response:
+    """Read one response of a server, which ended by itself.
+
+    Args:
+        item: the answer.
+        experts: given where the experts of each token were asked for.
+
+    Raises:
+        EngineError: log-probs and tokens do not match in number, or experts are missing.
+    """
+    meta, token_ids = item["meta_info"], item["output_ids"]
+    entries = meta["output_token_logprobs"]
+    if [entry[1] for entry in entries] != token_ids:
+        raise EngineError(
+            f"a response has {len(token_ids)} tokens and log-probs of {len(entries)} others; this "
+            "version of SGLang does not return what training needs"
+        )
+    return Response(
+        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        logprobs=torch.tensor([entry[0] for entry in entries], dtype=torch.float32),
+        is_truncated=meta["finish_reason"]["type"] == "length",
+        routed_experts_LJK=None if experts is None else _read_experts(meta, experts),
+    )
+
+
+def _read_experts(meta: Mapping[str, Any], shape: ExpertShape) -> Tensor:
+    text = meta.get("routed_experts")
+    if text is None:
+        raise EngineError(
+            "rollout.routed_experts=true, and the server returned none: is the model a mixture of "
+            "experts? Set rollout.routed_experts=false if it is not"
+        )
+    flat = torch.frombuffer(bytearray(b64decode(text)), dtype=torch.int32)
+    return flat.view(-1, shape.num_layers, shape.num_experts_per_token)

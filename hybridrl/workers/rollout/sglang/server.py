@@ -22,7 +22,6 @@ from typing import Any
 from hybridrl import env
 from hybridrl.errors import ConfigError, ConfigErrors, DeadlineError, EngineError
 from hybridrl.json_text import to_json_text
-from hybridrl.workers.rollout.sglang.agreement import PAUSE_MODE, require_able, require_as_asked
 from hybridrl.workers.rollout.sglang.arguments import (
     ServerSpec,
     build_arguments,
@@ -30,12 +29,14 @@ from hybridrl.workers.rollout.sglang.arguments import (
 )
 from hybridrl.workers.rollout.sglang.capabilities import (
     OPENAPI_ROUTE,
+    PAUSE_MODE,
     Capability,
     ServerCapabilities,
     read_capabilities,
+    require_as_asked,
 )
 from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError
-from hybridrl.workers.rollout.sglang.memory_saver import MemorySaverFacts, require_no_obstacle
+from hybridrl.workers.rollout.sglang.memory_saver import require_no_obstacle
 from hybridrl.workers.rollout.sglang.process import ServerProcess, free_port
 from hybridrl.workers.rollout.stage_time import LEAST_WAIT_S, left_s
 
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 
 Body = dict[str, Any]
 
-_CHILD = "hybridrl.workers.rollout.sglang.engine"
+_CHILD = "hybridrl.workers.rollout.sglang.child"
 _MEMORY_SAVER = "torch_memory_saver"
 _NUM_STARTS = 3
 _PROBE_TIMEOUT_S = 5.0
@@ -85,12 +86,10 @@ class Server:
         arguments = build_arguments(spec, name=self.name, port=port, key=self.key)
         variables = {**environment(spec), **variables}
         require_no_obstacle(
-            MemorySaverFacts(
-                device=spec.device,
-                variables=env.everything() | variables,
-                arguments=arguments,
-                is_installed=find_spec(_MEMORY_SAVER) is not None,
-            )
+            device=spec.device,
+            variables=env.everything() | variables,
+            is_on=arguments.get("enable_memory_saver") is True,
+            is_installed=find_spec(_MEMORY_SAVER) is not None,
         )
         with tempfile.NamedTemporaryFile(
             "w", prefix="hybridrl-server-", suffix=".json", delete=False
@@ -112,7 +111,7 @@ class Server:
             self.info = self.server_info()
             require_as_asked(arguments, self.info)
             self.capabilities = self._read_capabilities()
-            require_able(self.capabilities, spec)
+            self.capabilities.require_for(spec)
         except EngineError as error:
             refused = refused_arguments(self.process.tail(), arguments)
             self.end()
@@ -187,10 +186,6 @@ class Server:
 
         return self.client.start(call())
 
-    def abort_all(self) -> None:
-        """Make all requests end where they are."""
-        self.post("/abort_request", abort_all=True)
-
     def hold(self, *, timeout_s: float) -> None:
         """Let nobody in any more, and see that nothing runs and no cache of old weights is left.
 
@@ -237,18 +232,6 @@ class Server:
         # Once more: a request may have come in before the door was closed.
         self.client.call("/flush_cache", timeout_s=until_deadline_s())
 
-    def continue_generation(self) -> None:
-        """Serve again."""
-        self.post("/continue_generation")
-
-    def release_memory(self, tag: str) -> None:
-        """Unmap the memory under a tag."""
-        self.post("/release_memory_occupation", tags=[tag])
-
-    def resume_memory(self, tag: str) -> None:
-        """Map it again."""
-        self.post("/resume_memory_occupation", tags=[tag])
-
     def load(self) -> str:
         """Say how many requests run and wait, for a message: the figures may be seconds old."""
         try:
@@ -264,10 +247,6 @@ class Server:
             )
             or f"it does not say how many requests run: {answer}"
         )
-
-    def require_alive(self, what: str) -> None:
-        """Raise EngineError with the end of its log if the process is gone."""
-        self.process.require_alive(what)
 
     def end(self) -> None:
         """Kill the process with all its children. Idempotent."""

@@ -1,7 +1,7 @@
 """SGLang's own handling of its arguments, as a start runs it before a model is loaded.
 
 A server's process runs it when it starts. ``python -m hybridrl.workers.rollout.sglang.start
-CASE.json RESULT.json`` runs it alone, for ``server_rehearsal.py``: no model, no port, no device.
+CASE.json RESULT.json`` runs it alone, for ``rehearsal.py``: no model, no port, no device.
 SGLang is imported by name, because that takes seconds and prepares a process to serve.
 """
 
@@ -112,7 +112,7 @@ def refusals(server_args: Any, case: Mapping[str, Any]) -> list[Refusal]:  # noq
 
 
 def rehearse(case: Mapping[str, Any]) -> Mapping[str, object]:
-    """Return what became of a case, as ``server_rehearsal.py`` reads it.
+    """Return what became of a case, as ``rehearsal.py`` reads it.
 
     Args:
         case: ``arguments`` of the server; ``own``, the names that the user chose among them;

@@ -1,7 +1,7 @@
 """How buckets of weights get into a server: one class per value of ``rollout.transport``.
 
-Every rank of an engine has one; ``deliver`` and ``finish`` are the leader's. What a bucket looks
-like to SGLang is said by functions that are handed in.
+Every rank of an engine has one; ``load`` and ``finish`` are the leader's. The broadcast has a file
+of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -19,10 +18,12 @@ from torch import Tensor
 
 from hybridrl.atomic_io import rename_into_place
 from hybridrl.errors import EngineError
-from hybridrl.workers.rollout.protocol import Bucket, StagedBucket, TensorSpan
-from hybridrl.workers.rollout.sglang.flat_buffers import (
+from hybridrl.workers.rollout.buckets import (
     Allocate,
+    Bucket,
     FlatBuffers,
+    StagedBucket,
+    TensorSpan,
     allocator_of,
     lay_out,
     tensors_in,
@@ -33,41 +34,69 @@ Encode = Callable[[Tensor, Sequence[TensorSpan]], str]
 """Makes the handle with which one rank of a server, and only one, opens a flat buffer, once."""
 
 
-class Transport(Protocol):
-    """One rank's share in feeding one server."""
+class Transport:
+    """One rank's share in feeding one server: packs buckets, so that the leader can have them read.
 
-    in_session: bool
+    Memory, on a rank that packs: the bucket that is gathered and ``count`` flat ones.
+    """
+
+    in_session = True
     """Whether the server wants its update opened before the first bucket and closed at the end."""
 
-    def offer(self, bucket: Bucket) -> StagedBucket:
-        """Make a bucket ready; see ``WeightSender.offer``."""
-        ...
+    def __init__(
+        self,
+        *,
+        packs: bool,
+        allocate: Allocate,
+        dtype: torch.dtype,
+        count: int = 2,
+        encode: Encode | None = None,
+    ) -> None:
+        """Allocate nothing yet.
 
-    def handle(self, offer: StagedBucket) -> str:
-        """Make another handle of an offer, for a rank whose process offers nothing itself."""
-        ...
+        Args:
+            packs: whether bytes of this rank are needed.
+            allocate: makes memory that is read while the next bucket is gathered.
+            dtype: of the server's weights, in which they travel.
+            count: buckets that stay readable at the same time.
+            encode: makes handles; None where the server needs none.
+        """
+        self._packs = packs
+        self._dtype = dtype
+        self._buffers = FlatBuffers(count=count, allocate=allocate, dtype=dtype)
+        self._encode = encode
 
-    def deliver(self, server: Server, offer: StagedBucket, handles: Sequence[str]) -> None:
-        """Have ``server`` load a bucket, or what it needs in order to."""
-        ...
+    def stage(self, bucket: Bucket) -> StagedBucket:
+        """Make this rank's share of a bucket ready; see ``WeightSender``."""
+        if not self._packs:
+            return StagedBucket(spans=lay_out(bucket, dtype=self._dtype))
+        flat, spans = self._buffers.pack(bucket)
+        handle = "" if self._encode is None else self._encode(flat, spans)
+        return StagedBucket(spans=spans, flat=flat, handle=handle)
+
+    def load(self, server: Server, staged: StagedBucket, handles: Sequence[str]) -> None:
+        """Have ``server`` load a bucket, or do what it needs in order to.
+
+        Raises:
+            EngineError: the server refuses, or is gone.
+            DeadlineError: it does not answer.
+        """
+        raise NotImplementedError
 
     def finish(self, server: Server) -> None:
-        """All buckets have been delivered. Without any since the last time it does nothing."""
-        ...
+        """All buckets were loaded. Without any since the last time it does nothing."""
 
-    def free(self) -> None:
+    def release_buffers(self) -> None:
         """Let go of all buffers. Idempotent."""
-        ...
+        self._buffers.free()
 
     def forget(self) -> None:
         """The server is gone, or about to be. Idempotent."""
-        ...
+        self.release_buffers()
 
 
-class SharedTransport:
+class SharedTransport(Transport):
     """Memory that both map: CUDA IPC on a GPU, POSIX shared memory on a CPU."""
-
-    in_session = True
 
     def __init__(
         self, *, device: torch.device, num_ranks: int, encode: Encode, dtype: torch.dtype
@@ -78,7 +107,7 @@ class SharedTransport:
             device: of this rank; the server's rank of the same number is on it too.
             num_ranks: of the server.
             encode: makes a handle.
-            dtype: of the server's weights, in which they travel.
+            dtype: of the server's weights.
 
         Raises:
             EngineError: this process allocates memory that cannot be shared.
@@ -86,20 +115,15 @@ class SharedTransport:
         # The answer of a server comes from its first rank, whose copies are done: torch waits for
         # them before it closes what it opened (torch/csrc/StorageSharing.cpp). Other ranks may
         # still copy, but have done so when the answer to the bucket after it comes.
-        count = 2 if num_ranks == 1 else 3
-        self._buffers = FlatBuffers(count=count, allocate=allocator_of(device), dtype=dtype)
-        self._encode = encode
+        super().__init__(
+            packs=True,
+            allocate=allocator_of(device),
+            dtype=dtype,
+            count=2 if num_ranks == 1 else 3,
+            encode=encode,
+        )
 
-    def offer(self, bucket: Bucket) -> StagedBucket:
-        """Pack into shared memory."""
-        flat, slots = self._buffers.pack(bucket)
-        return StagedBucket(slots, flat, self._encode(flat, slots))
-
-    def handle(self, offer: StagedBucket) -> str:
-        """Make another handle of the same memory: each is counted down once when it is closed."""
-        return "" if offer.flat is None else self._encode(offer.flat, offer.slots)
-
-    def deliver(self, server: Server, offer: StagedBucket, handles: Sequence[str]) -> None:
+    def load(self, server: Server, staged: StagedBucket, handles: Sequence[str]) -> None:
         """Send the handles."""
         server.require_success(
             "/update_weights_from_tensor",
@@ -108,49 +132,8 @@ class SharedTransport:
             flush_cache=False,
         )
 
-    def finish(self, server: Server) -> None:
-        """Nothing is left to do."""
 
-    def free(self) -> None:
-        """Let go of all buffers."""
-        self._buffers.free()
-
-    def forget(self) -> None:
-        """Let go of all buffers."""
-        self.free()
-
-
-class LeaderBuffers:
-    """What transports have in common whose leader alone hands bytes on, and without a handle.
-
-    Args:
-        leads: whether this rank is the one.
-        allocate: makes memory that is read while the next bucket is gathered.
-        dtype: of the server's weights, in which they travel.
-    """
-
-    def __init__(self, *, leads: bool, allocate: Allocate, dtype: torch.dtype) -> None:
-        self._leads = leads
-        self._dtype = dtype
-        self._buffers = FlatBuffers(count=2, allocate=allocate, dtype=dtype)
-
-    def offer(self, bucket: Bucket) -> StagedBucket:
-        """Pack, on the leader."""
-        if not self._leads:
-            return StagedBucket(lay_out(bucket, dtype=self._dtype), None, "")
-        flat, slots = self._buffers.pack(bucket)
-        return StagedBucket(slots, flat, "")
-
-    def handle(self, offer: StagedBucket) -> str:
-        """None is needed."""
-        return ""
-
-    def free(self) -> None:
-        """Let go of all buffers."""
-        self._buffers.free()
-
-
-class DiskTransport(LeaderBuffers):
+class DiskTransport(Transport):
     """Files, loaded in one go when all are there: the slowest, and the one that works anywhere."""
 
     in_session = False
@@ -162,37 +145,37 @@ class DiskTransport(LeaderBuffers):
             leads: whether this rank is the one that writes.
             dtype: of the server's weights.
         """
-        super().__init__(leads=leads, allocate=_on_the_host, dtype=dtype)
+        super().__init__(packs=leads, allocate=_on_the_host, dtype=dtype)
         self._parent: Path | None = None
         self._written: set[str] = set()
         self._num_files = 0
 
-    def deliver(self, server: Server, offer: StagedBucket, handles: Sequence[str]) -> None:
+    def load(self, server: Server, staged: StagedBucket, handles: Sequence[str]) -> None:
         """Write a file.
 
         Raises:
             EngineError: there is no room for it.
         """
-        if offer.flat is None:
+        if staged.flat is None:
             return
-        if not self._written.isdisjoint(slot.name for slot in offer.slots):
-            self.forget()  # what is left of a sync that was torn
+        if not self._written.isdisjoint(span.name for span in staged.spans):
+            self.forget()  # files of a sync that broke off
         self._parent = self._parent or Path(tempfile.mkdtemp(prefix="hybridrl-weights-"))
         unfinished = self._unfinished(self._parent)
         unfinished.mkdir(exist_ok=True)
         file = unfinished / f"bucket-{self._num_files:05}.safetensors"
         try:
-            save_file(tensors_in(offer.flat, offer.slots), file)
+            save_file(tensors_in(staged.flat, staged.spans), file)
         except (OSError, SafetensorError) as error:
             free = shutil.disk_usage(self._parent).free
             self.forget()
             raise EngineError(
-                f"a bucket of {len(offer.flat) / 2**20:.1f} MiB could not be written to {file}, "
+                f"a bucket of {len(staged.flat) / 2**20:.1f} MiB could not be written to {file}, "
                 f"where {free / 2**20:.1f} MiB are free: {error}; point TMPDIR at a larger disk, "
                 "or set rollout.transport=shared"
             ) from error
         self._num_files += 1
-        self._written |= {slot.name for slot in offer.slots}
+        self._written |= {span.name for span in staged.spans}
 
     def finish(self, server: Server) -> None:
         """Give the folder its name and have the server load it; it is removed afterwards."""

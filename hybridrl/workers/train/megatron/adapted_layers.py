@@ -1,15 +1,14 @@
 """Adapters beside megatron-core's parallel linear layers: W x + scaling B A x (arXiv:2106.09685).
 
-One of its layers is several of the files' (``linear_qkv`` is q_proj, k_proj and v_proj), and each
-of these has an A and a B of its own. They are cut as W is: beside a column-parallel layer ranks
-share the rows of B and all have A; beside a row-parallel one they share the columns of A.
+One of its layers is several Hugging Face layers (``linear_qkv`` is q_proj, k_proj and v_proj), each
+with an A and a B of its own. They are sharded as W: beside a column-parallel layer ranks share the
+rows of B and all have A; beside a row-parallel layer they share the columns of A.
 
 Legend: T tokens (with sequence parallelism of this rank), I inputs, O outputs, R rank.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -31,15 +30,15 @@ from hybridrl.workers.train.megatron.megatron_core import (
 )
 
 Rows = Sequence[tuple[str, int]]
-"""What a rank's outputs are, in their order: last part of the files' name (``q_proj``), and how
-many."""
+"""A rank's outputs in their order: the last component of the Hugging Face name (``q_proj``), and
+the number of outputs."""
 
 ParallelLinear: TypeAlias = Any
-"""A linear layer of megatron-core's own or of TransformerEngine's, parallel by columns or rows."""
+"""A linear layer of megatron-core or TransformerEngine, parallel by columns or rows."""
 
 
 class Matrices(nn.Module):
-    """A and B beside one layer of the files, float32; without values."""
+    """A and B beside one Hugging Face layer, float32, zeros."""
 
     def __init__(
         self, *, num_inputs: int, num_outputs: int, rank: int, device: torch.device
@@ -50,12 +49,12 @@ class Matrices(nn.Module):
 
 
 class LayerAdapter(nn.ModuleDict):
-    """The adapters beside one layer of megatron-core, by the last parts of the files' names.
+    """The adapters beside one layer of megatron-core, by the last component of Hugging Face names.
 
     Args:
         layer: frozen; the adapter becomes its ``lora`` and adds to its outputs from now on.
-        rows: what the layer's outputs are on this rank.
-        config: rank, scaling, and which of the files' layers are adapted.
+        rows: the layer's outputs on this rank.
+        config: rank, scaling, and the adapted layers.
         is_expert: whether the layer is of an expert.
     """
 
@@ -84,10 +83,11 @@ class LayerAdapter(nn.ModuleDict):
         self._rows = rows
         self._rank, self._scaling = config.rank, config.scaling
         self._is_expert = is_expert
-        self._has_part_of_tokens: bool = layer.config.sequence_parallel
+        self._is_sequence_parallel: bool = layer.config.sequence_parallel
+        self._is_column_parallel = isinstance(layer, COLUMN_PARALLEL)
         self._group = _ranks_of(layer)
         for matrices in self._matrices().values():
-            # Some of TransformerEngine's layers leave it unsaid where it is true.
+            # Some of TransformerEngine's layers lack the mark where it is true.
             self._mark(matrices, is_shared=getattr(weight_OI, "allreduce", True))
         layer.add_module("lora", self)
         layer.register_forward_hook(self._add)
@@ -97,44 +97,46 @@ class LayerAdapter(nn.ModuleDict):
         adapters = self._matrices()
         a_RI = torch.cat([matrices.A for matrices in adapters.values()]).to(inputs_T1I.dtype)
         low_T1R = linear(inputs_T1I, a_RI) * self._scaling
-        if not self._is_expert:  # the ranks of an expert's tokens are its dispatcher's affair
+        if not self._is_expert:  # a dispatcher exchanges the tokens of experts
             low_T1R = self._exchange(low_T1R)
         outputs = {
-            leaf: linear(part_T1R, matrices.B.to(inputs_T1I.dtype))
-            for (leaf, matrices), part_T1R in zip(
+            leaf: linear(own_T1R, matrices.B.to(inputs_T1I.dtype))
+            for (leaf, matrices), own_T1R in zip(
                 adapters.items(), torch.split(low_T1R, self._rank, dim=-1), strict=True
             )
         }
-        cut = {
+        slices = {
             leaf: iter(torch.split(output, self._heights(leaf), dim=-1))
             for leaf, output in outputs.items()
         }
-        parts = [
-            next(cut[leaf]) if leaf in cut else low_T1R.new_zeros(*low_T1R.shape[:-1], num_rows)
+        by_row = [
+            next(slices[leaf])
+            if leaf in slices
+            else low_T1R.new_zeros(*low_T1R.shape[:-1], num_rows)
             for leaf, num_rows in self._rows
         ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return by_row[0] if len(by_row) == 1 else torch.cat(by_row, dim=-1)
 
     def merged(
         self, weight_OI: Tensor, merge: Callable[[Tensor, Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Return this rank's part of the weight with the adapters in it.
+        """Return this rank's shard of the weight with its adapters merged.
 
         Args:
             weight_OI: of the layer.
-            merge: from W, A and B of a layer of the files to W + scaling B A.
+            merge: from W, A and B of a Hugging Face layer to W + scaling B A.
         """
         adapters = self._matrices()
-        b_parts = {
+        b_slices = {
             leaf: iter(torch.split(matrices.B, self._heights(leaf)))
             for leaf, matrices in adapters.items()
         }
         weights = torch.split(weight_OI, [num_rows for _, num_rows in self._rows])
-        parts = [
-            merge(part_OI, adapters[leaf].A, next(b_parts[leaf])) if leaf in adapters else part_OI
-            for (leaf, _), part_OI in zip(self._rows, weights, strict=True)
+        merged = [
+            merge(rows_OI, adapters[leaf].A, next(b_slices[leaf])) if leaf in adapters else rows_OI
+            for (leaf, _), rows_OI in zip(self._rows, weights, strict=True)
         ]
-        return torch.cat(parts)
+        return torch.cat(merged)
 
     def _matrices(self) -> dict[str, Matrices]:
         return {leaf: matrices for leaf, matrices in self.items() if isinstance(matrices, Matrices)}
@@ -156,75 +158,53 @@ class LayerAdapter(nn.ModuleDict):
             inputs_T1I = _normed(layer, inputs_T1I)
         return outputs_T1O + self(inputs_T1I), bias_O
 
-    @abstractmethod
     def _exchange(self, low_T1R: Tensor) -> Tensor:
-        """Bring A x from how ranks have computed it to how they need it for B."""
-
-    @abstractmethod
-    def _cuts(self, matrices: Matrices) -> tuple[nn.Parameter, nn.Parameter, int]:
-        """Return the matrix that ranks share, the one that all have, and the first one's cut."""
+        """Exchange A x between ranks, from the layout of A to that of B."""
+        group, is_split = self._group, self._is_sequence_parallel
+        exchanged: Tensor
+        if self._is_column_parallel and is_split:
+            exchanged = gather_from_sequence_parallel_region(
+                low_T1R, tensor_parallel_output_grad=True, group=group
+            )
+        elif self._is_column_parallel:
+            exchanged = copy_to_tensor_model_parallel_region(low_T1R, group=group)
+        elif is_split:
+            exchanged = reduce_scatter_to_sequence_parallel_region(low_T1R, group=group)
+        else:
+            exchanged = reduce_from_tensor_model_parallel_region(low_T1R, group=group)
+        return exchanged
 
     def _mark(self, matrices: Matrices, *, is_shared: bool) -> None:
-        """Tell megatron-core how to sum gradients, and how to count them in a norm.
+        """Mark parameters for megatron-core's sums and norms of gradients.
 
         Args:
-            matrices: beside one layer of the files.
-            is_shared: False where the layer is an expert that other ranks have not.
+            matrices: beside one Hugging Face layer.
+            is_shared: False where the layer is an expert that other ranks lack.
         """
         for parameter in (matrices.A, matrices.B):
             parameter.allreduce = is_shared  # type: ignore[attr-defined]
-        shard, full_shape, dim = self._cuts(matrices)
         if not self._is_expert:
-            set_tensor_model_parallel_attributes(shard, True, dim, 1)  # noqa: FBT003 - megatron's
-            full_shape.sequence_parallel = self._has_part_of_tokens  # type: ignore[attr-defined]
+            sharded, replicated, dim = matrices.A, matrices.B, 1
+            if self._is_column_parallel:
+                sharded, replicated, dim = matrices.B, matrices.A, 0
+            set_tensor_model_parallel_attributes(sharded, True, dim, 1)  # noqa: FBT003 - megatron's
+            replicated.sequence_parallel = self._is_sequence_parallel  # type: ignore[attr-defined]
             return
         for parameter in (matrices.A, matrices.B):
             if is_shared:  # tensor-parallel ranks have the same expert, for other tokens
-                parameter.sequence_parallel = self._has_part_of_tokens  # type: ignore[attr-defined]
+                parameter.sequence_parallel = self._is_sequence_parallel  # type: ignore[attr-defined]
             else:
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)  # noqa: FBT003
 
 
-class _ColumnAdapter(LayerAdapter):
-    """Beside a layer whose outputs are shared by the ranks."""
-
-    def _exchange(self, low_T1R: Tensor) -> Tensor:
-        exchanged: Tensor
-        if self._has_part_of_tokens:
-            exchanged = gather_from_sequence_parallel_region(
-                low_T1R, tensor_parallel_output_grad=True, group=self._group
-            )
-        else:
-            exchanged = copy_to_tensor_model_parallel_region(low_T1R, group=self._group)
-        return exchanged
-
-    def _cuts(self, matrices: Matrices) -> tuple[nn.Parameter, nn.Parameter, int]:
-        return matrices.B, matrices.A, 0
-
-
-class _RowAdapter(LayerAdapter):
-    """Beside a layer whose inputs are shared by the ranks."""
-
-    def _exchange(self, low_T1R: Tensor) -> Tensor:
-        reduced: Tensor
-        if self._has_part_of_tokens:
-            reduced = reduce_scatter_to_sequence_parallel_region(low_T1R, group=self._group)
-        else:
-            reduced = reduce_from_tensor_model_parallel_region(low_T1R, group=self._group)
-        return reduced
-
-    def _cuts(self, matrices: Matrices) -> tuple[nn.Parameter, nn.Parameter, int]:
-        return matrices.A, matrices.B, 1
-
-
 def _ranks_of(layer: ParallelLinear) -> ProcessGroup:
-    """Return the ranks that share a layer; TransformerEngine is given none for an expert's."""
+    """Return the ranks that share a layer; TransformerEngine has none for an expert's."""
     group: ProcessGroup = getattr(layer, "_tp_group", None) or layer.tp_group
     return group
 
 
 def _normed(layer: ParallelLinear, states: Tensor) -> Tensor:
-    """Return what a layer multiplies that normalises its inputs first, and keeps that to itself."""
+    """Compute the normalised inputs of a layer that includes its norm, and does not return them."""
     wide = rms_norm(states.float(), states.shape[-1:], eps=layer.eps)
     normed: Tensor = wide.to(states.dtype) * layer.layer_norm_weight
     return normed
@@ -233,16 +213,10 @@ def _normed(layer: ParallelLinear, states: Tensor) -> Tensor:
 def adapt_layer(
     layer: ParallelLinear, rows: Rows, *, config: LoraConfig, is_expert: bool
 ) -> LayerAdapter | None:
-    """Put adapters beside a layer.
-
-    Args:
-        layer: frozen.
-        rows: what its outputs are on this rank.
-        config: rank, scaling, and which of the files' layers are adapted.
-        is_expert: whether the layer is of an expert.
+    """Put adapters beside a layer; see ``LayerAdapter``.
 
     Returns:
-        None if none of the files' layers in it is adapted.
+        None if none of its Hugging Face layers is adapted.
 
     Raises:
         ModelError: ranks share the matrices of an expert.
@@ -251,9 +225,8 @@ def adapt_layer(
         return None
     if is_expert and _ranks_of(layer).size() > 1:
         raise ModelError(
-            "adapters of experts whose matrices are shared by ranks are not supported: set "
+            "adapters of experts whose matrices are sharded over ranks are not supported: set "
             "megatron.expert_tensor_parallel_size=1, or leave gate_proj, up_proj and down_proj out "
             "of lora.target_modules"
         )
-    kind = _ColumnAdapter if isinstance(layer, COLUMN_PARALLEL) else _RowAdapter
-    return kind(layer, rows, config=config, is_expert=is_expert)
+    return LayerAdapter(layer, rows, config=config, is_expert=is_expert)

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder's config.json says that megatron-core must compute, or a refusal."""
+"""The architecture in a Hugging Face folder's config.json, if megatron-core can compute it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hybridrl.errors import ModelError
 from hybridrl.models.load import load_model_config, read_model_type
 
 CONVERTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Architectures whose tensors have a place in megatron-core's GPTModel."""
+"""Architectures whose tensors have a counterpart in megatron-core's GPTModel."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
-    """How Llama 3.1 stretches its rotary embedding (arXiv:2407.21783, 3.4.2)."""
+    """Llama 3.1's scaling of the rotary embedding (arXiv:2407.21783, 3.4.2)."""
 
     factor: float
     """Long wavelengths grow by it."""
@@ -80,7 +80,7 @@ class Architecture:
     has_qkv_bias: bool
 
     has_linear_bias: bool
-    """Of the attention's last projection and of the MLPs: megatron-core knows all or none."""
+    """Of the attention's last projection and of the MLPs: in megatron-core all or none have one."""
 
     has_head_norms: bool
     """Queries and keys are normalised head by head (Qwen3)."""
@@ -115,19 +115,19 @@ def read_architecture(folder: Path) -> Architecture:
     """Read the architecture of a Hugging Face folder.
 
     Raises:
-        ModelError: no usable config.json, an architecture without converter, or one whose
-            config.json asks for something that would be computed wrongly.
+        ModelError: config.json is not usable, its architecture has no converter, or it sets an
+            option that megatron-core would ignore.
     """
     model_type = read_model_type(folder)
     if model_type not in CONVERTED_MODEL_TYPES:
         raise ModelError(
-            f"{folder}: model_type={model_type!r} has no converter to megatron-core; those with "
-            f"one are {', '.join(CONVERTED_MODEL_TYPES)}. Set model.path to one of these; others "
-            "will come with megatron-bridge, an optional extra that is planned and not built"
+            f"{folder}: model_type={model_type!r} has no converter to megatron-core, only "
+            f"{', '.join(CONVERTED_MODEL_TYPES)} have one. Set model.path to one of these; others "
+            "are planned with megatron-bridge, which is not supported yet"
         )
     config = load_model_config(folder)
     values: dict[str, Any] = config.to_dict()
-    _refuse_the_unknown(folder, values)
+    _reject_unsupported(folder, values)
     has_attention_bias = bool(values.get("attention_bias"))
     head_size = values.get("head_dim") or config.hidden_size // config.num_attention_heads
     return Architecture(
@@ -154,8 +154,8 @@ def read_architecture(folder: Path) -> Architecture:
 def inverse_frequencies(architecture: Architecture) -> Tensor:
     """Return the rotary angle per position, float32 [head_size / 2] radians, on the host.
 
-    They are bit by bit those of transformers; megatron-core's own know neither another original
-    length nor other factors than Llama 3.1's.
+    They are bitwise identical to those of transformers. Megatron-core's own support only Llama
+    3.1's factors and original length.
     """
     exponents = torch.arange(0, architecture.head_size, 2, dtype=torch.int64).float()
     plain = 1.0 / (architecture.rope_theta ** (exponents / architecture.head_size))
@@ -164,15 +164,15 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
         return plain
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     wavelengths = 2 * torch.pi / plain
-    stretched = plain / scaling.factor
+    scaled_down = plain / scaling.factor
     share = (scaling.original_max_positions / wavelengths - low) / (high - low)
-    between = (1 - share) * stretched + share * plain
-    scaled = torch.where(wavelengths > scaling.original_max_positions / low, stretched, between)
+    between = (1 - share) * scaled_down + share * plain
+    scaled = torch.where(wavelengths > scaling.original_max_positions / low, scaled_down, between)
     return torch.where(wavelengths < scaling.original_max_positions / high, plain, scaled)
 
 
-def _refuse_the_unknown(folder: Path, values: Mapping[str, Any]) -> None:
-    """Refuse what would be computed without an error, and wrongly."""
+def _reject_unsupported(folder: Path, values: Mapping[str, Any]) -> None:
+    """Reject options that megatron-core would ignore without an error."""
     rope = values["rope_parameters"]
     has_attention_bias = bool(values.get("attention_bias")) and values["model_type"] != "qwen2"
     layer_types = values.get("layer_types") or []
@@ -190,10 +190,10 @@ def _refuse_the_unknown(folder: Path, values: Mapping[str, Any]) -> None:
     named = [f"{key}={values.get(key)!r}" for key, is_wrong in wrong.items() if is_wrong]
     if named:
         raise ModelError(
-            f"{folder / 'config.json'}: {'; '.join(named)} cannot be computed with megatron-core "
-            "here: it knows SiLU, attention over the whole row without dropout, rotary embeddings "
-            "of type default and llama3 over whole heads, and biases in attention and MLP "
-            "together. Train this model with actor=fsdp2"
+            f"{folder / 'config.json'}: {'; '.join(named)} is not supported with megatron-core. "
+            "Supported are SiLU, attention over all tokens of a row without dropout, rotary "
+            "embeddings of type default and llama3 over all of a head, and biases in both "
+            "attention and MLP or in neither. Train this model with actor=fsdp2"
         )
 
 
@@ -219,10 +219,9 @@ def _experts(folder: Path, config: Any) -> MoEConfig | None:  # noqa: ANN401 - a
     if config.num_experts_per_tok == 1 and config.norm_topk_prob:
         raise ModelError(
             f"{folder / 'config.json'}: num_experts_per_tok=1 with norm_topk_prob=true divides the "
-            "weight of a token's only expert by itself: it is always 1, the router has no gradient "
-            "and never learns, so megatron-core refuses it. A model that was trained so says "
-            "norm_topk_prob=false; set that, or point model.path at a model with two experts a "
-            "token or more"
+            "weight of a token's only expert by itself. The weight is always 1, so the router has "
+            "no gradient and never learns, and megatron-core rejects it. Set norm_topk_prob=false, "
+            "or point model.path at a model with at least two experts per token"
         )
     return MoEConfig(
         num_experts=config.num_experts,

@@ -1,4 +1,4 @@
-"""Attention over a micro-batch within megatron-core's layers, by our kernels or a library's.
+"""Attention over a micro-batch within megatron-core's layers.
 
 Legend: T packed tokens (of this rank), S keys taken, N query heads and J key-value heads of this
 rank, D size of a head.
@@ -19,14 +19,14 @@ from hybridrl.workers.train.megatron.megatron_core import (
     TEDotProductAttention,
     TransformerConfig,
 )
-from hybridrl.workers.train.megatron.packed_rows import PackedRows
+from hybridrl.workers.train.megatron.routing import PackedRows
 
 
 class PackedAttention(MegatronModule):
-    """The core of attention over a micro-batch, with the kernels that FSDP2's models have."""
+    """The core of attention over a micro-batch, with the same kernels as models on FSDP2."""
 
     def __init__(self, config: TransformerConfig, *_: object, **__: object) -> None:
-        # Megatron-core hands over more: layer, mask, dropout. A row is causal, and has no dropout.
+        # Megatron-core passes more: layer, mask, dropout. A row is causal, and has no dropout.
         super().__init__(config=config)
 
     def forward(
@@ -56,11 +56,10 @@ class PackedAttention(MegatronModule):
 class FusedAttention(PackedAttention):
     """The core of attention by TransformerEngine, in its format ``thd``; unproved on a GPU.
 
-    It takes micro-batches whose rows lie end to end. Any other layout, such as one in which rows
-    share a prompt, computes with its own kernel, as in the base. With context parallelism
-    keys and values are gathered as there, and TransformerEngine attends from this rank's stretches
-    of rows to what comes before them: its own exchange of keys in a ring wants each row cut in
-    equal pieces.
+    It computes micro-batches whose rows lie end to end. Any other layout, such as one with shared
+    prompts, uses the kernel of the base class. With context parallelism keys and values are
+    gathered as there, and TransformerEngine attends from this rank's spans to all tokens before
+    them. Its own exchange of keys in a ring would need rows in equal pieces.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401

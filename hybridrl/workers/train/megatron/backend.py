@@ -5,7 +5,7 @@ Legend: S scored (response) tokens of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,37 +22,39 @@ from hybridrl.diagnostics import activity
 from hybridrl.errors import ModelError
 from hybridrl.metrics import Metrics, merge
 from hybridrl.models.adapter_names import file_name
+from hybridrl.models.load import WeightFiles
 from hybridrl.workers.train.backend import Compute, LossOf, Output, Rows, StepOutcome, as_columns
 from hybridrl.workers.train.export import Configuration
 from hybridrl.workers.train.megatron.architecture import read_architecture
 from hybridrl.workers.train.megatron.balance import LoadBalance
-from hybridrl.workers.train.megatron.checkpoint import checkpoint_tensors
+from hybridrl.workers.train.megatron.checkpoint import OwnedSpan, checkpoint_tensors
+from hybridrl.workers.train.megatron.configuration import ddp_config
+from hybridrl.workers.train.megatron.context import Duty, MegatronContext
 from hybridrl.workers.train.megatron.export import WeightExport
-from hybridrl.workers.train.megatron.learner import StageLearner
+from hybridrl.workers.train.megatron.load import fill_masters
 from hybridrl.workers.train.megatron.lora import StageAdapter
+from hybridrl.workers.train.megatron.optimizer import DistributedAdamW, use_gradient_buffers
 from hybridrl.workers.train.megatron.routing import require_routes
 from hybridrl.workers.train.megatron.schedule import Schedule
-from hybridrl.workers.train.megatron.setting import MegatronContext
 from hybridrl.workers.train.megatron.stages import Stages
-from hybridrl.workers.train.megatron.transformer import Duty
 from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches
-from hybridrl.workers.train.places import CheckpointTensor
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
+from hybridrl.workers.train.shard_spec import CheckpointTensor
 
 if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait for
     from hybridrl.models.adapter import Adapter
 
 
 class MegatronBackend:
-    """A model on megatron-core, split as the ``megatron`` section says; a ``Backend``.
+    """A ``Backend``: a model on megatron-core, divided as the ``megatron`` section says.
 
     Args:
         folder: the Hugging Face folder that the model comes from.
         config: types, token budget, optimizer. An actor's makes a policy, a critic's a value model
             whose head begins as zeros.
-        setting: parallel sizes and device, the same for all models of a process.
+        context: parallel sizes and device, the same for all models of a process.
         num_total_steps: optimizer steps of the run, where the schedule ends; None does not learn.
-        adapter: learns in place of the policy's weights, in float32.
+        adapter: learns instead of the policy's weights, in float32.
 
     Raises:
         ModelError: the folder is not usable, or the adapter does not fit the model.
@@ -64,12 +66,12 @@ class MegatronBackend:
         folder: Path,
         *,
         config: ActorConfig | CriticConfig,
-        setting: MegatronContext,
+        context: MegatronContext,
         num_total_steps: int | None = None,
         adapter: Adapter | None = None,
     ) -> None:
         self.folder = folder
-        self.device = setting.device
+        self.device = context.device
         self.adapter = adapter
         self._config = config
         architecture = read_architecture(folder)
@@ -79,47 +81,63 @@ class MegatronBackend:
             self._stage_adapter = StageAdapter(adapter, architecture)
             duty = self._stage_adapter.duty
         self.stages = Stages(
-            architecture, config=config, setting=setting, duty=duty, adapter=self._stage_adapter
+            architecture, config=config, context=context, duty=duty, adapter=self._stage_adapter
         )
         self.parallel = self.stages.parallel
         self.data_ranks = self.stages.batcher.ranks
-        self.is_output_rank = self.parallel.leads
-        self._learner: StageLearner | None = None
+        self.is_output_rank = self.parallel.is_output_rank
+        self._optimizer: DistributedAdamW | None = None
+        modules: list[nn.Module] = [*self.stages.models]
         if num_total_steps is None:
-            modules: list[nn.Module] = [*self.stages.models]
             for module in modules:
                 module.requires_grad_(requires_grad=False)
             self.stages.fill(folder)
         else:
-            self._learner = StageLearner(
-                self.stages, folder, config=config, num_total_steps=num_total_steps, duty=duty
-            )
-            modules = self._learner.replicas
+            modules = self._prepare_to_learn(num_total_steps, duty)
         self._export = self._plan_export(self.stages.model_tensors())
         if self._stage_adapter is not None:
             self._adapter_export = self._plan_export(self.stages.adapter_tensors())
             self._stage_adapter.require_all_adapted(self._adapter_export.specs)
         sends_adapter = adapter is not None and adapter.config.sync == "adapter"
-        self.weight_parts = (WeightSet.BASE, WeightSet.ADAPTER)[: 1 + sends_adapter]
+        self.weight_sets = (WeightSet.BASE, WeightSet.ADAPTER)[: 1 + sends_adapter]
         self._schedule = Schedule(modules, max_tokens=config.max_tokens_per_microbatch)
 
+    def _prepare_to_learn(self, num_total_steps: int, duty: Duty) -> list[nn.Module]:
+        """Move parameters into buffers, fill them, and make the optimizer.
+
+        Returns:
+            The stages that compute with gradient, each in its buffers.
+        """
+        stages = self.stages
+        ddp = ddp_config(self._config, self.parallel.config, self.device, duty=duty)
+        replicas = use_gradient_buffers(stages.models, stages.transformer, ddp)
+        stages.fill(self.folder)
+        self._optimizer = DistributedAdamW(
+            replicas,
+            config=self._config,
+            num_total_steps=num_total_steps,
+            parallel=self.parallel,
+        )
+        if stages.transformer.params_dtype != torch.float32:
+            fill_masters(self._owned_spans(), WeightFiles(self.folder), stages.shard_map)
+        return [*replicas]
+
     @property
-    def learner(self) -> StageLearner:
-        """The optimizer, and the buffers in which gradients are summed.
+    def optimizer(self) -> DistributedAdamW:
+        """Gradient buffers, moments, and the number of steps taken.
 
         Raises:
             ModelError: the model does not learn.
         """
-        if self._learner is None:
+        if self._optimizer is None:
             raise ModelError(f"the model of {self.folder} was built without an optimizer")
-        return self._learner
+        return self._optimizer
 
     def microbatches(self, rows: Rows) -> MicroBatches:
         """Divide this rank's rows; every data-parallel rank gets as many micro-batches.
 
         Raises:
-            DataError: see ``Backend.microbatches``; or experts are to be replayed, and the rows do
-                not name them.
+            DataError: see ``Backend.microbatches``; or rows lack the experts that a replay needs.
         """
         return self.stages.batcher.divide(
             rows.token_ids_BL, rows.response_mask_BL, self._routes(rows)
@@ -148,13 +166,13 @@ class MegatronBackend:
         self, microbatches: MicroBatches, compute: Compute, loss_of: LossOf
     ) -> StepOutcome:
         """Compute forward and backward and take one step; see ``Backend.train_step``."""
-        optimizer = self.learner.optimizer
+        optimizer = self.optimizer
 
         def finish(microbatch: MicroBatch, output: Output) -> tuple[Tensor, tuple[Tensor, Metrics]]:
             share, metrics = loss_of(microbatch, output)
             return share, (share.detach().clone(), metrics)
 
-        optimizer.drop_gradients()  # of an update that a loss broke off
+        optimizer.drop_gradients()  # of an update whose loss failed
         optimizer.gradients.allocate()
         balance = self._measure_balance(microbatches)
         with optimizer.gather.in_background():
@@ -173,29 +191,29 @@ class MegatronBackend:
             {} if balance is None else balance.metrics(),
         )
 
-    def weight_specs(self, part: WeightSet) -> tuple[WeightSpec, ...]:
-        """Name what ``full_weights`` will yield, in its order."""
-        if part is WeightSet.BASE:
+    def weight_specs(self, weight_set: WeightSet) -> tuple[WeightSpec, ...]:
+        """Describe the tensors of ``full_weights``, in its order."""
+        if weight_set is WeightSet.BASE:
             return self._export.specs
         return tuple(
             WeightSpec(file_name(spec.name), spec.shape, spec.num_bytes)
             for spec in self._adapter_export.specs
         )
 
-    def full_weights(self, part: WeightSet) -> NamedTensors:
-        """Yield each weight of a part, gathered from its shards, in the type that computes."""
-        if part is WeightSet.BASE and WeightSet.ADAPTER not in self.weight_parts:
+    def full_weights(self, weight_set: WeightSet) -> NamedTensors:
+        """Yield each weight of a set, gathered from its shards, in the type that computes."""
+        if weight_set is WeightSet.BASE and WeightSet.ADAPTER not in self.weight_sets:
             yield from self.merged_weights()
             return
         self._gather_weights()
-        if part is WeightSet.BASE:
+        if weight_set is WeightSet.BASE:
             yield from self._export.full_weights(self.stages.model_tensors())
             return
         for name, tensor in self._adapter_export.full_weights(self.stages.adapter_tensors()):
             yield file_name(name), tensor
 
     def merged_weights(self) -> NamedTensors:
-        """Yield what a model without adapters needs to be this one, one tensor at a time."""
+        """Yield the weights of the same model without adapters, one tensor at a time."""
         self._gather_weights()
         weights: Mapping[str, Tensor] = self.stages.model_tensors()
         if self._stage_adapter is not None:
@@ -203,83 +221,81 @@ class MegatronBackend:
         yield from self._export.full_weights(weights)
 
     def hf_configs(self) -> Sequence[Configuration]:
-        """Return the configurations that an exported folder holds."""
-        if isinstance(self._config, CriticConfig):
-            config = AutoConfig.from_pretrained(self.folder, local_files_only=True, num_labels=1)
-            config.dtype = self.stages.transformer.params_dtype
+        """Return the configurations of an exported folder."""
+        is_critic = isinstance(self._config, CriticConfig)
+        changes = {"num_labels": 1} if is_critic else {}
+        config = AutoConfig.from_pretrained(self.folder, local_files_only=True, **changes)
+        config.dtype = self.stages.transformer.params_dtype
+        if is_critic:
             classifier = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(config)]
             config.architectures = [classifier.__name__]
-            return [config]
-        config = AutoConfig.from_pretrained(self.folder, local_files_only=True)
-        config.dtype = self.stages.transformer.params_dtype
-        if not (self.folder / "generation_config.json").is_file():
+        if is_critic or not (self.folder / "generation_config.json").is_file():
             return [config]
         return [config, GenerationConfig.from_pretrained(self.folder, local_files_only=True)]
 
     def without_adapter(self) -> AbstractContextManager[None]:
-        """Compute as the model that was loaded, meanwhile."""
+        """Compute without the adapter inside the ``with``."""
         adapter = self._stage_adapter
         return nullcontext() if adapter is None else adapter.switched_off()
 
     def tensors(self, state: TrainState) -> list[Tensor]:
         """Return this rank's plain tensors of a state, those that can leave the device."""
+        weights = (parameter.detach() for _, parameter in self.stages.named_tensors())
         if state is TrainState.PARAMETERS:
             self._gather_weights()
-            return [parameter.detach() for _, parameter in self.stages.named_tensors()]
-        if self._learner is None:
+            return [*weights]
+        if self._optimizer is None:
             return []
         if state is TrainState.GRADIENTS:
-            return self._learner.optimizer.gradients.tensors()
-        return self._learner.state_besides_weights()
+            return self._optimizer.gradients.tensors()
+        return self._optimizer.tensors_besides(weights)
 
     @property
     def num_updates(self) -> int:
         """Optimizer steps taken, skipped ones not counted."""
-        return self.learner.optimizer.num_steps
+        return self.optimizer.num_steps
 
-    def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
-        """Name parameters that learn, and their moments; see ``LearningEngine``."""
-        is_adapted = self._stage_adapter is not None
+    def checkpoint_tensors(self) -> Mapping[str, CheckpointTensor]:
+        """List the parameters that learn, and their moments; see ``LearningEngine``."""
+        export = self._export if self._stage_adapter is None else self._adapter_export
         return checkpoint_tensors(
-            self.learner.optimizer,
-            names={parameter: name for name, parameter in self.stages.named_tensors()},
-            specs=self._adapter_export.specs if is_adapted else self._export.specs,
-            architecture=self.stages.architecture,
-            parallel=self.parallel.rank,
+            [*self._owned_spans()],
+            {spec.name: spec.shape for spec in export.specs},
+            shard_map=self.stages.shard_map,
+            num_steps=self.num_updates,
         )
 
     def begin_restore(self, *, num_updates: int) -> None:
-        """Go to ``num_updates``, with moments that are still to be filled."""
-        self.learner.optimizer.begin_restore(num_steps=num_updates)
+        """Go to ``num_updates``, with moments for the caller to fill."""
+        self.optimizer.begin_restore(num_steps=num_updates)
 
     def end_restore(self) -> None:
-        """Let all ranks have what each has filled; a collective call."""
-        self.learner.optimizer.end_restore()
+        """Send the filled values to all data-parallel ranks; a collective call."""
+        self.optimizer.end_restore()
+
+    def _owned_spans(self) -> Iterator[OwnedSpan]:
+        names = {parameter: name for name, parameter in self.stages.named_tensors()}
+        return self.optimizer.spans(names)
 
     def _gather_weights(self) -> None:
         """Wait for weights that are gathered in the background; a collective call if they are."""
-        if self._learner is not None:
-            self._learner.optimizer.gather.finish()
+        if self._optimizer is not None:
+            self._optimizer.gather.finish()
 
     def _plan_export(self, local: Mapping[str, Tensor]) -> WeightExport:
-        return WeightExport(
-            local,
-            architecture=self.stages.architecture,
-            parallel=self.parallel.rank,
-            group=self.parallel.replica.group,
-        )
+        return WeightExport(local, self.stages.shard_map, group=self.parallel.replica.group)
 
     def _routes(self, rows: Rows) -> Tensor | None:
-        """Return the experts that tokens are to go through; None leaves it to the model."""
+        """Return the experts that tokens must go through; None lets the model choose."""
         is_policy = isinstance(self._config, ActorConfig)
-        if not (is_policy and self._learner is not None and self.parallel.config.replay_routing):
+        if not (is_policy and self._optimizer is not None and self.parallel.config.replay_routing):
             return None
         experts = rows.routed_experts_BLJK if isinstance(rows, RolloutBatch | TrainBatch) else None
-        return require_routes(experts, self.stages.architecture)
+        return require_routes(experts, self.stages.shard_map.architecture)
 
     def _measure_balance(self, microbatches: MicroBatches) -> LoadBalance | None:
         """Begin to measure how tokens fall on experts, if there are any; a collective call."""
-        experts = self.stages.architecture.experts
+        experts = self.stages.shard_map.architecture.experts
         if experts is None:
             return None
         balance = LoadBalance(

@@ -1,4 +1,4 @@
-"""How evenly tokens fall on experts in one optimizer step, and the loss that evens it out.
+"""The load of experts in one optimizer step, and the loss that balances it.
 
 Legend: T packed tokens of this rank, E experts, J layers.
 """
@@ -18,19 +18,18 @@ from hybridrl.workers.train.megatron.megatron_core import MoEAuxLossAutoScaler
 class LoadBalance:
     """The load-balance loss of one step (arXiv:2006.16668, 2.2; arXiv:2101.03961, 2.2).
 
-    Of a pack and a layer it is ``E sum_e f_e P_e``, where f is the share of the pack's routes that
-    lead to expert e, and P the mean probability of e over its tokens: 1 where all experts have
-    the same of both. Packs weigh by their tokens in all of the step's, over data-parallel ranks;
-    layers are added up. What a pack is follows from actor.max_tokens_per_microbatch, so this loss,
-    unlike that of the policy, depends a little on how rows are cut into packs.
+    For a micro-batch and a layer it is ``E sum_e f_e P_e``: f is the fraction of routes to expert
+    e, P its mean probability over the tokens. It is 1 if both are the same for all experts. The
+    step's loss is the mean over micro-batches of all data-parallel ranks, weighted by their tokens,
+    summed over layers. Unlike the policy's loss it depends a little on the division into
+    micro-batches, and so on actor.max_tokens_per_microbatch.
 
-    Tokens that belong to no row count for nothing. No token is ever dropped: experts have no
-    capacity.
+    Padding does not count. Experts have no capacity, so they drop no tokens.
 
     Args:
         experts: of the model.
         coefficient: weight of the loss; 0 only measures.
-        num_tokens: of the step's packs over all data-parallel ranks.
+        num_tokens: of the step over all data-parallel ranks.
         device: where the model computes.
     """
 
@@ -41,8 +40,8 @@ class LoadBalance:
         self._num_experts = experts.num_experts
         self._coefficient = coefficient
         self._num_tokens = num_tokens
-        # Of each layer the loss, then the routes that lead to each expert; this rank's part.
-        self._found_JF = torch.zeros(
+        # For each layer the loss, then the routes to each expert, of this rank.
+        self._sums_JF = torch.zeros(
             len(self._layers), 1 + experts.num_experts, dtype=torch.float64, device=device
         )
 
@@ -56,18 +55,18 @@ class LoadBalance:
         num_tokens: int,
         group: ProcessGroup,
     ) -> Tensor:
-        """Count a pack's routes in a layer, and attach the loss to the weights of its experts.
+        """Count a micro-batch's routes in a layer, and attach the loss to the experts' weights.
 
         Args:
             weights_TE: float, with gradient.
-            scores_TE: float32, probabilities of all experts, 0 for tokens of no row.
-            is_used_TE: bool, False for tokens of no row.
-            layer: its number, from 0, in the whole model.
-            num_tokens: tokens of the pack that belong to a row, on all ranks of ``group``.
-            group: the ranks that each have a part of the pack's tokens.
+            scores_TE: float32, probabilities of all experts, 0 for padding.
+            is_used_TE: bool, False for padding.
+            layer: its number, from 0, in the full model.
+            num_tokens: tokens of the micro-batch without padding, on all ranks of ``group``.
+            group: the ranks that share the micro-batch's tokens.
 
         Returns:
-            The weights, unchanged; whoever takes their gradient takes the loss's too.
+            The weights, unchanged; their gradient includes that of the loss.
         """
         if not num_tokens:  # a dummy micro-batch
             return weights_TE
@@ -75,28 +74,25 @@ class LoadBalance:
         routes_E = own_E.clone()
         if dist.get_world_size(group) > 1:
             dist.all_reduce(routes_E, group=group)
-        # Each rank has the probabilities of its own tokens: their losses add up to the pack's.
+        # Each rank has the probabilities of its own tokens: the losses of the ranks are summed.
         loss = (scores_TE.sum(dim=0) * routes_E / routes_E.sum()).sum()
         loss = loss * (self._num_experts / self._num_tokens)
-        found_F = self._found_JF[self._layers.index(layer)]
-        found_F[0] += loss.detach()
-        found_F[1:] += own_E
+        sums_F = self._sums_JF[self._layers.index(layer)]
+        sums_F[0] += loss.detach()
+        sums_F[1:] += own_E
         if not self._coefficient:
             return weights_TE
         attached_TE: Tensor = MoEAuxLossAutoScaler.apply(weights_TE, loss * self._coefficient)
         return attached_TE
 
     def metrics(self) -> Metrics:
-        """Return what the step found, the same on all ranks; a collective call.
-
-        Nothing, if it had no tokens.
-        """
+        """Return the step's metrics, the same on all ranks, empty without tokens; a collective."""
         if not self._num_tokens:
             return {}
-        found_JF = self._found_JF.clone()
-        dist.all_reduce(found_JF)
-        loads_JE = found_JF[:, 1:] / found_JF[:, 1:].mean(dim=1, keepdim=True)
+        sums_JF = self._sums_JF.clone()
+        dist.all_reduce(sums_JF)
+        loads_JE = sums_JF[:, 1:] / sums_JF[:, 1:].mean(dim=1, keepdim=True)
         return {
-            "moe/load_balance_loss": Max(float(found_JF[:, 0].mean())),
+            "moe/load_balance_loss": Max(float(sums_JF[:, 0].mean())),
             "moe/max_expert_load": Max(float(loads_JE.max())),
         }

@@ -1,69 +1,96 @@
-"""What this rank holds of weights that learn and of their moments, as boxes of whole tensors."""
+"""This rank's part of a checkpoint, under the names that FSDP2 gives its tensors.
+
+A data-parallel rank owns a flat span of each local tensor: its master weights and moments. Cut
+into shards of Hugging Face tensors, they are the tensors that every other engine saves. So a run
+continues with other parallel sizes, or with FSDP2.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor
 
-from hybridrl.workers.train.megatron.architecture import Architecture
-from hybridrl.workers.train.megatron.optimizer import DistributedAdamW
-from hybridrl.workers.train.megatron.optimizer_state import MOMENTS
-from hybridrl.workers.train.megatron.parallel_rank import ParallelRank
-from hybridrl.workers.train.megatron.parts import (
-    MODEL,
-    FlatSpan,
-    Pieces,
-    moment_prefix,
-    named_pieces,
-    step_pieces,
-)
-from hybridrl.workers.train.places import CheckpointTensor
-from hybridrl.workers.train.protocol import WeightSpec
+from hybridrl.workers.train.megatron.shard_map import LocalShard, ShardMap, cut_flat
+from hybridrl.workers.train.shard_spec import RankShards, ShardSpec, TensorShard
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+_MODEL = "model.hf."
+"""Prefix of the names of weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedSpan:
+    """The elements of a flattened local tensor that this rank's optimizer steps."""
+
+    name: str
+    """Megatron-core's, with the global number of the layer."""
+
+    local_shape: tuple[int, ...]
+    """Of the local tensor."""
+
+    begin: int
+    """First element."""
+
+    master: Tensor
+    """Live float32 values that a step changes, one dimension, contiguous."""
+
+    moments: Mapping[str, Tensor]
+    """AdamW's moments by name, like ``master``; empty before the first step."""
+
+    def shards(self, shard_map: ShardMap) -> tuple[LocalShard, ...]:
+        """Return the shards of the span; padding of the vocabulary is in none.
+
+        Raises:
+            ModelError: the model has no such tensor.
+        """
+        shards = shard_map.shards_of(self.name, self.local_shape)
+        return cut_flat(shards, self.begin, self.begin + self.master.numel())
 
 
 def checkpoint_tensors(
-    optimizer: DistributedAdamW,
+    spans: Sequence[OwnedSpan],
+    full_shapes: Mapping[str, tuple[int, ...]],
     *,
-    names: Mapping[nn.Parameter, str],
-    specs: Sequence[WeightSpec],
-    architecture: Architecture,
-    parallel: ParallelRank,
-) -> dict[str, CheckpointTensor]:
-    """Name what a resumed run needs, as views of the live memory.
+    shard_map: ShardMap,
+    num_steps: int,
+) -> dict[str, RankShards]:
+    """List the tensors that a resumed run needs, as views of the live memory.
 
     Args:
-        optimizer: of the stages of this rank.
-        names: of its parameters, as ``blocks_of`` wants them.
-        specs: all whole tensors that learn, on other ranks as well.
-        architecture: of the model.
-        parallel: this rank.
+        spans: of this rank.
+        full_shapes: of all tensors that learn, on other ranks as well.
+        shard_map: of this rank.
+        num_steps: optimizer steps taken; moments exist after the first.
 
-    Returns:
-        ``ShardedPieces`` under the names that the engine on FSDP2 gives: masters, moments once
-        there are any, and with them the number of steps.
+    Raises:
+        ModelError: a span belongs to no tensor of the model.
     """
-    whole_shapes = {spec.name: spec.shape for spec in specs}
+    all_shards = [(span, span.shards(shard_map)) for span in spans]
 
-    def pieces(prefix: str, moment: str | None = None) -> Pieces:
-        spans = [
-            FlatSpan(
-                name=names[share.parameter],
-                local_shape=tuple(share.parameter.shape),
-                begin=share.begin,
-                values=share.master if moment is None else share.moments[moment],
-            )
-            for share in optimizer.shares()
-        ]
-        return named_pieces(
-            spans, prefix, whole_shapes, architecture=architecture, parallel=parallel
-        )
+    def named(prefix: str, moment: str | None = None) -> dict[str, RankShards]:
+        by_name: dict[str, list[TensorShard]] = {name: [] for name in full_shapes}
+        for span, shards in all_shards:
+            flat = span.master if moment is None else span.moments[moment]
+            for shard in shards:
+                values = shard.view(flat.detach(), begin=span.begin)
+                by_name[shard.name].append(TensorShard(values, shard.spec))
+        return {
+            prefix + name: RankShards(tuple(shape), tuple(by_name[name]))
+            for name, shape in full_shapes.items()
+        }
 
-    weights = pieces(MODEL)
-    tensors: dict[str, CheckpointTensor] = {**weights}
-    if optimizer.num_steps:
-        tensors |= step_pieces(torch.tensor(float(optimizer.num_steps)), weights)
-        for key in MOMENTS:
-            tensors |= pieces(moment_prefix(key), key)
-    return tensors
+    weights = named(_MODEL)
+    if not num_steps:
+        return weights
+    # AdamW of PyTorch counts steps per tensor; here one number stands for all of them.
+    step = (TensorShard(torch.tensor(float(num_steps)), ShardSpec((), ())),)
+    steps = {
+        f"optimizer.step.hf.{name.removeprefix(_MODEL)}": RankShards((), step if of.shards else ())
+        for name, of in weights.items()
+    }
+    moments = [named(f"optimizer.{key}.hf.", key) for key in MOMENTS]
+    return weights | steps | moments[0] | moments[1]

@@ -1,7 +1,7 @@
-"""Names, shapes and order of the tensors in a model's files: what all ranks know without asking.
+"""Names, shapes and order of the tensors in a model's files, computed alike on all ranks.
 
-The order is that of ``named_parameters`` of the Hugging Face model, so that a weight sync sends the
-same stream whichever engine trains.
+The order is that of ``named_parameters`` of the Hugging Face model. So every training engine sends
+the same stream in a weight sync.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ LAST_NORM = "model.norm.weight"
 
 
 def layer_prefix(layer: int) -> str:
-    """Return what the names of a layer's tensors begin with; layers count from 0."""
+    """Return the prefix of the names of a layer's tensors; layers count from 0."""
     return f"model.layers.{layer}."
 
 
 @lru_cache(maxsize=8)
 def hf_tensors(architecture: Architecture) -> Shapes:
-    """Return the whole shape of every tensor, tied ones once, in order. Not to be changed."""
+    """Return the full shape of every tensor, tied ones once, in order. Do not change the result."""
     vocabulary = (architecture.vocab_size, architecture.hidden_size)
     shapes: Shapes = {EMBEDDING: vocabulary}
     for layer in range(architecture.num_layers):
@@ -38,17 +38,17 @@ def hf_tensors(architecture: Architecture) -> Shapes:
 
 
 def critic_tensors(architecture: Architecture) -> Shapes:
-    """Return the whole shape of every tensor of a critic: a value head instead of the other."""
+    """Return the full shape of every tensor of a critic, which has a value head."""
     body = {name: shape for name, shape in hf_tensors(architecture).items() if name != HEAD}
     return body | {"score.weight": (1, architecture.hidden_size), "score.bias": (1,)}
 
 
 def adapter_tensors(architecture: Architecture, leaves: Collection[str], rank: int) -> Shapes:
-    """Return the whole shape of the matrices A and B of an adapter, in order.
+    """Return the full shapes of the matrices A and B of an adapter, in order.
 
     Args:
-        architecture: of the model beside which it stands.
-        leaves: last parts of the names of the layers that have one, as ``q_proj``.
+        architecture: of the adapted model.
+        leaves: last components of the names of the adapted layers, such as ``q_proj``.
         rank: of A and B.
     """
     shapes: Shapes = {}
@@ -62,39 +62,27 @@ def adapter_tensors(architecture: Architecture, leaves: Collection[str], rank: i
 
 
 def _layer(architecture: Architecture, layer: int) -> Shapes:
-    prefix, hidden = layer_prefix(layer), architecture.hidden_size
-    mlp = _experts if architecture.is_sparse(layer) else _dense_mlp
-    shapes = _attention(architecture) | mlp(architecture)
+    hidden, experts = architecture.hidden_size, architecture.experts
+    shapes = _attention(architecture)
+    if experts is None or not architecture.is_sparse(layer):
+        shapes |= _mlp("mlp", architecture, architecture.intermediate_size)
+    else:
+        for expert in range(experts.num_experts):
+            shapes |= _mlp(f"mlp.experts.{expert}", architecture, experts.intermediate_size)
+        shapes["mlp.gate.weight"] = (experts.num_experts, hidden)
     shapes |= {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-    return {prefix + name: shape for name, shape in shapes.items()}
+    return {layer_prefix(layer) + name: shape for name, shape in shapes.items()}
 
 
 def _attention(architecture: Architecture) -> Shapes:
-    hidden, query, key = (
-        architecture.hidden_size,
-        architecture.query_size,
-        architecture.key_size,
-    )
+    hidden, query, key = architecture.hidden_size, architecture.query_size, architecture.key_size
     shapes: Shapes = {}
     for leaf, outputs in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
         shapes |= _linear(f"self_attn.{leaf}", outputs, hidden, has_bias=architecture.has_qkv_bias)
     shapes |= _linear("self_attn.o_proj", hidden, query, has_bias=architecture.has_linear_bias)
     if architecture.has_head_norms:
-        shapes |= {f"self_attn.{leaf}.weight": (architecture.head_size,) for leaf in _HEAD_NORMS}
-    return shapes
-
-
-def _dense_mlp(architecture: Architecture) -> Shapes:
-    return _mlp("mlp", architecture, architecture.intermediate_size)
-
-
-def _experts(architecture: Architecture) -> Shapes:
-    experts = architecture.experts
-    shapes: Shapes = {}
-    if experts is not None:
-        for expert in range(experts.num_experts):
-            shapes |= _mlp(f"mlp.experts.{expert}", architecture, experts.intermediate_size)
-        shapes["mlp.gate.weight"] = (experts.num_experts, architecture.hidden_size)
+        for leaf in ("q_norm", "k_norm"):
+            shapes[f"self_attn.{leaf}.weight"] = (architecture.head_size,)
     return shapes
 
 
@@ -110,6 +98,3 @@ def _mlp(module: str, architecture: Architecture, inner: int) -> Shapes:
 def _linear(module: str, outputs: int, inputs: int, *, has_bias: bool) -> Shapes:
     shapes: Shapes = {f"{module}.weight": (outputs, inputs)}
     return shapes | {f"{module}.bias": (outputs,)} if has_bias else shapes
-
-
-_HEAD_NORMS = ("q_norm", "k_norm")

@@ -1,4 +1,4 @@
-"""The layers that megatron-core's decoder is put together from.
+"""The layers of megatron-core's decoder.
 
 Legend: T packed tokens (of this rank), N query heads and J key-value heads of this rank, D size of
 a head, H hidden.
@@ -32,51 +32,50 @@ from hybridrl.workers.train.megatron.megatron_core import (
     get_transformer_layer_offset,
     set_tensor_model_parallel_attributes,
 )
-from hybridrl.workers.train.megatron.packed_rows import PackedRows
-from hybridrl.workers.train.megatron.routing import PackRouter
+from hybridrl.workers.train.megatron.routing import PackedRows, Router
 
 
 class RoutedLayer(TransformerLayer):
-    """A layer with experts. It is told what the pack is, and what is inside of it is not."""
+    """A layer with experts, which hands the routing of the micro-batch to its router."""
 
     def forward(self, *args: Any, packed_seq_params: PackedRows, **kwargs: Any) -> Any:  # noqa: ANN401
         """Compute the layer; see TransformerLayer."""
-        router: PackRouter = self.mlp.router
-        router.pack = packed_seq_params.routing
+        router: Router = self.mlp.router
+        router.current = packed_seq_params.routing
         try:
             return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
         finally:
-            router.pack = None
+            router.current = None
 
 
-class PackExperts(MoELayer):
-    """The experts of a layer, computed again in the backward pass as the pack went before."""
+class RecomputedExperts(MoELayer):
+    """The experts of a layer, recomputed in the backward pass with the same routing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         super().__init__(*args, **kwargs)
-        self.moe_layer_recompute = False  # its own would ask a router that was told nothing
+        self.moe_layer_recompute = False  # its own would call a router without routing
 
     def forward(self, hidden_T1H: Tensor, **kwargs: Any) -> Any:  # noqa: ANN401
         """Compute the experts; see MoELayer."""
         if not self.training:
             return super().forward(hidden_T1H, **kwargs)
-        router: PackRouter = self.router
-        pack, compute = router.pack, super().forward
+        router: Router = self.router
+        routing, compute = router.current, super().forward
 
-        def compute_pack(hidden_T1H: Tensor) -> Any:  # noqa: ANN401
-            before, router.pack = router.pack, pack
+        def compute_routed(hidden_T1H: Tensor) -> Any:  # noqa: ANN401
+            before, router.current = router.current, routing
             try:
                 return compute(hidden_T1H, **kwargs)
             finally:
-                router.pack = before
+                router.current = before
 
-        return checkpoint(compute_pack, False, hidden_T1H)  # noqa: FBT003 - megatron's
+        return checkpoint(compute_routed, False, hidden_T1H)  # noqa: FBT003 - megatron's
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm (arXiv:1910.07467) whose weight may see a part of the tokens alone.
+    """Root mean square norm (arXiv:1910.07467) whose weight may see only a part of the tokens.
 
-    Megatron-core's own, without TransformerEngine, refuses sequence parallelism. The mark on the
+    Megatron-core's own, without TransformerEngine, rejects sequence parallelism. The mark on the
     weight makes it sum the gradient over the tensor-parallel ranks.
     """
 
@@ -102,15 +101,15 @@ def decoder_layers(
 ) -> TransformerBlockSubmodules:
     """Return the layers of one stage.
 
-    They are made as ``config.transformer_impl`` says, with the attention of
-    ``config.attention_backend``: ``local`` is ours.
+    ``config.transformer_impl`` chooses the layers, ``config.attention_backend`` their attention:
+    ``local`` is ``PackedAttention``.
     """
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     is_fused = config.transformer_impl == "transformer_engine"
     layer_of = _fused_layer if is_fused else _local_layer
-    is_ours = config.attention_backend is AttnBackend.local
-    attention = PackedAttention if is_ours else FusedAttention
+    is_local = config.attention_backend is AttnBackend.local
+    attention = PackedAttention if is_local else FusedAttention
     is_selective = config.recompute_granularity == "selective"
     recomputes_experts = is_selective and "moe" in config.recompute_modules
     specs = []
@@ -121,14 +120,14 @@ def decoder_layers(
         if is_sparse:
             spec.module = RoutedLayer
             if recomputes_experts:
-                spec.submodules.mlp.module = PackExperts
-            spec.submodules.mlp.submodules.router = PackRouter
+                spec.submodules.mlp.module = RecomputedExperts
+            spec.submodules.mlp.submodules.router = Router
         specs.append(spec)
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm if is_fused else RMSNorm)
 
 
 def _fused_layer(config: TransformerConfig, *, is_sparse: bool) -> ModuleSpec:
-    """Return a layer of TransformerEngine's: norms within linear layers, experts grouped."""
+    """Return a layer of TransformerEngine: norms within linear layers, experts grouped."""
     return get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts if is_sparse else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -153,13 +152,13 @@ def _local_layer(config: TransformerConfig, *, is_sparse: bool) -> ModuleSpec:
 
 
 def mark_shards(model: nn.Module) -> None:
-    """Tell megatron-core which weights are shards; it does so itself only for those it draws.
+    """Mark the weights that are shards; megatron-core marks only those it initialises.
 
-    Without the mark a gradient norm counts the shard of the first tensor-parallel rank alone.
+    Without the mark a gradient norm counts only the shard of the first tensor-parallel rank.
     """
     for module in model.modules():
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear) and _is_whole(module):
-            # Megatron-core sums what experts learn over expert-parallel ranks, or not at all.
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear) and _is_replicated(module):
+            # Megatron-core sums gradients of experts over expert-parallel ranks, or not at all.
             module.weight.sequence_parallel = module.config.sequence_parallel
         elif isinstance(module, RowParallelLinear):
             _mark(module.weight, dim=1)
@@ -167,8 +166,8 @@ def mark_shards(model: nn.Module) -> None:
             _mark(module.weight, dim=0)
 
 
-def _is_whole(layer: ColumnParallelLinear | RowParallelLinear) -> bool:
-    """Whether a layer is of an expert that each tensor-parallel rank has, for its own tokens."""
+def _is_replicated(layer: ColumnParallelLinear | RowParallelLinear) -> bool:
+    """Whether each tensor-parallel rank has all of an expert's layer, for its own tokens."""
     return layer.is_expert and not layer.expert_parallel and layer.tp_group.size() == 1
 
 

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from hybridrl.errors import ModelError
 from hybridrl.models.adapter_names import ADAPTER_NAME
 from hybridrl.workers.train.megatron.architecture import Architecture
+from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.megatron.hf_tensors import hf_tensors
-from hybridrl.workers.train.megatron.parallel_rank import ParallelRank
-from hybridrl.workers.train.places import TensorRange
+from hybridrl.workers.train.shard_spec import ShardSpec
 
-Boxes = list[tuple[str, tuple[int, ...], TensorRange]]
-"""Name and whole shape of a Hugging Face tensor, and a box of it."""
+NamedSpecs = list[tuple[str, ShardSpec]]
+"""Shards by the names of their Hugging Face tensors."""
 
 _Rows = list[tuple[str, int, int]]
-"""Linear layer, as the files call it within their layer, and begin and end of its outputs."""
+"""Name of a linear layer within its transformer layer, and begin and end of its outputs."""
 
 _GATED = ("gate_proj", "up_proj")
 
@@ -27,15 +27,15 @@ _LINEAR = re.compile(
 )
 
 
-def linear_boxes(
+def linear_shards(
     name: str,
     local_shape: Sequence[int],
     prefix: str,
     *,
     architecture: Architecture,
     rank: ParallelRank,
-) -> Boxes | None:
-    """Say what the rows of a linear layer's tensor are, in their order.
+) -> NamedSpecs | None:
+    """Return the shards that a linear layer's tensor holds, in the order of its rows.
 
     Args:
         name: megatron-core's, within the layer.
@@ -54,13 +54,13 @@ def linear_boxes(
     if match is None:
         return None
     try:
-        return _Linear(match, architecture, rank).boxes(prefix, local_shape)
+        return _Linear(match, architecture, rank).shards(prefix, local_shape)
     except KeyError:
         return None
 
 
 class _Linear:
-    """One linear layer as this rank has it, found by a match of ``_LINEAR``."""
+    """One linear layer of this rank, given by a match of ``_LINEAR``."""
 
     def __init__(
         self, match: re.Match[str], architecture: Architecture, parallel: ParallelRank
@@ -73,41 +73,38 @@ class _Linear:
         self._inner = architecture.intermediate_size
         if match["is_expert"] and architecture.experts is not None:
             self._rank, self._size = parallel.etp_rank, parallel.etp_size
-            per_rank = _share(architecture.experts.num_experts, parallel.ep_size)
+            per_rank = _divide(architecture.experts.num_experts, parallel.ep_size)
             local = int(match["sequential"] or match["grouped"] or 0)
             self._mlp = f"mlp.experts.{parallel.ep_rank * per_rank + local}"
             self._inner = architecture.experts.intermediate_size
 
-    def boxes(self, prefix: str, local_shape: Sequence[int]) -> Boxes:
-        """Return what its rows are; ``prefix`` is that of the layer."""
-        whole_shapes = hf_tensors(self._architecture)
+    def shards(self, prefix: str, local_shape: Sequence[int]) -> NamedSpecs:
+        """Return the shards in its rows; ``prefix`` is that of the transformer layer."""
+        full_shapes = hf_tensors(self._architecture)
         if self._adapted is not None:
-            return self._adapter_boxes(prefix, local_shape)
-        boxes: Boxes = []
+            return self._adapter_shards(prefix, local_shape)
+        shards: NamedSpecs = []
         for module, begin, end in self._rows():
             name = f"{prefix}{module}.{self._leaf}"
-            full_shape = whole_shapes[name]
+            full_shape = full_shapes[name]
             columns = tuple(self._columns(inputs) for inputs in full_shape[1:])
-            boxes.append((name, full_shape, ((begin, end), *columns)))
-        return boxes
+            shards.append((name, ShardSpec(full_shape, ((begin, end), *columns))))
+        return shards
 
-    def _adapter_boxes(self, prefix: str, local_shape: Sequence[int]) -> Boxes:
+    def _adapter_shards(self, prefix: str, local_shape: Sequence[int]) -> NamedSpecs:
         module = f"{self._mlp if 'fc' in self._linear else 'self_attn'}.{self._adapted}"
         outputs, inputs = hf_tensors(self._architecture)[f"{prefix}{module}.weight"]
         name = f"{prefix}{module}.lora_{self._leaf}.{ADAPTER_NAME}.weight"
         if self._leaf == "A":
             rank = local_shape[0]
-            return [(name, (rank, inputs), ((0, rank), self._columns(inputs)))]
+            return [(name, ShardSpec((rank, inputs), ((0, rank), self._columns(inputs))))]
         rank = local_shape[1]
         own_rows = [(begin, end) for of, begin, end in self._rows() if of == module]
-        return [(name, (outputs, rank), (rows, (0, rank))) for rows in own_rows]
+        return [(name, ShardSpec((outputs, rank), (rows, (0, rank)))) for rows in own_rows]
 
     def _columns(self, inputs: int) -> tuple[int, int]:
-        return self._cut(inputs) if self._is_row_parallel else (0, inputs)
-
-    @property
-    def _is_row_parallel(self) -> bool:
-        return self._linear in ("linear_proj", "linear_fc2")
+        is_row_parallel = self._linear in ("linear_proj", "linear_fc2")
+        return self._own_range(inputs) if is_row_parallel else (0, inputs)
 
     def _rows(self) -> _Rows:
         """Return this rank's outputs, in their order."""
@@ -118,16 +115,16 @@ class _Linear:
             return [("self_attn.o_proj", 0, hidden)]
         if self._linear == "linear_fc2":
             return [(f"{self._mlp}.down_proj", 0, hidden)]
-        return [(f"{self._mlp}.{leaf}", *self._cut(self._inner)) for leaf in _GATED]
+        return [(f"{self._mlp}.{leaf}", *self._own_range(self._inner)) for leaf in _GATED]
 
     def _queries_keys_values(self) -> _Rows:
-        """Interleave q, k and v group by group and keep this rank's share of the rows.
+        """Interleave q, k and v by key-value head and keep this rank's rows.
 
-        A rank's share ends within a group where there are fewer groups than ranks.
+        They end within a head's rows where there are fewer key-value heads than ranks.
         """
         sizes = self._architecture
         num_groups, head = sizes.num_key_value_heads, sizes.head_size
-        begin, end = self._cut(sizes.query_size + 2 * sizes.key_size)
+        begin, end = self._own_range(sizes.query_size + 2 * sizes.key_size)
         rows: _Rows = []
         start = 0
         for group in range(num_groups):
@@ -139,15 +136,15 @@ class _Linear:
                 start += height
         return rows
 
-    def _cut(self, total: int) -> tuple[int, int]:
-        share = _share(total, self._size)
-        return self._rank * share, (self._rank + 1) * share
+    def _own_range(self, total: int) -> tuple[int, int]:
+        size = _divide(total, self._size)
+        return self._rank * size, (self._rank + 1) * size
 
 
-def _share(total: int, num_ranks: int) -> int:
+def _divide(total: int, num_ranks: int) -> int:
     if total % num_ranks:
         raise ModelError(
-            f"{total} rows, columns or experts of a layer cannot be shared by {num_ranks} ranks; "
+            f"{num_ranks} ranks cannot share {total} rows, columns or experts of a layer evenly; "
             "set megatron.tensor_parallel_size, expert_parallel_size and "
             "expert_tensor_parallel_size to divisors of the model's sizes"
         )

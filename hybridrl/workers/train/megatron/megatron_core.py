@@ -1,7 +1,7 @@
-"""What we use of megatron-core (arXiv:1909.08053, 2104.04473). The only module that imports it.
+"""Our imports of megatron-core (arXiv:1909.08053, 2104.04473). No other module imports it.
 
-What it warns of while it is imported, once for each of its modules, is kept in ``IMPORT_WARNINGS``:
-engines tell it on one rank.
+``IMPORT_WARNINGS`` keeps its warnings of the import, once for each of its modules: engines log them
+on one rank.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import warnings
 
 import torch
 
-with warnings.catch_warnings(record=True) as _heard:
+with warnings.catch_warnings(record=True) as _caught:
     warnings.simplefilter("always")
     from megatron.core import __version__ as VERSION
     from megatron.core import parallel_state
@@ -77,8 +77,8 @@ with warnings.catch_warnings(record=True) as _heard:
 IMPORT_WARNINGS = tuple(
     dict.fromkeys(
         " ".join(str(warning.message).split())
-        for warning in _heard
-        # What of torch it uses that will be another one's name is nothing for a user to change.
+        for warning in _caught
+        # A user can change nothing about its use of deprecated names of torch.
         if not issubclass(warning.category, DeprecationWarning | FutureWarning)
     )
 )
@@ -90,8 +90,8 @@ HAVE_FUSED_PERMUTE = vars(moe_utils).get("fused_permute") is not None
 COLUMN_PARALLEL: tuple[type, ...] = (ColumnParallelLinear,)
 ROW_PARALLEL: tuple[type, ...] = (RowParallelLinear,)
 WITH_NORM: tuple[type, ...] = ()
-"""Of the column-parallel ones those that normalise their inputs first."""
-if HAVE_TE:  # else its names are no classes
+"""The column-parallel layers that normalise their inputs first."""
+if HAVE_TE:  # else its names are not classes
     COLUMN_PARALLEL += (TEColumnParallelLinear, TELayerNormColumnParallelLinear)
     ROW_PARALLEL += (TERowParallelLinear,)
     WITH_NORM = (TELayerNormColumnParallelLinear,)
@@ -99,66 +99,14 @@ if HAVE_TE:  # else its names are no classes
 # Without TransformerEngine routers ask for a name that the failed import left unbound.
 vars(moe_utils).setdefault("te_general_gemm", None)
 
-# What follows is said again in each process, and asks nothing of a user.
-_ASKS_NOTHING = [
+# These warnings come in each process, and a user need not act on them.
+_HARMLESS = [
     r"The \.grad attribute of a Tensor that is not a leaf",  # a float32 master is a view
     r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
-    r"WARNING: there is no optimizer on RANK",  # where adapters of experts alone learn
+    r"WARNING: there is no optimizer on RANK",  # where only adapters of experts learn
     r"`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # of an expert
 ]
 if not torch.cuda.is_available():  # of CUDA's queues; run/workers.py sets their number
-    _ASKS_NOTHING.append(r"When using async grad allreduce it is recommended")
-for _message in _ASKS_NOTHING:
+    _HARMLESS.append(r"When using async grad allreduce it is recommended")
+for _message in _HARMLESS:
     warnings.filterwarnings("ignore", message=_message)
-
-__all__ = [
-    "COLUMN_PARALLEL",
-    "HAVE_FUSED_PERMUTE",
-    "HAVE_FUSED_ROPE",
-    "HAVE_TE",
-    "IMPORT_WARNINGS",
-    "ROW_PARALLEL",
-    "VERSION",
-    "WITH_NORM",
-    "AttnBackend",
-    "ChainedOptimizer",
-    "ColumnParallelLinear",
-    "DistributedDataParallel",
-    "DistributedDataParallelConfig",
-    "DistributedOptimizer",
-    "HybridDeviceOptimizer",
-    "LanguageModelEmbedding",
-    "LanguageModule",
-    "MegatronModule",
-    "MoEAuxLossAutoScaler",
-    "MoELayer",
-    "ModelType",
-    "ModuleSpec",
-    "OptimizerConfig",
-    "PackedSeqParams",
-    "ProcessGroupCollection",
-    "RowParallelLinear",
-    "TEDotProductAttention",
-    "TENorm",
-    "TopKRouter",
-    "TransformerBlock",
-    "TransformerBlockSubmodules",
-    "TransformerConfig",
-    "TransformerLayer",
-    "VocabParallelEmbedding",
-    "checkpoint",
-    "copy_to_tensor_model_parallel_region",
-    "finalize_model_grads",
-    "gather_from_sequence_parallel_region",
-    "get_forward_backward_func",
-    "get_gpt_layer_local_spec",
-    "get_gpt_layer_with_transformer_engine_spec",
-    "get_megatron_optimizer",
-    "get_num_layers_to_build",
-    "get_transformer_layer_offset",
-    "model_parallel_cuda_manual_seed",
-    "parallel_state",
-    "reduce_from_tensor_model_parallel_region",
-    "reduce_scatter_to_sequence_parallel_region",
-    "set_tensor_model_parallel_attributes",
-]

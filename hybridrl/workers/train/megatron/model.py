@@ -17,7 +17,6 @@ from hybridrl.models.logprobs import VocabShard, token_logprobs
 from hybridrl.models.packed_model import PackedTokens
 from hybridrl.workers.train.megatron.architecture import Architecture, inverse_frequencies
 from hybridrl.workers.train.megatron.balance import LoadBalance
-from hybridrl.workers.train.megatron.blocks import padded_vocab_size
 from hybridrl.workers.train.megatron.layers import decoder_layers
 from hybridrl.workers.train.megatron.megatron_core import (
     ColumnParallelLinear,
@@ -31,37 +30,37 @@ from hybridrl.workers.train.megatron.megatron_core import (
     get_transformer_layer_offset,
     parallel_state,
 )
-from hybridrl.workers.train.megatron.packed_rows import PackedRows
 from hybridrl.workers.train.megatron.parallel import Parallel
-from hybridrl.workers.train.megatron.routing import PackRouting, route
+from hybridrl.workers.train.megatron.routing import PackedRows, Routing, route
+from hybridrl.workers.train.megatron.shard_map import padded_vocab_size
 
 
 class PackedStage(LanguageModule):
-    """The layers of one (virtual) pipeline stage; subclasses add what the last one ends in.
+    """The layers of one (virtual) pipeline stage; subclasses add the head of the last one.
 
     Parameters are named as in megatron-core's GPTModel.
 
     Args:
-        config: what megatron-core computes.
-        architecture: of the whole model.
-        parallel: this rank's place.
-        vp_stage: which of this rank's stretches of layers; None where there is one.
+        config: of megatron-core's layers.
+        architecture: of the full model.
+        parallel: this rank.
+        vp_stage: number of the virtual stage on this rank; None where there is one stage.
         is_tied: whether the output embedding is the input embedding.
     """
 
-    model_type = ModelType.encoder_or_decoder  # megatron-core's schedules ask for it
+    model_type = ModelType.encoder_or_decoder  # megatron-core's schedules read it
 
     balance: LoadBalance | None
-    """Of the optimizer step that is taken; None outside of one, and in a dense model."""
+    """Of the current optimizer step; None outside of a step, and in a dense model."""
 
     def __init__(
         self,
         config: TransformerConfig,
         architecture: Architecture,
-        *,
         parallel: Parallel,
+        *,
         vp_stage: int | None,
-        is_tied: bool,
+        is_tied: bool = False,
     ) -> None:
         super().__init__(config=config)
         self.architecture = architecture
@@ -69,12 +68,9 @@ class PackedStage(LanguageModule):
         self.vp_stage = vp_stage
         self.balance = None
         self.share_embeddings_and_output_weights = is_tied
-        self.pre_process = parallel_state.is_pipeline_first_stage(
-            ignore_virtual=False, vp_stage=vp_stage
-        )
-        self.post_process = parallel_state.is_pipeline_last_stage(
-            ignore_virtual=False, vp_stage=vp_stage
-        )
+        virtual = {"ignore_virtual": False, "vp_stage": vp_stage}
+        self.pre_process = parallel_state.is_pipeline_first_stage(**virtual)
+        self.post_process = parallel_state.is_pipeline_last_stage(**virtual)
         if self.pre_process:
             self.embedding = LanguageModelEmbedding(
                 config=config,
@@ -95,7 +91,7 @@ class PackedStage(LanguageModule):
         )
 
     def set_input_tensor(self, input_tensor: Sequence[Tensor | None]) -> None:
-        """Take what the stage before sent; megatron-core's schedules call it."""
+        """Take the output of the stage before; megatron-core's schedules call it."""
         self.decoder.set_input_tensor(input_tensor[0])
 
     def hidden_states(self, tokens: PackedTokens) -> Tensor:
@@ -104,8 +100,8 @@ class PackedStage(LanguageModule):
         if self.pre_process:
             embedded_T1H = self.embedding(input_ids=tokens.token_ids_T[None], position_ids=None)
             if self.config.recompute_granularity is not None and torch.is_grad_enabled():
-                # Layers that are recomputed learn only if their input has a gradient, which that
-                # of a frozen embedding has not.
+                # Recomputed layers learn only if their input has a gradient. The output of a frozen
+                # embedding has none.
                 embedded_T1H.requires_grad_()
         angles_TD = tokens.positions_T[:, None] * self.inverse_frequencies
         hidden_T1H: Tensor = self.decoder(
@@ -116,7 +112,7 @@ class PackedStage(LanguageModule):
         )
         return hidden_T1H
 
-    def _route(self, tokens: PackedTokens) -> PackRouting | None:
+    def _route(self, tokens: PackedTokens) -> Routing | None:
         if self.architecture.experts is None:
             return None
         return route(
@@ -127,13 +123,13 @@ class PackedStage(LanguageModule):
             device=self.parallel.device,
         )
 
-    def whole_hidden(self, hidden_T1H: Tensor, *, is_shared: bool) -> Tensor:
+    def all_hidden(self, hidden_T1H: Tensor, *, is_shared: bool) -> Tensor:
         """Return the hidden states of all tokens [T, H].
 
         Args:
             hidden_T1H: of this rank's tokens, with sequence parallelism.
-            is_shared: True if each tensor-parallel rank computes another part of what follows:
-                their gradients are summed. False if all compute the same.
+            is_shared: True if each tensor-parallel rank computes another part of the head: their
+                gradients are summed. False if all compute the same.
         """
         if self.config.sequence_parallel:
             hidden_T1H = gather_from_sequence_parallel_region(
@@ -149,25 +145,20 @@ class PolicyStage(PackedStage):
         self,
         config: TransformerConfig,
         architecture: Architecture,
-        *,
         parallel: Parallel,
+        *,
         vp_stage: int | None,
         chunk_tokens: int,
     ) -> None:
-        super().__init__(
-            config,
-            architecture,
-            parallel=parallel,
-            vp_stage=vp_stage,
-            is_tied=architecture.is_tied,
-        )
+        is_tied = architecture.is_tied
+        super().__init__(config, architecture, parallel, vp_stage=vp_stage, is_tied=is_tied)
         if self.post_process:
             self.output_layer = PolicyHead(
                 config,
                 architecture,
-                parallel=parallel,
+                parallel,
                 chunk_tokens=chunk_tokens,
-                has_weight=not (self.pre_process and architecture.is_tied),
+                has_weight=not (self.pre_process and is_tied),
             )
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
@@ -179,7 +170,7 @@ class PolicyStage(PackedStage):
         hidden_T1H = self.hidden_states(tokens)
         if not self.post_process:
             return hidden_T1H
-        hidden_SH = self.whole_hidden(hidden_T1H, is_shared=True).index_select(0, tokens.scored_S)
+        hidden_SH = self.all_hidden(hidden_T1H, is_shared=True).index_select(0, tokens.scored_S)
         if not self.config.sequence_parallel:
             hidden_SH = copy_to_tensor_model_parallel_region(hidden_SH)
         tied = self.share_embeddings_and_output_weights
@@ -196,15 +187,15 @@ class PolicyStage(PackedStage):
 class PolicyHead(ColumnParallelLinear):
     """The output embedding, whose rows the tensor-parallel ranks share.
 
-    Logits of all tokens are never made: see ``models/logprobs.py``.
+    It never holds the logits of all tokens: see ``models/logprobs.py``.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
         architecture: Architecture,
-        *,
         parallel: Parallel,
+        *,
         chunk_tokens: int,
         has_weight: bool,
     ) -> None:
@@ -241,7 +232,7 @@ class PolicyHead(ColumnParallelLinear):
         weight_VH = self.weight if tied_weight is None else tied_weight
         scored = token_logprobs(
             hidden_SH,
-            weight_VH[: self._num_rows],  # what pads the vocabulary is no token
+            weight_VH[: self._num_rows],  # without the padding of the vocabulary
             targets_S,
             temperature=temperature,
             chunk_tokens=self._chunk_tokens,
@@ -258,11 +249,11 @@ class CriticStage(PackedStage):
         self,
         config: TransformerConfig,
         architecture: Architecture,
-        *,
         parallel: Parallel,
+        *,
         vp_stage: int | None,
     ) -> None:
-        super().__init__(config, architecture, parallel=parallel, vp_stage=vp_stage, is_tied=False)
+        super().__init__(config, architecture, parallel, vp_stage=vp_stage)
         if self.post_process:
             self.score = ValueHead(config, parallel.device)
 
@@ -271,7 +262,7 @@ class CriticStage(PackedStage):
         hidden_T1H = self.hidden_states(tokens)
         if not self.post_process:
             return hidden_T1H
-        hidden_TH = self.whole_hidden(hidden_T1H, is_shared=False)
+        hidden_TH = self.all_hidden(hidden_T1H, is_shared=False)
         values_S: Tensor = self.score(hidden_TH.index_select(0, tokens.scored_S))
         return values_S
 

@@ -3,28 +3,62 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridrl.config.actor import EngineConfig
+from hybridrl.workers.train.megatron.checkpoint import OwnedSpan
+from hybridrl.workers.train.megatron.configuration import optimizer_config
 from hybridrl.workers.train.megatron.megatron_core import (
     ChainedOptimizer,
     DistributedDataParallel,
+    DistributedDataParallelConfig,
+    ProcessGroupCollection,
+    TransformerConfig,
+    finalize_model_grads,
     get_megatron_optimizer,
 )
 from hybridrl.workers.train.megatron.optimizer_state import OptimizerState
 from hybridrl.workers.train.megatron.parallel import Parallel
-from hybridrl.workers.train.megatron.training import optimizer_config
 from hybridrl.workers.train.optimizer import StepResult, learning_rate
 
 
+def use_gradient_buffers(
+    stages: Sequence[nn.Module], transformer: TransformerConfig, ddp: DistributedDataParallelConfig
+) -> list[DistributedDataParallel]:
+    """Move parameters into flat buffers, and let megatron-core sum their gradients."""
+    replicas = [
+        DistributedDataParallel(
+            config=transformer, ddp_config=ddp, module=stage, disable_bucketing=number > 0
+        )
+        for number, stage in enumerate(stages)
+    ]
+    transformer.finalize_model_grads_func = _sum_gradients
+    if ddp.overlap_grad_reduce:
+        no_sync = [replica.no_sync for replica in replicas]
+        transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return replicas
+
+
+def _sum_gradients(
+    stages: Sequence[nn.Module],
+    _num_tokens: Tensor | None,
+    *,
+    pg_collection: ProcessGroupCollection,
+    force_all_reduce: bool,
+) -> None:
+    """Add gradients of all ranks without dividing them: the end of a backward pass."""
+    finalize_model_grads(
+        stages, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce
+    )
+
+
 class GradientBuffers:
-    """The flat buffers in which gradients are summed. They take memory within a step alone."""
+    """The flat buffers in which gradients are summed. They take memory only within a step."""
 
     def __init__(self, stages: Sequence[DistributedDataParallel]) -> None:
         self._stages = stages
@@ -36,7 +70,7 @@ class GradientBuffers:
         self._sizes = [data.untyped_storage().nbytes() for data in self._data]
 
     def allocate(self) -> None:
-        """Have memory, all zeros."""
+        """Allocate the buffers, filled with zeros."""
         for data, size in zip(self._data, self._sizes, strict=True):
             data.untyped_storage().resize_(size)
         for stage in self._stages:
@@ -44,7 +78,7 @@ class GradientBuffers:
             stage.zero_grad_buffer()
 
     def free(self) -> None:
-        """Have no memory. Twice is a no-op."""
+        """Free the memory. Twice is a no-op."""
         for data in self._data:
             data.untyped_storage().resize_(0)
 
@@ -56,9 +90,9 @@ class GradientBuffers:
 class WeightGather:
     """Weights that a step changed, on their way to all data-parallel ranks.
 
-    With ``overlap_param_gather`` a step leaves them where they were changed; the first layers of
-    the next one compute while those of the others arrive. Whoever needs them before that asks for
-    all of them at once.
+    With ``overlap_param_gather`` a step leaves them on the rank that changed them. The first layers
+    of the next step compute while the weights of later layers arrive. Other readers call
+    ``finish`` first.
     """
 
     def __init__(self, stages: Sequence[DistributedDataParallel]) -> None:
@@ -68,11 +102,11 @@ class WeightGather:
             stage.disable_forward_pre_hook(param_sync=False)
 
     def postpone(self) -> None:
-        """A step changed this rank's share."""
+        """Note that a step changed this rank's share of the weights."""
         self._is_pending = bool(self._stages)
 
     def finish(self) -> None:
-        """Have all weights on all ranks; a collective call if a step was taken since the last."""
+        """Gather the weights on all ranks; a collective call if a step changed them."""
         if self._is_pending:
             for stage in self._stages:
                 stage.start_param_sync(force_sync=True)
@@ -94,40 +128,21 @@ class WeightGather:
                 stage.disable_forward_pre_hook(param_sync=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The part of a parameter that this rank steps: a stretch of its flattened elements."""
-
-    parameter: nn.Parameter
-
-    begin: int
-    """First element."""
-
-    end: int
-    """One past the last."""
-
-    master: Tensor
-    """The values that a step changes, flat; float32."""
-
-    moments: Mapping[str, Tensor]
-    """AdamW's two by name, flat; empty before the first step."""
-
-
 class DistributedAdamW:
-    """Takes a step of AdamW (arXiv:1711.05101), or leaves everything as it was.
+    """Takes a step of AdamW (arXiv:1711.05101), or skips it and changes nothing.
 
     Each data-parallel rank has moments, and float32 masters of weights in another type, of an equal
     share of the weights (arXiv:1910.02054); a step ends with weights gathered on all.
 
     Args:
-        stages: what this rank has of the model, loaded.
+        stages: of this rank, loaded.
         config: rates, limits and types.
         num_total_steps: optimizer steps of the run, for the schedule.
-        parallel: this rank's place.
+        parallel: this rank.
     """
 
     num_steps: int
-    """Optimizer steps taken, skipped ones not counted: the whole state of the schedule."""
+    """Optimizer steps taken, skipped ones not counted: the state of the schedule."""
 
     def __init__(
         self,
@@ -148,7 +163,7 @@ class DistributedAdamW:
             list(stages),
             use_gloo_process_groups=False,
         )
-        # Where experts alone learn, the optimizer of all else has nothing to do and is a shell.
+        # Where only experts learn, the optimizer of the other layers is an empty shell.
         self._optimizers = [
             (optimizer, OptimizerState(optimizer))
             for optimizer in self._chained.chained_optimizers
@@ -186,29 +201,48 @@ class DistributedAdamW:
         self._chained.zero_grad(set_to_none=True)
         self.gradients.free()
 
-    def state_tensors(self) -> list[Tensor]:
-        """Return masters and moments of this rank's share; no moments before the first step."""
-        return [tensor for _, state in self._optimizers for tensor in state.tensors()]
+    def tensors_besides(self, weights: Iterable[Tensor]) -> list[Tensor]:
+        """Return this rank's masters and moments on the device, one tensor of each storage.
 
-    def shares(self) -> Iterator[Share]:
-        """Yield what this rank steps of each parameter; the moments are there after a step."""
+        Moments exist after the first step. In float32 a weight is its own master, and left out, as
+        are the tensors that ``optimizer_cpu_offload`` keeps on the host.
+        """
+        of_weights = {weight.untyped_storage()._cdata for weight in weights}
+        by_storage = {
+            tensor.untyped_storage()._cdata: tensor.detach()
+            for _, state in self._optimizers
+            for tensor in state.tensors()
+            if tensor.device.type == self._parallel.device.type
+        }
+        return [tensor for storage, tensor in by_storage.items() if storage not in of_weights]
+
+    def spans(self, names: Mapping[nn.Parameter, str]) -> Iterator[OwnedSpan]:
+        """Yield the elements of each parameter that this rank steps.
+
+        Args:
+            names: of parameters, as ``ShardMap.shards_of`` takes them.
+        """
         for optimizer, state in self._optimizers:
             for parameter in optimizer.model_param_group_index_map:
                 group, order = optimizer.model_param_group_index_map[parameter]
                 shard = optimizer.optimizer.param_groups[group]["params"][order]
-                span = optimizer._get_model_param_range_map(parameter)["param"]
-                master = state.master(shard).detach()
-                yield Share(parameter, span.start, span.end, master, state.moments(shard))
+                yield OwnedSpan(
+                    name=names[parameter],
+                    local_shape=tuple(parameter.shape),
+                    begin=optimizer._get_model_param_range_map(parameter)["param"].start,
+                    master=state.master(shard).detach(),
+                    moments=state.moments(shard),
+                )
 
     def begin_restore(self, *, num_steps: int) -> None:
-        """Be where ``num_steps`` steps lead to, with moments of 0 for the caller to fill."""
+        """Go to ``num_steps``, with moments of 0 for the caller to fill."""
         self.num_steps = num_steps
         for _, state in self._optimizers:
             state.begin(num_steps)
 
     @torch.no_grad()
     def end_restore(self) -> None:
-        """Bring what was filled into the masters to all data-parallel ranks' weights."""
+        """Copy the restored masters to the weights of all data-parallel ranks."""
         for _, state in self._optimizers:
             state.write_back()
         for stage in self._stages:
@@ -222,7 +256,7 @@ class DistributedAdamW:
 
 
 def _forget_broken_pass(stage: DistributedDataParallel) -> None:
-    """Drop what a backward pass that broke off half-way left counted and waiting."""
+    """Reset the counters and handles of a backward pass that failed half-way."""
     for group in (*stage.bucket_groups, *stage.expert_parallel_bucket_groups):
         if len(group.per_param_grad_ready_counts) < len(group.params):
             group.per_param_grad_ready_counts = {}

@@ -1,4 +1,4 @@
-"""What one of megatron-core's distributed optimizers keeps of the parameters that it steps.
+"""Masters and moments in one of megatron-core's distributed optimizers.
 
 It keeps masters and moments in one of three ways:
 
@@ -17,20 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridrl.workers.train.megatron.checkpoint import MOMENTS
 from hybridrl.workers.train.megatron.megatron_core import (
     DistributedOptimizer,
     HybridDeviceOptimizer,
 )
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "master_param"
 
 
 class OptimizerState:
-    """Masters and moments of what this rank steps, wherever they lie.
+    """Masters and moments of the elements that this rank steps.
 
     Args:
-        optimizer: with something to step.
+        optimizer: with parameters to step.
     """
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:
@@ -42,17 +42,17 @@ class OptimizerState:
         )
         if self._has_masters_inside:
             for shard in self.shards():  # else they would be made in the first step
-                self._adamw.initialize_state(shard, False)  # noqa: FBT003 - whole masters
+                self._adamw.initialize_state(shard, False)  # noqa: FBT003 - float32 masters
 
     def shards(self) -> list[Tensor]:
-        """Return this rank's stretches of parameters, as megatron-core steps them."""
+        """Return this rank's spans of parameters, as megatron-core steps them."""
         return [shard for group in self._adamw.param_groups for shard in group["params"]]
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients of all that has one."""
+        """Return the gradients of all shards that have one."""
         gradients = []
         for shard in self.shards():
-            # One of another type than its parameter has a place of its own.
+            # A gradient of another type than its parameter has an attribute of its own.
             gradient = getattr(shard, "decoupled_grad", None)
             gradient = shard.grad if gradient is None else gradient
             if gradient is not None:
@@ -60,14 +60,14 @@ class OptimizerState:
         return gradients
 
     def master(self, shard: Tensor) -> Tensor:
-        """Return the float32 values that a step changes."""
+        """Return a shard's float32 values that a step changes."""
         if self._has_masters_inside and shard.dtype != torch.float32:
             master: Tensor = self._adamw.state[shard][_MASTER]
             return master
         return self._inner(shard)
 
     def moments(self, shard: Tensor) -> dict[str, Tensor]:
-        """Return AdamW's two by name; nothing before the first step."""
+        """Return AdamW's moments of a shard by name; empty before the first step."""
         inner = self._inner(shard)
         for adamw in self._stepping():
             if inner in adamw.state:
@@ -76,12 +76,12 @@ class OptimizerState:
         return {}
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield everything that is kept, some of it perhaps twice."""
+        """Yield all shards, masters and moments; some tensors may come twice."""
         for shard in self.shards():
             yield from (shard, self.master(shard), *self.moments(shard).values())
 
     def begin(self, num_steps: int) -> None:
-        """Be where ``num_steps`` steps lead to, with moments of 0 for the caller to fill."""
+        """Go to ``num_steps``, with moments of 0 for the caller to fill."""
         for adamw in self._stepping():
             for group in adamw.param_groups:
                 group.pop("step", None)
@@ -91,7 +91,7 @@ class OptimizerState:
                     self._begin_one(adamw, inner, num_steps)
 
     def write_back(self) -> None:
-        """Bring what was filled into the masters to the parameters that are computed with."""
+        """Copy the restored masters to the parameters that compute."""
         if self._is_hybrid or self._has_masters_inside:
             for shard in self.shards():
                 shard.data.copy_(self.master(shard))

@@ -1,4 +1,4 @@
-"""Which ranks share what: megatron-core's process groups, and this rank's place among them."""
+"""Megatron-core's process groups, and this rank's number in each of them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from hybridrl.config.megatron import MegatronConfig
 from hybridrl.errors import ResourceError
 from hybridrl.models.packed_share import ContextParallelRank
 from hybridrl.workers.train.collectives import Ranks
+from hybridrl.workers.train.megatron.context import MegatronContext, ParallelRank
 from hybridrl.workers.train.megatron.megatron_core import (
     gather_from_sequence_parallel_region,
     model_parallel_cuda_manual_seed,
     parallel_state,
 )
-from hybridrl.workers.train.megatron.parallel_rank import ParallelRank
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRank:
-    """This rank among those that share something."""
+    """This rank's number in a process group."""
 
     rank: int
     size: int
@@ -40,7 +40,7 @@ class GroupRank:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallel:
-    """This rank's place in every way that a model is cut."""
+    """This rank in each of the groups that share a model."""
 
     config: MegatronConfig
     device: torch.device
@@ -49,7 +49,7 @@ class Parallel:
     """Shares each matrix."""
 
     pipeline: GroupRank
-    """Has another stretch of layers."""
+    """Has other layers."""
 
     context: GroupRank
     """Has other tokens of the same rows."""
@@ -64,11 +64,11 @@ class Parallel:
     """Shares the matrices of its experts."""
 
     replica: GroupRank
-    """Has the whole model together with this rank, of dense layers and of experts."""
+    """Has, together with this rank, the full model: dense layers and experts."""
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the last layer, and with it the head, is on this rank."""
+        """Whether this rank has the last layer and the head."""
         return self.pipeline.rank == self.pipeline.size - 1
 
     @property
@@ -77,13 +77,13 @@ class Parallel:
         return self.is_last_stage and self.tensor.rank == 0
 
     @property
-    def leads(self) -> bool:
-        """Whether this rank answers for those that have the same rows."""
+    def is_output_rank(self) -> bool:
+        """Whether this rank returns the results of the ranks that have the same rows."""
         return self.counts and self.context.rank == 0
 
     @property
     def token_share(self) -> ContextParallelRank | None:
-        """This rank's part of each pack; None if it has all of it."""
+        """This rank's part of each micro-batch; None if it has all of it."""
         if self.context.size == 1:
             return None
         gather = partial(gather_from_sequence_parallel_region, group=self.context.group)
@@ -91,7 +91,7 @@ class Parallel:
 
     @property
     def rank(self) -> ParallelRank:
-        """This rank as blocks.py wants it."""
+        """This rank among those that share a layer."""
         return ParallelRank(
             tp_rank=self.tensor.rank,
             tp_size=self.tensor.size,
@@ -110,22 +110,16 @@ class Parallel:
         return Ranks(self.device, group=self.context.group)
 
 
-def start_parallel(
-    config: MegatronConfig, *, device: torch.device, seed: int, timeout_s: float
-) -> Parallel:
+def start_parallel(context: MegatronContext) -> Parallel:
     """Make the process groups, once in a process; a collective call.
 
     Engines of one process (policy, reference, critic) share them.
 
-    Args:
-        config: the parallel sizes.
-        device: of this rank.
-        seed: of megatron-core's generators. Nothing of ours draws from them.
-        timeout_s: seconds one collective may take.
-
     Raises:
-        ResourceError: the world is not divisible, or nothing stands in for CUDA where it is not.
+        ResourceError: the number of ranks is not divisible, or megatron-core asks for CUDA on a CPU
+            and nothing stands in for it.
     """
+    config, device, timeout_s = context.megatron, context.device, context.timeout_s
     world_size = dist.get_world_size()
     if world_size % config.model_parallel_size:
         raise ResourceError(
@@ -147,7 +141,7 @@ def start_parallel(
             distributed_timeout_minutes=math.ceil(timeout_s / 60),
             create_gloo_process_groups=False,
         )
-        _seed(seed, device)
+        _seed(context.seed, device)
     replica_size = math.lcm(
         config.tensor_parallel_size * config.context_parallel_size,
         config.expert_tensor_parallel_size * config.expert_parallel_size,
@@ -168,7 +162,7 @@ def start_parallel(
 
 
 def _seed(seed: int, device: torch.device) -> None:
-    """Seed megatron-core's generators: the first thing for which it asks CUDA."""
+    """Seed megatron-core's generators: its first use of CUDA."""
     try:
         model_parallel_cuda_manual_seed(seed)
     except (AssertionError, RuntimeError) as err:
@@ -183,9 +177,9 @@ def _seed(seed: int, device: torch.device) -> None:
 
 @functools.cache
 def _replica_group(num_stages: int, size: int, timeout_s: float) -> ProcessGroup:
-    """Make the groups of ranks that have a whole model together; a collective call.
+    """Make the groups of ranks that together have a full model; a collective call.
 
-    Megatron-core numbers ranks by tensor, context, expert, data and last by pipeline place. Dense
+    Megatron-core numbers ranks by tensor, context, expert, data and last by pipeline rank. Dense
     layers repeat after tensor x context ranks of a stage, experts after theirs.
 
     Args:
@@ -201,13 +195,15 @@ def _replica_group(num_stages: int, size: int, timeout_s: float) -> ProcessGroup
     own_group: ProcessGroup | None = None
     for begin in range(0, stage_size, size):
         ranks = [
-            stage + begin + place
+            stage + begin + offset
             for stage in range(0, world_size, stage_size)
-            for place in range(size)
+            for offset in range(size)
         ]
         group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
         if dist.get_rank() in ranks:
             own_group = group
     if own_group is None:
-        raise ResourceError(f"rank {dist.get_rank()} is in no replica of the model")
+        raise ResourceError(
+            f"rank {dist.get_rank()} belongs to no replica of the model; report this as a bug"
+        )
     return own_group

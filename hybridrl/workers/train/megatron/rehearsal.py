@@ -1,4 +1,4 @@
-"""Building what a run would give to megatron-core, without ranks, weights or a device."""
+"""Build megatron-core's configuration of a run, without ranks, weights or a device."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hybridrl.config.checks.megatron_args import (
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ConfigError, ConfigErrors
 from hybridrl.workers.train.megatron.architecture import Architecture, read_architecture
+from hybridrl.workers.train.megatron.configuration import ddp_config, optimizer_config
+from hybridrl.workers.train.megatron.context import Duty, MegatronContext
 from hybridrl.workers.train.megatron.megatron_core import HAVE_TE, VERSION
-from hybridrl.workers.train.megatron.training import ddp_config, optimizer_config
 from hybridrl.workers.train.megatron.transformer import (
-    Duty,
     adapting_duty,
     choose_kernels,
     lacking_kernels,
@@ -41,13 +41,13 @@ def rehearse(config: ExperimentConfig, folder: Path) -> list[str]:
 
     Args:
         config: of a run that trains on megatron-core.
-        folder: Hugging Face folder of the model; of its files config.json alone is read.
+        folder: Hugging Face folder of the model; only its config.json is read.
 
     Returns:
-        What megatron-core said on the way, line by line.
+        Lines for the user, with megatron-core's warnings.
 
     Raises:
-        ConfigErrors: what it refuses, of all models of the run.
+        ConfigErrors: it rejects the configuration of a model; all of them at once.
         ModelError: it cannot compute the model.
     """
     architecture = read_architecture(folder)
@@ -55,34 +55,41 @@ def rehearse(config: ExperimentConfig, folder: Path) -> list[str]:
     unchecked = {} if HAVE_TE else keys_of_transformer_engine(config.megatron)
     if unchecked:
         config = replace(config, megatron=without_transformer_engine(config.megatron))
-    refused: dict[str, ConfigError] = {}
+    rejected: dict[str, ConfigError] = {}
     roles = list(_roles(config, architecture))
-    with warnings.catch_warnings(record=True) as heard:
+    context = MegatronContext(
+        megatron=config.megatron,
+        model=config.model,
+        device=device,
+        seed=config.seed,
+        timeout_s=config.cluster.collective_timeout_s,
+    )
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for role in roles:
             try:
-                _build(role, architecture, config, device)
+                _build(role, architecture, context)
             except ConfigError as error:
-                refused[str(error)] = error
-    if refused:
-        raise ConfigErrors([*refused.values()])
+                rejected[str(error)] = error
+    if rejected:
+        raise ConfigErrors([*rejected.values()])
     lines = [
         f"megatron-core {VERSION} takes the configuration of: "
         + ", ".join(role.name for role in roles)
     ]
     if unchecked:
         lines.append(
-            f"not checked: {', '.join(unchecked)}, for TransformerEngine is not installed here; "
+            f"not checked: {', '.join(unchecked)}, because TransformerEngine is not installed; "
             f"{INSTALL_TRANSFORMER_ENGINE}"
         )
     elif missing := lacking_kernels(config.megatron, device):
         lines.append(missing)
-    said = dict.fromkeys(" ".join(str(warning.message).split()) for warning in heard)
-    return [*lines, *(f"megatron-core warns: {line}" for line in said)]
+    warned = dict.fromkeys(" ".join(str(warning.message).split()) for warning in caught)
+    return [*lines, *(f"megatron-core warns: {line}" for line in warned)]
 
 
 def _roles(config: ExperimentConfig, architecture: Architecture) -> Iterator[_Role]:
-    """Yield the models of a run that megatron-core has."""
+    """Yield the models of a run that train on megatron-core."""
     if config.actor.engine == "megatron":
         lora = config.lora
         duty = adapting_duty(architecture, lora) if lora.enabled else "learns"
@@ -93,24 +100,9 @@ def _roles(config: ExperimentConfig, architecture: Architecture) -> Iterator[_Ro
         yield _Role(name="critic", engine=config.critic, duty="learns")
 
 
-def _build(
-    role: _Role, architecture: Architecture, config: ExperimentConfig, device: torch.device
-) -> None:
-    kernels = choose_kernels(
-        architecture,
-        megatron=config.megatron,
-        model=config.model,
-        engine=role.engine,
-        device=device,
-        duty=role.duty,
-    )
-    transformer_config(
-        architecture,
-        megatron=config.megatron,
-        engine=role.engine,
-        device=device,
-        kernels=kernels,
-    )
+def _build(role: _Role, architecture: Architecture, context: MegatronContext) -> None:
+    kernels = choose_kernels(architecture, context, role.engine, duty=role.duty)
+    transformer_config(architecture, context, role.engine, kernels=kernels)
     if role.duty != "scores":
-        ddp_config(role.engine, config.megatron, device, duty=role.duty)
-        optimizer_config(role.engine, config.megatron)
+        ddp_config(role.engine, context.megatron, context.device, duty=role.duty)
+        optimizer_config(role.engine, context.megatron)

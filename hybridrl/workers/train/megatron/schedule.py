@@ -1,7 +1,7 @@
-"""MicroBatches through the stages of a model, by megatron-core's schedules.
+"""Run micro-batches through the stages of a model, by megatron-core's schedules.
 
 Without pipeline parallelism that is a loop; with it 1F1B, or the interleaved schedule where a rank
-has several stretches of layers (arXiv:2104.04473).
+has several virtual stages (arXiv:2104.04473).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from hybridrl.workers.train.megatron.megatron_core import get_forward_backward_f
 from hybridrl.workers.train.microbatcher import MicroBatch, MicroBatches
 
 Taken = TypeVar("Taken")
-"""From each micro-batch, on the last stage."""
+"""The result of each micro-batch, on the last stage."""
 
 
 class Schedule:
-    """Runs the stages that this rank has, in step with the ranks that have the others.
+    """Runs the stages of this rank, together with the ranks of the other stages.
 
     Args:
         stages: one, or the virtual ones in order.
@@ -43,12 +43,12 @@ class Schedule:
         """Compute forward and backward; gradients are *summed*, over ranks too.
 
         Args:
-            microbatches: the same on all ranks that share a model; laid out as they are needed.
+            microbatches: the same on all ranks that share a model; laid out one by one.
             compute: computes a stage.
-            finish: makes of the last stage's output a scalar, and what else is wanted of it.
+            finish: computes from the last stage's output a scalar and a further result.
 
         Returns:
-            What else ``finish`` made, by micro-batch, on the last stage; elsewhere nothing.
+            The further results by micro-batch on the last stage; an empty list elsewhere.
         """
         return self._run(microbatches, compute, finish, is_training=True)
 
@@ -59,7 +59,7 @@ class Schedule:
         compute: Compute,
         take: Callable[[MicroBatch, Tensor], Taken],
     ) -> list[Taken]:
-        """Compute forward alone; returns what ``take`` makes of the last stage's outputs."""
+        """Compute only forward; returns ``take`` of the last stage's outputs."""
 
         def finish(microbatch: MicroBatch, output: Tensor) -> tuple[Tensor, Taken]:
             return output, take(microbatch, output)
@@ -82,7 +82,7 @@ class Schedule:
     ) -> list[Taken]:
         def finish_one(microbatch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Taken]:
             result, taken = finish(microbatch, output)
-            # By 0 tokens megatron-core divides nothing: weights are shares of the global loss.
+            # With 0 tokens megatron-core does not divide: weights are shares of the global loss.
             return result, torch.zeros((), dtype=torch.int, device=output.device), taken
 
         def step(

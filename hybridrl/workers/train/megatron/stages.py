@@ -1,4 +1,4 @@
-"""This rank's stages of a model on megatron-core, split as the ``megatron`` section says."""
+"""This rank's stages of a model on megatron-core, as the ``megatron`` section divides it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from hybridrl.config.critic import CriticConfig
 from hybridrl.models.load import WeightFiles
 from hybridrl.workers.train.backend import choose_kernel
 from hybridrl.workers.train.megatron.architecture import Architecture
+from hybridrl.workers.train.megatron.context import Duty, MegatronContext
 from hybridrl.workers.train.megatron.layers import mark_shards
 from hybridrl.workers.train.megatron.load import load_weights
 from hybridrl.workers.train.megatron.lora import StageAdapter
 from hybridrl.workers.train.megatron.model import CriticStage, PackedStage, PolicyStage
-from hybridrl.workers.train.megatron.names import global_name, is_of_adapter
 from hybridrl.workers.train.megatron.parallel import start_parallel
-from hybridrl.workers.train.megatron.setting import MegatronContext
+from hybridrl.workers.train.megatron.shard_map import ShardMap, global_name, is_of_adapter
 from hybridrl.workers.train.megatron.transformer import (
-    Duty,
     choose_kernels,
-    tell_once,
+    log_warnings_once,
     token_multiple,
     transformer_config,
 )
@@ -31,20 +30,20 @@ from hybridrl.workers.train.microbatcher import MicroBatcher
 
 
 class Stages:
-    """The layers that this rank has: one stage of a pipeline, or several virtual ones.
+    """The layers of this rank: one stage of a pipeline, or several virtual ones.
 
     Parameters have no values before ``fill``; until then they may move into other memory.
 
     Args:
-        architecture: of the whole model.
+        architecture: of the full model.
         config: types and token budget. An actor's makes a policy, a critic's a value model.
-        setting: parallel sizes and device.
-        duty: what of the model learns.
+        context: parallel sizes and device.
+        duty: the weights that learn.
         adapter: to put beside the layers.
 
     Raises:
         ConfigError: ``model.attention`` does not run on the device in the compute type, or
-            megatron-core refuses ``megatron.transformer_args``.
+            megatron-core rejects ``megatron.transformer_args``.
     """
 
     models: list[PackedStage]
@@ -55,35 +54,24 @@ class Stages:
         architecture: Architecture,
         *,
         config: ActorConfig | CriticConfig,
-        setting: MegatronContext,
+        context: MegatronContext,
         duty: Duty,
         adapter: StageAdapter | None,
     ) -> None:
-        megatron, device = setting.megatron, setting.device
-        self.architecture = architecture
+        megatron, device = context.megatron, context.device
         self._config = config
         self._adapter = adapter
-        self.parallel = start_parallel(
-            megatron, device=device, seed=setting.seed, timeout_s=setting.timeout_s
-        )
-        kernels = choose_kernels(
-            architecture,
-            megatron=megatron,
-            model=setting.model,
-            engine=config,
-            device=device,
-            duty=duty,
-        )
-        self.transformer = transformer_config(
-            architecture, megatron=megatron, engine=config, device=device, kernels=kernels
-        )
+        self.parallel = start_parallel(context)
+        self.shard_map = ShardMap(architecture, self.parallel.rank)
+        kernels = choose_kernels(architecture, context, config, duty=duty)
+        self.transformer = transformer_config(architecture, context, config, kernels=kernels)
         if dist.get_rank() == 0:
-            tell_once(megatron, device)
+            log_warnings_once(megatron, device)
         num_virtual = megatron.num_virtual_stages
         self.batcher = MicroBatcher(
             kernel="varlen"
             if kernels.has_attention
-            else choose_kernel(setting.model.attention, config.compute_dtype, device),
+            else choose_kernel(context.model.attention, config.compute_dtype, device),
             max_tokens=config.max_tokens_per_microbatch,
             ranks=self.parallel.ranks_with_other_rows(),
             device=device,
@@ -99,19 +87,10 @@ class Stages:
             mark_shards(model)
 
     def fill(self, folder: Path) -> None:
-        """Give parameters their values.
-
-        Args:
-            folder: the Hugging Face folder; its architecture is this one.
-        """
-        load_weights(
-            dict(self.named_tensors()),
-            WeightFiles(folder),
-            architecture=self.architecture,
-            parallel=self.parallel.rank,
-        )
+        """Give parameters their values from the Hugging Face folder of this architecture."""
+        load_weights(dict(self.named_tensors()), WeightFiles(folder), self.shard_map)
         if self._adapter is not None:
-            self._adapter.fill(self.adapter_tensors(), self.parallel.rank)
+            self._adapter.fill(self.adapter_tensors(), self.shard_map)
 
     def named_tensors(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters under megatron-core's names with global layer numbers."""
@@ -120,22 +99,21 @@ class Stages:
                 yield global_name(name, model.first_layer), parameter
 
     def model_tensors(self) -> dict[str, nn.Parameter]:
-        """Return those of this rank's parameters that a Hugging Face folder holds."""
+        """Return this rank's parameters that a Hugging Face folder contains."""
         return {name: p for name, p in self.named_tensors() if not is_of_adapter(name)}
 
     def adapter_tensors(self) -> dict[str, nn.Parameter]:
-        """Return those of this rank's parameters that an adapter's folder holds."""
+        """Return this rank's parameters that an adapter's folder contains."""
         return {name: p for name, p in self.named_tensors() if is_of_adapter(name)}
 
     def _build(self, vp_stage: int | None) -> PackedStage:
+        architecture = self.shard_map.architecture
         if isinstance(self._config, CriticConfig):
-            return CriticStage(
-                self.transformer, self.architecture, parallel=self.parallel, vp_stage=vp_stage
-            )
+            return CriticStage(self.transformer, architecture, self.parallel, vp_stage=vp_stage)
         stage = PolicyStage(
             self.transformer,
-            self.architecture,
-            parallel=self.parallel,
+            architecture,
+            self.parallel,
             vp_stage=vp_stage,
             chunk_tokens=self._config.logprob_chunk_tokens,
         )

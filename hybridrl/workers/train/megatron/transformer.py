@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 import torch
 from torch.nn.functional import silu
@@ -15,10 +14,10 @@ from hybridrl.config.checks.lora import OF_EXPERTS
 from hybridrl.config.checks.megatron import INSTALL_TRANSFORMER_ENGINE
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.megatron import MegatronConfig
-from hybridrl.config.model import ModelConfig
 from hybridrl.errors import ConfigError
 from hybridrl.workers.train.megatron.architecture import Architecture
-from hybridrl.workers.train.megatron.given import build_configuration
+from hybridrl.workers.train.megatron.configuration import build_configuration
+from hybridrl.workers.train.megatron.context import Duty, MegatronContext
 from hybridrl.workers.train.megatron.megatron_core import (
     HAVE_FUSED_PERMUTE,
     HAVE_FUSED_ROPE,
@@ -30,9 +29,6 @@ from hybridrl.workers.train.megatron.megatron_core import (
 
 log = logging.getLogger(__name__)
 
-Duty = Literal["learns", "adapts", "adapts_experts", "scores"]
-"""What a model is for: its weights learn, adapters beside some or beside experts do, or nothing."""
-
 _RECOMPUTED_BY_TE = ("layernorm", "moe_act")
 """Without TransformerEngine megatron-core 0.16.1 asks a name that was never bound."""
 
@@ -41,10 +37,10 @@ _FP8_MULTIPLE = 32
 
 
 def fuses_layers(megatron: MegatronConfig, device: torch.device) -> bool:
-    """Say whether layers are TransformerEngine's.
+    """Whether layers are TransformerEngine's.
 
     Raises:
-        ConfigError: they are asked for, and it is not installed.
+        ConfigError: the configuration asks for them, and it is not installed.
     """
     if megatron.layers == "auto":
         return HAVE_TE and device.type == "cuda"
@@ -59,7 +55,7 @@ def fuses_layers(megatron: MegatronConfig, device: torch.device) -> bool:
 
 
 def lacking_kernels(megatron: MegatronConfig, device: torch.device) -> str:
-    """Say what is slower because TransformerEngine is not here; nothing where nothing is."""
+    """Name the work that is slower without TransformerEngine; empty where it would not help."""
     if HAVE_TE or device.type != "cuda" or megatron.layers == "local":
         return ""
     return (
@@ -70,54 +66,48 @@ def lacking_kernels(megatron: MegatronConfig, device: torch.device) -> str:
 
 
 @cache
-def _tell(level: int, text: str) -> None:
+def _log_once(level: int, text: str) -> None:
     log.log(level, "%s", text)
 
 
-def tell_once(megatron: MegatronConfig, device: torch.device) -> None:
-    """Log what TransformerEngine's absence costs, and what megatron-core warned of: on one rank."""
-    # On a CPU there is nothing to install, and nothing to tell.
+def log_warnings_once(megatron: MegatronConfig, device: torch.device) -> None:
+    """Log the cost of a missing TransformerEngine, and megatron-core's warnings: on one rank."""
+    # On a CPU there is nothing to install.
     level = logging.WARNING if device.type == "cuda" else logging.DEBUG
     if missing := lacking_kernels(megatron, device):
-        _tell(level, missing)
+        _log_once(level, missing)
     for text in IMPORT_WARNINGS:
-        _tell(level, f"megatron-core: {text}")
+        _log_once(level, f"megatron-core: {text}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
-    """Which parts of a model TransformerEngine computes; with none layers are megatron-core's."""
+    """The layers of a model that TransformerEngine computes; the others are megatron-core's."""
 
     has_layers: bool
     """Linear layers and norms."""
 
     has_attention: bool = False
-    """The core of attention, over packs laid out row by row."""
+    """The core of attention, over micro-batches laid out row by row."""
 
     groups_experts: bool = False
     """All experts of a rank in one product."""
 
     sums_gradients: bool = False
-    """Products that give weights their gradients add them where they are summed."""
+    """Products for weight gradients add them to the buffer in which they are summed."""
 
 
 def choose_kernels(
-    architecture: Architecture,
-    *,
-    megatron: MegatronConfig,
-    model: ModelConfig,
-    engine: EngineConfig,
-    device: torch.device,
-    duty: Duty,
+    architecture: Architecture, context: MegatronContext, engine: EngineConfig, *, duty: Duty
 ) -> Kernels:
-    """Choose who computes what.
+    """Choose the library that computes each kind of layer.
 
     Raises:
         ConfigError: TransformerEngine is asked for, and cannot be imported; or its attention is,
             and layers are not its own.
     """
-    has_layers = fuses_layers(megatron, device)
-    is_16_bit = engine.compute_dtype == "bfloat16"
+    megatron, is_cuda = context.megatron, context.device.type == "cuda"
+    has_layers = fuses_layers(megatron, context.device)
     has_attention = megatron.attention == "transformer_engine"
     if has_attention and not has_layers:
         raise ConfigError(
@@ -127,8 +117,8 @@ def choose_kernels(
             f"{INSTALL_TRANSFORMER_ENGINE}, or set megatron.attention=auto",
         )
     if megatron.attention == "auto":
-        is_asked = model.attention == "auto"
-        has_attention = has_layers and is_16_bit and is_asked and device.type == "cuda"
+        is_16_bit, is_asked = engine.compute_dtype == "bfloat16", context.model.attention == "auto"
+        has_attention = has_layers and is_16_bit and is_asked and is_cuda
     return Kernels(
         has_layers=has_layers,
         has_attention=has_attention,
@@ -138,43 +128,68 @@ def choose_kernels(
 
 
 def adapting_duty(architecture: Architecture, lora: LoraConfig) -> Duty:
-    """Return what a frozen model with adapters is for: experts with adapters compute one by one."""
+    """Return the duty of a frozen model with adapters; adapted experts compute one by one."""
     is_of_experts = architecture.experts is not None and {*lora.modules} & {*OF_EXPERTS}
     return "adapts_experts" if is_of_experts else "adapts"
 
 
 def token_multiple(config: TransformerConfig) -> int:
-    """Return of what the tokens that a rank has of a pack must be a multiple."""
-    num_shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    return num_shares * (_FP8_MULTIPLE if config.fp8 or config.fp4 else 1)
+    """Return the number that divides the tokens of a micro-batch on each rank."""
+    num_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return num_ranks * (_FP8_MULTIPLE if config.fp8 or config.fp4 else 1)
 
 
 def transformer_config(
-    architecture: Architecture,
-    *,
-    megatron: MegatronConfig,
-    engine: EngineConfig,
-    device: torch.device,
-    kernels: Kernels,
+    architecture: Architecture, context: MegatronContext, engine: EngineConfig, *, kernels: Kernels
 ) -> TransformerConfig:
-    """Say to megatron-core what to compute.
-
-    Args:
-        architecture: of the model.
-        megatron: parallel sizes, and further fields.
-        engine: types and activation checkpointing.
-        device: where the model computes.
-        kernels: who computes what.
+    """Describe the model to megatron-core.
 
     Raises:
-        ConfigError: it does not take ``megatron.transformer_args``, or refuses the whole.
+        ConfigError: it does not take ``megatron.transformer_args``, or rejects the configuration.
     """
-    is_fused = kernels.has_layers
-    if is_fused:
+    megatron, device = context.megatron, context.device
+    if kernels.has_layers:
         _require_shared_experts(architecture, megatron)
-    is_half = engine.compute_dtype == "bfloat16"
-    dtype = torch.bfloat16 if is_half else torch.float32
-    arguments: dict[str, object] = {
+    arguments = {
+        **_sizes(architecture),
+        **_experts(architecture),
+        **_precision(engine),
+        **_parallelism(megatron),
+        **_fusions(architecture, device=device, kernels=kernels),
+        **_recomputed(megatron, engine, is_fused=kernels.has_layers),
+        "attention_backend": AttnBackend.auto if kernels.has_attention else AttnBackend.local,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # Token weights are shares of the global loss: gradients are summed, never averaged.
+        "calculate_per_token_loss": True,
+        "use_cpu_initialization": device.type == "cpu",
+        "perform_initialization": False,  # weights come from files
+        "cuda_graph_scope": [],  # the default warns that it is deprecated
+    }
+    return build_configuration(
+        TransformerConfig, arguments, megatron.transformer_args, key="megatron.transformer_args"
+    )
+
+
+def _require_shared_experts(architecture: Architecture, megatron: MegatronConfig) -> None:
+    """Reject grouped experts of which each tensor-parallel rank has all: they would diverge.
+
+    ``layers.mark_shards`` sums their gradients for megatron-core's own layers alone.
+    """
+    is_replicated = megatron.expert_parallel_size == megatron.expert_tensor_parallel_size == 1
+    if architecture.experts is not None and megatron.tensor_parallel_size > 1 and is_replicated:
+        raise ConfigError(
+            "megatron.expert_parallel_size",
+            1,
+            f"each of {megatron.tensor_parallel_size} tensor-parallel ranks would have all of "
+            "TransformerEngine's experts, and train them differently",
+            f"set megatron.expert_parallel_size={megatron.tensor_parallel_size}, or "
+            "megatron.layers=local",
+        )
+
+
+def _sizes(architecture: Architecture) -> dict[str, object]:
+    return {
         "num_layers": architecture.num_layers,
         "hidden_size": architecture.hidden_size,
         "num_attention_heads": architecture.num_heads,
@@ -186,16 +201,36 @@ def transformer_config(
         "add_qkv_bias": architecture.has_qkv_bias,
         "add_bias_linear": architecture.has_linear_bias,
         "normalization": "RMSNorm",
-        "transformer_impl": "transformer_engine" if is_fused else "local",
-        "moe_grouped_gemm": kernels.groups_experts,
-        "attention_backend": AttnBackend.auto if kernels.has_attention else AttnBackend.local,
         "gated_linear_unit": True,
         "activation_func": silu,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": is_half,
+    }
+
+
+def _experts(architecture: Architecture) -> dict[str, object]:
+    experts = architecture.experts
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.num_experts,
+        "moe_router_topk": experts.num_per_token,
+        "moe_ffn_hidden_size": experts.intermediate_size,
+        "moe_layer_freq": [
+            int(architecture.is_sparse(layer)) for layer in range(architecture.num_layers)
+        ],
+        "moe_router_pre_softmax": not experts.normalizes_weights,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",  # balance.py has it
+    }
+
+
+def _precision(engine: EngineConfig) -> dict[str, object]:
+    is_half = engine.compute_dtype == "bfloat16"
+    dtype = torch.bfloat16 if is_half else torch.float32
+    return {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": is_half}
+
+
+def _parallelism(megatron: MegatronConfig) -> dict[str, object]:
+    sizes: dict[str, object] = {
         "tensor_model_parallel_size": megatron.tensor_parallel_size,
         "sequence_parallel": megatron.sequence_parallel,
         "pipeline_model_parallel_size": megatron.pipeline_parallel_size,
@@ -205,54 +240,30 @@ def transformer_config(
         "expert_model_parallel_size": megatron.expert_parallel_size,
         "expert_tensor_parallel_size": megatron.expert_tensor_parallel_size,
         "variable_seq_lengths": megatron.pipeline_parallel_size > 1,
-        "moe_token_dispatcher_type": "alltoall",  # the one that takes packs of any length
-        # Token weights are shares of the global loss: gradients are summed, never averaged.
-        "calculate_per_token_loss": True,
-        "use_cpu_initialization": device.type == "cpu",
-        "perform_initialization": False,  # weights come from files
-        "cuda_graph_scope": [],  # the default warns that it is deprecated
-        # TransformerEngine's 8-bit copies of weights would stay on the device of a sleeping model.
-        "disable_parameter_transpose_cache": is_fused,
+        "moe_token_dispatcher_type": "alltoall",  # the one for micro-batches of any length
     }
     if megatron.num_virtual_stages > 1:
-        arguments |= {
+        sizes |= {
             "virtual_pipeline_model_parallel_size": megatron.num_virtual_stages,
             "microbatch_group_size_per_vp_stage": megatron.pipeline_parallel_size,
             # Of two ranks each is the other's last and next: batched messages would be mixed up.
             "overlap_p2p_comm": True,
             "batch_p2p_comm": False,
         }
-    arguments |= _fusions(architecture, device=device, kernels=kernels)
-    arguments |= _recomputed(megatron, engine, is_fused=is_fused) | _experts(architecture)
-    return build_configuration(
-        TransformerConfig, arguments, megatron.transformer_args, key="megatron.transformer_args"
-    )
-
-
-def _require_shared_experts(architecture: Architecture, megatron: MegatronConfig) -> None:
-    """Refuse grouped experts that each tensor-parallel rank has whole: nobody adds what they learn.
-
-    ``layers.mark_shards`` has it done for megatron-core's own layers alone.
-    """
-    is_whole = megatron.expert_parallel_size == megatron.expert_tensor_parallel_size == 1
-    if architecture.experts is not None and megatron.tensor_parallel_size > 1 and is_whole:
-        raise ConfigError(
-            "megatron.expert_parallel_size",
-            1,
-            f"TransformerEngine's experts would be whole on each of "
-            f"{megatron.tensor_parallel_size} tensor-parallel ranks, and learn apart",
-            f"set megatron.expert_parallel_size={megatron.tensor_parallel_size}, or "
-            "megatron.layers=local",
-        )
+    return sizes
 
 
 def _fusions(
     architecture: Architecture, *, device: torch.device, kernels: Kernels
 ) -> dict[str, object]:
-    """Let one kernel do what several would, wherever there is one."""
+    """Let one kernel do the work of several, wherever there is one."""
     is_compiled = device.type == "cuda"  # by torch.compile, which on a CPU takes minutes of g++
     has_experts = architecture.experts is not None
     return {
+        "transformer_impl": "transformer_engine" if kernels.has_layers else "local",
+        # TransformerEngine's 8-bit copies of weights would stay on the device of a sleeping model.
+        "disable_parameter_transpose_cache": kernels.has_layers,
+        "moe_grouped_gemm": kernels.groups_experts,
         "bias_activation_fusion": is_compiled,
         "bias_dropout_fusion": is_compiled,
         "apply_rope_fusion": kernels.has_layers and HAVE_FUSED_ROPE,
@@ -274,8 +285,8 @@ def _recomputed(
             raise ConfigError(
                 "megatron.recompute_modules",
                 modules,
-                f"megatron-core recomputes {' and '.join(unable)} with TransformerEngine's help, "
-                "and layers are its own",
+                f"megatron-core recomputes {' and '.join(unable)} only in TransformerEngine's "
+                "layers, and these are its own",
                 f"{INSTALL_TRANSFORMER_ENGINE}, or leave out {' and '.join(unable)}",
             )
         return {"recompute_granularity": "selective", "recompute_modules": modules}
@@ -283,21 +294,4 @@ def _recomputed(
         "recompute_granularity": "full",
         "recompute_method": "uniform",
         "recompute_num_layers": 1,
-    }
-
-
-def _experts(architecture: Architecture) -> dict[str, object]:
-    experts = architecture.experts
-    if experts is None:
-        return {}
-    return {
-        "num_moe_experts": experts.num_experts,
-        "moe_router_topk": experts.num_per_token,
-        "moe_ffn_hidden_size": experts.intermediate_size,
-        "moe_layer_freq": [
-            int(architecture.is_sparse(layer)) for layer in range(architecture.num_layers)
-        ],
-        "moe_router_pre_softmax": not experts.normalizes_weights,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",  # balance.py has it
     }

@@ -9,8 +9,8 @@ from itertools import product
 from hypothesis import strategies as st
 
 from hybridrl.workers.train.megatron.architecture import Architecture, MoEConfig
-from hybridrl.workers.train.megatron.blocks import padded_vocab_size
-from hybridrl.workers.train.megatron.parallel_rank import ParallelRank
+from hybridrl.workers.train.megatron.context import ParallelRank
+from hybridrl.workers.train.megatron.shard_map import padded_vocab_size
 
 Shapes = dict[str, tuple[int, ...]]
 

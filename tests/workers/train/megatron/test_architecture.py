@@ -54,7 +54,7 @@ def test_tensors_come_in_the_order_of_the_hugging_face_model(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_sizes_agree_with_those_that_memory_is_planned_by(tmp_path: Path, family: Family) -> None:
+def test_sizes_equal_those_of_the_memory_plan(tmp_path: Path, family: Family) -> None:
     folder = make_tiny_model(tmp_path, family)
     architecture, shape = read_architecture(folder), read_shape(folder)
     same = [
@@ -76,7 +76,7 @@ def test_some_layers_of_a_mixture_may_be_dense(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scaling", [None, LLAMA3])
-def test_rotary_frequencies_are_bit_by_bit_those_of_transformers(
+def test_rotary_frequencies_equal_those_of_transformers(
     tmp_path: Path, scaling: dict[str, object] | None
 ) -> None:
     folder = make_tiny_model(tmp_path, "llama", hidden_size=256)
@@ -101,7 +101,7 @@ def test_rotary_frequencies_are_bit_by_bit_those_of_transformers(
         ("qwen3_moe", "use_sliding_window", True),
     ],
 )
-def test_what_would_be_computed_wrongly_is_refused_by_name(
+def test_unsupported_options_are_rejected_by_name(
     tmp_path: Path, family: Family, key: str, value: object
 ) -> None:
     folder = _change(make_tiny_model(tmp_path, family), **{key: value})
@@ -120,13 +120,13 @@ def test_windows_that_slide_over_no_layer_are_no_windows(tmp_path: Path) -> None
         read_architecture(_change(folder, max_window_layers=1, **windows))
 
 
-def test_an_architecture_without_converter_says_which_there_are(tmp_path: Path) -> None:
+def test_unknown_architecture_lists_the_supported_ones(tmp_path: Path) -> None:
     folder = _change(make_tiny_model(tmp_path, "llama"), model_type="mistral")
     with pytest.raises(ModelError, match=r"'mistral'.*llama, qwen2, qwen3, qwen3_moe.*bridge"):
         read_architecture(folder)
 
 
-def test_a_router_that_could_never_learn_is_refused_in_terms_of_the_model(tmp_path: Path) -> None:
+def test_router_without_gradient_is_rejected(tmp_path: Path) -> None:
     one = {"num_experts_per_tok": 1}
     folder = make_tiny_model(tmp_path / "mute", "qwen3_moe", **one)
     with pytest.raises(ModelError, match=r"norm_topk_prob=true divides.*always 1.*=false"):

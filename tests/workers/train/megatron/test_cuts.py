@@ -21,7 +21,7 @@ from hybridrl.config.checks.megatron import UNUSED
 from hybridrl.metrics import Metrics
 from tests.contract.layouts import Layout
 from tests.contract.plain import PlainPolicy
-from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn, together
+from tests.contract.ranks_under_test import Rank, RanksUnderTest, merge_metrics, take_step
 from tests.tiny_models import Family, make_tiny_model
 from tests.workers.train.engines import (
     ACTOR,
@@ -132,14 +132,14 @@ Learned = tuple[list[Metrics], dict[str, Tensor], Tensor | None, int]
 
 def _train(rank: Rank, folder: Path, changes: dict[str, Any]) -> Learned:
     engine = rank.policy(folder, replace(ACTOR, **changes))
-    steps = [learn(engine, batch) for batch in _lessons()]
+    steps = [take_step(engine, batch) for batch in _lessons()]
     scored = engine.compute_logprobs(to_rollouts(make_rows(4, seed=9)), temperature=0.9)
     names = [
         name.split(".")[2]
         for name, _ in engine.backend.stages.named_tensors()
         if ".layers." in name
     ]
-    logprobs = scored.logprobs_BL.values() if engine.leads else None
+    logprobs = scored.logprobs_BL.values() if engine.is_output_rank else None
     return steps, weights_of(engine), logprobs, len(set(names))
 
 
@@ -156,9 +156,9 @@ def test_steps_are_those_of_the_plain_model(
     ]
     answers = ranks.run(_train, folder, changes)
     for number, (loss, norm) in enumerate(expected):
-        told = together([steps[number] for steps, *_ in answers])
-        assert told["loss/policy"] == pytest.approx(loss, abs=1e-5)
-        assert told["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
+        reported = merge_metrics([steps[number] for steps, *_ in answers])
+        assert reported["loss/policy"] == pytest.approx(loss, abs=1e-5)
+        assert reported["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
     with torch.no_grad():
         logprobs, _ = plain.score(make_rows(4, seed=9), temperature=0.9)
     stages = replace(UNUSED, **layout.megatron).layers_of_stages(layout.num_layers)  # type: ignore[arg-type]

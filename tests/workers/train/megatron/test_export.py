@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,13 @@ from torch import Tensor
 
 from hybridrl.errors import ModelError
 from hybridrl.models.load import WeightFiles
-from hybridrl.workers.train.megatron.architecture import Architecture, read_architecture
-from hybridrl.workers.train.megatron.blocks import blocks_of
+from hybridrl.workers.train.megatron.architecture import read_architecture
+from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.megatron.export import WeightExport
 from hybridrl.workers.train.megatron.hf_tensors import hf_tensors
 from hybridrl.workers.train.megatron.load import load_weights
-from hybridrl.workers.train.megatron.parallel_rank import ParallelRank
+from hybridrl.workers.train.megatron.shard_map import ShardMap
+from hybridrl.workers.train.shard_spec import full_range, relative_slices
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_model
 from tests.workers.train.megatron.shards import local_shapes
@@ -28,38 +30,38 @@ def _loaded(folder: Path, rank: ParallelRank, *, lora_rank: int = 0) -> dict[str
     architecture = read_architecture(folder)
     shapes = local_shapes(architecture, rank, is_fused=True, lora_rank=lora_rank)
     local = {name: torch.empty(shape) for name, shape in shapes.items()}
-    load_weights(local, WeightFiles(folder), architecture=architecture, parallel=rank)
+    load_weights(local, WeightFiles(folder), ShardMap(architecture, rank))
     return local
 
 
-def _number(local: dict[str, Tensor], architecture: Architecture, rank: ParallelRank) -> None:
-    """Give each value of an adapter a number that says where it stands in the whole matrix."""
+def _number(local: dict[str, Tensor], shard_map: ShardMap) -> None:
+    """Number each value of an adapter by its position in the full matrix."""
     for name, tensor in local.items():
-        cut = {"architecture": architecture, "parallel": rank}
-        for block in blocks_of(name, tensor.shape, **cut):
-            whole = torch.arange(float(torch.tensor(block.place.global_shape).prod()))
-            whole = whole.view(block.place.global_shape) + len(block.name)
-            tensor[block.begin : block.end] = whole[tuple(slice(*edge) for edge in block.box)]
+        for shard in shard_map.shards_of(name, tensor.shape):
+            full_shape = shard.spec.full_shape
+            full = torch.arange(float(math.prod(full_shape))).view(full_shape) + len(shard.name)
+            own = relative_slices(shard.spec.range, outer=full_range(full_shape))
+            shard.view(tensor.view(-1)).copy_(full[own])
 
 
 def _export_adapters(rank: int, folder: Path) -> list[str]:
-    architecture, parallel = read_architecture(folder), ParallelRank(tp_rank=rank, tp_size=2)
+    parallel = ParallelRank(tp_rank=rank, tp_size=2)
+    shard_map = ShardMap(read_architecture(folder), parallel)
     everything = _loaded(folder, parallel, lora_rank=3)
     adapters = {name: tensor for name, tensor in everything.items() if ".lora." in name}
-    _number(adapters, architecture, parallel)
-    cut = {"architecture": architecture, "parallel": parallel, "group": dist.group.WORLD}
-    export = WeightExport(adapters, batch_bytes=1000, **cut)
+    _number(adapters, shard_map)
+    export = WeightExport(adapters, shard_map, group=dist.group.WORLD, batch_bytes=1000)
     for name, tensor in export.full_weights(adapters):
         wanted = torch.arange(float(tensor.numel())).view(tensor.shape) + len(name)
         assert torch.equal(tensor, wanted), name
-    together = WeightExport(everything, **cut)
-    assert sorted(spec.name for spec in together.specs) == sorted(
-        [*hf_tensors(architecture), *(spec.name for spec in export.specs)]
+    joint = WeightExport(everything, shard_map, group=dist.group.WORLD)
+    assert sorted(spec.name for spec in joint.specs) == sorted(
+        [*hf_tensors(shard_map.architecture), *(spec.name for spec in export.specs)]
     )
     return [spec.name for spec in export.specs]
 
 
-def test_adapters_come_whole_beside_the_weights_that_they_change(tmp_path: Path) -> None:
+def test_export_yields_full_adapters_beside_their_weights(tmp_path: Path) -> None:
     first, second = run_ranks(2, _export_adapters, make_tiny_model(tmp_path, num_layers=1))
     leaves = [f"self_attn.{x}_proj" for x in "qkvo"]
     leaves += [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
@@ -81,8 +83,7 @@ def _measure_batches(rank: int, folder: Path) -> list[int]:
     for batch_bytes in (1, 10_000, 2**30):
         export = WeightExport(
             local,
-            architecture=read_architecture(folder),
-            parallel=parallel,
+            ShardMap(read_architecture(folder), parallel),
             group=dist.group.WORLD,
             batch_bytes=batch_bytes,
         )
@@ -93,7 +94,7 @@ def _measure_batches(rank: int, folder: Path) -> list[int]:
     return sizes
 
 
-def test_no_more_is_gathered_at_once_than_a_batch_or_one_larger_tensor(tmp_path: Path) -> None:
+def test_export_buffer_holds_one_batch_or_one_tensor(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path)
     tensors = load_file(folder / "model.safetensors").values()
     matrices = [tensor.nbytes for tensor in tensors if tensor.ndim == 2]
@@ -106,24 +107,23 @@ def test_no_more_is_gathered_at_once_than_a_batch_or_one_larger_tensor(tmp_path:
 def _miss_a_layer(rank: int, folder: Path) -> str:
     parallel = ParallelRank()
     local = _loaded(folder, parallel)
-    here = {n: t for n, t in local.items() if rank == 0 and ".layers.1.mlp.linear_fc2" not in n}
-    cut = {"architecture": read_architecture(folder), "parallel": parallel}
+    own = {n: t for n, t in local.items() if rank == 0 and ".layers.1.mlp.linear_fc2" not in n}
+    architecture = read_architecture(folder)
     with pytest.raises(ModelError, match=r"do not have all of model.layers.1.mlp.down_proj.weight"):
-        WeightExport(here, group=dist.group.WORLD, **cut)
+        WeightExport(own, ShardMap(architecture, parallel), group=dist.group.WORLD)
     half = dataclasses.replace(parallel, tp_rank=1, tp_size=2)
-    cut = {"architecture": read_architecture(folder), "parallel": half}
     with pytest.raises(ModelError, match=r"model.layers.0.self_attn.q_proj.weight, model.lay"):
-        WeightExport(_loaded(folder, half), group=dist.group.WORLD, **cut)
+        WeightExport(_loaded(folder, half), ShardMap(architecture, half), group=dist.group.WORLD)
     return "both"
 
 
-def test_ranks_that_lack_something_between_them_say_so_before_the_first_tensor(
+def test_missing_shards_are_reported_before_the_first_tensor(
     tmp_path: Path,
 ) -> None:
     assert run_ranks(2, _miss_a_layer, make_tiny_model(tmp_path)) == ["both"] * 2
 
 
-def test_without_a_group_tensors_are_written_from_where_they_are(tmp_path: Path) -> None:
+def test_export_without_a_group_yields_live_weights(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", "qwen3_moe")
     local = _loaded(folder, ParallelRank())
     flat = torch.cat([tensor.view(-1) for tensor in local.values()])  # as in a gradient buffer
@@ -132,8 +132,8 @@ def test_without_a_group_tensors_are_written_from_where_they_are(tmp_path: Path)
         name: part.view(tensor.shape)
         for (name, tensor), part in zip(local.items(), flat.split(sizes), strict=True)
     }
-    cut = {"architecture": read_architecture(folder), "parallel": ParallelRank()}
-    export = WeightExport(live, group=None, **cut)
+    shard_map = ShardMap(read_architecture(folder), ParallelRank())
+    export = WeightExport(live, shard_map, group=None)
     assert export.buffer_bytes == 0
     weights = dict(export.full_weights(live))
     down = weights["model.layers.0.mlp.experts.3.down_proj.weight"]

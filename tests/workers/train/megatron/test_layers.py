@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from hybridrl.config.checks.megatron import UNUSED
-from hybridrl.workers.train.megatron.setting import MegatronContext
+from hybridrl.workers.train.megatron.context import MegatronContext
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from tests.megatron.stand_ins import install
 from tests.ranks import run_ranks
@@ -35,7 +35,7 @@ def _train(
     backend = MegatronBackend(
         folder,
         config=replace(ACTOR, engine="megatron"),
-        setting=MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0),
+        context=MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0),
         num_total_steps=10,
     )
     engine = PolicyEngine(backend)
@@ -44,7 +44,7 @@ def _train(
 
 
 @pytest.mark.parametrize("expert_tensor_parallel_size", [1, 2])
-def test_experts_learn_from_all_tokens_where_each_rank_has_a_part_of_them(
+def test_experts_learn_from_the_tokens_of_all_ranks(
     tmp_path: Path, expert_tensor_parallel_size: int
 ) -> None:
     folder = make_tiny_model(tmp_path / "model", "qwen3_moe", tie_embeddings=False)

@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 from hybridrl.errors import ModelError
 from hybridrl.models.load import WeightFiles
 from hybridrl.workers.train.megatron.architecture import read_architecture
+from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.megatron.load import check_files, load_weights
-from hybridrl.workers.train.megatron.parallel_rank import ParallelRank
+from hybridrl.workers.train.megatron.shard_map import ShardMap
 from tests.tiny_models import make_tiny_model
 from tests.workers.train.megatron.shards import local_shapes
 
@@ -22,7 +23,7 @@ def _change(folder: Path, **tensors: torch.Tensor | None) -> Path:
     return folder
 
 
-def test_all_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
+def test_all_misfit_tensors_are_named(tmp_path: Path) -> None:
     folder = _change(
         make_tiny_model(tmp_path, "qwen3"),
         model__layers__0__self_attn__q_proj__weight=None,
@@ -49,13 +50,13 @@ def test_copies_of_tied_weights_and_old_frequencies_do_no_harm(tmp_path: Path) -
         check_files(WeightFiles(untied), read_architecture(untied))
 
 
-def test_values_are_cast_and_what_is_in_no_file_is_left_alone(tmp_path: Path) -> None:
+def test_load_casts_values_and_keeps_tensors_in_no_file(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, "qwen2", vocab_size=61)
     architecture, parallel = read_architecture(folder), ParallelRank(tp_rank=1, tp_size=2)
     shapes = local_shapes(architecture, parallel, is_fused=True, lora_rank=2)
     local = {name: torch.full(s, 7.0, dtype=torch.bfloat16) for name, s in shapes.items()}
     local["score.weight"] = torch.full((1, 32), 7.0)
-    load_weights(local, WeightFiles(folder), architecture=architecture, parallel=parallel)
+    load_weights(local, WeightFiles(folder), ShardMap(architecture, parallel))
     wanted = load_file(folder / "model.safetensors")
     embedding = local["embedding.word_embeddings.weight"]
     assert torch.equal(embedding[:29], wanted["model.embed_tokens.weight"][32:].bfloat16())
@@ -65,18 +66,18 @@ def test_values_are_cast_and_what_is_in_no_file_is_left_alone(tmp_path: Path) ->
         assert bool((tensor == 7.0).all()) is is_elsewhere, name
 
 
-def test_no_more_is_read_than_the_rank_has(tmp_path: Path) -> None:
+def test_load_reads_only_the_values_of_the_rank(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, "llama")
     architecture, parallel = read_architecture(folder), ParallelRank(tp_rank=3, tp_size=4)
     num_read: list[int] = []
 
     class Counting(WeightFiles):
-        def read_box(self, name: str, box: object) -> torch.Tensor:
-            part = super().read_box(name, box)  # type: ignore[arg-type]
+        def read_range(self, name: str, values: object) -> torch.Tensor:
+            part = super().read_range(name, values)  # type: ignore[arg-type]
             num_read.append(part.numel())
             return part
 
     shapes = local_shapes(architecture, parallel, is_fused=False, lora_rank=0)
     local = {name: torch.empty(shape) for name, shape in shapes.items()}
-    load_weights(local, Counting(folder), architecture=architecture, parallel=parallel)
+    load_weights(local, Counting(folder), ShardMap(architecture, parallel))
     assert sum(num_read) == sum(tensor.numel() for tensor in local.values())  # 64 needs no padding

@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from hybridrl.batch import TrainBatch
 from hybridrl.metrics import Metrics
 from tests.contract.plain import PlainPolicy
-from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn, mute, together
+from tests.contract.ranks_under_test import Rank, RanksUnderTest, merge_metrics, mute, take_step
 from tests.workers.train.engines import ACTOR, OPTIMIZER, make_rows, rows_of, weights_of
 from tests.workers.train.megatron.expert_layouts import MODELS, cut_as, make_expert_model
 
@@ -76,8 +76,8 @@ class PlainBalance(PlainPolicy):
 
 def _learn_balance(rank: Rank, folder: Path) -> tuple[list[Metrics], dict[str, Tensor]]:
     engine = rank.policy(folder, replace(ACTOR, **ALONE))
-    told = [learn(engine, batch, first=4) for batch in _lessons()]
-    return told, weights_of(engine)
+    reported = [take_step(engine, batch, first=4) for batch in _lessons()]
+    return reported, weights_of(engine)
 
 
 @cut_as(*ALL, load_balance_coefficient=COEFFICIENT)
@@ -94,26 +94,27 @@ def test_two_steps_take_the_loss_of_the_formula_once(ranks: RanksUnderTest, fold
         expected.append((total.item() / len(losses), load, norm))
     answers = ranks.run(_learn_balance, folder)
     for number, (loss, load, norm) in enumerate(expected):
-        told = together([metrics[number] for metrics, _ in answers])
-        assert told["moe/load_balance_loss"] == pytest.approx(loss, rel=1e-5)
-        assert told["moe/max_expert_load"] == pytest.approx(load, rel=1e-6)
-        assert told["policy/grad_norm"] == pytest.approx(norm, rel=1e-5)
+        reported = merge_metrics([metrics[number] for metrics, _ in answers])
+        assert reported["moe/load_balance_loss"] == pytest.approx(loss, rel=1e-5)
+        assert reported["moe/max_expert_load"] == pytest.approx(load, rel=1e-6)
+        assert reported["policy/grad_norm"] == pytest.approx(norm, rel=1e-5)
     for name, tensor in plain.weights().items():
         torch.testing.assert_close(answers[0][1][name], tensor, atol=1e-5, rtol=0, msg=name)
 
 
 def _only_measure(rank: Rank, folder: Path) -> list[Metrics]:
     engine = rank.policy(folder, replace(ACTOR, gradient_checkpointing=True, **ALONE))
-    told = [learn(engine, batch, first=4) for batch in _lessons()]
-    return [*told, learn(engine, mute(_lessons()[0]), first=4)]
+    reported = [take_step(engine, batch, first=4) for batch in _lessons()]
+    return [*reported, take_step(engine, mute(_lessons()[0]), first=4)]
 
 
 @cut_as("1", "tp2-sp-ep2", "pp2-ep2")
-def test_without_a_coefficient_it_is_measured_and_each_step_begins_anew(
+def test_balance_is_measured_per_step_without_a_coefficient(
     ranks: RanksUnderTest, folder: Path
 ) -> None:
     one, two, mute_step = (
-        together([told[number] for told in ranks.run(_only_measure, folder)]) for number in range(3)
+        merge_metrics([steps[number] for steps in ranks.run(_only_measure, folder)])
+        for number in range(3)
     )
     losses, load = PlainBalance(folder).balance(_lessons()[0])
     expected = torch.stack(losses).mean().item()

@@ -22,7 +22,7 @@ from hybridrl.errors import ModelError
 from hybridrl.models.adapter import Adapter
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
-from hybridrl.workers.train.megatron.setting import MegatronContext
+from hybridrl.workers.train.megatron.context import MegatronContext
 from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
 from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.megatron.stand_ins import install
@@ -90,7 +90,7 @@ class Trained:
     adapter: dict[str, Tensor]
     frozen: Tensor
     dp_rank: int
-    leads: bool
+    is_output_rank: bool
 
 
 def train(engine: PolicyEngine) -> Trained:
@@ -110,7 +110,7 @@ def train(engine: PolicyEngine) -> Trained:
         adapter=adapter_of(engine),
         frozen=frozen.logprobs_BL.values(),
         dp_rank=engine.dp_rank,
-        leads=engine.leads,
+        is_output_rank=engine.is_output_rank,
     )
 
 
@@ -124,10 +124,10 @@ def _frozen_bits(engine: PolicyEngine) -> list[Tensor]:
 
 
 def assert_same_training(ranks: list[Trained], wanted: Trained, *, atol: float = 1e-5) -> None:
-    leading = sorted((t for t in ranks if t.leads), key=lambda trained: trained.dp_rank)
+    leading = sorted((t for t in ranks if t.is_output_rank), key=lambda trained: trained.dp_rank)
     for step in range(2):
-        together = torch.cat([trained.logprobs[step] for trained in leading])
-        torch.testing.assert_close(together, wanted.logprobs[step], atol=atol, rtol=0)
+        logprobs = torch.cat([trained.logprobs[step] for trained in leading])
+        torch.testing.assert_close(logprobs, wanted.logprobs[step], atol=atol, rtol=0)
     frozen = torch.cat([trained.frozen for trained in leading])
     torch.testing.assert_close(frozen, wanted.frozen, atol=atol, rtol=0)
     for trained in ranks:
@@ -171,7 +171,7 @@ def _train(_rank: int, folder: Path, sizes: Sizes, lora: LoraConfig, recomputes:
     plain = PolicyEngine(MegatronBackend(folder, config=ACTOR, setting=setting_of(sizes)))
     rollouts = to_rollouts(own_rows(engine, 7))
     loaded = plain.compute_logprobs(rollouts, temperature=0.9).logprobs_BL.values()
-    if engine.leads:
+    if engine.is_output_rank:
         assert torch.equal(trained.frozen, loaded)
         assert (trained.logprobs[1] - loaded).abs().max() > 0.1
     return trained
@@ -219,7 +219,7 @@ def _start_and_train_sparse(
     [(("all-linear",), [EP2, SP2, {**SP2, **EP2}]), (EXPERTS, [EP2])],
     ids=["all", "experts alone"],
 )
-def test_adapters_of_experts_learn_the_same_on_the_ranks_that_share_them(
+def test_expert_adapters_learn_alike_on_sharing_ranks(
     sparse: Path, tmp_path: Path, targets: tuple[str, ...], layouts: list[Sizes]
 ) -> None:
     start = tmp_path / "start"
@@ -234,7 +234,7 @@ def test_adapters_of_experts_learn_the_same_on_the_ranks_that_share_them(
 def _export(_rank: int, folder: Path, sizes: Sizes, target: Path) -> list[str]:
     engine = build(folder, sizes, with_lora(use_rslora=True))
     merging = build(folder, sizes, with_lora(use_rslora=True, sync="merged"))
-    assert (len(engine.weight_parts), len(merging.weight_parts)) == (2, 1)
+    assert (len(engine.weight_sets), len(merging.weight_sets)) == (2, 1)
     for seed in range(2):
         for each in (engine, merging):
             update(each, own_rows(each, seed))
@@ -248,7 +248,7 @@ def _export(_rank: int, folder: Path, sizes: Sizes, target: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("family", "sizes"), [("qwen3", SP2), ("qwen2", PP2), ("llama", TP2)])
-def test_the_merged_export_is_what_peft_makes_of_the_adapter_folder(
+def test_merged_export_equals_peft_on_the_adapter_folder(
     tmp_path: Path, family: str, sizes: Sizes
 ) -> None:
     source = make_tiny_model(tmp_path / "model", family, tie_embeddings=family == "qwen3")
@@ -272,7 +272,7 @@ def _merge_sparse(_rank: int, folder: Path, target: Path) -> None:
     engine.export_adapter(target / "adapter")
 
 
-def test_experts_are_exported_with_their_adapters_in_them(sparse: Path, tmp_path: Path) -> None:
+def test_expert_export_includes_merged_adapters(sparse: Path, tmp_path: Path) -> None:
     run_ranks(2, _merge_sparse, sparse, tmp_path)
     adapter = load_file(tmp_path / "adapter" / ADAPTER_FILE)
     exported = load_file(tmp_path / "hf" / "model.safetensors")
@@ -313,7 +313,7 @@ def _resume(
     return adapter_of(engine)
 
 
-def test_a_run_goes_on_from_its_adapter_with_other_sizes_or_on_fsdp2(
+def test_adapter_resumes_with_other_sizes_or_on_fsdp2(
     folder: Path, lora: LoraConfig, tmp_path: Path
 ) -> None:
     wanted = run_ranks(2, _save, folder, SP2, lora, tmp_path)[0]

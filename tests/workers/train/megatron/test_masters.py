@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybridrl.workers.train.places import index_in
+from hybridrl.workers.train.shard_spec import full_range, relative_slices
 from tests.contract.layouts import Layout
 from tests.contract.ranks_under_test import Rank, RanksUnderTest
 from tests.tiny_models import make_tiny_model
@@ -40,12 +40,11 @@ def _compare(rank: Rank, folder: Path) -> int:
     count = 0
     for name, held in engine.checkpoint_tensors().items():
         whole = stored[name.removeprefix("model.hf.")]
-        box = tuple((0, size) for size in whole.shape)
-        for part in held.pieces:  # type: ignore[union-attr]
-            expected = whole[index_in(box, part.place.box(part.values.shape))]
-            assert part.values.dtype == torch.float32
-            assert torch.equal(part.values, expected), name
-            count += part.values.numel()
+        for shard in held.shards:  # type: ignore[union-attr]
+            expected = whole[relative_slices(shard.spec.range, outer=full_range(whole.shape))]
+            assert shard.values.dtype == torch.float32
+            assert torch.equal(shard.values, expected), name
+            count += shard.values.numel()
     for name, weight in engine.full_weights():
         assert torch.equal(weight, stored[name].bfloat16()), name
     return count

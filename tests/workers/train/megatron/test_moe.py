@@ -17,7 +17,13 @@ from hybridrl.metrics import Metrics
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter
 from tests.contract.plain import PlainPolicy, weights_in
-from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn, share_of, together
+from tests.contract.ranks_under_test import (
+    Rank,
+    RanksUnderTest,
+    merge_metrics,
+    rows_of_rank,
+    take_step,
+)
 from tests.workers.train.engines import (
     ACTOR,
     OPTIMIZER,
@@ -58,9 +64,9 @@ Learned = tuple[list[Metrics], dict[str, Tensor]]
 
 def _score(rank: Rank, folder: Path, budget: int) -> tuple[int, Tensor] | None:
     engine = rank.policy(folder, replace(ACTOR, max_tokens_per_microbatch=budget))
-    rows = to_rollouts(share_of(_lessons()[0], engine, 8))
+    rows = to_rollouts(rows_of_rank(_lessons()[0], engine, 8))
     scored = engine.compute_logprobs(rows, temperature=0.9).logprobs_BL.values()
-    return (engine.dp_rank, scored) if engine.leads else None
+    return (engine.dp_rank, scored) if engine.is_output_rank else None
 
 
 @cut_as(*ALL)
@@ -77,7 +83,7 @@ def test_log_probs_are_those_of_hugging_face(
 
 def _train(rank: Rank, folder: Path, changes: dict[str, Any], first: int) -> Learned:
     engine = rank.policy(folder, replace(ACTOR, **changes))
-    return [learn(engine, batch, first=first) for batch in _lessons()], weights_of(engine)
+    return [take_step(engine, batch, first=first) for batch in _lessons()], weights_of(engine)
 
 
 @cut_as(*ALL)
@@ -90,14 +96,14 @@ def _train(rank: Rank, folder: Path, changes: dict[str, Any], first: int) -> Lea
     ],
     ids=["one pack", "computed again", "fillers"],
 )
-def test_two_steps_are_those_of_the_plain_model_experts_and_routers_too(
+def test_two_steps_equal_the_plain_model_with_its_routers(
     ranks: RanksUnderTest, folder: Path, changes: dict[str, Any], first: int
 ) -> None:
     steps, expected = _plain(folder)
     before = weights_in(folder)
     answers: list[Learned] = ranks.run(_train, folder, changes, first)
     for number, (loss, grad_norm) in enumerate(steps):
-        metrics = together([told[number] for told, _ in answers])
+        metrics = merge_metrics([of_rank[number] for of_rank, _ in answers])
         assert metrics["loss/policy"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
         assert metrics["policy/grad_norm"] == pytest.approx(grad_norm, rel=1e-5)
     for _, weights in answers:
@@ -114,13 +120,13 @@ def _export(rank: Rank, folder: Path, target: Path) -> dict[str, Tensor]:
     engine = rank.policy(folder)
     for number, batch in enumerate(_lessons()):
         engine.export_hf(target / str(number))
-        learn(engine, batch, first=8)
+        take_step(engine, batch, first=8)
     engine.export_hf(target / "end")
     return weights_of(engine)
 
 
 @cut_as(*ALL)
-def test_what_is_exported_is_the_model_bit_by_bit_under_the_names_of_its_files(
+def test_export_is_bitwise_identical_under_hf_names(
     ranks: RanksUnderTest, folder: Path, tmp_path: Path
 ) -> None:
     streamed = ranks.run(_export, folder, tmp_path)[0]
@@ -136,19 +142,19 @@ COSINE = {"schedule": "cosine", "num_warmup_steps": 1, "lr": 0.1, "eps": 1e-3}
 
 def _save_and_go_on(rank: Rank, folder: Path, target: Path) -> dict[str, Tensor]:
     engine = rank.policy(folder, with_optimizer(**COSINE))
-    learn(engine, _lessons()[0], first=8)
+    take_step(engine, _lessons()[0], first=8)
     writer = CheckpointWriter()
     name = checkpoint.file_name(rank=dist.get_rank(), world_size=dist.get_world_size())
     writer.begin(engine, target / name, notes={})
     writer.close()
-    learn(engine, _lessons()[1], first=8)
+    take_step(engine, _lessons()[1], first=8)
     return weights_of(engine)
 
 
 def _load_and_go_on(rank: Rank, folder: Path, source: Path) -> dict[str, Tensor]:
     engine = rank.policy(folder, with_optimizer(**COSINE))
     checkpoint.load(engine, source, rank=dist.get_rank(), world_size=dist.get_world_size())
-    learn(engine, _lessons()[1], first=8)
+    take_step(engine, _lessons()[1], first=8)
     return weights_of(engine)
 
 
@@ -156,7 +162,7 @@ def _load_and_go_on(rank: Rank, folder: Path, source: Path) -> dict[str, Tensor]
     ("saved_by", "loaded_by"),
     [("ep2", "tp2-sp-ep2"), ("1", "pp2-ep2"), ("pp2-ep2", "ep2"), ("tp2-sp-ep2", "1")],
 )
-def test_what_experts_one_layout_saved_another_goes_on_from(
+def test_expert_checkpoint_resumes_in_another_layout(
     folder: Path, tmp_path: Path, saved_by: str, loaded_by: str
 ) -> None:
     with running(saved_by) as writers, running(loaded_by) as readers:

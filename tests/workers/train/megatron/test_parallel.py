@@ -9,17 +9,19 @@ from hybridrl.env import ROOT
 
 _PROGRAM = """
 import torch, torch.distributed as dist
+from hybridrl.workers.train.megatron.context import MegatronContext
 from hybridrl.workers.train.megatron.parallel import start_parallel
 from tests.config.values import config_of
 
 store = dist.HashStore()
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-megatron = config_of("actor=megatron").megatron
-start_parallel(megatron, device=torch.device("cpu"), seed=0, timeout_s=60.0)
+config = config_of("actor=megatron")
+sizes = dict(megatron=config.megatron, model=config.model, device=torch.device("cpu"))
+start_parallel(MegatronContext(**sizes, seed=0, timeout_s=60.0))
 """
 
 
-def test_without_cuda_and_without_stand_ins_the_key_to_set_is_named() -> None:
+def test_missing_cuda_names_the_key_to_set() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM],
         cwd=ROOT,

@@ -13,7 +13,13 @@ from torch import Tensor
 from hybridrl.batch import TrainBatch
 from hybridrl.errors import DataError
 from hybridrl.metrics import Metrics
-from tests.contract.ranks_under_test import Rank, RanksUnderTest, learn, share_of, together
+from tests.contract.ranks_under_test import (
+    Rank,
+    RanksUnderTest,
+    merge_metrics,
+    rows_of_rank,
+    take_step,
+)
 from tests.workers.train.engines import (
     ACTOR,
     assert_same_weights,
@@ -48,13 +54,13 @@ Learned = tuple[list[Metrics], list[Tensor], dict[str, Tensor], int]
 
 def _train(rank: Rank, folder: Path, lessons: list[TrainBatch], changes: dict[str, Any]) -> Learned:
     engine = rank.policy(folder, replace(ACTOR, **changes))
-    told, scored = [], []
+    reported, scored = [], []
     for batch in lessons:
-        rows = to_rollouts(share_of(batch, engine, FIRST))
-        rows.routed_experts_BLJK = share_of(batch, engine, FIRST).routed_experts_BLJK
+        rows = to_rollouts(rows_of_rank(batch, engine, FIRST))
+        rows.routed_experts_BLJK = rows_of_rank(batch, engine, FIRST).routed_experts_BLJK
         scored.append(engine.compute_logprobs(rows, temperature=0.9).logprobs_BL.values())
-        told.append(learn(engine, batch, first=FIRST))
-    return told, scored, weights_of(engine), engine.dp_rank if engine.leads else -1
+        reported.append(take_step(engine, batch, first=FIRST))
+    return reported, scored, weights_of(engine), engine.dp_rank if engine.is_output_rank else -1
 
 
 def _scores(answers: list[Learned], step: int) -> Tensor:
@@ -64,7 +70,7 @@ def _scores(answers: list[Learned], step: int) -> Tensor:
 
 @cut_as(*ALL, replay_routing=True)
 @pytest.mark.parametrize("budget", [10_000, 30])
-def test_the_model_s_own_routes_change_nothing_bit_by_bit(
+def test_replay_of_own_routes_is_bitwise_identical(
     ranks: RanksUnderTest, folder: Path, budget: int
 ) -> None:
     model, lessons = RoutedPolicy(folder), []
@@ -97,7 +103,7 @@ def _train_freely(
     ],
     ids=["one pack", "many packs", "computed again"],
 )
-def test_other_routes_are_those_of_a_plain_model_that_is_forced_to_them(
+def test_replay_of_other_routes_equals_a_forced_plain_model(
     ranks: RanksUnderTest, folder: Path, changes: dict[str, Any]
 ) -> None:
     model = RoutedPolicy(folder)
@@ -112,9 +118,9 @@ def test_other_routes_are_those_of_a_plain_model_that_is_forced_to_them(
         torch.testing.assert_close(scored, logprobs, atol=2e-5, rtol=0)
         assert step or (scored - free).abs().max() > 0.1
         loss, grad_norm = _update_plainly(model, batch)
-        told = together([metrics[step] for metrics, _, _, _ in answers])
-        assert told["loss/policy"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
-        assert told["policy/grad_norm"] == pytest.approx(grad_norm, rel=1e-5)
+        reported = merge_metrics([metrics[step] for metrics, _, _, _ in answers])
+        assert reported["loss/policy"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
+        assert reported["policy/grad_norm"] == pytest.approx(grad_norm, rel=1e-5)
     weights = model.weights()
     for name, tensor in answers[0][2].items():
         torch.testing.assert_close(tensor, weights[name], atol=1e-5, rtol=0, msg=name)
@@ -142,17 +148,17 @@ def _be_refused(rank: Rank, folder: Path, batch: TrainBatch) -> None:
     engine = rank.policy(folder)
     width = len(batch.routed_experts_BLJK.values()[0, 0])
     with pytest.raises(DataError, match=r"of no token.*rollout\.routed_experts=true"):
-        learn(engine, _lessons()[0])
+        take_step(engine, _lessons()[0])
     with pytest.raises(DataError, match="say of no token"):
         engine.compute_logprobs(to_rollouts(_lessons()[0]), temperature=0.9)
     with pytest.raises(DataError, match="say of no token"):
         engine.fit(to_supervised(_lessons()[0]))
     with pytest.raises(DataError, match=f"3 layers with {width} a token, and the model has 4"):
-        learn(engine, _change(batch, lambda experts: experts[:, :3]))
+        take_step(engine, _change(batch, lambda experts: experts[:, :3]))
     for wrong in (-1, 6):
-        with pytest.raises(DataError, match=r"row 1 has a token without experts .* at 0"):
-            learn(engine, _change(batch, lambda experts, wrong=wrong: _spoil(experts, wrong)))
-    learn(engine, batch)
+        with pytest.raises(DataError, match=r"token 0 of row 1 names an expert"):
+            take_step(engine, _change(batch, lambda experts, wrong=wrong: _spoil(experts, wrong)))
+    take_step(engine, batch)
 
 
 def _change(batch: TrainBatch, change: Any) -> TrainBatch:
@@ -171,8 +177,6 @@ def _spoil(experts_TJK: Tensor, wrong: int) -> Tensor:
 
 
 @cut_as("1", replay_routing=True)
-def test_rows_that_do_not_say_their_routes_are_refused_by_name(
-    ranks: RanksUnderTest, folder: Path
-) -> None:
+def test_rows_without_experts_are_rejected(ranks: RanksUnderTest, folder: Path) -> None:
     batch = RoutedPolicy(folder).with_own_routes(_lessons()[0])
     ranks.run(_be_refused, folder, batch)

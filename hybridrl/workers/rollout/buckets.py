@@ -1,20 +1,63 @@
-"""Buckets of the weight stream packed end to end into memory that another process can open."""
+"""Buckets of the weight stream: tensors that travel together, by reference or as flat bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hybridrl import env
 from hybridrl.errors import EngineError
-from hybridrl.workers.rollout.protocol import Bucket, TensorSpan
+
+Bucket = Sequence[tuple[str, Tensor]]
+"""Full tensors by HF name that travel together."""
 
 Allocate = Callable[[int], Tensor]
+"""Makes a uint8 [n] tensor of n bytes."""
 
 _PRELOAD = "LD_PRELOAD"
 _SAVER = "torch_memory_saver"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpan:
+    """Where a tensor lies in a flat buffer."""
+
+    name: str
+    """HF name."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    begin: int
+    """Offset in bytes, a multiple of the item size."""
+
+    end: int
+    """Offset in bytes of what follows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagedBucket:
+    """A bucket that one rank has made ready for the engine that it shares with its neighbours."""
+
+    spans: tuple[TensorSpan, ...]
+    """Its tensors; the same on all ranks, whether they contribute bytes or not."""
+
+    tensors: Bucket = ()
+    """The tensors themselves, where they are loaded in this process; else empty."""
+
+    flat: Tensor | None = None
+    """uint8 [n], a copy of the bytes; None on a rank whose bytes are not needed."""
+
+    handle: str = ""
+    """Opens this rank's bytes in the engine's server; empty if it needs none."""
+
+
+def stage_by_reference(bucket: Bucket) -> StagedBucket:
+    """Copy nothing: whoever loads the bucket reads the tensors themselves."""
+    return StagedBucket(spans=lay_out(bucket), tensors=bucket)
 
 
 def lay_out(bucket: Bucket, *, dtype: torch.dtype | None = None) -> tuple[TensorSpan, ...]:
@@ -31,19 +74,19 @@ def lay_out(bucket: Bucket, *, dtype: torch.dtype | None = None) -> tuple[Tensor
     def type_of(tensor: Tensor) -> torch.dtype:
         return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
-    slots: list[TensorSpan] = []
+    spans: list[TensorSpan] = []
     end = 0
     for name, tensor in sorted(bucket, key=lambda item: -type_of(item[1]).itemsize):
         kind = type_of(tensor)
         begin, end = end, end + tensor.numel() * kind.itemsize
-        slots.append(TensorSpan(name, kind, tuple(tensor.shape), begin, end))
-    return tuple(slots)
+        spans.append(TensorSpan(name, kind, tuple(tensor.shape), begin, end))
+    return tuple(spans)
 
 
-def tensors_in(flat: Tensor, slots: Sequence[TensorSpan]) -> dict[str, Tensor]:
+def tensors_in(flat: Tensor, spans: Sequence[TensorSpan]) -> dict[str, Tensor]:
     """Return views of the tensors in a flat buffer, by name."""
     return {
-        slot.name: flat[slot.begin : slot.end].view(slot.dtype).view(slot.shape) for slot in slots
+        span.name: flat[span.begin : span.end].view(span.dtype).view(span.shape) for span in spans
     }
 
 
@@ -55,7 +98,7 @@ class FlatBuffers:
 
         Args:
             count: buckets that stay readable at the same time.
-            allocate: makes a uint8 [n] tensor of n bytes.
+            allocate: makes a buffer.
             dtype: to which floating-point tensors are cast on their way in; None leaves them.
         """
         self._dtype = dtype
@@ -70,28 +113,28 @@ class FlatBuffers:
             uint8 [n], the buffer's first n bytes, readable until ``count`` - 1 further buckets are
             packed; and where each tensor lies. The copies are finished, on a GPU too.
         """
-        slots = lay_out(bucket, dtype=self._dtype)
-        num_bytes = slots[-1].end if slots else 0
+        spans = lay_out(bucket, dtype=self._dtype)
+        num_bytes = spans[-1].end if spans else 0
         flat = self._take(num_bytes)[:num_bytes]
-        targets = tensors_in(flat, slots)
+        targets = tensors_in(flat, spans)
         for name, tensor in bucket:
             targets[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         if flat.is_cuda:
             # Another process is about to read, and knows nothing of our streams.
             torch.cuda.current_stream(flat.device).synchronize()
-        return flat, slots
+        return flat, spans
 
     def free(self) -> None:
         """Let go of the memory. Idempotent."""
         self._ring = [None] * len(self._ring)
 
     def _take(self, num_bytes: int) -> Tensor:
-        place, self._next = self._next, (self._next + 1) % len(self._ring)
-        buffer = self._ring[place]
+        index, self._next = self._next, (self._next + 1) % len(self._ring)
+        buffer = self._ring[index]
         if buffer is None or len(buffer) < num_bytes:
-            self._ring[place] = None  # before its successor is allocated
+            self._ring[index] = None  # before its successor is allocated
             largest = max((len(other) for other in self._ring if other is not None), default=0)
-            buffer = self._ring[place] = self._allocate(max(num_bytes, largest))
+            buffer = self._ring[index] = self._allocate(max(num_bytes, largest))
         return buffer
 
 
@@ -114,12 +157,12 @@ def allocate_shared(num_bytes: int) -> Tensor:
 
 
 def allocator_of(device: torch.device) -> Allocate:
-    """Return what makes memory on ``device`` that another process can open.
+    """Return a function that makes memory on ``device`` which another process can open.
 
-    On a GPU that is what cudaMalloc returns. Pages that torch_memory_saver maps cannot be exported.
+    On a GPU cudaMalloc returns such memory. Pages that torch_memory_saver maps cannot be exported.
     Segments that grow in place cannot either, but weights are streamed where they are off
-    (sharding/expandable_segments.py): torch then gives out none, not even those that it has kept
-    (CUDACachingAllocator, get_free_block). So training may use them.
+    (``ordinary_segments`` in sharding/memory.py): torch then gives out none, not even those that it
+    has kept (CUDACachingAllocator, get_free_block). So training may use them.
 
     Raises:
         EngineError: this process allocates so; the servers alone run under torch_memory_saver.

@@ -1,0 +1,137 @@
+"""A run from its configuration to its exported model. Ray is connected."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from hybridrl.checkpoint.manifest import RunFingerprint, RunState
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.data.sampler import RowSampler, SamplerState
+from hybridrl.data.source import PromptSource
+from hybridrl.models.folder import require_usable_model
+from hybridrl.run.checkpoints import Checkpointer, Saver
+from hybridrl.run.loops import Training, open_rl, open_sft
+from hybridrl.run.record import RunFolder
+from hybridrl.run.resume import check_resumable, checkpoint_store, newest_step, run_fingerprint
+from hybridrl.run.starter import find_model
+from hybridrl.run.supervise import with_restarts
+from hybridrl.run.workers import start_workers
+from hybridrl.trainer.loop import Loop
+from hybridrl.trainer.policy import Learner
+
+log = logging.getLogger(__name__)
+
+
+def train(config: ExperimentConfig, *, record: RunFolder) -> None:
+    """Train as ``mode`` says, or go on where the run in the folder ended.
+
+    Everything that can be wrong with data, model files, tokenizer, reward function and the
+    checkpoint to go on from shows before a worker starts. Lost workers are started again.
+
+    Raises:
+        CheckpointError: there is a checkpoint, and it is of another run.
+        RunStopped: a signal ended the run before its last step.
+    """
+    folder = find_model(config, record)
+    record.phase("load data")
+    require_usable_model(folder)
+    open_training = open_sft if config.mode == "sft" else open_rl
+    with open_training(config, folder, record) as training:
+        origin = run_fingerprint(config, folder)
+        check_resumable(config, origin, rows=training.stream.state())
+        with_restarts(
+            lambda: _train_once(config, folder, training, origin=origin, record=record),
+            explain=record.explain,
+            newest_step=lambda: newest_step(config),
+            max_in_a_row=config.checkpoint.max_restarts,
+        )
+
+
+def _train_once(
+    config: ExperimentConfig,
+    folder: Path,
+    training: Training,
+    *,
+    origin: RunFingerprint,
+    record: RunFolder,
+) -> None:
+    """Start workers, go on from the newest checkpoint to the end, and export."""
+    record.phase("start workers")
+    with start_workers(config, folder) as workers:
+        loop = training.loop_of(workers)
+        savers = {role: cast(Saver, group) for role, group in workers.items()}
+        with loop.interrupt.listening():  # until all is written
+            has_learnt = _run_resumable(
+                config, loop, training.stream, savers, origin=origin, record=record
+            )
+            training.finish()
+            if config.exports_model:
+                record.phase("export")
+                actor = cast(Learner, workers["actor"])
+                target = record.folder.absolute()  # ranks have a working folder of their own
+                _export(actor.export_hf, target / "hf", is_new=has_learnt)
+                if config.lora.enabled:
+                    _export(actor.export_adapter, target / "adapter", is_new=has_learnt)
+    loop.interrupt.raise_if_unfinished()
+
+
+def _export(write: Callable[[Path], object], folder: Path, *, is_new: bool) -> None:
+    """Write a folder, unless it is there and nothing was learnt since."""
+    if folder.is_dir():
+        if not is_new:
+            return
+        shutil.rmtree(folder)
+    write(folder)
+
+
+def _run_resumable(
+    config: ExperimentConfig,
+    loop: Loop,
+    stream: PromptSource | RowSampler,
+    savers: Mapping[str, Saver],
+    *,
+    origin: RunFingerprint,
+    record: RunFolder,
+) -> bool:
+    """Run ``loop`` from the newest whole checkpoint, or from the beginning, and save now and then.
+
+    Args:
+        config: of the run.
+        loop: the whole of it; it enters at the step after the checkpoint.
+        stream: of its rows; goes back to where the checkpoint was taken.
+        savers: worker groups by role.
+        origin: of the run.
+        record: of the run; goes back as the stream does.
+
+    Returns:
+        Whether a step was done: a run that was finished has nothing left to do.
+    """
+
+    def capture(step: int) -> RunState:
+        return RunState(
+            step=step,
+            sampler=stream.state(),
+            num_skipped=loop.guard.num_skipped,
+            elapsed_s=record.run_log.elapsed_s,
+            log_sizes=record.run_log.sizes(),
+        )
+
+    checkpointer = Checkpointer(
+        checkpoint_store(config), savers, config=config.checkpoint, origin=origin, capture=capture
+    )
+    record.phase("resume")
+    run = checkpointer.restore()
+    fingerprint = stream.state().fingerprint
+    sampler = SamplerState(0, fingerprint) if run is None else run.sampler
+    stream.restore(replace(sampler, fingerprint=fingerprint))  # other rows were accepted before
+    loop.guard.num_skipped = 0 if run is None else run.num_skipped
+    record.rewind(run)
+    num_done = 0 if run is None else run.step
+    if run is not None:
+        log.info("going on from the checkpoint of step %d", num_done)
+    return replace(loop, save=checkpointer.after_step, first_step=num_done + 1).run() > num_done

@@ -1,0 +1,273 @@
+"""The weights of a server: buckets, adapters and the comparison of the first sync.
+
+The only module that imports sglang, for handles and groups that a server understands.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.multiprocessing
+from torch import Tensor
+
+from hybridrl.config.rollout import RolloutConfig
+from hybridrl.errors import EngineError, LedgerError, PhaseError, suggest_name
+from hybridrl.models.dtypes import DTYPES
+from hybridrl.workers.rollout.adapter_fit import (
+    built_without_adapters,
+    no_adapter_loaded,
+    require_fit,
+)
+from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, TensorSpan
+from hybridrl.workers.rollout.protocol import MemoryTag, WeightMemory, mismatch
+from hybridrl.workers.rollout.request_gate import RequestGate
+from hybridrl.workers.rollout.sglang.arguments import ServerSpec
+from hybridrl.workers.rollout.sglang.broadcast import BroadcastTransport
+from hybridrl.workers.rollout.sglang.capabilities import Capability
+from hybridrl.workers.rollout.sglang.client import ServerError
+from hybridrl.workers.rollout.sglang.memory import (
+    adapter_shapes,
+    base_shapes,
+    list_weights,
+    require_whole_vocabulary,
+)
+from hybridrl.workers.rollout.sglang.server import Server
+from hybridrl.workers.rollout.sglang.transports import DiskTransport, SharedTransport, Transport
+
+try:
+    from sglang.srt.utils import MultiprocessingSerializer, init_custom_process_group
+    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+except ImportError as err:
+    raise ImportError(
+        "rollout=sglang needs SGLang: pip install 'hybridrl[sglang]' (on a CPU: make sglang-cpu), "
+        "or use rollout=hf"
+    ) from err
+
+ADAPTER = "policy"
+"""What our one adapter is called at the server."""
+
+_NO_SUCH_ADAPTER = "does not exist"
+
+
+class ServedWeights:
+    """Sends weights to a server. ``SGLangEngine`` starts that server, and generates with it."""
+
+    _server: Server
+    _gate: RequestGate
+    _released: set[MemoryTag]
+
+    def __init__(self, spec: ServerSpec, *, device: torch.device) -> None:
+        """Read names and shapes of the model's weights.
+
+        Args:
+            spec: what is served.
+            device: of this process.
+
+        Raises:
+            EngineError: this process cannot share memory with a server.
+            ModelError: the folder has no weights, a broken file, or another vocabulary than it
+                says.
+        """
+        self._spec = spec
+        require_whole_vocabulary(spec.model_folder)
+        self._shapes = base_shapes(spec.model_folder)
+        self._adapter_shapes = adapter_shapes(self._shapes, spec.lora)
+        self.transport = build_transport(spec.rollout, device=device, leads=True)
+        self._forget_weights()
+
+    def _forget_weights(self) -> None:
+        """A server has just started."""
+        self._is_updating = False
+        self._has_adapter = self._may_have_adapter = False
+        self.version = -1
+
+    def weight_memory(self) -> tuple[WeightMemory, ...]:
+        """List weights by the names in the model's files, tied ones once, then the adapter's."""
+        shapes = {**self._shapes, **self._adapter_shapes}
+        return list_weights(shapes, itemsize=DTYPES[self._spec.rollout.dtype].itemsize)
+
+    def stage(self, bucket: Bucket) -> StagedBucket:
+        """Make a bucket ready; see ``WeightSender``."""
+        for name, tensor in bucket:
+            shape = self._shapes.get(name)
+            if shape != tuple(tensor.shape):  # SGLang would end itself
+                raise EngineError(
+                    f"{name} of shape {list(tensor.shape)} was to be sent, and the files of "
+                    f"{self._spec.model_folder} have "
+                    + (f"{list(shape)}" if shape else suggest_name(name, list(self._shapes)))
+                )
+        return self.transport.stage(bucket)
+
+    def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
+        """Have the server load a bucket; see ``RolloutEngine``.
+
+        Raises:
+            PhaseError: the weights are released, or requests are running.
+        """
+        self._require_loadable("load of weights")
+        has_sessions = self._server.capabilities.can(Capability.UPDATE_SESSION)
+        if has_sessions and self.transport.in_session and not self._is_updating:
+            self._server.require_success("/begin_weight_update")
+            self._is_updating = True
+        self.transport.load(self._server, staged, handles)
+
+    def release_buffers(self) -> None:
+        """Let go of all buffers. Idempotent."""
+        self.transport.release_buffers()
+
+    def finish_update(self, *, version: int) -> None:
+        """Close the update, and stamp all later responses with ``version``."""
+        self.transport.finish(self._server)
+        if self._is_updating:
+            self._server.require_success("/end_weight_update")
+            self._is_updating = False
+        self._server.post(
+            "/update_weight_version", new_version=str(version), abort_all_requests=False
+        )
+        self.version = version
+
+    def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load the whole adapter; every request names it from here on.
+
+        Raises:
+            PhaseError: the weights are released, or requests are running.
+            EngineError: the engine was built without adapters, the adapter does not fit its layers,
+                or the server cannot load it.
+        """
+        self._require_loadable("load_adapter")
+        lora = self._spec.lora
+        if lora is None:
+            raise built_without_adapters(tensors)
+        require_fit(tensors, self._adapter_shapes)
+        # From the host: SGLang copies them there anyway (LoRAAdapter keeps its weights on the CPU),
+        # and to open a handle of GPU 0 leaves each rank of a server a CUDA context on it.
+        on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
+        num_ranks = self._spec.rollout.tensor_parallel_size
+        self._may_have_adapter = True  # also should the answer be lost
+        self._server.require_success(
+            "/load_lora_adapter_from_tensors",
+            lora_name=ADAPTER,
+            config_dict={
+                "peft_type": "LORA",
+                "task_type": "CAUSAL_LM",
+                "r": lora.rank,
+                "lora_alpha": lora.alpha,
+                "use_rslora": lora.use_rslora,
+                "target_modules": list(lora.modules),
+                "bias": "none",
+                "lora_dropout": 0.0,
+            },
+            serialized_named_tensors=[_serialized(on_host) for _ in range(num_ranks)],
+        )
+        self._has_adapter = True
+
+    def unload_adapter(self) -> None:
+        """Forget the adapter, if there is one. Idempotent."""
+        self._has_adapter = False
+        if not self._may_have_adapter:
+            return
+        try:
+            self._server.require_success("/unload_lora_adapter", lora_name=ADAPTER)
+        except ServerError as error:
+            if _NO_SUCH_ADAPTER not in error.text:
+                raise
+        self._may_have_adapter = False
+
+    def load_reference_weights(self, folder: Path) -> None:
+        """Load the weights of ``folder`` as SGLang loads any model's, copy them, scramble them.
+
+        Raises:
+            PhaseError: the weights are released, or requests are running.
+            EngineError: the server cannot load them.
+        """
+        self._require_loadable("load_reference_weights")
+        self._server.require_success(
+            "/update_weights_from_disk",
+            model_path=str(folder),
+            load_format="auto",
+            flush_cache=False,
+        )
+        for action in ("snapshot", "reset_tensors"):
+            self._server.require_success("/weights_checker", action=action)
+
+    def verify_weights(self) -> None:
+        """Let the server compare its weights with the copy, bit by bit, in its own layout.
+
+        Raises:
+            LedgerError: names the tensors that differ, fused and cut as the server has them.
+        """
+        try:
+            self._server.require_success("/weights_checker", action="compare")
+        except ServerError as error:
+            names = re.findall(r"name=(\S+)", error.text)
+            raise LedgerError(mismatch(names or [error.text])) from error
+
+    def _require_loadable(self, what: str) -> None:
+        self._gate.require_idle(what)
+        self._require_resident(what, MemoryTag.WEIGHTS)
+
+    def _require_resident(self, what: str, *parts: MemoryTag) -> None:
+        for part in parts:
+            if part in self._released:
+                raise PhaseError(f"{what} was refused: {part.name} is released; resume it first")
+
+    def _require_adapter(self) -> None:
+        if self._spec.lora is not None and not self._has_adapter:
+            raise no_adapter_loaded()
+
+
+def build_transport(rollout: RolloutConfig, *, device: torch.device, leads: bool) -> Transport:
+    """Make the transport that ``rollout.transport`` asks for, on one rank of an engine.
+
+    Args:
+        rollout: the rollout section.
+        device: of this rank.
+        leads: whether this rank has the engine; the others only stage.
+
+    Raises:
+        EngineError: this process cannot share its memory.
+    """
+    # Handles of host memory are names then, which a server's ranks can open that are no children of
+    # ours: buckets on a CPU, adapters everywhere.
+    torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+    if device.type != "cpu":
+        # Handles name a GPU by its serial number: a server numbers only those that it sees.
+        monkey_patch_torch_reductions()
+    num_ranks, dtype = rollout.tensor_parallel_size, DTYPES[rollout.dtype]
+    if rollout.transport == "disk":
+        return DiskTransport(leads=leads, dtype=dtype)
+    if rollout.transport == "broadcast":
+        return BroadcastTransport(
+            device=device,
+            leads=leads,
+            num_ranks=num_ranks,
+            timeout_s=rollout.stage_timeout_s,
+            join=init_custom_process_group,
+            dtype=dtype,
+        )
+    return SharedTransport(device=device, num_ranks=num_ranks, encode=encode, dtype=dtype)
+
+
+def encode(flat: Tensor, spans: Sequence[TensorSpan]) -> str:
+    """Make the handle with which one rank of a server, and only one, opens a flat buffer, once."""
+    metadata = [
+        FlattenedTensorMetadata(
+            name=span.name,
+            shape=torch.Size(span.shape),
+            dtype=span.dtype,
+            start_idx=span.begin,
+            end_idx=span.end,
+            numel=span.end - span.begin,
+        )
+        for span in spans
+    ]
+    return _serialized({"flattened_tensor": flat, "metadata": metadata})
+
+
+def _serialized(payload: object) -> str:
+    text: str = MultiprocessingSerializer.serialize(payload, output_str=True)
+    return text

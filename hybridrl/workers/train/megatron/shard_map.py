@@ -1,0 +1,201 @@
+"""The shards of Hugging Face tensors that each local tensor of megatron-core holds.
+
+Loading, export and checkpoints follow from this one description. Pure: names, shapes and ranks go
+in, ranges come out. Names of megatron-core's tensors are those of ``GPTModel`` with *global* layer
+numbers, whether its layers are megatron-core's own or TransformerEngine's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hybridrl.errors import ModelError
+from hybridrl.planning.megatron_cut import padded_words
+from hybridrl.workers.train.megatron.architecture import Architecture
+from hybridrl.workers.train.megatron.context import ParallelRank
+from hybridrl.workers.train.megatron.hf_tensors import (
+    EMBEDDING,
+    HEAD,
+    LAST_NORM,
+    hf_tensors,
+    layer_prefix,
+)
+from hybridrl.workers.train.megatron.linear_layers import NamedSpecs, linear_shards
+from hybridrl.workers.train.shard_spec import ShardSpec, full_range
+
+_REPLICATED = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "self_attention.linear_proj.bias": "self_attn.o_proj.bias",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc2.bias": "mlp.down_proj.bias",
+    "mlp.router.weight": "mlp.gate.weight",
+}
+"""Tensors of a layer that every tensor-parallel rank has in full."""
+
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+
+
+def global_name(name: str, offset: int) -> str:
+    """Return a parameter's name with the layer's number in the full model."""
+    words = name.split(".")
+    if words[:2] == ["decoder", "layers"]:
+        words[2] = str(int(words[2]) + offset)
+    return ".".join(words)
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a parameter is A or B of an adapter."""
+    return ".lora." in name
+
+
+def padded_vocab_size(architecture: Architecture, *, tp_size: int) -> int:
+    """Return the rows of the padded embedding: a multiple of 8 on every tensor-parallel rank."""
+    return padded_words(architecture.vocab_size, tp_size=tp_size)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """Consecutive elements of a flattened local tensor that are one shard of a Hugging Face tensor.
+
+    The matrices of an adapter are named as within peft's model.
+    """
+
+    name: str
+    """Of the Hugging Face tensor."""
+
+    begin: int
+    """First element in the flattened local tensor."""
+
+    spec: ShardSpec
+
+    @property
+    def end(self) -> int:
+        """One past the last element."""
+        return self.begin + self.spec.num_values
+
+    def view(self, flat: Tensor, *, begin: int = 0) -> Tensor:
+        """Return this shard of ``flat``, which starts at element ``begin`` of the local tensor."""
+        return flat[self.begin - begin : self.end - begin].view(self.spec.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardMap:
+    """From the local tensors of one rank to the shards that they hold."""
+
+    architecture: Architecture
+    rank: ParallelRank
+
+    def shards_of(self, name: str, local_shape: Sequence[int]) -> tuple[LocalShard, ...]:
+        """Return the shards that a local tensor holds, in the order of its rows.
+
+        Beside megatron-core's names there are ``MODULE.lora.LEAF.A`` [r, inputs] and ``.B``
+        [outputs, r]: the matrices of an adapter beside ``LEAF`` (``q_proj``) within ``MODULE``
+        (``...linear_qkv``), sharded as the matrix beside which they stand. ``score.weight`` and
+        ``score.bias`` are a critic's head.
+
+        Args:
+            name: megatron-core's, with the global number of the layer, from 0.
+            local_shape: of this rank's tensor.
+
+        Returns:
+            Shards without a gap between them. Rows after the last are padding of the vocabulary.
+
+        Raises:
+            ModelError: the model has no such tensor, its shape differs, or a size does not divide.
+        """
+        specs = self._specs(name, local_shape)
+        _check_shape(name, local_shape, [spec.shape for _, spec in specs])
+        shards: list[LocalShard] = []
+        for hf_name, spec in specs:
+            if spec.num_values:  # the last rank of a small vocabulary may have only padding
+                begin = shards[-1].end if shards else 0
+                shards.append(LocalShard(hf_name, begin, spec))
+        return tuple(shards)
+
+    def _specs(self, name: str, local_shape: Sequence[int]) -> NamedSpecs:
+        architecture = self.architecture
+        full_shapes = hf_tensors(architecture)
+        if name in _VOCABULARY:
+            is_head = name == "output_layer.weight" and not architecture.is_tied
+            return [(HEAD if is_head else EMBEDDING, self._vocabulary())]
+        if name in ("score.weight", "score.bias"):
+            return [_replica(name, local_shape)]
+        if name == "decoder.final_layernorm.weight":
+            return [_replica(LAST_NORM, full_shapes[LAST_NORM])]
+        in_layer = _LAYER.fullmatch(name)
+        if in_layer is not None:
+            prefix, local_name = layer_prefix(int(in_layer[1])), in_layer[2]
+            hf_name = prefix + _REPLICATED.get(local_name, "")
+            if hf_name in full_shapes:
+                return [_replica(hf_name, full_shapes[hf_name])]
+            linear = linear_shards(
+                local_name, local_shape, prefix, architecture=architecture, rank=self.rank
+            )
+            if linear is not None:
+                return linear
+        raise ModelError(
+            f"the files of a {architecture.model_type} model have no tensor for megatron-core's "
+            f"parameter {name}; remove the option that adds it to the model, such as an entry of "
+            "megatron.transformer_args, or train with actor=fsdp2"
+        )
+
+    def _vocabulary(self) -> ShardSpec:
+        vocab_size, hidden = self.architecture.vocab_size, self.architecture.hidden_size
+        tp_size = self.rank.tp_size
+        num_rows = padded_vocab_size(self.architecture, tp_size=tp_size) // tp_size
+        begin = min(self.rank.tp_rank * num_rows, vocab_size)
+        end = min(begin + num_rows, vocab_size)
+        return ShardSpec((vocab_size, hidden), ((begin, end), (0, hidden)))
+
+
+def cut_flat(shards: Iterable[LocalShard], begin: int, end: int) -> tuple[LocalShard, ...]:
+    """Restrict shards to elements ``begin`` to ``end`` of the flattened local tensor.
+
+    A span may begin and end within a row, so each shard gives up to three.
+    """
+    pieces: list[LocalShard] = []
+    for shard in shards:
+        (first, _), *columns = shard.spec.range
+        width = shard.spec.num_values // shard.spec.shape[0]
+        low, high = max(begin, shard.begin), min(end, shard.end)
+        while low < high:
+            row, column = divmod(low - shard.begin, width)
+            num_rows = 0 if column else (high - low) // width
+            if num_rows:
+                stop = low + num_rows * width
+                piece = ((first + row, first + row + num_rows), *columns)
+            else:
+                stop = min(high, low - column + width)
+                left = columns[0][0] + column
+                piece = ((first + row, first + row + 1), (left, left + stop - low))
+            spec = ShardSpec(shard.spec.full_shape, piece)
+            pieces.append(LocalShard(shard.name, low, spec))
+            low = stop
+    return tuple(pieces)
+
+
+def _replica(hf_name: str, shape: Sequence[int]) -> tuple[str, ShardSpec]:
+    return hf_name, ShardSpec(tuple(shape), full_range(shape))
+
+
+def _check_shape(
+    name: str, local_shape: Sequence[int], shard_shapes: Sequence[tuple[int, ...]]
+) -> None:
+    num_rows = sum(shape[0] for shape in shard_shapes)
+    columns = {shape[1:] for shape in shard_shapes}
+    fits = local_shape[0] >= num_rows if name in _VOCABULARY else local_shape[0] == num_rows
+    if not fits or columns != {tuple(local_shape[1:])}:
+        raise ModelError(
+            f"{name} is {list(local_shape)} on this rank, and the model's files give it {num_rows} "
+            f"rows of {sorted(columns)}; build megatron-core's model from the same config.json, "
+            "with the same parallel sizes"
+        )
