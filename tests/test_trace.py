@@ -62,7 +62,7 @@ def test_a_span_ends_when_its_body_raises() -> None:
     assert _names(recorder) == ["update"]
 
 
-def test_each_turn_of_a_loop_is_a_span_also_the_one_it_is_left_in() -> None:
+def test_each_turn_of_a_loop_is_a_span_the_last_one_too() -> None:
     recorder = SpanRecorder()
     for step in recorder.each("step", range(5, 9)):
         if step == 7:
@@ -70,7 +70,7 @@ def test_each_turn_of_a_loop_is_a_span_also_the_one_it_is_left_in() -> None:
     assert [event["args"] for event in recorder.take()] == [{"item": n} for n in (5, 6, 7)]
 
 
-def test_a_loop_that_is_never_finished_ends_with_the_span_around_it() -> None:
+def test_an_unfinished_loop_ends_with_the_span_around_it() -> None:
     recorder = SpanRecorder()
     with recorder.span("update"):
         turns = recorder.each("microbatch", ["a", "b"])
@@ -120,7 +120,7 @@ def test_rounding_to_microseconds_keeps_spans_nested(begins: list[int]) -> None:
     check([name, *(event | {"pid": 1} for event in recorder.take())])
 
 
-def test_a_trace_has_a_named_row_for_each_process_and_its_threads(tmp_path: Path) -> None:
+def test_a_trace_names_each_process_and_its_threads(tmp_path: Path) -> None:
     for process in ("rank 0 Actor on host-b", "driver on host-a"):
         recorder = SpanRecorder()
         assert recorder.write_to(tmp_path, process, num_processes=2)
@@ -183,7 +183,7 @@ while True:
 """
 
 
-def test_after_a_kill_in_the_middle_of_writing_the_trace_opens_and_goes_on(tmp_path: Path) -> None:
+def test_a_trace_goes_on_after_a_kill_in_the_middle_of_writing(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", _WRITE_FOR_EVER, str(tmp_path)]) as process:
         path = tmp_path / FOLDER / "driver.jsonl"
         wait_until(lambda: path.exists() and path.stat().st_size > 200_000, process=process)
@@ -200,7 +200,7 @@ def test_after_a_kill_in_the_middle_of_writing_the_trace_opens_and_goes_on(tmp_p
 
 @given(cut=st.integers(min_value=0, max_value=600))
 @settings(max_examples=30, deadline=None)
-def test_wherever_the_file_of_a_process_ends_its_whole_events_are_kept(
+def test_complete_events_are_kept_wherever_a_file_ends(
     cut: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("cut")

@@ -15,9 +15,7 @@ with driver_watchdog("gone without a word", log_file=pathlib.Path(sys.argv[1])):
 
 
 @pytest.mark.parametrize("act", ["os._exit(1)", "os.kill(os.getpid(), 9)"])
-def test_a_process_that_dies_has_last_words_in_its_output_and_its_log(
-    act: str, tmp_path: Path
-) -> None:
+def test_the_death_of_a_driver_is_reported_in_output_and_log(act: str, tmp_path: Path) -> None:
     done = _run(act, tmp_path / "log.txt")
     assert done.returncode != 0
     assert done.stderr == "gone without a word\n"

@@ -120,7 +120,7 @@ def test_a_disk_that_hangs_costs_the_time_given_and_no_more(run_folder: Path) ->
     os.close(os.open(run_folder / "config.yaml", os.O_RDWR))  # let the thread go
 
 
-def test_reports_of_all_groups_stay_on_an_error_and_on_what_is_raised_from_it() -> None:
+def test_reports_of_all_groups_stay_on_an_error() -> None:
     error = _death()
     for rank in RANKS:  # of two groups
         attach_reports(error, [rank])
@@ -132,7 +132,7 @@ def test_reports_of_all_groups_stay_on_an_error_and_on_what_is_raised_from_it() 
         assert reports_on(another) == RANKS
 
 
-def test_an_error_that_a_run_survives_is_explained_and_the_next_one_has_other_ranks(
+def test_each_error_is_explained_with_its_own_ranks(
     tmp_path: Path,
 ) -> None:
     with open_record(small_config(tmp_path / "run"), resolved_yaml="") as record:

@@ -67,7 +67,7 @@ def test_an_indivisible_batch_is_refused_with_the_nearest_sizes() -> None:
         Dispatch.DP_COMPUTE.split(RankLayout.flat(8), list(range(250)))
 
 
-def test_a_batch_smaller_than_the_ranks_is_told_the_one_size_above() -> None:
+def test_a_batch_smaller_than_the_ranks_names_the_size_above() -> None:
     with pytest.raises(DispatchError, match=r"nearest that works: 4 rows"):
         Dispatch.DP_COMPUTE.split(RankLayout.flat(4), [1, 2, 3])
 
@@ -109,7 +109,7 @@ def test_metrics_are_listed_by_dp_rank_of_the_ranks_that_answer() -> None:
     assert Dispatch.DP_COMPUTE_METRIC.collect(layout, results) == [{"loss": 0.0}, {"loss": 1.0}]
 
 
-def test_padding_cannot_be_stripped_from_an_uneven_number_of_result_rows() -> None:
+def test_padding_is_not_stripped_from_uneven_result_rows() -> None:
     _, padding = pad_arguments([[1, 2, 3]], 2)
     assert padding is not None
     with pytest.raises(DispatchError, match="3 result rows for 2 padded rows"):

@@ -33,7 +33,7 @@ def two_ranks(ray_cluster: None) -> Iterator[RayWorkerGroup]:
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_an_exception_names_rank_host_method_and_the_group_goes_on(
+def test_an_exception_names_its_rank_and_the_group_goes_on(
     four_ranks: RayWorkerGroup, rank: int
 ) -> None:
     for _ in range(2):
@@ -48,7 +48,7 @@ def test_an_exception_names_rank_host_method_and_the_group_goes_on(
     assert four_ranks.raise_on(9) == [0, 1, 2, 3]
 
 
-def test_a_failure_of_a_call_in_flight_reaches_those_that_wait_for_it(
+def test_a_failed_future_fails_the_calls_that_take_it(
     four_ranks: RayWorkerGroup,
 ) -> None:
     broken = four_ranks.scale_later(["not", "a", "number", "!"])

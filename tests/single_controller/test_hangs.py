@@ -51,7 +51,7 @@ def wait_until_ranks_are_gone(error: BaseException) -> None:
     wait_until_gone(report.pid for report in reports_on(error))
 
 
-def test_a_rank_that_loops_is_named_before_those_that_wait_for_it() -> None:
+def test_a_rank_that_loops_is_named_before_ranks_that_wait() -> None:
     with start(Joined, 60.0, num_ranks=3) as ranks, pytest.raises(DeadlineError) as caught:
         ranks.hang_on(1)
     lines = str(caught.value).splitlines()
@@ -79,7 +79,7 @@ def test_ranks_that_give_up_waiting_are_not_blamed() -> None:
     wait_until_ranks_are_gone(caught.value)
 
 
-def test_the_rank_that_raised_is_named_and_not_those_it_takes_along() -> None:
+def test_the_rank_that_raised_is_named_first() -> None:
     with start(Joined, 60.0, num_ranks=3) as ranks, pytest.raises(RemoteCallError) as caught:
         ranks.raise_on(2)
     assert caught.value.rank == 2
@@ -88,7 +88,7 @@ def test_the_rank_that_raised_is_named_and_not_those_it_takes_along() -> None:
     wait_until_ranks_are_gone(caught.value)
 
 
-def test_a_killed_rank_is_told_with_process_signal_and_what_it_did() -> None:
+def test_a_killed_rank_is_named_with_signal_and_activity() -> None:
     with start(Mortal) as ranks, pytest.raises(WorkerDiedError) as caught:
         pids = ranks.pid()
         napping = ranks.execute_all("nap")
@@ -157,7 +157,7 @@ def test_an_error_of_the_driver_reports_ranks_that_are_well() -> None:
 
 
 @pytest.mark.nightly
-def test_ranks_of_another_node_are_looked_at_there_and_a_lost_node_is_told() -> None:
+def test_ranks_of_other_and_of_lost_nodes_are_reported() -> None:
     script = [sys.executable, "-m", "tests.single_controller.hang_on_two_nodes"]
     done = subprocess.run(script, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr

@@ -107,7 +107,7 @@ def test_what_is_watched_is_written_while_the_process_is_stuck(start: Start) -> 
     assert _look(rank)[0].describe().endswith("; engine: 3 running")
 
 
-def test_a_stopped_process_is_told_without_stacks_in_the_time_given(start: Start) -> None:
+def test_a_stopped_process_is_reported_in_time_without_stacks(start: Start) -> None:
     rank = start("with scope('update()'):\n    nap()")
     psutil.Process(rank.files.pid).suspend()
     [report] = _look(rank, wait_s=0.2)
@@ -140,7 +140,7 @@ def test_a_crash_in_c_code_is_read_from_what_it_wrote(start: Start, tmp_path: Pa
     assert "string_at" in report.log_tail
 
 
-def test_a_process_that_took_the_number_of_a_rank_is_not_signalled(start: Start) -> None:
+def test_a_process_with_the_pid_of_a_dead_rank_gets_no_signal(start: Start) -> None:
     rank = start("nap()")
     stranger = subprocess.Popen(["sleep", "60"])
     try:

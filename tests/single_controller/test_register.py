@@ -78,7 +78,7 @@ def test_overrides_and_decorated_methods_run_remotely(ray_cluster: None) -> None
         assert group.wrapped() == [("wrapped", "traced")] * 2
 
 
-def test_a_worker_written_for_verl_runs_after_changing_its_imports(ray_cluster: None) -> None:
+def test_a_worker_written_for_verl_runs_with_changed_imports(ray_cluster: None) -> None:
     resource_pool = RayResourcePool(process_on_nodes=[2])
     ray_cls_with_init = RayClassWithInitArgs(cls=PortedWorker, config={"start": 10}, role="actor")
     wg = RayWorkerGroup(resource_pool=resource_pool, ray_cls_with_init=ray_cls_with_init)
@@ -89,6 +89,6 @@ def test_a_worker_written_for_verl_runs_after_changing_its_imports(ray_cluster: 
     wg.shutdown()
 
 
-def test_a_mode_that_is_no_dispatch_is_refused_where_it_is_written() -> None:
+def test_a_mode_that_is_not_a_dispatch_is_refused_at_once() -> None:
     with pytest.raises(DispatchError, match="'one_to_all' is not a Dispatch"):
         register(dispatch_mode="one_to_all")

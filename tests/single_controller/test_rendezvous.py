@@ -24,7 +24,7 @@ from hybridrl.workers.sharding.control import ControlGroup
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="how Linux reads SO_REUSEADDR")
-def test_a_reserved_port_is_free_for_the_store_and_for_nobody_else() -> None:
+def test_a_reserved_port_is_free_for_the_store_alone() -> None:
     host = WorkerHost()
     port = host.host_reserve_port()
     with socket.socket() as stranger, pytest.raises(OSError, match="in use"):

@@ -42,7 +42,7 @@ def test_entries_of_a_pool_are_reserved_separately(ray_cluster: None) -> None:
         assert [place["rank"] for place in group.describe()] == [0, 1, 2]
 
 
-def test_parts_of_a_split_pool_run_side_by_side_and_can_be_merged(ray_cluster: None) -> None:
+def test_split_pools_run_side_by_side_and_can_be_merged(ray_cluster: None) -> None:
     train, rollout = RayResourcePool([1, 1], num_cpus_per_rank=1).split([1, 1])
     both = rollout.merge(train)
     for _ in range(2):

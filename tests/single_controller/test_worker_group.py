@@ -37,7 +37,7 @@ def test_a_batch_is_split_computed_and_joined_in_order(four_ranks: RayWorkerGrou
         np.testing.assert_array_equal(four_ranks.scale(rows, by=by), rows * 3.0 * by)
 
 
-def test_an_indivisible_batch_is_padded_only_where_the_method_says_so(
+def test_an_indivisible_batch_is_padded_only_if_the_method_pads(
     four_ranks: RayWorkerGroup,
 ) -> None:
     rows = np.arange(5)
@@ -117,7 +117,7 @@ def test_a_padded_future_is_stripped_before_it_is_used(four_ranks: RayWorkerGrou
     np.testing.assert_array_equal(four_ranks.scale(later), np.repeat(rows, 2) * 3.0)
 
 
-def test_futures_by_rank_and_of_rank_zero_feed_modes_that_take_them(
+def test_futures_feed_modes_that_take_their_layout(
     four_ranks: RayWorkerGroup,
 ) -> None:
     by_rank = four_ranks.add_rank_later([0, 0, 0, 0])
@@ -190,7 +190,7 @@ def test_ranks_are_ordered_by_node_then_device() -> None:
     assert rank_order(locations) == [3, 1, 2, 0]
 
 
-def test_local_rank_is_the_device_on_gpus_and_the_place_on_the_node_on_cpus() -> None:
+def test_local_rank_is_the_device_or_on_cpus_the_index_on_a_node() -> None:
     gpus = [Location("10.0.0.1", "a", str(gpu), device) for gpu, device in ((2, 0), (5, 0))]
     assert [place["LOCAL_RANK"] for place in rank_environments(gpus, 1)] == ["0", "0"]
     assert {place["MASTER_ADDR"] for place in rank_environments(gpus, 1)} == {"127.0.0.1"}

@@ -74,7 +74,7 @@ def test_a_slice_carries_its_own_bytes_and_no_others(group: RayWorkerGroup) -> N
         assert group.storage_bytes(rows[:, :width]) == [half, half]
 
 
-def test_readers_share_one_copy_so_that_a_hidden_write_reaches_all(group: RayWorkerGroup) -> None:
+def test_readers_share_one_copy_so_a_hidden_write_reaches_all(group: RayWorkerGroup) -> None:
     # Not wanted, and the reason for the contract: it is shown here so that it changes in sight.
     group.keep(torch.zeros(_ROWS * 16))
     group.write_into_kept(is_hidden=True)
