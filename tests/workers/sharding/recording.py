@@ -35,6 +35,7 @@ from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.memory import DeviceMemory
 from hybridrl.workers.sharding.states import State
 from hybridrl.workers.train.protocol import TrainState, WeightSet, WeightSpec
+from tests.workers.rollout import engines
 from tests.workers.sharding.engine_set import LocalSet
 
 CPU = torch.device("cpu")
@@ -298,20 +299,9 @@ class RecordingEngine:
         self.is_alive = False
 
 
-def managed_engine(
-    engine: RecordingEngine,
-    *,
-    sleeps: bool = True,
-    backs_up_everything: bool = False,
-    release_timeout_s: float = 1.0,
-) -> ManagedEngine:
-    """The engine as its sharding manager holds it."""
-    config = rollout_config(
-        sleep=sleeps, backup_weights="always" if backs_up_everything else "ledger"
-    )
-    return ManagedEngine(
-        engine, config=replace(config, stage_timeout_s=release_timeout_s), device=CPU
-    )
+def managed_engine(engine: RecordingEngine, /, **keys: Any) -> ManagedEngine:
+    """The engine as its sharding manager holds it; ``keys`` are those of the rollout section."""
+    return ManagedEngine(engine, config=rollout_config(**keys), device=CPU)
 
 
 class CountedMemory(DeviceMemory):
@@ -490,9 +480,7 @@ class Rig:
         shards = Shards(self.trainer)
         self.set = LocalSet(
             [
-                managed_engine(
-                    engine, sleeps=depth is not SleepLevel.KEEP_ALL, release_timeout_s=0.05
-                )
+                managed_engine(engine, sleep=depth is not SleepLevel.KEEP_ALL, stage_timeout_s=0.05)
                 for engine in self.engines
             ],
             [Shard(index, shards) for index in range(num_engines)],
@@ -608,34 +596,7 @@ def recording_device(
     return RecordingDevice(journal, managed and managed.engine, trainer, manager)  # type: ignore[arg-type]
 
 
-def rollout_config(
-    *, sleep: bool = True, backup_weights: str = "ledger", tensor_parallel_size: int = 1
-) -> RolloutConfig:
-    return RolloutConfig(
-        engine="hf",
-        num_responses_per_prompt=2,
-        max_response_tokens=4,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        num_threads=0,
-        num_slots=2,
-        dtype="float32",
-        tensor_parallel_size=tensor_parallel_size,
-        sleep=sleep,
-        backup_weights="always" if backup_weights == "always" else "ledger",
-        check_first_sync=False,
-        canary_every_steps=0,
-        canary_max_drift_nats=0.1,
-        bucket_mib=0,
-        skew_timeout_s=20.0,
-        drain_timeout_s=1.0,
-        stage_timeout_s=20.0,
-        engine_args={},
-        memory_fraction=0.85,
-        cuda_graphs=False,
-        routed_experts=False,
-        transport="auto",
-        start_timeout_s=60.0,
-        request_timeout_s=60.0,
-    )
+def rollout_config(**keys: Any) -> RolloutConfig:
+    """A small engine's section, with short deadlines; ``keys`` differ."""
+    common = {"skew_timeout_s": 20.0, "drain_timeout_s": 1.0, "stage_timeout_s": 20.0}
+    return replace(engines.rollout_config(num_slots=2), **(common | keys))  # type: ignore[arg-type]

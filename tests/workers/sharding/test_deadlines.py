@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import pytest
 
@@ -129,7 +128,7 @@ def test_all_ranks_raise_what_one_engine_did_not_start_for(error: Exception, tex
 def _phases_of_slow_engines(rank: int, fault: str) -> tuple[list[str], list[State], int]:
     """Two phases, in the first of which rank 1 is at fault; both ranks must come through both."""
     engine = SlowEngine(rank, Journal())
-    config = replace(rollout_config(), stage_timeout_s=STAGE_S)
+    config = rollout_config(stage_timeout_s=STAGE_S)
     manager = ShardingManager(
         engine=engine, config=config, device=CPU, control=ControlGroup(timeout_s=STAGE_S)
     )

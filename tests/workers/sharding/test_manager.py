@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.metrics import Max, Sum, check_declared
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.fused_engines import FusedEngines
-from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.states import State
 from tests.ranks import run_ranks
@@ -20,6 +17,7 @@ from tests.workers.sharding.recording import (
     RecordingDevice,
     RecordingEngine,
     RecordingTenant,
+    managed_engine,
     recording_device,
     rollout_config,
 )
@@ -280,18 +278,13 @@ def test_all_ranks_go_through_the_same_calls() -> None:
 
 def _agreed_bucket_bytes(rank: int) -> int:
     engines = FusedEngines(
-        _managed_engine(rank),
+        managed_engine(RecordingEngine(rank, Journal())),
         # As if taken from free memory, of which rank 1 has less.
-        config=replace(rollout_config(), bucket_mib=3 - rank),
+        config=rollout_config(bucket_mib=3 - rank),
         device=CPU,
         control=ControlGroup(timeout_s=20.0),
     )
     return engines._bucket_bytes()
-
-
-def _managed_engine(rank: int) -> ManagedEngine:
-    engine = RecordingEngine(rank, Journal())
-    return ManagedEngine(engine, config=rollout_config(), device=CPU)
 
 
 def test_the_rank_with_the_least_memory_sizes_the_buckets() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -14,11 +13,10 @@ from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.memory import Holder
 from tests.workers.sharding.recording import (
-    CPU,
     CountedMemory,
     Journal,
     RecordingEngine,
-    rollout_config,
+    managed_engine,
 )
 
 TOTAL = 1000
@@ -41,10 +39,7 @@ def _managed(
 ) -> tuple[ManagedEngine, Overstating, CountedMemory]:
     recording = Overstating(0, Journal())
     recording.says = says or {}
-    config = replace(
-        rollout_config(), stage_timeout_s=1.0, engine="hf" if engine == "hf" else "sglang"
-    )
-    managed = ManagedEngine(recording, config=config, device=CPU)
+    managed = managed_engine(recording, stage_timeout_s=1.0, engine=engine)
     memory = CountedMemory(total=TOTAL, held_bytes=_held(recording, late))
     managed.memory = memory
     return managed, recording, memory
