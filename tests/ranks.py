@@ -27,7 +27,7 @@ import torch.distributed as dist
 _FORKSERVER = multiprocessing.get_context("forkserver")
 _FORKSERVER.set_forkserver_preload(
     [
-        *("tests.megatron.preloaded", "tests.ranks"),
+        *("hybridrl.models.adapter", "tests.ranks", "tests.megatron.preloaded"),
         # What the modules of most checks import, else 0.8 s of CPU in each rank.
         *("pytest", "hypothesis.strategies", "tests.contract.ranks_under_test"),
         *("tests.contract.plain", "tests.workers.device"),

@@ -21,17 +21,11 @@ from hybridrl.run.workers import start_group
 from hybridrl.single_controller import RayClassWithInitArgs
 from tests.end_to_end.small import VARIED, read_metrics, small_config
 from tests.single_controller.workers import Scaler
-from tests.warm_workers.forking import workers_forked
 
 _NUM_NODES, _NUM_CPUS = 3, 3  # so that all three entries of a pool of 3 x 1 would fit on one node
 
 
 def main(folder: Path, *, trains: bool) -> None:
-    with workers_forked(folder):
-        _look(folder, trains=trains)
-
-
-def _look(folder: Path, *, trains: bool) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": _NUM_CPUS})
     try:
         for _ in range(_NUM_NODES - 1):
