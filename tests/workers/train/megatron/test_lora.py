@@ -59,14 +59,14 @@ def build(
     backend = MegatronBackend(
         folder,
         config=replace(config, engine="megatron"),
-        setting=setting_of(sizes),
+        context=context_of(sizes),
         num_total_steps=10,
         adapter=Adapter(lora, seed=0),
     )
     return PolicyEngine(backend)
 
 
-def setting_of(sizes: Sizes) -> MegatronContext:
+def context_of(sizes: Sizes) -> MegatronContext:
     megatron = replace(UNUSED, **sizes)  # type: ignore[arg-type]
     return MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
 
@@ -168,7 +168,7 @@ def _train(_rank: int, folder: Path, sizes: Sizes, lora: LoraConfig, recomputes:
     trained = train(engine)
     from hybridrl.workers.train.megatron.backend import MegatronBackend
 
-    plain = PolicyEngine(MegatronBackend(folder, config=ACTOR, setting=setting_of(sizes)))
+    plain = PolicyEngine(MegatronBackend(folder, config=ACTOR, context=context_of(sizes)))
     rollouts = to_rollouts(own_rows(engine, 7))
     loaded = plain.compute_logprobs(rollouts, temperature=0.9).logprobs_BL.values()
     if engine.is_output_rank:
