@@ -79,7 +79,7 @@ def rehearse(config: ExperimentConfig, folder: Path) -> list[str]:
     ]
     if unchecked:
         lines.append(
-            f"not checked: {', '.join(unchecked)}, because TransformerEngine is not installed; "
+            f"not checked: {', '.join(unchecked)}, since TransformerEngine is not installed here; "
             f"{INSTALL_TRANSFORMER_ENGINE}"
         )
     elif missing := lacking_kernels(config.megatron, device):
