@@ -115,9 +115,9 @@ def _build_megatron(folder: Path, sizes: dict[str, int]) -> PolicyEngine:
     from hybridrl.workers.train.megatron.context import MegatronContext
 
     megatron = replace(config_of().megatron, **sizes)  # type: ignore[arg-type]
-    setting = MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
+    context = MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
     config = replace(_CONFIG, engine="megatron")
-    backend = MegatronBackend(folder, config=config, setting=setting, num_total_steps=100)
+    backend = MegatronBackend(folder, config=config, context=context, num_total_steps=100)
     return PolicyEngine(backend)
 
 

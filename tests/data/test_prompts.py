@@ -76,7 +76,7 @@ def test_a_chat_without_template_names_the_row_and_the_key(
 def test_a_chat_that_the_template_refuses_is_named(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(
-        DataError, match=r"file:1: the chat template refuses .* roles must alternate"
+        DataError, match=r"file:1: the chat template rejects .* roles must alternate"
     ):
         tokenize(rows("a"), tokenizer, chat=True)
 

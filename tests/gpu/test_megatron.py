@@ -48,9 +48,9 @@ def build(folder: Path, device: torch.device, **sizes: Any) -> Any:
     from hybridrl.workers.train.megatron.context import MegatronContext
 
     megatron = replace(config_of().megatron, **sizes)
-    setting = MegatronContext(megatron=megatron, model=MODEL, device=device, seed=0, timeout_s=60.0)
+    context = MegatronContext(megatron=megatron, model=MODEL, device=device, seed=0, timeout_s=60.0)
     config = replace(MIXED, engine="megatron")
-    backend = MegatronBackend(folder, config=config, setting=setting, num_total_steps=10)
+    backend = MegatronBackend(folder, config=config, context=context, num_total_steps=10)
     return PolicyEngine(backend)
 
 

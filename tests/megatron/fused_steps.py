@@ -41,7 +41,7 @@ from tests.workers.train.lora_engines import LORA
 HALF = replace(ACTOR, compute_dtype="bfloat16", optimizer=replace(ACTOR.optimizer, lr=0.02))
 
 
-def setting_of(**megatron: Any) -> Any:
+def context_of(**megatron: Any) -> Any:
     install()
     from hybridrl.workers.train.megatron.context import MegatronContext
 
@@ -50,22 +50,22 @@ def setting_of(**megatron: Any) -> Any:
 
 
 def build(folder: Path, layers: str, config: ActorConfig = ACTOR, **megatron: Any) -> Any:
-    setting = setting_of(layers=layers, **megatron)
+    context = context_of(layers=layers, **megatron)
     from hybridrl.workers.train.megatron.backend import MegatronBackend
 
     config = replace(config, engine="megatron")
-    backend = MegatronBackend(folder, config=config, setting=setting, num_total_steps=10)
+    backend = MegatronBackend(folder, config=config, context=context, num_total_steps=10)
     return PolicyEngine(backend)
 
 
 def build_adapted(folder: Path, layers: str) -> Any:
-    setting = setting_of(layers=layers)
+    context = context_of(layers=layers)
     from hybridrl.workers.train.megatron.backend import MegatronBackend
 
     config = replace(ACTOR, engine="megatron")
     adapter = Adapter(LORA, seed=0)
     backend = MegatronBackend(
-        folder, config=config, setting=setting, num_total_steps=10, adapter=adapter
+        folder, config=config, context=context, num_total_steps=10, adapter=adapter
     )
     return PolicyEngine(backend)
 
@@ -73,17 +73,17 @@ def build_adapted(folder: Path, layers: str) -> Any:
 def lose_and_restore(engine: Any) -> None:
     """Go through a checkpoint in memory."""
 
-    def parts() -> dict[str, torch.Tensor]:
+    def live_values() -> dict[str, torch.Tensor]:
         named = engine.checkpoint_tensors().items()
         return {key: shard.values for name, held in named for key, shard in shards_of(name, held)}
 
-    saved = {key: values.clone() for key, values in parts().items()}
+    saved = {key: values.clone() for key, values in live_values().items()}
     with torch.no_grad():
         for _, parameter in engine.backend.stages.named_tensors():
             if parameter.requires_grad:
                 parameter.zero_()
         engine.begin_restore(num_updates=engine.num_updates)
-        for key, values in parts().items():
+        for key, values in live_values().items():
             values.copy_(saved[key])
     engine.end_restore()
 
@@ -178,7 +178,7 @@ def main(folder: Path, case: str, target: Path) -> None:
 
 def main_of_all(words: Sequence[str]) -> None:
     """Learn each case in a process of its own; what one of them raises is printed."""
-    setting_of()
+    context_of()
     importlib.import_module("hybridrl.workers.train.megatron.lora")  # once for all forks
     for at in range(0, len(words), 3):
         folder, case, target = words[at : at + 3]

@@ -40,9 +40,9 @@ def _build(folder: Path, sizes: dict[str, int]) -> Any:
     from hybridrl.workers.train.megatron.context import MegatronContext
 
     megatron = replace(ALONE, **sizes)  # type: ignore[arg-type]
-    setting = MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
+    context = MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
     config = replace(ACTOR, engine="megatron")
-    backend = MegatronBackend(folder, config=config, setting=setting, num_total_steps=10)
+    backend = MegatronBackend(folder, config=config, context=context, num_total_steps=10)
     return PolicyEngine(backend)
 
 

@@ -29,9 +29,9 @@ def _keep(_rank: int, folder: Path, siblings: int, *overrides: str) -> int:
     """Compute one pack forward; return the bytes that autograd keeps beside the weights."""
     ranks = f"cluster.num_ranks_per_node={dist.get_world_size()}"
     megatron = config_of("actor=megatron", ranks, *overrides).megatron
-    setting = MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
+    context = MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
     config = replace(ACTOR, engine="megatron")
-    [model] = MegatronBackend(folder, config=config, setting=setting).stages.models
+    [model] = MegatronBackend(folder, config=config, context=context).stages.models
     model.requires_grad_()
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, Tensor] = {}

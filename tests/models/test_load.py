@@ -162,7 +162,7 @@ def test_a_tied_head_with_values_of_its_own_is_refused(tmp_path: Path) -> None:
     other[-1, -1] += 1.0
     for head in (other, embedding[:-1].clone()):
         change_weights(folder, **{"lm_head.weight": head})
-        with pytest.raises(ModelError, match="the files hold another lm_head"):
+        with pytest.raises(ModelError, match="the files contain another lm_head"):
             require_usable_model(folder)
     untied = make_tiny_model(tmp_path / "untied", tie_embeddings=False)
     require_usable_model(untied)

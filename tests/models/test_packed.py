@@ -106,7 +106,7 @@ def test_positions_beyond_a_sliding_window_are_refused(tmp_path: Path) -> None:
 def test_a_mask_would_be_refused_instead_of_ignored(tmp_path: Path) -> None:
     model = load(make_tiny_model(tmp_path))
     tokens = pack(draw_rows([4]))
-    with pytest.raises(ModelError, match="given a mask of shape"):
+    with pytest.raises(ModelError, match="got a mask of shape"):
         model.model(
             input_ids=tokens.token_ids_T[None],
             attention_mask=torch.zeros(1, 1, 4, 4),

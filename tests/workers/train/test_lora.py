@@ -191,7 +191,7 @@ def test_rank_larger_than_a_layer_is_rejected(folder: Path) -> None:
 
 
 def test_unknown_target_module_is_rejected(folder: Path) -> None:
-    with pytest.raises(ModelError, match=r"names c_attn, and Qwen3ForCausalLM has no such"):
+    with pytest.raises(ModelError, match=r"contains c_attn, and Qwen3ForCausalLM has no such"):
         build_lora(folder, lora=with_lora(target_modules=("c_attn", "q_proj")))
 
 

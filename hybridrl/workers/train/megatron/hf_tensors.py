@@ -37,12 +37,6 @@ def hf_tensors(architecture: Architecture) -> Shapes:
     return shapes
 
 
-def critic_tensors(architecture: Architecture) -> Shapes:
-    """Return the full shape of every tensor of a critic, which has a value head."""
-    body = {name: shape for name, shape in hf_tensors(architecture).items() if name != HEAD}
-    return body | {"score.weight": (1, architecture.hidden_size), "score.bias": (1,)}
-
-
 def adapter_tensors(architecture: Architecture, leaves: Collection[str], rank: int) -> Shapes:
     """Return the full shapes of the matrices A and B of an adapter, in order.
 

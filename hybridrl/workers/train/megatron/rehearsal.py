@@ -80,7 +80,7 @@ def rehearse(config: ExperimentConfig) -> list[str]:
     ]
     if unchecked:
         lines.append(
-            f"not checked: {', '.join(unchecked)}, because TransformerEngine is not installed; "
+            f"not checked: {', '.join(unchecked)}, since TransformerEngine is not installed here; "
             f"{INSTALL_TRANSFORMER_ENGINE}"
         )
     elif missing := lacking_kernels(config.megatron, device):

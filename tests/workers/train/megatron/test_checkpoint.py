@@ -19,7 +19,7 @@ from hybridrl.workers.train.critic_engine import CriticEngine
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.megatron.checkpoint import MOMENTS, OwnedSpan, checkpoint_tensors
 from hybridrl.workers.train.megatron.context import ParallelRank
-from hybridrl.workers.train.megatron.hf_tensors import adapter_tensors, critic_tensors, hf_tensors
+from hybridrl.workers.train.megatron.hf_tensors import HEAD, adapter_tensors, hf_tensors
 from hybridrl.workers.train.megatron.shard_map import ShardMap
 from hybridrl.workers.train.protocol import LearningEngine
 from hybridrl.workers.train.shard_spec import RankShards
@@ -33,9 +33,15 @@ from tests.workers.train.megatron.shards import Shapes, local_shapes, numel
 LORA_RANK = 4
 LINEAR = [*(f"{x}_proj" for x in "qkvo"), "gate_proj", "up_proj", "down_proj"]
 
+
+def _critic_tensors(architecture: Architecture) -> Shapes:
+    body = {name: shape for name, shape in hf_tensors(architecture).items() if name != HEAD}
+    return body | {"score.weight": (1, architecture.hidden_size), "score.bias": (1,)}
+
+
 FULL_SHAPES: Mapping[str, Callable[[Architecture], Shapes]] = {
     "policy": hf_tensors,
-    "critic": critic_tensors,
+    "critic": _critic_tensors,
     "adapter": lambda architecture: adapter_tensors(architecture, LINEAR, LORA_RANK),
 }
 

@@ -59,14 +59,14 @@ def build(
     backend = MegatronBackend(
         folder,
         config=replace(config, engine="megatron"),
-        setting=setting_of(sizes),
+        context=context_of(sizes),
         num_total_steps=10,
         adapter=Adapter(lora, seed=0),
     )
     return PolicyEngine(backend)
 
 
-def setting_of(sizes: Sizes) -> MegatronContext:
+def context_of(sizes: Sizes) -> MegatronContext:
     megatron = replace(UNUSED, **sizes)  # type: ignore[arg-type]
     return MegatronContext(megatron=megatron, model=MODEL, device=CPU, seed=0, timeout_s=60.0)
 
@@ -168,7 +168,7 @@ def _train(_rank: int, folder: Path, sizes: Sizes, lora: LoraConfig, recomputes:
     trained = train(engine)
     from hybridrl.workers.train.megatron.backend import MegatronBackend
 
-    plain = PolicyEngine(MegatronBackend(folder, config=ACTOR, setting=setting_of(sizes)))
+    plain = PolicyEngine(MegatronBackend(folder, config=ACTOR, context=context_of(sizes)))
     rollouts = to_rollouts(own_rows(engine, 7))
     loaded = plain.compute_logprobs(rollouts, temperature=0.9).logprobs_BL.values()
     if engine.is_output_rank:
@@ -347,7 +347,7 @@ def test_adapters_are_float32_beside_a_bfloat16_model(folder: Path) -> None:
 def _refuse(_rank: int, folder: Path, sparse: Path) -> None:
     with pytest.raises(ModelError, match=r"lora\.rank=17 .*k_proj, 32 inputs and 16 outputs.*=16"):
         build(folder, TP2, with_lora(rank=17))
-    with pytest.raises(ModelError, match=r"names c_attn, and qwen3 has no such"):
+    with pytest.raises(ModelError, match=r"contains c_attn, and qwen3 has no such"):
         build(folder, TP2, with_lora(target_modules=("c_attn", "q_proj")))
     sizes = {**SP2, "expert_tensor_parallel_size": 2}
     with pytest.raises(ModelError, match=r"megatron\.expert_tensor_parallel_size=1, or leave"):
