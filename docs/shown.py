@@ -3,9 +3,9 @@
     python docs/shown.py            write the lists
     python docs/shown.py --check    say what is not as it should be
 
-A test names the promises that it shows: ``@pytest.mark.shows("2.8")``. A promise is a list item that
-begins with its number in bold. Where no test can show it yet, its text says so in parentheses that
-begin with "later" or "GPU".
+A test names the promises that it shows: ``@pytest.mark.shows("2.8")``. A promise is a list item
+that begins with its number in bold. Where no test can show it yet, its text says so in parentheses
+that begin with "later" or "GPU".
 """
 
 from __future__ import annotations

@@ -36,7 +36,9 @@ def test_every_key_and_document_that_the_promises_name_exists() -> None:
 
 def test_every_behaviour_has_its_line() -> None:
     numbers = [number for number, _ in SHOWN.promises_of(BEHAVIOURS)]
-    assert numbers == [f"{s}.{n}" for s, count in LINES_OF_SECTION.items() for n in range(1, count + 1)]
+    assert numbers == [
+        f"{s}.{n}" for s, count in LINES_OF_SECTION.items() for n in range(1, count + 1)
+    ]
 
 
 def test_pages_list_the_tests_that_show_each_promise() -> None:
