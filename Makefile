@@ -98,6 +98,7 @@ lint: $(STAMP)
 format: $(STAMP)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+	@$(BIN)/python docs/shown.py
 	@$(BIN)/python docs/reflow.py
 
 # Material announces its end of life on every build.

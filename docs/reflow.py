@@ -15,8 +15,6 @@ from pathlib import Path
 WIDTH = 120
 ROOT = Path(__file__).parents[1]
 WRITTEN_BY_COMMANDS = ("figures.md", "gpu-results.md", "metrics.md")
-TABLES_NAME_TESTS = ("behaviours.md", "reliability.md")
-"""Pages whose rows name tests, which a style test reads row by row."""
 
 _ITEM = re.compile(r"(\s*)((?:[-*]|\d+\.) +)")
 _VERBATIM = re.compile(r"#|<!--|!\[|---$|\s*$")
@@ -29,7 +27,7 @@ def main() -> None:
     named = [Path(name) for name in sys.argv[1:]]
     for page in named or pages():
         text = page.read_text(encoding="utf-8")
-        if (filled := reflow(text, keep_tables=page.name in TABLES_NAME_TESTS)) != text:
+        if (filled := reflow(text)) != text:
             page.write_text(filled, encoding="utf-8")
 
 
@@ -39,14 +37,14 @@ def pages() -> list[Path]:
     return [page for page in written if page.name not in WRITTEN_BY_COMMANDS]
 
 
-def reflow(text: str, *, keep_tables: bool = False) -> str:
+def reflow(text: str) -> str:
     """Return ``text`` with lines of at most `WIDTH` characters, where they can be broken."""
     lines: list[str] = []
     for block in _blocks(text.splitlines()):
         if all(len(line) <= WIDTH for line in block) or _is_verbatim(block[0]):
             lines += block
         elif block[0].startswith("|"):
-            lines += block if keep_tables else _list_of(block)
+            lines += _list_of(block)
         else:
             item = _ITEM.match(block[0])
             mark = item[0] if item else ""
@@ -55,7 +53,7 @@ def reflow(text: str, *, keep_tables: bool = False) -> str:
     return "\n".join(lines) + "\n"
 
 
-def too_long(text: str, *, keep_tables: bool = False) -> list[str]:
+def too_long(text: str) -> list[str]:
     """Return the lines that are longer than `WIDTH` although they could be broken."""
     figures = re.sub(r"<!-- figures .*?<!-- end of figures -->", "", text, flags=re.DOTALL)
     return [
@@ -63,7 +61,6 @@ def too_long(text: str, *, keep_tables: bool = False) -> list[str]:
         for line in figures.splitlines()
         if len(line) > WIDTH
         and len(re.sub(r"^\s*(?:[-*]|\d+\.) ", "", line).split()) > 1
-        and not (keep_tables and line.startswith("|"))
     ]
 
 

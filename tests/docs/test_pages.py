@@ -28,7 +28,7 @@ PLACEHOLDER = re.compile(r"/[A-Z]+\.")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_lines_of_a_page_have_at_most_120_characters(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert REFLOW.too_long(text, keep_tables=page.name in REFLOW.TABLES_NAME_TESTS) == []
+    assert REFLOW.too_long(text) == []
 
 
 def test_readme_fits_on_120_lines() -> None:
