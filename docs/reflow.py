@@ -59,8 +59,7 @@ def too_long(text: str) -> list[str]:
     return [
         line
         for line in figures.splitlines()
-        if len(line) > WIDTH
-        and len(re.sub(r"^\s*(?:[-*]|\d+\.) ", "", line).split()) > 1
+        if len(line) > WIDTH and len(re.sub(r"^\s*(?:[-*]|\d+\.) ", "", line).split()) > 1
     ]
 
 

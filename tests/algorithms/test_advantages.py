@@ -20,6 +20,7 @@ groups = st.integers(2, 9).flatmap(
 )
 
 
+@pytest.mark.shows("4.18")
 def test_advantages_are_what_a_pocket_calculator_says() -> None:
     rewards_PG = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 4.0]])
     centered = group_relative_advantages(rewards_PG, divide_by_std=False)
@@ -89,11 +90,13 @@ def test_flat_rewards_are_compared_within_groups() -> None:
     assert advantages_B.tolist() == [-0.5, 0.5, 0.0, 0.0]
 
 
+@pytest.mark.shows("4.18")
 def test_rows_that_do_not_divide_into_groups_are_refused() -> None:
     with pytest.raises(ValueError, match="does not divide into groups of 3"):
         grpo_advantages(torch.zeros(4), num_responses=3, divide_by_std=True)
 
 
+@pytest.mark.shows("4.17")
 def test_each_response_token_gets_the_advantage_of_its_row() -> None:
     mask_BL = jagged([torch.tensor([False, True, True]), torch.tensor([False, False])])
     spread = spread_over_tokens(torch.tensor([2.0, float("nan")]), mask_BL)

@@ -33,6 +33,7 @@ def test_engine_and_parallel_sizes_change_only_the_rounding() -> None:
     assert recipe_of(other) != recipe_of(plain)
 
 
+@pytest.mark.shows("R2.6")
 @pytest.mark.parametrize(
     "change",
     [
@@ -45,6 +46,7 @@ def test_what_does_not_say_what_is_learnt_may_change(change: str) -> None:
     assert recipe_of(config_of(change)) == recipe_of(config_of())
 
 
+@pytest.mark.shows("R2.6")
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -65,6 +67,7 @@ def test_changed_learning_key_is_rejected_unless_accepted(change: str, words: st
     assert told.startswith(change.partition("=")[0])
 
 
+@pytest.mark.shows("R2.6")
 def test_number_of_steps_matters_to_a_falling_schedule() -> None:
     falling = "actor.optimizer.schedule=cosine"
     longer = recipe_of(config_of(falling, "trainer.num_steps=1000"))
@@ -78,6 +81,7 @@ def test_many_changes_are_counted_and_the_first_named() -> None:
         check_recipe({}, now, where=WHERE, accept=False)
 
 
+@pytest.mark.shows("R2.7")
 @pytest.mark.parametrize(
     ("file", "what"),
     [

@@ -30,6 +30,7 @@ def test_the_newest_whole_checkpoint_is_found(
     assert _step(shelf.newest()) == 10
 
 
+@pytest.mark.shows("R1.1")
 def test_what_was_not_committed_is_no_checkpoint(tmp_path: Path) -> None:
     shelf = CheckpointStore(tmp_path)
     _commit(shelf, 1)
@@ -48,6 +49,7 @@ def test_the_same_step_again_replaces_its_checkpoint(tmp_path: Path) -> None:
     assert newest is not None and newest.manifest.score == 0.2
 
 
+@pytest.mark.shows("R1.4")
 @pytest.mark.parametrize(
     ("keep_last", "keep_best", "kept"),
     [(1, 0, {5}), (2, 1, {4, 5, 2}), (1, 2, {5, 2, 3}), (9, 9, {1, 2, 3, 4, 5})],
@@ -62,6 +64,7 @@ def test_the_last_and_the_best_are_kept(
     assert {int(path.name[5:]) for path in tmp_path.iterdir()} == kept
 
 
+@pytest.mark.shows("R1.4")
 @pytest.mark.parametrize("keep_last", [1, 2])
 def test_incomplete_checkpoints_do_not_count_as_kept(tmp_path: Path, keep_last: int) -> None:
     shelf = CheckpointStore(tmp_path)
@@ -86,6 +89,7 @@ def test_quarantined_checkpoint_is_kept_but_never_resumed(tmp_path: Path) -> Non
         assert (tmp_path / "step-000000002.torn" / "actor" / "rank").read_bytes() == b"abc"
 
 
+@pytest.mark.shows("R2.9")
 def test_another_format_is_named_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"format": 99}')
     with pytest.raises(CheckpointError, match=r"format 99.*version of hybridrl that wrote it"):
@@ -96,6 +100,7 @@ def test_another_format_is_named_with_what_to_do(tmp_path: Path) -> None:
         CheckpointStore(tmp_path).newest()
 
 
+@pytest.mark.shows("R1.5")
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "run": 3}'])
 def test_a_manifest_that_is_not_whole_is_torn(tmp_path: Path, text: str) -> None:
     (tmp_path / "manifest.json").write_text(text)

@@ -688,6 +688,7 @@ def violations_of(*overrides: str) -> tuple[ConfigError, ...]:
     return caught.value.violations
 
 
+@pytest.mark.shows("1.12", "6.4")
 @pytest.mark.parametrize(("overrides", "key", "word"), BROKEN)
 def test_a_broken_rule_is_named_and_each_remedy_mends_it(
     overrides: tuple[str, ...], key: str, word: str

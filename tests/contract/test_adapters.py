@@ -120,6 +120,7 @@ def _stream(rank: Rank, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tens
     return weights_of(engine), _adapter_of(engine)
 
 
+@pytest.mark.shows("1.14")
 def test_base_and_adapter_stream_under_external_names(ranks: RanksUnderTest, folder: Path) -> None:
     expected = weights_in(folder)
     for base, adapter in ranks.run(_stream, folder):

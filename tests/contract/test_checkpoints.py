@@ -86,6 +86,7 @@ def _save_and_load(rank: Rank, folder: Path, target: Path, role: str, num_before
     assert loaded.num_updates == engine.num_updates == num_before + 2
 
 
+@pytest.mark.shows("6.3", "R1.2")
 @on_layouts()
 @pytest.mark.parametrize(
     ("role", "num_before"),
@@ -128,6 +129,7 @@ def _weights(engine: Any, role: str) -> dict[str, Tensor]:
     return {name: t.clone() for name, t in engine.full_weights(engine.weight_sets[-1])}
 
 
+@pytest.mark.shows("6.2", "R2.3")
 @pytest.mark.parametrize(
     ("saved_by", "loaded_by"),
     [*RESHAPES, *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in RESHAPES_BY_NIGHT)],

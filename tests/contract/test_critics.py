@@ -103,6 +103,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.shows("6.1")
 @pytest.mark.parametrize(("changes", "first"), CASES.values(), ids=CASES)
 def test_steps_and_values_are_those_of_the_plain_model(
     ranks: RanksUnderTest, folder: Path, tmp_path: Path, changes: dict[str, Any], first: int

@@ -104,6 +104,7 @@ def _score_what_has_no_response(rank: Rank, folder: Path) -> tuple[Any, Any]:
     return partly, wholly
 
 
+@pytest.mark.shows("4.17")
 def test_rows_without_a_response_count_but_are_not_computed(
     ranks: RanksUnderTest, folder: Path
 ) -> None:

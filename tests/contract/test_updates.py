@@ -133,6 +133,7 @@ def _train(
     return steps, weights_of(engine), scored.logprobs_BL.values() if engine.is_output_rank else None
 
 
+@pytest.mark.shows("6.1")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_two_steps_are_those_of_the_plain_model(
     ranks: RanksUnderTest, make_model: Any, case: Case
@@ -238,6 +239,7 @@ def _skip(rank: Rank, folder: Path) -> list[Metrics]:
     return answers
 
 
+@pytest.mark.shows("R9.6")
 def test_all_ranks_skip_a_step_that_is_not_finite(ranks: RanksUnderTest, folder: Path) -> None:
     for answers in zip(*ranks.run(_skip, folder), strict=True):
         metrics = merge_metrics(list(answers))  # counted once, not once a rank

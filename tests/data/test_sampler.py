@@ -29,6 +29,7 @@ def test_every_epoch_holds_every_row_once_whatever_the_batches(
     assert drawn == sampler(num_rows).draw(len(drawn))  # the batches do not change the order
 
 
+@pytest.mark.shows("R2.2")
 @given(num_rows=st.integers(1, 20), before=st.integers(0, 60), after=st.integers(0, 60))
 def test_a_restored_sampler_goes_on_as_if_nothing_had_happened(
     num_rows: int, before: int, after: int

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 GRPO = ("rollout.sleep=true", "algorithm.num_minibatches=2", "algorithm.old_logprobs=recompute")
 
 
+@pytest.mark.shows("R6.1")
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_a_certificate_is_printed_and_its_comparison_sees_one_bit(tmp_path: Path) -> None:
@@ -45,6 +46,7 @@ def test_a_certificate_is_printed_and_its_comparison_sees_one_bit(tmp_path: Path
         assert what in {finding.what for finding in findings if finding.differences}
 
 
+@pytest.mark.shows("R6.2")
 @pytest.mark.nightly
 @pytest.mark.timeout(3000)
 def test_fifty_random_kills_in_a_row_end_bit_by_bit_or_with_a_named_error() -> None:

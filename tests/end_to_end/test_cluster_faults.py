@@ -16,6 +16,7 @@ from tests.end_to_end.small import read_metrics, small_overrides
 from tests.waiting import wait_until
 
 
+@pytest.mark.shows("R11.3")
 @pytest.mark.parametrize("prefix", ["", pytest.param("ray://", marks=pytest.mark.nightly)])
 def test_an_address_where_nobody_listens_is_named_at_once(tmp_path: Path, prefix: str) -> None:
     with socket.socket() as nobody:
@@ -49,6 +50,7 @@ def test_a_cluster_with_another_token_is_named(tmp_path: Path) -> None:
     assert "RAY_AUTH_MODE=token" in done.stderr
 
 
+@pytest.mark.shows("R11.3")
 @pytest.mark.nightly
 def test_a_killed_head_ends_the_run_with_one_named_error(tmp_path: Path) -> None:
     with ray_head() as head:

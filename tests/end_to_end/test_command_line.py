@@ -20,6 +20,7 @@ from tests.waiting import wait_until
 _DEADLINE_S = 200.0
 
 
+@pytest.mark.shows("R4.1")
 @pytest.mark.parametrize(
     "number",
     [signal.SIGHUP, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, signal.SIGTERM))],
@@ -64,6 +65,7 @@ def test_a_killed_worker_ends_the_run_by_name_and_leaves_no_process(tmp_path: Pa
     assert not alive
 
 
+@pytest.mark.shows("R3.5")
 def test_a_killed_raylet_is_named_and_the_run_goes_on_to_its_end(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with _started(folder, "trainer.num_steps=8", "checkpoint.every_num_steps=2") as process:
@@ -91,6 +93,7 @@ def heeds_ctrl_c() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.shows("R4.2")
 @pytest.mark.usefixtures("heeds_ctrl_c")
 @pytest.mark.parametrize("module", ["hydra", "hybridrl.config.load", "ray._raylet"])
 def test_ctrl_c_while_imports_run_ends_quietly(tmp_path: Path, module: str) -> None:

@@ -59,6 +59,7 @@ def run_into(folder: Path, *overrides: str, at: str, number: int) -> BaseExcepti
     return caught.value
 
 
+@pytest.mark.shows("R7.2")
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_rank_killed_in_any_phase_ends_the_run_by_name(tmp_path: Path, phase: str) -> None:
@@ -75,6 +76,7 @@ def test_a_rank_killed_in_any_phase_ends_the_run_by_name(tmp_path: Path, phase: 
     assert find_ranks(os.getpid()) == []
 
 
+@pytest.mark.shows("R7.1")
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_rank_that_hangs_ends_the_run_at_its_deadline_by_name(tmp_path: Path) -> None:
     error = run_into(
@@ -92,6 +94,7 @@ def test_a_rank_that_hangs_ends_the_run_at_its_deadline_by_name(tmp_path: Path) 
     assert find_ranks(os.getpid()) == []
 
 
+@pytest.mark.shows("R7.6")
 def test_ranks_end_soon_after_their_driver_was_killed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = [

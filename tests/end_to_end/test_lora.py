@@ -36,6 +36,7 @@ def _check_exports(folder: Path) -> None:
     assert not torch.allclose(adapted, started_from, atol=1e-4)
 
 
+@pytest.mark.shows("1.4", "1.8")
 @pytest.mark.parametrize(
     ("sync", "sleep", "num_ranks"),
     [

@@ -53,6 +53,7 @@ def test_the_default_task_is_learnt_over_two_tensor_parallel_ranks(tmp_path: Pat
     assert fmean(rewards[-15:]) > fmean(rewards[:10]) + 0.05
 
 
+@pytest.mark.shows("6.2")
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_run_sleeps_resumes_and_goes_on_cut_in_another_way(tmp_path: Path) -> None:
     """Two steps tensor-parallel with sleeping engines, two more in pipeline stages."""
@@ -98,6 +99,7 @@ def test_supervised_fine_tuning_lowers_the_loss_on_held_out_rows(tmp_path: Path)
     assert losses[0] > losses[1] > losses[2]
 
 
+@pytest.mark.shows("6.7")
 @pytest.mark.nightly
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_rank_that_dies_within_a_pipeline_ends_the_run_by_name(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ TOLERANCE = 0.35
 """malloc's heap and first-touched libraries are not to be foretold to the MiB; docs/memory.md."""
 
 
+@pytest.mark.shows("R10.1")
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_run_takes_the_memory_that_its_plan_says(tmp_path: Path) -> None:
     config = small_config(

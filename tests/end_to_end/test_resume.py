@@ -51,6 +51,7 @@ def begun(made: Path, tmp_path: Path) -> Path:
     return shutil.copytree(made / "begun", tmp_path / "run")
 
 
+@pytest.mark.shows("R2.1", "R6.1")
 def test_a_run_in_two_parts_is_bit_by_bit_the_run_in_one(begun: Path, whole: Path) -> None:
     _run(begun, "trainer.num_steps=5")
     assert _metrics(begun) == _metrics(whole)
@@ -69,6 +70,7 @@ def test_a_run_in_two_parts_is_bit_by_bit_the_run_in_one(begun: Path, whole: Pat
         assert name in different
 
 
+@pytest.mark.shows("R3.1")
 def test_a_rank_that_is_killed_is_started_again_and_no_bit_is_different(tmp_path: Path) -> None:
     whole = _run(tmp_path / "whole", "trainer.num_steps=6", *TWO_RANKS)
     folder = tmp_path / "killed"
@@ -84,6 +86,7 @@ def test_a_rank_that_is_killed_is_started_again_and_no_bit_is_different(tmp_path
     _assert_same_state(folder, whole)
 
 
+@pytest.mark.shows("R2.2")
 def test_onto_another_number_of_ranks_a_run_goes_on_and_says_that_bits_may_differ(
     begun: Path, whole: Path
 ) -> None:
@@ -96,6 +99,7 @@ def test_onto_another_number_of_ranks_a_run_goes_on_and_says_that_bits_may_diffe
     assert ours == theirs  # no prompt lost or doubled
 
 
+@pytest.mark.shows("R2.11")
 def test_a_finished_run_says_so_and_starts_nothing(
     begun: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,6 +127,7 @@ def repeated(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _run(folder, "trainer.num_steps=5")
 
 
+@pytest.mark.shows("R2.4")
 def test_what_came_after_the_checkpoint_is_rolled_back_and_done_again(
     repeated: Path, whole: Path
 ) -> None:
@@ -130,6 +135,7 @@ def test_what_came_after_the_checkpoint_is_rolled_back_and_done_again(
     _assert_same_state(repeated, whole)
 
 
+@pytest.mark.shows("R1.6")
 def test_a_torn_checkpoint_is_named_and_the_one_before_it_used(repeated: Path) -> None:
     log = (repeated / "log.txt").read_text()
     assert "step-000000005 is torn: the bytes of actor/rank-00000" in log
@@ -149,6 +155,7 @@ def accepted(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _run(folder, *CHANGED, "checkpoint.accept_changes=true")
 
 
+@pytest.mark.shows("R2.6")
 def test_other_settings_are_refused_key_by_key_unless_accepted(begun: Path, accepted: Path) -> None:
     with pytest.raises(CheckpointError, match=r"weight_decay: 0.0 there, 0.5 here.*\n.*accept"):
         _run(begun, *CHANGED)
@@ -156,6 +163,7 @@ def test_other_settings_are_refused_key_by_key_unless_accepted(begun: Path, acce
     assert "change that was accepted: actor.optimizer.weight_decay" in log
 
 
+@pytest.mark.shows("R2.7")
 def test_other_rows_are_refused_before_a_worker_starts(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     overrides = ("data=files", f"data.train_files=[{data}]", "data.use_chat_template=false")
@@ -168,6 +176,7 @@ def test_other_rows_are_refused_before_a_worker_starts(tmp_path: Path) -> None:
         _run(folder, "trainer.num_steps=3", *overrides)
 
 
+@pytest.mark.shows("R2.5")
 def test_a_run_that_lost_lines_of_its_metrics_is_refused_unless_accepted(
     begun: Path, accepted: Path
 ) -> None:
@@ -181,12 +190,14 @@ def test_a_run_that_lost_lines_of_its_metrics_is_refused_unless_accepted(
     assert "change that was accepted: metrics.jsonl has" in (accepted / "log.txt").read_text()
 
 
+@pytest.mark.shows("R2.8")
 def test_a_checkpoint_of_another_model_is_refused_by_tensor_names(begun: Path) -> None:
     other = ("trainer.num_steps=3", "model.starter.num_layers=2", "checkpoint.accept_changes=true")
     with pytest.raises(RemoteCallError, match=r"another model: \d+ tensors: is missing.*layers\.1"):
         _run(begun, *other)
 
 
+@pytest.mark.shows("R2.11")
 def test_a_run_without_checkpoints_is_never_taken_up(begun: Path) -> None:
     shutil.rmtree(begun / "checkpoints")
     config = small_config(begun, *SAVING, "checkpoint.every_num_steps=0")
@@ -195,12 +206,14 @@ def test_a_run_without_checkpoints_is_never_taken_up(begun: Path) -> None:
         _run(begun, "trainer.num_steps=2")
 
 
+@pytest.mark.shows("R2.11")
 def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(begun: Path) -> None:
     shutil.rmtree(begun / "checkpoints")
     _run(begun, "trainer.num_steps=1")
     assert [line["step"] for line in read_metrics(begun)] == [0, 1]
 
 
+@pytest.mark.shows("R2.10")
 def test_a_folder_that_another_process_writes_is_refused(begun: Path) -> None:
     with (
         FileLock(begun / ".lock"),
@@ -209,6 +222,7 @@ def test_a_folder_that_another_process_writes_is_refused(begun: Path) -> None:
         _run(begun, "trainer.num_steps=3")
 
 
+@pytest.mark.shows("R2.1")
 @pytest.mark.nightly
 def test_supervised_fine_tuning_resumes_bit_by_bit(tmp_path: Path) -> None:
     tuning = ("mode=sft", "sft.batch_size=8", "sft.eval_every_num_steps=2")
@@ -220,6 +234,7 @@ def test_supervised_fine_tuning_resumes_bit_by_bit(tmp_path: Path) -> None:
     _assert_same_state(parts, whole)
 
 
+@pytest.mark.shows("R2.1")
 @pytest.mark.nightly
 def test_a_critic_and_an_adapter_resume_bit_by_bit(tmp_path: Path) -> None:
     both = ("algorithm=ppo", "lora=default", "lora.rank=4", "critic.num_warmup_steps=1")

@@ -64,6 +64,7 @@ def test_folders_are_named_after_what_jobs_do_not_share(tmp_path: Path) -> None:
     assert odd.folder.name == "0"
 
 
+@pytest.mark.shows("R11.4")
 def test_a_job_that_a_signal_ends_takes_no_other_along(tmp_path: Path) -> None:
     jobs = build_jobs([["seed=0"], ["seed=1"]], folder=tmp_path)
     programs = ["import os; os.kill(os.getpid(), 9)", "pass"]
@@ -85,6 +86,7 @@ def test_a_job_that_a_signal_ends_takes_no_other_along(tmp_path: Path) -> None:
     assert table.index("| 1 | seed=1 |") < table.index("| 0 | seed=0 |")  # the best comes first
 
 
+@pytest.mark.shows("R4.4")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_stopping_a_sweep_lets_its_job_end_and_begins_no_other(
     tmp_path: Path, number: signal.Signals

@@ -49,6 +49,7 @@ def test_it_is_said_which_rank_is_where(seen: Any) -> None:
     )
 
 
+@pytest.mark.shows("R11.2")
 @pytest.mark.parametrize(
     ("case", "words"),
     [
@@ -63,6 +64,7 @@ def test_what_a_cluster_lacks_is_named(seen: Any, case: str, words: str) -> None
     assert "cluster.num_nodes" in seen[case]
 
 
+@pytest.mark.shows("R11.1")
 @pytest.mark.nightly
 def test_a_run_across_three_nodes_trains_what_three_ranks_of_one_node_train(trained: Any) -> None:
     assert "rank 0 on " in trained["across"]["log"]

@@ -95,6 +95,7 @@ def test_the_same_seed_trains_the_same_weights_bit_by_bit(plain: Path, tmp_path:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.shows("1.5")
 def test_sleeping_engines_on_two_ranks_train_what_waking_ones_train(
     two_ranks: Path, tmp_path: Path
 ) -> None:
@@ -252,6 +253,7 @@ def test_equal_rewards_leave_the_weights_as_they_are(rewarded_alike: Path) -> No
     assert last["policy/grad_norm"] == 0
 
 
+@pytest.mark.shows("4.16")
 def test_rows_that_do_not_divide_over_ranks_are_refused_before_anything_starts(
     tmp_path: Path,
 ) -> None:

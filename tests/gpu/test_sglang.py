@@ -75,6 +75,7 @@ def asleep(rank: Rank) -> None:
     assert rank.worker.sharding.states == (State.ASLEEP,)
 
 
+@pytest.mark.shows("1.17")
 def test_greedy_tokens_and_log_probs_are_the_same_in_each_of_four_cycles(rank: Rank) -> None:
     cycles = [rank.cycle() for _ in range(4)]
     assert largest_difference(cycles) == 0.0
@@ -95,6 +96,7 @@ def test_free_memory_returns_to_the_same_value_after_each_cycle(rank: Rank) -> N
     assert max(free[1:]) - min(free[1:]) <= 64 * MIB
 
 
+@pytest.mark.shows("2.15")
 def test_a_sleeping_engine_holds_little_and_an_awake_one_what_it_says(rank: Rank) -> None:
     before = used()
     with rank.worker.sharding.rollout_phase() as engine:
@@ -107,6 +109,7 @@ def test_a_sleeping_engine_holds_little_and_an_awake_one_what_it_says(rank: Rank
     assert abs(used() - before) <= 64 * MIB
 
 
+@pytest.mark.shows("3.5", "3.6")
 def test_parts_are_resumed_apart_and_nothing_is_sampled_until_all_are_there(rank: Rank) -> None:
     managed, engine = rank.managed, rank.engine
     for _cycle in range(2):
@@ -128,12 +131,14 @@ def test_parts_are_resumed_apart_and_nothing_is_sampled_until_all_are_there(rank
         assert rank.cycle().token_ids
 
 
+@pytest.mark.shows("3.4")
 def test_graphs_are_captured_once_over_all_cycles(rank: Rank) -> None:
     for _ in range(2):
         rank.cycle()
     assert count_graph_captures(rank.engine) == 1
 
 
+@pytest.mark.shows("3.11")
 def test_the_cache_does_not_share_the_device_with_training_state_at_the_sync(rank: Rank) -> None:
     with rank.worker.sharding.rollout_phase() as engine:
         assert engine is not None
@@ -142,6 +147,7 @@ def test_the_cache_does_not_share_the_device_with_training_state_at_the_sync(ran
     assert cycle.peaks["sync"] + cache // 2 < cycle.peaks["sample"]
 
 
+@pytest.mark.shows("3.2")
 def test_memory_that_torch_only_caches_is_there_for_the_engine(rank: Rank) -> None:
     for _ in range(2):
         free, _total = torch.cuda.mem_get_info(DEVICE)
@@ -150,6 +156,7 @@ def test_memory_that_torch_only_caches_is_there_for_the_engine(rank: Rank) -> No
         assert rank.cycle().token_ids
 
 
+@pytest.mark.shows("3.13")
 def test_a_resume_without_room_is_one_error_and_the_next_phase_works(rank: Rank) -> None:
     good = rank.cycle()
     free = free_after_all(DEVICE) or 0
@@ -162,6 +169,7 @@ def test_a_resume_without_room_is_one_error_and_the_next_phase_works(rank: Rank)
     assert largest_difference([good, rank.cycle()]) == 0.0
 
 
+@pytest.mark.shows("3.15")
 def test_each_stage_reports_seconds_bytes_and_a_peak(rank: Rank) -> None:
     cycle = rank.cycle()
     for stage in (
@@ -216,6 +224,7 @@ def _sums_and_cycle(rank: Rank, *, version: int) -> tuple[dict[str, str], Cycle]
     return found, rank.cycle()
 
 
+@pytest.mark.shows("1.1")
 def test_a_base_kept_on_the_host_is_bit_by_bit_the_same_after_each_sleep(adapted: Rank) -> None:
     sums, first = _sums_and_cycle(adapted, version=50)
     assert len(sums) > 10
@@ -225,6 +234,7 @@ def test_a_base_kept_on_the_host_is_bit_by_bit_the_same_after_each_sleep(adapted
         assert largest_difference([first, cycle]) == 0.0
 
 
+@pytest.mark.shows("1.8")
 def test_a_later_sync_sends_the_adapter_alone(adapted: Rank) -> None:
     adapted.cycle()
     adapted.worker.sharding.weights_changed(version=60)

@@ -50,6 +50,7 @@ CUTS: dict[str, tuple[str, ...]] = {"1": (), "tp2": (TENSOR,), "sp2": (TENSOR, S
 BY_DAY = {("qwen3", "1", 4), ("llama", "tp2", 4), ("qwen3", "sp2", 1), ("llama", "1", 1)}
 
 
+@pytest.mark.shows("6.8")
 @pytest.mark.parametrize(
     ("family", "overrides", "siblings"),
     [

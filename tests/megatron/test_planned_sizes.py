@@ -21,6 +21,7 @@ def _count(_rank: int, folder: Path, tp: int, pp: int, ep: int, etp: int) -> tup
     return stage, sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.shows("6.8")
 @pytest.mark.parametrize(
     ("family", "is_tied", "tp", "pp", "ep", "etp"),
     [

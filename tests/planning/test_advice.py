@@ -39,6 +39,7 @@ def big(tmp_path: Path) -> tuple[str, ...]:
     )
 
 
+@pytest.mark.shows("R10.2")
 def test_a_suggestion_makes_the_run_fit_and_breaks_no_rule(big: tuple[str, ...]) -> None:
     config = config_of(*big)
     capacity = capacity_bytes(config.cluster)

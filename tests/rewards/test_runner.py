@@ -59,6 +59,7 @@ def open_runner(tmp_path: Path) -> Iterator[Open]:
         runner.close()
 
 
+@pytest.mark.shows("R5.1")
 def test_rewards_of_a_forked_copy_are_never_taken(open_runner: Open) -> None:
     runner = open_runner(
         """
@@ -71,6 +72,7 @@ def test_rewards_of_a_forked_copy_are_never_taken(open_runner: Open) -> None:
     assert [call(runner, str(number)) for number in range(3)] == [[0.0], [1.0], [2.0]]
 
 
+@pytest.mark.shows("R5.1")
 def test_late_answer_does_not_count_for_the_next_call(open_runner: Open) -> None:
     # What a copy that lives on in a thread would send: a whole answer, once more.
     runner = open_runner(
@@ -84,6 +86,7 @@ def test_late_answer_does_not_count_for_the_next_call(open_runner: Open) -> None
     assert [call(runner, str(number)) for number in (1, 2, 3)] == [[1.0], [2.0], [3.0]]
 
 
+@pytest.mark.shows("R5.2")
 @pytest.mark.parametrize(
     ("sent", "words"),
     [
@@ -111,6 +114,7 @@ def test_garbage_on_the_socket_costs_the_call_and_not_the_next(
     assert call(runner, "no more") == [1.0]
 
 
+@pytest.mark.shows("R5.2")
 def test_half_an_answer_times_out(open_runner: Open) -> None:
     runner = open_runner(
         """
@@ -131,6 +135,7 @@ def test_non_finite_numbers_and_broken_text_pass_through(open_runner: Open) -> N
     assert others == [-math.inf, 1e39, 3.0]
 
 
+@pytest.mark.shows("R5.2")
 def test_what_is_sent_to_the_driver_is_never_unpickled(open_runner: Open, tmp_path: Path) -> None:
     runner = open_runner(
         """
@@ -149,6 +154,7 @@ def test_what_is_sent_to_the_driver_is_never_unpickled(open_runner: Open, tmp_pa
     assert not (tmp_path / "sprung").exists()
 
 
+@pytest.mark.shows("R5.3")
 def test_a_process_killed_during_a_call_is_asked_again_and_named(
     open_runner: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -167,6 +173,7 @@ def test_a_process_killed_during_a_call_is_asked_again_and_named(
     assert "started again (1 of 2)" in message
 
 
+@pytest.mark.shows("R5.3")
 def test_a_process_that_is_always_killed_is_given_up(open_runner: Open, tmp_path: Path) -> None:
     runner = open_runner(
         """
@@ -179,6 +186,7 @@ def test_a_process_that_is_always_killed_is_given_up(open_runner: Open, tmp_path
     assert (tmp_path / "calls").read_text() == "..."
 
 
+@pytest.mark.shows("R5.3")
 def test_restarts_do_not_prolong_the_deadline(open_runner: Open, tmp_path: Path) -> None:
     runner = open_runner(
         """
@@ -203,6 +211,7 @@ while not os.path.exists(NOTES + "/pid") or not os.path.getsize(NOTES + "/pid"):
 """
 
 
+@pytest.mark.shows("R5.4")
 @pytest.mark.parametrize("end", ["close", "kill", "driver"])
 def test_a_daemon_that_left_session_and_parents_ends_too(
     open_runner: Open, tmp_path: Path, end: str
@@ -220,6 +229,7 @@ def test_a_daemon_that_left_session_and_parents_ends_too(
     wait_until(lambda: not psutil.pid_exists(_read_pid(tmp_path)))
 
 
+@pytest.mark.shows("R5.4")
 def test_function_holding_the_interpreter_ends_with_the_driver(tmp_path: Path) -> None:
     hang = f"open({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}}\\n')\n"
     # Holds the lock of the interpreter: no thread of the process can look whether to go on.

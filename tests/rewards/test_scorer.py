@@ -253,6 +253,7 @@ def test_mistyped_reward_suggests_the_nearest_name(tmp_path: Path) -> None:
     assert set(BUILT_IN) == {"exact_match", "sorted_prefix", "math"}
 
 
+@pytest.mark.shows("R5.3")
 def test_killed_reward_process_is_restarted(open_scorer: Open, tmp_path: Path) -> None:
     scorer = open_scorer("return [float(os.getpid())] * len(responses)")
     pid = int(scorer.score(inputs("a")).rewards_B.item())

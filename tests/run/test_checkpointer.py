@@ -105,6 +105,7 @@ def take(
         yield saving.after_step(step, {}, is_last=step == last)
 
 
+@pytest.mark.shows("R1.3")
 def test_a_run_is_saved_at_each_interval_and_after_its_last_step(
     tmp_path: Path, ranks: Ranks
 ) -> None:
@@ -126,6 +127,7 @@ def test_zero_saves_nothing(tmp_path: Path, ranks: Ranks) -> None:
     assert not ranks.began
 
 
+@pytest.mark.shows("R1.1")
 def test_steps_go_on_while_a_slow_rank_writes_and_there_is_no_checkpoint_until_all_have(
     tmp_path: Path, ranks: Ranks
 ) -> None:
@@ -140,12 +142,14 @@ def test_steps_go_on_while_a_slow_rank_writes_and_there_is_no_checkpoint_until_a
     assert [sum("bytes" in name for name in cost) for cost in costs] == [0, 0, 0, 1]
 
 
+@pytest.mark.shows("R1.2")
 def test_the_next_save_waits_for_the_one_before(tmp_path: Path, ranks: Ranks) -> None:
     ranks.is_slow = True
     list(take(checkpointer(tmp_path, ranks), ranks, range(1, 7)))
     assert steps_on(tmp_path) == [2, 4]
 
 
+@pytest.mark.shows("R1.6")
 def test_a_run_goes_on_from_the_newest_whole_one_and_torn_bytes_are_set_aside(
     tmp_path: Path, ranks: Ranks, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -165,6 +169,7 @@ def test_a_run_goes_on_from_the_newest_whole_one_and_torn_bytes_are_set_aside(
     ]
 
 
+@pytest.mark.shows("R1.6")
 def test_where_all_are_torn_the_run_does_not_begin_anew_unasked(
     tmp_path: Path, ranks: Ranks
 ) -> None:
@@ -188,6 +193,7 @@ def no_room() -> RemoteCallError:
     return error
 
 
+@pytest.mark.shows("R1.7")
 def test_two_saves_without_room_are_warnings_and_a_third_in_a_row_ends_the_run(
     tmp_path: Path, ranks: Ranks, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -203,6 +209,7 @@ def test_two_saves_without_room_are_warnings_and_a_third_in_a_row_ends_the_run(
     assert not list(tmp_path.glob("*.unfinished"))  # its bytes are given back
 
 
+@pytest.mark.shows("R1.7")
 def test_a_save_that_works_starts_the_count_of_failed_ones_anew(
     tmp_path: Path, ranks: Ranks
 ) -> None:
@@ -234,6 +241,7 @@ def test_a_rank_that_dies_while_it_writes_is_no_matter_of_the_disk(
         list(take(saving, ranks, (3,)))
 
 
+@pytest.mark.shows("R1.4")
 def test_the_best_of_the_evaluations_is_kept_whether_high_or_low_is_good(tmp_path: Path) -> None:
     for name, sign in (("eval/reward/mean", 1.0), ("eval/loss_nats", -1.0)):
         folder, ranks = tmp_path / name.partition("/")[2][:4], Ranks()

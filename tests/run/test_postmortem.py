@@ -101,6 +101,7 @@ def test_a_folder_that_cannot_be_written_is_told_and_is_no_error(run_folder: Pat
     assert (run_folder / "postmortem").read_text() == "a file is in the way"
 
 
+@pytest.mark.shows("R7.5")
 def test_half_a_post_mortem_is_none(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", _full_disk)  # the disk of a test cannot be filled
     outcome = _write(run_folder)
@@ -112,6 +113,7 @@ def _full_disk(_: int) -> None:
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.shows("R7.5")
 def test_a_disk_that_hangs_costs_the_time_given_and_no_more(run_folder: Path) -> None:
     (run_folder / "config.yaml").unlink()
     os.mkfifo(run_folder / "config.yaml")  # whoever reads it waits for a writer

@@ -30,6 +30,7 @@ with ray_cluster(load_config(compose([])).cluster):
 """
 
 
+@pytest.mark.shows("R8.2")
 def test_a_ray_started_here_has_a_token_that_nobody_else_can_read(home: Path) -> None:
     # A process of its own: Ray keeps what it read. No worker imports what ranks need.
     environment = os.environ | {"HOME": str(home), "RAY_preload_python_modules": "json"}
@@ -39,6 +40,7 @@ def test_a_ray_started_here_has_a_token_that_nobody_else_can_read(home: Path) ->
     assert token.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.shows("R8.2")
 def test_a_token_that_is_there_is_kept_and_its_readers_are_told(
     home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -27,6 +27,7 @@ class Attempts:
 DONE = (None, 0)
 
 
+@pytest.mark.shows("R3.2", "R3.3")
 @pytest.mark.parametrize(
     ("outcomes", "max_in_a_row", "error", "num_left"),
     [

@@ -47,6 +47,7 @@ def hooked(cluster: ClusterConfig, name: str) -> ClusterConfig:
     return replace(cluster, worker_setup_hook=f"{_HOOKS}.{name}")
 
 
+@pytest.mark.shows("6.9")
 def test_each_process_calls_it_once_before_its_first_worker(
     ray_cluster: None, cluster: ClusterConfig
 ) -> None:

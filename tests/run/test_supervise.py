@@ -48,6 +48,7 @@ def _started(folder: Path, driver: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.shows("R3.5")
 @pytest.mark.parametrize("death", ["os._exit(1)", "os.kill(os.getpid(), 9)"])
 def test_a_driver_that_dies_is_named_kept_and_started_again(tmp_path: Path, death: str) -> None:
     done = _run(tmp_path, f"print(has_begun, flush=True)\nif not has_begun:\n    {death}")
@@ -60,6 +61,7 @@ def test_a_driver_that_dies_is_named_kept_and_started_again(tmp_path: Path, deat
     assert "restartable: yes" in (folder / "what.txt").read_text()
 
 
+@pytest.mark.shows("R3.5")
 def test_a_driver_that_always_dies_is_given_up(tmp_path: Path) -> None:
     done = _run(tmp_path, "print('x', flush=True); os._exit(1)", "checkpoint.max_restarts=2")
     assert done.returncode == 1
@@ -67,6 +69,7 @@ def test_a_driver_that_always_dies_is_given_up(tmp_path: Path) -> None:
     assert "given up: the driver" in done.stderr
 
 
+@pytest.mark.shows("R3.5")
 def test_what_a_dead_driver_started_is_gone_before_the_next_one_begins(tmp_path: Path) -> None:
     sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
     done = _run(
@@ -100,6 +103,7 @@ interrupt.raise_if_unfinished()
 """
 
 
+@pytest.mark.shows("R4.1")
 @pytest.mark.parametrize(
     ("number", "whom"),
     [
@@ -121,6 +125,7 @@ def test_a_signal_stops_the_run_once_whoever_gets_it(
         assert process.wait(timeout=60) == 128 + number
 
 
+@pytest.mark.shows("R7.6")
 def test_a_driver_ends_with_its_parent(tmp_path: Path) -> None:
     with _started(tmp_path, _STEPS) as process:
         assert process.stdout is not None

@@ -60,6 +60,7 @@ def sample(text: str) -> Sample:
     return Sample(prompt="31=", response=text, answer="13", reward=0.5, is_truncated=False)
 
 
+@pytest.mark.shows("4.19")
 def test_a_run_folder_holds_configuration_metrics_and_samples(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "run"
     with open_log(folder) as run:
@@ -150,6 +151,7 @@ def small_disk(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.shows("R1.8", "R7.8")
 def test_a_full_disk_is_named_at_the_step_that_met_it(tmp_path: Path) -> None:
     with (
         open_log(tmp_path / "run") as run,
@@ -164,6 +166,7 @@ def test_a_full_disk_is_named_at_the_step_that_met_it(tmp_path: Path) -> None:
     )  # all whole, up to the one at fault
 
 
+@pytest.mark.shows("R7.8")
 def test_a_log_on_a_full_disk_says_so_once_and_goes_on_in_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,6 +185,7 @@ def test_a_log_on_a_full_disk_says_so_once_and_goes_on_in_the_terminal(
     assert "message 00" in (tmp_path / "log.txt").read_text()
 
 
+@pytest.mark.shows("R7.8")
 def test_a_trace_on_a_full_disk_says_so_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -195,6 +199,7 @@ def test_a_trace_on_a_full_disk_says_so_once(
     assert [message.partition(":")[0] for message in caplog.messages] == ["the trace ends here"]
 
 
+@pytest.mark.shows("R7.7")
 @pytest.mark.parametrize("replace", [False, True])
 def test_a_folder_that_is_deleted_midway_is_named_at_the_next_step(
     tmp_path: Path, replace: bool
@@ -234,6 +239,7 @@ def test_a_tracker_that_is_not_installed_says_how_to_install_it(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.shows("R2.4")
 def test_what_came_after_a_checkpoint_is_taken_back_from_lines_and_curves(tmp_path: Path) -> None:
     with open_log(tmp_path / "run") as run:
         for step in (1, 2, 3, 4):
@@ -258,6 +264,7 @@ def test_what_came_after_a_checkpoint_is_taken_back_from_lines_and_curves(tmp_pa
     assert _rewards(tmp_path) == []
 
 
+@pytest.mark.shows("R2.5")
 @pytest.mark.parametrize(
     ("spoil", "num_left"),
     [
@@ -289,6 +296,7 @@ def test_lines_that_are_lost_are_named_and_no_line_is_glued_to_another(
     assert f"lines before step 4 are lost: metrics.jsonl has {num_bytes} bytes" in caplog.text
 
 
+@pytest.mark.shows("R2.10")
 def test_a_folder_is_written_by_one_process_at_a_time_and_free_however_that_ends(
     tmp_path: Path,
 ) -> None:

@@ -54,6 +54,7 @@ def family_engine(
         yield it
 
 
+@pytest.mark.shows("3.7")
 def test_greedy_tokens_are_those_of_hugging_face_after_each_sync(
     family: Family, family_engine: SGLangEngine, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.shows("3.7", "3.9", "5.3")
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("sleep", [True, False])
 def test_sampled_log_probs_are_the_trainers_in_each_of_three_cycles(

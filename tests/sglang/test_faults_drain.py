@@ -43,6 +43,7 @@ def require_serving(engine: SGLangEngine) -> None:
     assert all(len(tokens) == 6 for tokens in found[0])
 
 
+@pytest.mark.shows("2.9")
 @pytest.mark.timeout(200)
 def test_all_200_requests_under_drain_are_answered_or_reported(
     engine: SGLangEngine,
@@ -71,6 +72,7 @@ def test_all_200_requests_under_drain_are_answered_or_reported(
         patient.continue_generation()
 
 
+@pytest.mark.shows("1.19")
 @pytest.mark.timeout(150)
 def test_requests_that_a_stranger_cuts_off_are_asked_for_again(
     engine: SGLangEngine,
@@ -84,6 +86,7 @@ def test_requests_that_a_stranger_cuts_off_are_asked_for_again(
         assert retried.value > 0
 
 
+@pytest.mark.shows("2.10")
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("mode", KEEPING_MODES)
 def test_requests_that_a_strangers_pause_keeps_are_reported(
@@ -100,6 +103,7 @@ def test_requests_that_a_strangers_pause_keeps_are_reported(
         require_serving(engine)
 
 
+@pytest.mark.shows("2.9")
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("mode", KEEPING_MODES)
 def test_a_strangers_endless_request_does_not_hold_up_the_drain(
@@ -118,6 +122,7 @@ def test_a_strangers_endless_request_does_not_hold_up_the_drain(
         require_serving(engine)
 
 
+@pytest.mark.shows("2.8")
 @pytest.mark.timeout(150)
 def test_a_scheduler_that_hangs_is_named_and_may_come_back(
     engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch

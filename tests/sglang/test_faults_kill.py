@@ -78,6 +78,7 @@ def device(served_model: Path) -> Iterator[Device]:
         dist.destroy_process_group()
 
 
+@pytest.mark.shows("4.15")
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("method", "kill"),

@@ -60,6 +60,7 @@ def start(served_model: Path, calls: Path, monkeypatch: pytest.MonkeyPatch) -> S
     return started
 
 
+@pytest.mark.shows("5.6")
 @pytest.mark.parametrize(("version", "has_sessions"), [("0.5.17", False), ("0.5.21", True)])
 def test_an_update_is_bracketed_where_the_release_wants_it(
     start: Start, served_model: Path, calls: Path, version: str, has_sessions: bool
@@ -90,6 +91,7 @@ def test_graph_memory_is_released_only_where_graphs_survive_it(
     assert tags == ["weights", "kv_cache", *graph] * 2
 
 
+@pytest.mark.shows("2.1", "2.11")
 def test_a_drain_ends_in_a_flush_behind_a_closed_door(start: Start, calls: Path) -> None:
     with start("0.5.21") as engine:
         engine.pause()
@@ -103,6 +105,7 @@ def test_a_drain_ends_in_a_flush_behind_a_closed_door(start: Start, calls: Path)
     ]
 
 
+@pytest.mark.shows("5.5")
 def test_what_a_server_lacks_is_one_line_of_the_log(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -146,6 +149,7 @@ def test_each_server_gets_a_key_of_its_own(start: Start) -> None:
         assert engine._server.info["api_key"] not in ("", first)
 
 
+@pytest.mark.shows("5.5")
 @pytest.mark.parametrize("route", ["/release_memory_occupation", "/pause_generation"])
 def test_a_server_without_a_route_is_refused_at_its_start(
     start: Start, monkeypatch: pytest.MonkeyPatch, route: str
@@ -160,6 +164,7 @@ def test_a_server_without_a_route_is_refused_at_its_start(
         raise AssertionError("it may not start")
 
 
+@pytest.mark.shows("5.5")
 def test_a_server_whose_pause_keeps_requests_is_refused(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +193,7 @@ def test_all_answers_of_a_stage_together_get_its_time(
         engine.resume(MemoryTag.KV_CACHE)
 
 
+@pytest.mark.shows("4.7")
 def test_two_servers_that_draw_the_same_port_end_on_two(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +259,7 @@ def test_a_server_that_returns_no_routed_experts_is_refused(start: Start, tmp_pa
         raise AssertionError("it may not start")
 
 
+@pytest.mark.shows("4.7")
 def test_a_port_that_another_process_took_is_left_to_it(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

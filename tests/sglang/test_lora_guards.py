@@ -80,6 +80,7 @@ def of_the_frozen_model(folder: Path) -> list[list[int]]:
     return tokens_of(greedy_of_hugging_face(folder, PROMPTS, num_tokens=8))
 
 
+@pytest.mark.shows("1.11")
 def test_each_request_names_the_adapter(
     loaded: ForgetfulEngine, served_model: Path, adapter: dict[str, Tensor]
 ) -> None:
@@ -102,6 +103,7 @@ def test_nothing_is_sampled_before_an_adapter_has_come(
         loaded.unload_adapter()
 
 
+@pytest.mark.shows("1.12")
 def test_an_adapter_that_matches_no_layer_is_refused(
     loaded: ForgetfulEngine, served_model: Path, adapter: dict[str, Tensor]
 ) -> None:
@@ -114,6 +116,7 @@ def test_an_adapter_that_matches_no_layer_is_refused(
         loaded.generate(PROMPTS, GREEDY)
 
 
+@pytest.mark.shows("1.9")
 def test_an_adapter_that_does_not_fit_is_refused_by_name(
     loaded: ForgetfulEngine, adapter: dict[str, Tensor]
 ) -> None:
@@ -152,6 +155,7 @@ def test_a_rank_above_the_servers_limit_is_refused_by_the_server_too(
     load(loaded, adapter)
 
 
+@pytest.mark.shows("1.10")
 def test_an_adapter_is_unloaded_if_gone_and_never_loaded_over(
     loaded: ForgetfulEngine, adapter: dict[str, Tensor]
 ) -> None:

@@ -49,6 +49,7 @@ def assert_samples_as_the_trainer_for_three_cycles(device: ServedDevice, folder:
     assert answers[0] != answers[1] != answers[2]
 
 
+@pytest.mark.shows("1.4")
 @pytest.mark.parametrize("way", WAYS)
 def test_adapter_samples_are_the_trainers_in_three_cycles(
     lora_engine: ForgetfulEngine, served_model: Path, way: str
@@ -57,12 +58,14 @@ def test_adapter_samples_are_the_trainers_in_three_cycles(
     assert_samples_as_the_trainer_for_three_cycles(device, served_model)
 
 
+@pytest.mark.shows("1.4")
 @pytest.mark.parametrize("way", ["awake", "backup"])
 def test_with_merged_weights_too(engine: SGLangEngine, served_model: Path, way: str) -> None:
     device = ServedDevice(engine, served_model, way, lora=with_lora(sync="merged"))
     assert_samples_as_the_trainer_for_three_cycles(device, served_model)
 
 
+@pytest.mark.shows("1.7", "1.8")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_base_goes_before_the_first_adapter_and_not_again(
     lora_engine: ForgetfulEngine, served_model: Path, way: str
@@ -71,6 +74,7 @@ def test_the_base_goes_before_the_first_adapter_and_not_again(
     check_passes(device, way)
 
 
+@pytest.mark.shows("1.15")
 def test_a_resident_base_stays_while_cache_and_graphs_come_and_go(
     lora_engine: ForgetfulEngine, served_model: Path
 ) -> None:
@@ -86,6 +90,7 @@ def test_a_resident_base_stays_while_cache_and_graphs_come_and_go(
     assert touched == cycle * 2
 
 
+@pytest.mark.shows("1.5")
 def test_the_ledger_prevents_garbage_after_a_bare_release(
     lora_engine: ForgetfulEngine, served_model: Path
 ) -> None:
@@ -99,6 +104,7 @@ def test_the_ledger_prevents_garbage_after_a_bare_release(
     assert device.mismatch_nats() < 1e-4
 
 
+@pytest.mark.shows("1.16")
 @pytest.mark.nightly
 def test_a_server_that_died_gets_base_and_adapter_first(
     lora_engine: ForgetfulEngine, served_model: Path

@@ -28,6 +28,7 @@ def _learn(device: ServedDevice) -> None:
     device.manager.weights_changed(version=device.version)
 
 
+@pytest.mark.shows("1.18")
 def test_a_base_that_did_not_survive_a_sleep_is_not_learned_from(
     lora_engine: ForgetfulEngine, served_model: Path
 ) -> None:

@@ -47,6 +47,7 @@ def fused(engine: SGLangEngine, trainer: TrainEngine) -> FusedEngines:
     return engines
 
 
+@pytest.mark.shows("1.6")
 def test_a_true_first_sync_is_proved_and_later_ones_are_only_sent(
     engine: SGLangEngine, served_model: Path
 ) -> None:
@@ -74,6 +75,7 @@ def test_so_it_is_with_an_adapter_apart_or_merged(
     assert engines.managed.is_proved
 
 
+@pytest.mark.shows("1.6")
 @pytest.mark.parametrize("word", FUSED)
 def test_one_wrong_number_in_the_stream_is_found_by_tensor_name(
     engine: SGLangEngine, served_model: Path, word: str

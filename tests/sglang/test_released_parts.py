@@ -22,6 +22,7 @@ def stopped(engine: SGLangEngine) -> None:
     engine.drain(timeout_s=10.0)
 
 
+@pytest.mark.shows("3.6")
 def test_generate_is_refused_while_a_part_is_released(
     engine: SGLangEngine,
 ) -> None:
@@ -41,6 +42,7 @@ def test_generate_is_refused_while_a_part_is_released(
         assert tokens_of(engine.generate(PROMPTS, GREEDY)) == before
 
 
+@pytest.mark.shows("3.7")
 @pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_only_released_parts_are_resumed(

@@ -59,6 +59,7 @@ def _serve_or_offer(rank: int, folders: list[Path]) -> list[str]:
         return _send_from(rank, engine, folders)
 
 
+@pytest.mark.shows("3.10")
 @pytest.mark.nightly
 def test_two_ranks_feed_a_server_after_a_stream_that_broke_off(
     tmp_path: Path,

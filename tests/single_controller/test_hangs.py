@@ -51,6 +51,7 @@ def wait_until_ranks_are_gone(error: BaseException) -> None:
     wait_until_gone(report.pid for report in reports_on(error))
 
 
+@pytest.mark.shows("R7.1")
 def test_a_rank_that_loops_is_named_before_ranks_that_wait() -> None:
     with start(Joined, 60.0, num_ranks=3) as ranks, pytest.raises(DeadlineError) as caught:
         ranks.hang_on(1)
@@ -79,6 +80,7 @@ def test_ranks_that_give_up_waiting_are_not_blamed() -> None:
     wait_until_ranks_are_gone(caught.value)
 
 
+@pytest.mark.shows("R7.3")
 def test_the_rank_that_raised_is_named_first() -> None:
     with start(Joined, 60.0, num_ranks=3) as ranks, pytest.raises(RemoteCallError) as caught:
         ranks.raise_on(2)
@@ -88,6 +90,7 @@ def test_the_rank_that_raised_is_named_first() -> None:
     wait_until_ranks_are_gone(caught.value)
 
 
+@pytest.mark.shows("R7.2")
 def test_a_killed_rank_is_named_with_signal_and_activity() -> None:
     with start(Mortal) as ranks, pytest.raises(WorkerDiedError) as caught:
         pids = ranks.pid()
@@ -133,6 +136,7 @@ def test_a_fault_while_closing_ends_the_group_all_the_same(
     wait_until_gone(pids)
 
 
+@pytest.mark.shows("R3.4")
 def test_a_group_can_be_built_anew_at_once_after_each_death() -> None:
     pool = RayResourcePool([2])
     for round_number in range(3):

@@ -13,6 +13,7 @@ from hybridrl.errors import WorkerDiedError
 from hybridrl.single_controller.failures import FailedCall
 
 
+@pytest.mark.shows("R7.4")
 def test_a_rank_killed_by_the_memory_monitor_is_named_dead() -> None:
     reset = RayTaskError("reduce", "traceback text", ConnectionError("reset by peer"))
     failures = {0: reset, 1: OutOfMemoryError("8.1GB used / 8GB")}

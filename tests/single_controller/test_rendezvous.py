@@ -23,6 +23,7 @@ from hybridrl.workers.process_group import end_process_group, start_process_grou
 from hybridrl.workers.sharding.control import ControlGroup
 
 
+@pytest.mark.shows("4.7")
 @pytest.mark.skipif(sys.platform != "linux", reason="how Linux reads SO_REUSEADDR")
 def test_a_reserved_port_is_free_for_the_store_alone() -> None:
     host = WorkerHost()
@@ -60,6 +61,7 @@ def _listening() -> set[tuple[str, int]]:
     return {(s.laddr.ip, s.laddr.port) for s in sockets if s.status == psutil.CONN_LISTEN}
 
 
+@pytest.mark.shows("R8.1")
 def test_ranks_of_one_node_listen_on_loopback_alone(ray_cluster: None) -> None:
     with RayWorkerGroup(RayResourcePool([2]), RayClassWithInitArgs(MeetingWorker)) as group:
         for _ in range(2):  # the group can be built again on the same port
@@ -69,11 +71,13 @@ def test_ranks_of_one_node_listen_on_loopback_alone(ray_cluster: None) -> None:
             group.leave()
 
 
+@pytest.mark.shows("R8.1")
 def test_ranks_of_several_nodes_meet_at_the_address_of_the_first() -> None:
     assert rendezvous_address("10.0.0.1", ["a", "b"]) == "10.0.0.1"
     assert rendezvous_address("10.0.0.1", ["a", "a"]) == "127.0.0.1"
 
 
+@pytest.mark.shows("R8.1")
 def test_the_interface_of_an_address_is_found_by_name() -> None:
     for name, addresses in psutil.net_if_addrs().items():
         first = [one.address for one in addresses if one.family == socket.AF_INET][:1]

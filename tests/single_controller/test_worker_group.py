@@ -37,6 +37,7 @@ def test_a_batch_is_split_computed_and_joined_in_order(four_ranks: RayWorkerGrou
         np.testing.assert_array_equal(four_ranks.scale(rows, by=by), rows * 3.0 * by)
 
 
+@pytest.mark.shows("4.16")
 def test_an_indivisible_batch_is_padded_only_if_the_method_pads(
     four_ranks: RayWorkerGroup,
 ) -> None:
@@ -154,6 +155,7 @@ def test_the_environment_is_set_and_shutdown_leaves_nothing(
         group.describe()
 
 
+@pytest.mark.shows("4.22")
 def test_workers_close_on_shutdown(ray_cluster: None, tmp_path: Path) -> None:
     with RayWorkerGroup(
         RayResourcePool([2]), RayClassWithInitArgs(Closing, str(tmp_path / "rank"))

@@ -44,6 +44,7 @@ def test_an_optional_package_is_imported_by_one_file(package: str) -> None:
     assert len(importers_of(package)) <= 1, importers_of(package)
 
 
+@pytest.mark.shows("2.4", "3.8", "5.2")
 def test_only_the_sharding_manager_drives_the_life_cycle_of_an_engine() -> None:
     # Adapters in workers/rollout carry the verbs out, so they may hand them on.
     allowed = ("hybridrl.workers.sharding", "hybridrl.workers.rollout")

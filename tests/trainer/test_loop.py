@@ -42,6 +42,7 @@ def _loop(recorded: Recorded, *, num_steps: int, eval_every: int, num_skipped: i
     )
 
 
+@pytest.mark.shows("4.21")
 def test_evaluation_runs_before_between_and_after_steps() -> None:
     recorded = Recorded()
     assert _loop(recorded, num_steps=5, eval_every=2).run() == 5
@@ -56,6 +57,7 @@ def test_first_record_without_evaluation_is_a_step() -> None:
     assert [step for step, _ in recorded.lines] == [1, 2]
 
 
+@pytest.mark.shows("R9.6")
 def test_consecutive_skipped_updates_end_the_run() -> None:
     recorded = Recorded()
     with pytest.raises(TrainingError, match=r"3 steps in a row.*max_skipped_updates=2.*lr"):
@@ -79,6 +81,7 @@ def test_a_critic_that_cannot_step_ends_the_run_as_a_policy_does() -> None:
         guard.check(metrics)
 
 
+@pytest.mark.shows("R1.3")
 def test_interrupt_saves_after_its_step() -> None:
     recorded, saved = Recorded(), []
     loop = _loop(recorded, num_steps=9, eval_every=3)
@@ -108,6 +111,7 @@ def test_second_signal_does_not_wait_for_the_step() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.shows("R4.1")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_run_with_steps_left_ends_with_128_and_the_signal(number: signal.Signals) -> None:
     loop = _interrupted_in_step(4, number)
@@ -117,12 +121,14 @@ def test_a_run_with_steps_left_ends_with_128_and_the_signal(number: signal.Signa
     assert stopped.value.code == 128 + number
 
 
+@pytest.mark.shows("R4.1")
 def test_signal_in_the_last_step_leaves_the_run_finished() -> None:
     loop = _interrupted_in_step(9, signal.SIGTERM)
     assert loop.run() == 9
     loop.interrupt.raise_if_unfinished()
 
 
+@pytest.mark.shows("R4.3")
 def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -60,6 +60,7 @@ def _two_steps(rank: int, folder: Path, config: ExperimentConfig) -> None:
     worker.close()
 
 
+@pytest.mark.shows("4.11")
 def test_a_reference_leaves_the_device_in_each_phase_and_is_never_sent(tmp_path: Path) -> None:
     config = config_of(
         "algorithm.kl.placement=loss",
@@ -102,6 +103,7 @@ def _learn_every_second_step(rank: int, folder: Path, config: ExperimentConfig) 
     worker.close()
 
 
+@pytest.mark.shows("1.18")
 def test_nothing_is_learned_from_an_engine_with_a_wrong_weight(tmp_path: Path) -> None:
     config = config_of("rollout.sleep=false", "rollout.max_response_tokens=6", "data.max_digits=4")
     rollout = replace(

@@ -9,6 +9,7 @@ from hybridrl.errors import EngineError, PhaseError
 from hybridrl.workers.rollout.request_gate import RequestGate
 
 
+@pytest.mark.shows("2.11")
 def test_while_paused_nothing_is_admitted_and_reopening_ends_it() -> None:
     gate = RequestGate()
     for _ in range(2):
@@ -66,6 +67,7 @@ def test_draining_waits_for_the_running_call() -> None:
         assert generating.result(10.0) == "ended"
 
 
+@pytest.mark.shows("2.8")
 def test_at_the_deadline_what_is_left_is_aborted_and_counted() -> None:
     gate = RequestGate()
     for _ in range(3):

@@ -87,6 +87,7 @@ def _weights() -> Iterator[tuple[str, Tensor]]:
         yield f"w{number}", torch.full((8,), float(number))
 
 
+@pytest.mark.shows("5.8")
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_a_bucket_is_whole_for_the_last_who_reads_it(name: str) -> None:
     num_ranks = 2 if "two" in name else 1

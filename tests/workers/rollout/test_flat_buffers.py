@@ -82,6 +82,7 @@ def test_shared_memory_that_there_is_no_room_for_is_a_named_error() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.shows("1.13", "5.7")
 def test_a_trainer_whose_memory_cannot_be_exported_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

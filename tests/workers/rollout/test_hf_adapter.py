@@ -71,6 +71,7 @@ def merged_engine(folder: Path, adapter: dict[str, Tensor]) -> HFRolloutEngine:
     return engine
 
 
+@pytest.mark.shows("1.11")
 def test_an_adapter_samples_what_merged_weights_sample(
     tiny_model: Path,
 ) -> None:
@@ -87,6 +88,7 @@ def test_an_adapter_samples_what_merged_weights_sample(
             torch.testing.assert_close(one.logprobs, other.logprobs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.shows("1.11")
 def test_nothing_is_sampled_without_an_adapter(tiny_model: Path) -> None:
     engine = lora_engine(tiny_model)
     adapter = make_adapter(engine)
@@ -115,6 +117,7 @@ def test_nothing_is_sampled_without_an_adapter(tiny_model: Path) -> None:
     refused()
 
 
+@pytest.mark.shows("1.12")
 def test_an_adapter_is_loaded_completely_or_refused_by_name(
     tiny_model: Path,
 ) -> None:

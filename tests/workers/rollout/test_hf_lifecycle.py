@@ -99,6 +99,7 @@ def test_lost_weights_and_buffers_never_look_plausible(tiny_model: Path) -> None
             engine.generate(make_prompts((4,)), sampling_params())
 
 
+@pytest.mark.shows("3.6")
 @pytest.mark.parametrize("part", list(MemoryTag))
 def test_generate_is_refused_while_a_part_is_released(part: MemoryTag, tiny_model: Path) -> None:
     engine, prompts = ready_engine(tiny_model), make_prompts((4,))
@@ -110,6 +111,7 @@ def test_generate_is_refused_while_a_part_is_released(part: MemoryTag, tiny_mode
     assert engine.generate(prompts, sampling_params())
 
 
+@pytest.mark.shows("3.5")
 def test_the_parts_are_independent(tiny_model: Path) -> None:
     engine = ready_engine(tiny_model)
     engine.release(MemoryTag.KV_CACHE)
@@ -119,6 +121,7 @@ def test_the_parts_are_independent(tiny_model: Path) -> None:
         send_weights(engine, tiny_model)
 
 
+@pytest.mark.shows("2.11")
 def test_paused_engines_admit_nothing_until_continued(tiny_model: Path) -> None:
     engine, prompts = ready_engine(tiny_model), make_prompts((4,))
     for _ in range(2):
@@ -129,6 +132,7 @@ def test_paused_engines_admit_nothing_until_continued(tiny_model: Path) -> None:
         assert engine.generate(prompts, sampling_params())
 
 
+@pytest.mark.shows("1.19", "2.9")
 def test_a_drain_past_its_deadline_aborts_the_rollout(tiny_model: Path) -> None:
     engine = ready_engine(tiny_model, num_slots=1, max_context_tokens=128)
     prompts, long = make_prompts([4] * 64), sampling_params(group=64, tokens=120)
@@ -146,6 +150,7 @@ def test_a_drain_past_its_deadline_aborts_the_rollout(tiny_model: Path) -> None:
         assert engine.generate(make_prompts((4,)), sampling_params())
 
 
+@pytest.mark.shows("2.10")
 def test_memory_is_not_touched_under_a_running_rollout(tiny_model: Path) -> None:
     engine = ready_engine(tiny_model)
     with engine._gate.admit(1):
@@ -175,6 +180,7 @@ def test_a_weight_that_does_not_fit_refuses_its_bucket_by_name(
     assert tokens_of(engine.generate(prompts, sampling_params())) == expected
 
 
+@pytest.mark.shows("5.8")
 def test_an_update_copies_and_casts(tiny_model: Path) -> None:
     engine, prompts = ready_engine(tiny_model), make_prompts((4, 9))
     expected = tokens_of(engine.generate(prompts, sampling_params()))

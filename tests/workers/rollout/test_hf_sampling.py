@@ -175,6 +175,7 @@ def test_a_group_prefills_its_prompt_once_and_slots_are_refilled(tiny_model: Pat
     assert stats.mean_slot_occupancy == 1.0
 
 
+@pytest.mark.shows("4.20")
 def test_metrics_of_sampling_add_up_over_calls_and_are_taken_once(tiny_model: Path) -> None:
     engine = ready_engine(tiny_model, num_slots=4)
     for _ in range(2):
@@ -235,6 +236,7 @@ def test_tokens_of_another_vocabulary_are_refused(tiny_model: Path) -> None:
         engine.generate(prompt_batch([torch.tensor([1, 64])], [0]), sampling_params())
 
 
+@pytest.mark.shows("1.6")
 def test_weights_never_sent_are_an_error_and_leave_no_nan_behind(tiny_model: Path) -> None:
     engine, prompts = unsynced_engine(tiny_model), make_prompts(LENGTHS)
     with pytest.raises(EngineError, match="sync weights before generate"):

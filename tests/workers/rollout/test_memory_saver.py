@@ -22,6 +22,7 @@ def test_what_the_engine_sets_for_a_server_is_in_nobodys_way() -> None:
     require_no_obstacle(**GOOD)
 
 
+@pytest.mark.shows("5.7")
 @pytest.mark.parametrize(
     ("changes", "word"),
     [

@@ -90,6 +90,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.shows("R5.5")
 @pytest.mark.parametrize("how", ["end", "kill the server"])
 def test_a_child_that_left_the_session_ends_with_the_server(how: str) -> None:
     with running(DAEMON) as server:
@@ -104,6 +105,7 @@ def test_a_child_that_left_the_session_ends_with_the_server(how: str) -> None:
     assert not daemon.is_running()
 
 
+@pytest.mark.shows("R5.5")
 def test_no_server_outlives_a_parent_that_was_killed(tmp_path: Path) -> None:
     parent_script = tmp_path / "parent.py"
     parent_script.write_text(

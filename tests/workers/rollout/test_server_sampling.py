@@ -124,6 +124,7 @@ def test_only_a_response_that_was_cut_off_is_asked_for_again() -> None:
     assert metrics["rollout/retried_requests"].value == 2
 
 
+@pytest.mark.shows("1.19")
 def test_a_response_cut_off_three_times_is_never_scored() -> None:
     with (
         sampling_from(Sampler(lambda _, __: "abort")) as (_, run),

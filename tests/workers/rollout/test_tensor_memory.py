@@ -58,6 +58,7 @@ def test_twice_the_same_edge_is_refused() -> None:
     assert memory.resident_bytes() == 0
 
 
+@pytest.mark.shows("3.13")
 def test_a_resume_without_room_frees_all_and_can_be_repeated() -> None:
     tensors = {"small": torch.ones(2), "large": torch.ones(2)}
     memory = TensorMemory("the KV cache", tensors, lost_value=0.0)

@@ -159,6 +159,7 @@ def test_the_group_outlives_a_restart_that_takes_longer_than_a_stage() -> None:
         assert num_restarts == rank
 
 
+@pytest.mark.shows("2.15")
 @pytest.mark.parametrize("fault", ["keep", "crawl"])
 def test_memory_that_is_not_back_in_time_restarts_the_engine(fault: str) -> None:
     answers = run_ranks(2, _phases_of_slow_engines, fault)

@@ -36,6 +36,7 @@ def _settings_of_this_process() -> Iterator[None]:
     torch._C._accelerator_setAllocatorSettings(before or "expandable_segments:False")
 
 
+@pytest.mark.shows("3.12")
 def test_segments_are_off_within_and_other_settings_stay() -> None:
     torch._C._accelerator_setAllocatorSettings(ON)
     for _ in range(2):
@@ -72,6 +73,7 @@ class Looking(RecordingEngine):
         return super().serve()
 
 
+@pytest.mark.shows("3.12")
 def test_in_a_phase_memory_is_ordinary_and_in_training_as_it_was_set() -> None:
     engine = Looking(0, Journal())
     manager = ShardingManager(

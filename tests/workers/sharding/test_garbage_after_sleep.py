@@ -126,6 +126,7 @@ def test_without_a_ledger_recycled_memory_is_fluent_garbage(
         assert 0.5 < apart < 100.0
 
 
+@pytest.mark.shows("1.2", "R9.4")
 @pytest.mark.parametrize("memory", [_fresh_memory, _recycled_memory])
 def test_with_the_ledger_the_lost_tensors_are_refused_by_name(
     memory: Callable[[Path, RolloutConfig], HFRolloutEngine], folder: Path
@@ -157,6 +158,7 @@ def _bytes_of(engine: HFRolloutEngine, *, buffers: bool) -> int:
     return sum(tensor.num_bytes for tensor in engine.weight_memory() if tensor.is_buffer is buffers)
 
 
+@pytest.mark.shows("1.3")
 @pytest.mark.parametrize("backup_weights", ["ledger", "always"])
 def test_full_fine_tuning_copies_buffers_alone_unless_asked(
     folder: Path, backup_weights: Literal["ledger", "always"]
@@ -176,6 +178,7 @@ def test_full_fine_tuning_copies_buffers_alone_unless_asked(
         device.train()
 
 
+@pytest.mark.shows("1.17")
 def test_buffers_survive_each_of_three_sleeps_bitwise(folder: Path) -> None:
     device = _device(folder, _recycled_memory)
     engine = device.engine

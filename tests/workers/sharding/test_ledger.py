@@ -87,6 +87,7 @@ def test_a_tensor_that_the_engine_does_not_have_is_refused() -> None:
         _sync(ledger, ["embed.weight", "lm_head.weight"])
 
 
+@pytest.mark.shows("1.2", "5.1")
 @given(sent=st.sets(st.sampled_from(list(WEIGHTS))), is_first=st.booleans())
 def test_a_host_copy_is_kept_of_exactly_what_no_sync_sends(sent: set[str], is_first: bool) -> None:
     ledger = _ledger()
@@ -100,6 +101,7 @@ def test_a_host_copy_is_kept_of_exactly_what_no_sync_sends(sent: set[str], is_fi
     assert ledger.is_covered == (not is_first or sent == set(WEIGHTS))
 
 
+@pytest.mark.shows("R9.4")
 @given(data=st.data())
 def test_covered_means_that_every_tensor_is_what_it_should_be(data: st.DataObject) -> None:
     ledger = _ledger()
@@ -123,6 +125,7 @@ def test_covered_means_that_every_tensor_is_what_it_should_be(data: st.DataObjec
         assert ledger.backup_for(()) == good
 
 
+@pytest.mark.shows("1.17")
 def test_an_engine_without_a_copy_of_its_buffer_serves_nothing() -> None:
     """The real thing, not its book: the buffer is NaN after the release."""
     rig = Rig(num_engines=2)
@@ -136,6 +139,7 @@ def test_an_engine_without_a_copy_of_its_buffer_serves_nothing() -> None:
         rig.check_training()
 
 
+@pytest.mark.shows("1.1")
 def test_weights_that_no_sync_sends_survive_three_sleeps() -> None:
     """As with LoRA: the base was sent once, afterwards only the last tensor is."""
     managed = managed_engine(RecordingEngine(0, Journal()))

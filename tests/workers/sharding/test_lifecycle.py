@@ -79,6 +79,7 @@ def test_a_single_edge_is_not_idempotent() -> None:
         rig.life._transition(PAUSE, ManagedEngine.pause, members=[0, 1])
 
 
+@pytest.mark.shows("2.1", "2.2", "2.5")
 def test_all_engines_finish_a_stage_before_any_starts_the_next() -> None:
     rig = Rig(num_engines=3)
     for _ in range(3):
@@ -89,6 +90,7 @@ def test_all_engines_finish_a_stage_before_any_starts_the_next() -> None:
         _check_order(rig, "resume cuda_graph", "continue_generation")
 
 
+@pytest.mark.shows("3.1", "5.4")
 def test_training_state_leaves_in_two_steps_around_the_sync() -> None:
     rig = Rig()
     for _ in range(2):
@@ -103,6 +105,7 @@ def test_training_state_leaves_in_two_steps_around_the_sync() -> None:
             _check_order(rig, "release weights", f"restore {part.value}")
 
 
+@pytest.mark.shows("3.1", "5.6")
 def test_each_engine_is_asked_exactly_once_per_cycle() -> None:
     rig = Rig()
     rig.life.wake()
@@ -120,6 +123,7 @@ def test_each_engine_is_asked_exactly_once_per_cycle() -> None:
             assert calls == WAKE + SLEEP
 
 
+@pytest.mark.shows("2.13")
 def test_sleeping_or_waking_twice_is_a_no_op() -> None:
     rig = Rig()
     for _ in range(2):
@@ -145,6 +149,7 @@ def test_engines_start_asleep_and_admit_nothing() -> None:
             engine.serve()
 
 
+@pytest.mark.shows("3.7")
 @pytest.mark.parametrize("num_engines", [1, 2, 8])
 @pytest.mark.parametrize("depth", SleepLevel)
 def test_engines_serve_the_newest_weights_in_every_cycle(
@@ -155,6 +160,7 @@ def test_engines_serve_the_newest_weights_in_every_cycle(
         rig.cycle()
 
 
+@pytest.mark.shows("2.3", "2.14", "3.9")
 def test_without_sleep_weights_are_updated_in_order_and_only_if_new() -> None:
     rig = Rig(num_engines=3, depth=SleepLevel.KEEP_ALL)
     rig.cycle()
@@ -175,6 +181,7 @@ def test_without_sleep_weights_are_updated_in_order_and_only_if_new() -> None:
         _check_order(rig, *steps)
 
 
+@pytest.mark.shows("1.15")
 def test_with_cache_sleep_only_cache_and_graphs_are_released() -> None:
     rig = Rig(depth=SleepLevel.RELEASE_CACHE)
     rig.cycle()
@@ -188,6 +195,7 @@ def test_with_cache_sleep_only_cache_and_graphs_are_released() -> None:
         assert rig.life.states == (State.KV_ASLEEP, State.KV_ASLEEP)
 
 
+@pytest.mark.shows("3.3")
 def test_the_cache_does_not_wake_beside_a_tenant_that_will_not_leave() -> None:
     rig = Rig()
     stubborn = rig.reference
@@ -219,6 +227,7 @@ class EmptiedMemory(DeviceMemory):
         self.journal.events.append(Event(-2, "empty_cache"))
 
 
+@pytest.mark.shows("3.2")
 def test_the_allocators_cache_is_emptied_before_every_resume() -> None:
     rig = Rig()
     memory = EmptiedMemory(CPU)
@@ -242,6 +251,7 @@ class BusyEngine(RecordingEngine):
         return 2
 
 
+@pytest.mark.shows("2.9")
 def test_aborted_requests_are_counted() -> None:
     managed = managed_engine(BusyEngine(0, Journal()))
     for _ in range(2):
@@ -250,6 +260,7 @@ def test_aborted_requests_are_counted() -> None:
         assert managed.take_metrics() == {"rollout/aborted_requests": Sum(4)}
 
 
+@pytest.mark.shows("3.14")
 @pytest.mark.parametrize("sleep", [True, False])
 def test_saving_between_two_phases_moves_no_engine(sleep: bool) -> None:
     """A checkpoint needs training alone: engines are at rest already, and get no weights."""

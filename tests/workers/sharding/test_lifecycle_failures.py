@@ -84,6 +84,7 @@ def test_a_wake_up_that_fails_at_the_trainer_ends_in_training(
         rig.cycle()
 
 
+@pytest.mark.shows("2.7")
 @pytest.mark.parametrize("call", FALLING_ASLEEP, ids=" ".join)
 @pytest.mark.parametrize("depth", SleepLevel)
 @each_engine
@@ -128,6 +129,7 @@ def test_an_engine_that_neither_stops_nor_continues_is_broken(
     rig.cycle()
 
 
+@pytest.mark.shows("4.12")
 @pytest.mark.parametrize("call", RELEASE, ids=" ".join)
 @each_engine
 @both_sides_of_the_work
@@ -173,6 +175,7 @@ def test_an_engine_that_does_not_restart_stays_broken(failed: str, engine: int, 
         rig.cycle()
 
 
+@pytest.mark.shows("4.12")
 def test_of_two_broken_engines_the_restarted_one_sleeps() -> None:
     rig = _rig_after_one_cycle()
     for engine in (0, 1):
@@ -185,6 +188,7 @@ def test_of_two_broken_engines_the_restarted_one_sleeps() -> None:
     rig.cycle()
 
 
+@pytest.mark.shows("1.16")
 def test_a_broken_engine_boots_on_an_empty_device() -> None:
     rig = _rig_after_one_cycle()
     rig.journal.fail(1, "load")
@@ -272,6 +276,7 @@ def test_a_failed_wake_up_restarts_one_engine_if_the_base_stays() -> None:
         rig.cycle()
 
 
+@pytest.mark.shows("2.6")
 @pytest.mark.parametrize("depth", SleepLevel)
 def test_a_broken_engine_is_asked_nothing_but_to_restart(depth: SleepLevel) -> None:
     rig = Rig(num_engines=3, depth=depth)
@@ -291,6 +296,7 @@ def test_a_broken_engine_is_asked_nothing_but_to_restart(depth: SleepLevel) -> N
     rig.cycle()
 
 
+@pytest.mark.shows("2.5")
 def test_no_engine_continues_before_all_have_their_cache() -> None:
     rig = Rig(num_engines=3)
     rig.cycle()
@@ -352,6 +358,7 @@ STAGES = [
 ]
 
 
+@pytest.mark.shows("R9.3")
 @pytest.mark.parametrize(("depth", "stage"), STAGES)
 def test_after_a_missed_deadline_nobody_serves_or_trains(depth: SleepLevel, stage: str) -> None:
     rig = _rig(depth, stage)
@@ -367,6 +374,7 @@ def test_after_a_missed_deadline_nobody_serves_or_trains(depth: SleepLevel, stag
     assert len(rig.journal.events) == num_events, "somebody was asked something all the same"
 
 
+@pytest.mark.shows("2.13")
 def test_sleeping_in_the_middle_of_a_sync_is_refused() -> None:
     rig = Rig()
     refused = []

@@ -29,6 +29,7 @@ ENGINE_BYTES = WEIGHT_BYTES + 4 * (3 + 64 + 8)
 # -- one process -------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("4.21")
 @pytest.mark.parametrize("sleep", [True, False])
 def test_only_weights_that_changed_or_were_lost_are_sent_again(sleep: bool) -> None:
     device = recording_device(sleep=sleep)
@@ -102,6 +103,7 @@ def test_a_sleep_that_failed_is_mended_by_the_next_phase() -> None:
         device.train()
 
 
+@pytest.mark.shows("4.22")
 def test_the_engine_ends_with_the_manager() -> None:
     device = recording_device()
     device.manager.shutdown()
@@ -118,6 +120,7 @@ def test_an_engine_of_this_process_is_not_counted_as_training() -> None:
         assert tenants.engine_bytes() == ENGINE_BYTES
 
 
+@pytest.mark.shows("3.15")
 def test_each_stage_reports_its_seconds_and_bytes_once() -> None:
     device = recording_device()
     started = device.manager.take_metrics()
@@ -316,6 +319,7 @@ def _two_engines_on_four_ranks(rank: int) -> tuple[int, int, float, list[str]]:
     return len(device.manager.states), calls.count("full_weights"), bytes_sent, texts
 
 
+@pytest.mark.shows("2.6", "3.10")
 def test_only_leaders_have_engines_and_all_ranks_gather() -> None:
     answers = run_ranks(4, _two_engines_on_four_ranks)
     for rank, (num_engines, num_gathers, bytes_sent, texts) in enumerate(answers):

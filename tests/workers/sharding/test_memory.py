@@ -19,6 +19,7 @@ def test_a_cpu_counts_storage_and_not_free_memory() -> None:
     empty_cache(CPU)
 
 
+@pytest.mark.shows("2.15")
 @pytest.mark.gpu
 def test_a_release_counts_only_when_the_device_is_free_again() -> None:
     device = torch.device("cuda:0")

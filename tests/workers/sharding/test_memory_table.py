@@ -44,6 +44,7 @@ def test_the_largest_holder_of_each_section_comes_first() -> None:
     assert device_figures(CPU) == ()
 
 
+@pytest.mark.shows("3.13")
 def test_a_resume_without_room_names_who_holds_the_memory() -> None:
     journal = Journal()
     engine = CrampedEngine(0, journal)

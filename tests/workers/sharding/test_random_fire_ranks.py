@@ -66,6 +66,7 @@ def _check(seeds: range) -> None:
     assert len(failed) > len(seeds) / 2, "the fire was too weak to show anything"
 
 
+@pytest.mark.shows("2.16", "R9.2")
 def test_30_sequences_of_faults_take_both_ranks_out_alike() -> None:
     _check(range(30))
 

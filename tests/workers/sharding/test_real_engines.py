@@ -74,6 +74,7 @@ def _three_cycles(rank: int, folder: Path, way: str, sync: str) -> list[float]:
     return apart
 
 
+@pytest.mark.shows("1.6", "3.7", "4.24")
 @pytest.mark.parametrize(
     ("way", "sync"),
     [
@@ -117,6 +118,7 @@ def test_an_engine_that_fails_on_one_rank_is_restarted(folder: Path) -> None:
         assert apart < 1e-4
 
 
+@pytest.mark.shows("1.4", "1.7", "1.8", "1.10", "R9.5")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_base_goes_before_the_first_adapter_and_not_again(folder: Path, way: str) -> None:
     check_passes(on_device(folder, way), way)
@@ -133,6 +135,7 @@ def test_an_unchanged_policy_is_sent_again_only_where_it_was_lost(folder: Path, 
     assert device.take_bytes("synced_bytes") == expected.get(way, 0)
 
 
+@pytest.mark.shows("1.8", "R9.5")
 @pytest.mark.parametrize("way", WAYS)
 def test_every_tensor_has_the_trainers_bits_after_every_sync(folder: Path, way: str) -> None:
     device = on_device(folder, way)
@@ -170,6 +173,7 @@ def test_a_host_copy_of_the_base_survives_release_and_resume(
     assert base | buffers == set(kept)
 
 
+@pytest.mark.shows("1.4")
 @pytest.mark.parametrize(("way", "sync"), [("resend", "adapter"), ("backup", "merged")])
 def test_no_weight_that_is_sent_again_is_copied_to_the_host(
     folder: Path, way: str, sync: str
@@ -198,6 +202,7 @@ def test_a_resident_base_is_never_released_after_it_has_come(folder: Path) -> No
     assert touched == cycle * 2
 
 
+@pytest.mark.shows("1.5")
 @pytest.mark.parametrize("way", ["resident", "backup", "resend"])
 def test_an_engine_that_sleeps_samples_as_one_that_never_slept(folder: Path, way: str) -> None:
     sleeper, awake = on_device(folder, way), on_device(folder, "awake")
@@ -218,6 +223,7 @@ def test_the_first_samples_are_those_of_the_model_alone(folder: Path) -> None:
     torch.testing.assert_close(scored[mask], sampler[mask], rtol=0, atol=1e-5)
 
 
+@pytest.mark.shows("1.7", "R9.5")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_restarted_engine_gets_base_and_adapter_before_it_serves(folder: Path, way: str) -> None:
     device = on_device(folder, way)
@@ -246,6 +252,7 @@ def _without(trainer: object, keep: tuple[str, ...]) -> None:
     trainer.full_weights = part  # type: ignore[attr-defined]
 
 
+@pytest.mark.shows("1.9")
 @pytest.mark.parametrize(
     ("keep", "words"), [((), "sent no tensors"), (("layers.0.",), "the adapter lacks")]
 )
@@ -263,6 +270,7 @@ def test_an_adapter_sync_with_too_few_tensors_is_refused(
     assert device.mismatch_nats() < 1e-4
 
 
+@pytest.mark.shows("1.9")
 def test_a_base_tensor_in_an_adapter_sync_is_refused_by_name(folder: Path) -> None:
     device = on_device(folder, "awake")
     managed = ManagedEngine(device.engine, config=rollout_config(), device=CPU)
@@ -270,6 +278,7 @@ def test_a_base_tensor_in_an_adapter_sync_is_refused_by_name(folder: Path) -> No
         managed.keep_adapter(stage_by_reference([("model.norm.weight", torch.zeros(3))]), [])
 
 
+@pytest.mark.shows("1.13", "1.14")
 def test_an_adapter_is_handed_over_in_memory_of_its_own(folder: Path) -> None:
     """In-region or host tensors cannot be opened by another process; views drag a storage along."""
     device = on_device(folder, "awake")
@@ -285,6 +294,7 @@ def test_an_adapter_is_handed_over_in_memory_of_its_own(folder: Path) -> None:
     assert kept.any()
 
 
+@pytest.mark.shows("1.10")
 def test_a_torn_adapter_sync_leaves_nothing_for_the_next(folder: Path) -> None:
     device = on_device(folder, "awake")
     managed = ManagedEngine(device.engine, config=rollout_config(), device=CPU)

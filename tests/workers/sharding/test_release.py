@@ -62,6 +62,7 @@ def _held(engine: Overstating, num_late_looks: int) -> Callable[[], int]:
     return held
 
 
+@pytest.mark.shows("2.15")
 def test_of_graphs_nothing_is_demanded_and_what_was_seen_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -81,6 +82,7 @@ def test_of_graphs_nothing_is_demanded_and_what_was_seen_is_told(
         managed.resume_cache()
 
 
+@pytest.mark.shows("2.15")
 @pytest.mark.parametrize("part", [MemoryTag.WEIGHTS, MemoryTag.KV_CACHE])
 def test_most_of_weights_and_cache_must_be_seen_to_be_freed(
     part: MemoryTag, caplog: pytest.LogCaptureFixture
@@ -95,6 +97,7 @@ def test_most_of_weights_and_cache_must_be_seen_to_be_freed(
         managed.release_all()
 
 
+@pytest.mark.shows("2.15")
 def test_memory_that_is_free_a_while_after_the_answer_counts() -> None:
     managed, engine, memory = _managed(late=3)
     held = sum(engine.held_bytes(part) for part in MemoryTag)

@@ -189,6 +189,7 @@ def _two_streams(rank: int, copies: bool, at_fault: int, place: str) -> list[obj
     return answers
 
 
+@pytest.mark.shows("3.10")
 @pytest.mark.parametrize("copies", [True, False])
 def test_every_rank_stages_and_the_rank_with_the_engine_loads(copies: bool) -> None:
     for rank, answer in enumerate(run_ranks(4, _two_streams, copies, -1, "")):
@@ -204,6 +205,7 @@ def test_every_rank_stages_and_the_rank_with_the_engine_loads(copies: bool) -> N
             assert handles == (staged if copies else [["", ""]] * 4)
 
 
+@pytest.mark.shows("3.10")
 @pytest.mark.parametrize(
     ("copies", "at_fault", "place", "reason"),
     [

@@ -31,6 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.shows("R2.1")
 def test_random_generators_resume_their_state(folder: Path, tmp_path: Path) -> None:
     checkpoint.seed_generators(3, rank=1)
     _draw()
@@ -44,6 +45,7 @@ def test_random_generators_resume_their_state(folder: Path, tmp_path: Path) -> N
     assert _draw() == expected
 
 
+@pytest.mark.shows("R1.7")
 def test_full_disk_fails_one_save_and_the_next_works(folder: Path, tmp_path: Path) -> None:
     engine, writer = _policy(folder), CheckpointWriter()
     with pytest.raises(CheckpointError, match="call save"):

@@ -40,6 +40,7 @@ def _ranges(draw: st.DrawFn, shape: tuple[int, ...]) -> list[TensorRange]:
     return ranges
 
 
+@pytest.mark.shows("R2.3")
 @settings(deadline=None, max_examples=80)
 @given(data=st.data())
 def test_shards_of_any_ranks_fill_any_other_shards(
@@ -122,6 +123,7 @@ def test_safetensors_library_reads_the_file(tmp_path: Path, dtype: torch.dtype) 
     assert all(torch.equal(again[name], tensors[name]) for name in tensors)
 
 
+@pytest.mark.shows("R1.5")
 def test_one_changed_byte_is_detected(tmp_path: Path) -> None:
     values = torch.arange(5.0)
     entry = write_shards(tmp_path / "f", {"w": TensorShard(values, ShardSpec.of(values))}, notes={})
@@ -136,6 +138,7 @@ def test_one_changed_byte_is_detected(tmp_path: Path) -> None:
     assert not is_unchanged(tmp_path / "f", entry)
 
 
+@pytest.mark.shows("R2.8")
 def test_error_lists_all_wrong_names_and_shapes(tmp_path: Path) -> None:
     saved = {"same": torch.zeros(2), "gone": torch.zeros(1), "wide": torch.zeros(2, 3)}
     parts = {name: TensorShard(tensor, ShardSpec.of(tensor)) for name, tensor in saved.items()}
@@ -148,6 +151,7 @@ def test_error_lists_all_wrong_names_and_shapes(tmp_path: Path) -> None:
         reader.fill(wanted)
 
 
+@pytest.mark.shows("R1.5")
 def test_missing_file_is_not_read_as_zeros(tmp_path: Path) -> None:
     part = TensorShard(torch.ones(1, 2), ShardSpec((2, 2), ((0, 1), (0, 2))))
     write_shards(tmp_path / "rank-0.safetensors", {"w": part}, notes={})
@@ -158,6 +162,7 @@ def test_missing_file_is_not_read_as_zeros(tmp_path: Path) -> None:
         reader.fill({"w": torch.zeros(2, 2)})
 
 
+@pytest.mark.shows("R1.7")
 def test_full_disk_raises(tmp_path: Path) -> None:
     values = torch.zeros(100_000)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -188,6 +193,7 @@ def _sharded(mesh: object, *, fill: bool) -> dict[str, DTensor]:
     return {n: distribute_tensor(t, mesh, [Shard(0)]) for n, t in whole.items()}  # type: ignore[arg-type]
 
 
+@pytest.mark.shows("R2.3")
 def test_three_ranks_read_the_files_of_two(tmp_path: Path) -> None:
     run_ranks(2, _write_sharded, tmp_path)
     for tensors in run_ranks(3, _read_sharded, tmp_path):

@@ -128,6 +128,7 @@ def test_merged_stream_keeps_the_training_weights(folder: Path, use_rslora: bool
     assert_same_weights(adapter_of(engine), before)
 
 
+@pytest.mark.shows("1.14")
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 @pytest.mark.parametrize("tie_embeddings", [True, False])
 def test_both_exports_give_the_same_logits_in_peft(
@@ -190,6 +191,7 @@ def test_rank_larger_than_a_layer_is_rejected(folder: Path) -> None:
         build_lora(folder, lora=with_lora(rank=17))
 
 
+@pytest.mark.shows("1.12")
 def test_unknown_target_module_is_rejected(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"contains c_attn, and Qwen3ForCausalLM has no such"):
         build_lora(folder, lora=with_lora(target_modules=("c_attn", "q_proj")))

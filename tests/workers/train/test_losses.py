@@ -154,11 +154,13 @@ def test_supervised_loss_is_the_weighted_negative_log_likelihood() -> None:
     )
 
 
+@pytest.mark.shows("4.20")
 def test_all_metrics_of_the_losses_are_declared() -> None:
     for loss in (EVERYTHING, SupervisedLoss()):
         check_declared(loss(make_inputs())[1])
 
 
+@pytest.mark.shows("1.18")
 def test_a_drift_of_the_sampler_beyond_the_limit_is_refused() -> None:
     inputs = make_inputs()
     inputs = replace(inputs, old_logprobs_T=inputs.sampler_logprobs_T + 0.2)

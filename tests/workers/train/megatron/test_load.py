@@ -23,6 +23,7 @@ def _change(folder: Path, **tensors: torch.Tensor | None) -> Path:
     return folder
 
 
+@pytest.mark.shows("6.5")
 def test_all_misfit_tensors_are_named(tmp_path: Path) -> None:
     folder = _change(
         make_tiny_model(tmp_path, "qwen3"),

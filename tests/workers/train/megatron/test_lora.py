@@ -247,6 +247,7 @@ def _export(_rank: int, folder: Path, sizes: Sizes, target: Path) -> list[str]:
     return [spec.name for spec in engine.weight_specs(WeightSet.ADAPTER)]
 
 
+@pytest.mark.shows("1.14")
 @pytest.mark.parametrize(("family", "sizes"), [("qwen3", SP2), ("qwen2", PP2), ("llama", TP2)])
 def test_merged_export_equals_peft_on_the_adapter_folder(
     tmp_path: Path, family: str, sizes: Sizes
@@ -356,5 +357,6 @@ def _refuse(_rank: int, folder: Path, sparse: Path) -> None:
     assert update(build(sparse, sizes, attention), make_rows(NUM_ROWS))["policy/grad_norm"] > 0
 
 
+@pytest.mark.shows("1.12")
 def test_what_does_not_fit_is_refused_by_name(folder: Path, sparse: Path) -> None:
     run_ranks(2, _refuse, folder, sparse)

@@ -86,6 +86,7 @@ def _train(rank: Rank, folder: Path, changes: dict[str, Any], first: int) -> Lea
     return [take_step(engine, batch, first=first) for batch in _lessons()], weights_of(engine)
 
 
+@pytest.mark.shows("6.1")
 @cut_as(*ALL)
 @pytest.mark.parametrize(
     ("changes", "first"),

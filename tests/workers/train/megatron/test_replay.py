@@ -68,6 +68,7 @@ def _scores(answers: list[Learned], step: int) -> Tensor:
     return torch.cat([scored[step] for _, scored, _, _ in leaders])
 
 
+@pytest.mark.shows("6.6")
 @cut_as(*ALL, replay_routing=True)
 @pytest.mark.parametrize("budget", [10_000, 30])
 def test_replay_of_own_routes_is_bitwise_identical(
@@ -93,6 +94,7 @@ def _train_freely(
     return _train(rank, folder, lessons, changes)
 
 
+@pytest.mark.shows("6.6")
 @cut_as(*ALL, replay_routing=True)
 @pytest.mark.parametrize(
     "changes",
