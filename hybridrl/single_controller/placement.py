@@ -1,4 +1,4 @@
-"""Room for a pool: what nodes have, what is asked of them, and the difference in words."""
+"""Reserve resources for a pool, and say which are missing."""
 
 from __future__ import annotations
 
@@ -36,26 +36,22 @@ class ResourceRequest:
         largest = max(self.process_on_nodes)
         capacities = [_capacity(node, self.bundle) for node in _alive_nodes()]
         if max(capacities, default=0) < largest:
-            return f"no node has {_amounts(self.bundle, largest)}, which {largest} ranks of it need"
+            return f"no node has {_amounts(self.bundle, largest)}, which {largest} ranks need"
         num_placed = self._num_placed(capacities)
         if num_placed < len(self.process_on_nodes):
-            return (
-                f"only {num_placed} of {len(self.process_on_nodes)} node entries fit on the "
-                f"{len(capacities)} {'node' if len(capacities) == 1 else 'nodes'} that are there"
-            )
+            return f"only {num_placed} of {len(self.process_on_nodes)} fit"
         return ""
 
     def describe(self) -> str:
-        """Spell what is asked, what nodes have, and what is free."""
-        free = ray.available_resources()
-        has = "; ".join(
-            ", ".join(f"{node.get(name, 0):g} {name}" for name in self.bundle)
-            for node in _alive_nodes()
+        """Name the resources that are asked for, those of each node, and those that are free."""
+        free, nodes = ray.available_resources(), _alive_nodes()
+        of_nodes = "; ".join(
+            ", ".join(f"{node.get(name, 0):g} {name}" for name in self.bundle) for node in nodes
         )
-        where = ", each entry on a node of its own" if self.is_spread else ""
+        where = ", on different nodes" if self.is_spread else ""
         return (
-            f"{list(self.process_on_nodes)} processes per node of {_amounts(self.bundle)} each"
-            f"{where}: nodes have {has}; free in the cluster are "
+            f"{list(self.process_on_nodes)} ranks per node{where}, {_amounts(self.bundle)} a rank; "
+            f"nodes have {of_nodes}; free in the cluster are "
             + ", ".join(f"{free.get(name, 0.0):g} {name}" for name in self.bundle)
         )
 
@@ -74,7 +70,7 @@ class ResourceRequest:
 def reserve(request: ResourceRequest, *, wait_s: float) -> list[Any]:
     """Return one placement group per node entry, all of them ready.
 
-    What is missing is said at once, and every 5 s, because a node may yet join, or another run end.
+    Missing resources are named at once and every 5 s, because a node may join, or another run end.
 
     Raises:
         ResourceError: there was no room within ``wait_s`` seconds; nothing stays reserved.
@@ -118,11 +114,12 @@ def _wait(group: Any, request: ResourceRequest, *, deadline_s: float, wait_s: fl
             return
         pause_s = _PROGRESS_S
         if (waited_s := wait_s - deadline_s + time.monotonic()) < wait_s:
-            log.warning("no room yet, %.0f of %g s: %s", waited_s, wait_s, _why_not_yet(request))
-    unmet_reason = request.unmet_reason()
-    why = f"{unmet_reason}; " if unmet_reason else "others hold it; "
+            cause = request.unmet_reason() or "other runs hold the resources"
+            line = "waiting for resources, %.0f of %g s: %s; wanted are %s"
+            log.warning(line, waited_s, wait_s, cause, request.describe())
     raise ResourceError(
-        f"no room after {wait_s:g} s for {request.describe()}; {why}"
+        f"could not reserve within {wait_s:g} s: {request.describe()}; "
+        f"{request.unmet_reason() or 'other runs hold the resources'}; "
         "lower cluster.num_nodes or cluster.num_ranks_per_node, add nodes, free resources, or "
         "raise cluster.start_timeout_s (in code: process_on_nodes and wait_s of the pool)"
     )
@@ -133,20 +130,10 @@ def _is_ready(group: Any, wait_s: int) -> bool:  # noqa: ANN401
         return bool(group.wait(wait_s))
     except Exception as error:  # Ray has no class for it
         raise ResourceError(
-            f"the cluster dropped a request for room while the driver waited for it: {error} Ray "
+            f"the cluster dropped a request for resources that the driver waited for: {error} Ray "
             "does that when it loses the node of the driver; look at `ray status`, then start "
             "the run again"
         ) from error
-
-
-def _why_not_yet(request: ResourceRequest) -> str:
-    unmet_reason = request.unmet_reason()
-    cause = (
-        f"{unmet_reason}, waiting for nodes to join"
-        if unmet_reason
-        else "waiting for others to end"
-    )
-    return f"{cause}; asked for {request.describe()}"
 
 
 def _alive_nodes() -> list[dict[str, float]]:

@@ -52,7 +52,10 @@ def test_a_job_that_fails_says_why_and_has_failed(
     asked = ("cluster.num_cpus_per_rank=64", "cluster.start_timeout_s=2")
     done = _submit(head, checkout, *small_overrides(tmp_path / "run", *asked))
     assert done.returncode != 0
-    assert "ResourceError: no room after 2 s for [1] processes per node of 64 CPU" in done.stdout
+    assert (
+        "ResourceError: could not reserve within 2 s: [1] ranks per node, on different"
+        in done.stdout
+    )
     assert "nodes have 2 CPU" in done.stdout
 
 

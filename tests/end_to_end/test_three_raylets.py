@@ -53,9 +53,9 @@ def test_it_is_said_which_rank_is_where(seen: Any) -> None:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("too many nodes", "only 3 of 4 node entries fit on the 3 nodes that are there"),
-        ("too many ranks", "no node has 4 CPU, which 4 ranks of it need"),
-        ("busy", "free in the cluster are 3 CPU; others hold it"),
+        ("too many nodes", "only 3 of 4 fit"),
+        ("too many ranks", "no node has 4 CPU, which 4 ranks need"),
+        ("busy", "free in the cluster are 3 CPU; other runs hold the resources"),
     ],
 )
 def test_what_a_cluster_lacks_is_named(seen: Any, case: str, words: str) -> None:

@@ -67,7 +67,7 @@ def test_too_few_resources_say_what_was_asked_and_what_there_is(ray_cluster: Non
     pool = RayResourcePool([2], use_gpu=True, num_cpus_per_rank=100, wait_s=0.3)
     with pytest.raises(
         ResourceError,
-        match=r"no room after 0.3 s for \[2\] .* 100 CPU, 1 GPU each: nodes have 8 CPU, 0 GPU; fre"
+        match=r"reserve within 0.3 s: \[2\] .* 100 CPU, 1 GPU a rank; nodes have 8 CPU, 0 GPU; fre"
         r".* lower cluster.num_nodes or cluster.num_ranks_per_node, .* cluster.start_timeout_s ",
     ):
         RayWorkerGroup(pool, RayClassWithInitArgs(Scaler))
@@ -103,7 +103,9 @@ def test_a_request_that_the_cluster_drops_is_named(ray_cluster: None) -> None:
     thread = Thread(target=drop)
     thread.start()
     try:
-        with pytest.raises(ResourceError, match=r"dropped a request for room .* does not exist"):
+        with pytest.raises(
+            ResourceError, match=r"dropped a request for resources .* does not exist"
+        ):
             RayWorkerGroup(
                 RayResourcePool([1], num_cpus_per_rank=100, wait_s=30),
                 RayClassWithInitArgs(Scaler),
