@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Callable
+
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import (
@@ -11,6 +14,7 @@ from sglang.srt.server_args import (
 
 from sglang_cpu import without_cuda
 
+BEFORE_OTHER_PROCESSES = "sglang.srt.entrypoints.engine._set_envs_and_config"
 BATCH_INVARIANT_KERNELS = "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode"
 
 
@@ -28,7 +32,17 @@ def install() -> None:
     )  # compiling for a CPU needs a C++ compiler, and minutes
     add_deterministic_attention_backend_choices(["torch_native"])
     add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    HookRegistry.register(BEFORE_OTHER_PROCESSES, _fork_them, HookType.AROUND)
     HookRegistry.register(BATCH_INVARIANT_KERNELS, _keep_the_kernels_of_torch, HookType.REPLACE)
+
+
+def _fork_them(original: Callable[..., None], *args: object, **kwargs: object) -> None:
+    """Let scheduler and detokenizer share what the server has imported: half of a start.
+
+    SGLang spawns them, as CUDA must; each would import torch and SGLang anew, for 10 s of CPU.
+    """
+    original(*args, **kwargs)
+    multiprocessing.set_start_method("fork", force=True)
 
 
 def _keep_the_kernels_of_torch(*, enable_bmm: bool = True) -> None:
