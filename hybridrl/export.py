@@ -92,13 +92,13 @@ def _read_config(run_folder: Path) -> ExperimentConfig:
 
 
 def _find(run_folder: Path, step: int | None) -> Checkpoint:
-    shelf = CheckpointStore(run_folder.absolute() / "checkpoints")
-    checkpoint = shelf.newest() if step is None else shelf.at(step)
+    store = CheckpointStore(run_folder.absolute() / "checkpoints")
+    checkpoint = store.newest() if step is None else store.at(step)
     if checkpoint is None:
-        steps = ", ".join(map(str, shelf.steps())) or "none"
-        wanted = "a complete checkpoint" if step is None else f"a checkpoint of step {step}"
+        steps = ", ".join(map(str, store.steps())) or "none"
+        missing = "complete checkpoint" if step is None else f"checkpoint of step {step}"
         raise CheckpointError(
-            f"{run_folder} has not {wanted}; it has: {steps} (checkpoint.keep_last and "
+            f"{run_folder} has no {missing}; it has: {steps} (checkpoint.keep_last and "
             "checkpoint.keep_best say how many are kept)"
         )
     return checkpoint

@@ -28,6 +28,8 @@ from typing import Any
 STACKS_SIGNAL = signal.SIGUSR1
 """Makes a recorded rank write its stacks. Sent to it alone: elsewhere the signal kills."""
 
+_to_json = json.JSONEncoder(allow_nan=False).encode  # kept: each call of a rank writes twice
+
 _MAX_TEXT = 240
 _NUM_SAMPLES = 600
 _SAMPLE_EVERY_S = 1.0
@@ -110,7 +112,7 @@ class _Activity:
         self._record["notes"] = {
             name: describe()[:_MAX_TEXT] for name, describe in self._watched.items()
         }
-        text = json.dumps(self._record)
+        text = _to_json(self._record)
         # Blanks over what was there; all 4 KiB each time would cost more than the call it is about.
         data = text.ljust(self._num_written).encode()
         self._num_written = len(text)
@@ -123,7 +125,7 @@ class _Activity:
         while True:
             samples.append([round(time.monotonic(), 1), resident_bytes(), _shared_bytes()])
             with suppress(OSError):
-                text = json.dumps(list(samples)).ljust(os.fstat(file).st_size)
+                text = _to_json(list(samples)).ljust(os.fstat(file).st_size)
                 os.pwrite(file, text.encode(), 0)
             with self._lock:
                 if self._watched:

@@ -22,6 +22,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config
 from hybridrl.diagnostics.processes import kill_session
 from hybridrl.errors import ConfigErrors, HybridRLError
+from hybridrl.json_text import to_json_text
 from hybridrl.trainer.interrupt import RunInterrupted, exit_status
 
 _LAUNCH = "hybridrl.run.launch"
@@ -70,7 +71,7 @@ class Child:
 
 def to_yaml(config: ExperimentConfig) -> str:
     """Write a configuration as a run folder's ``config.yaml`` holds it."""
-    values = json.loads(json.dumps(asdict(config)))  # YAML has no tuples
+    values = json.loads(to_json_text(asdict(config)))  # YAML has no tuples
     text: str = yaml.safe_dump(values, sort_keys=False)
     return text
 

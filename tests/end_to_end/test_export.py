@@ -69,7 +69,7 @@ def test_the_command_names_the_folder_it_wrote_and_what_it_cannot_do(
     with pytest.raises(SystemExit) as ended:
         export.main()
     assert ended.value.code == 1
-    assert "has not a checkpoint of step 7; it has: 2, 3" in capsys.readouterr().err
+    assert "has no checkpoint of step 7; it has: 2, 3" in capsys.readouterr().err
     with pytest.raises(RunFolderError, match="exists; export to a new folder with --output"):
         export_checkpoint(folder)
     elsewhere = tmp_path / "models" / "digits"
@@ -78,7 +78,7 @@ def test_the_command_names_the_folder_it_wrote_and_what_it_cannot_do(
     assert capsys.readouterr().out.splitlines()[:1] == [str(elsewhere)]
     ours, own = (load_file(f / "model.safetensors") for f in (elsewhere, folder / "hf-step-3"))
     assert all(torch.equal(ours[name], own[name]) for name in own)
-    with pytest.raises(RunFolderError, match="no run folder"):
+    with pytest.raises(RunFolderError, match="is not a run folder"):
         export_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="it has: 2, 3"):
         export_checkpoint(folder, step=1)

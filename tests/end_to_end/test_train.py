@@ -216,7 +216,7 @@ def _spoil_head(folder: Path) -> None:
     [
         ("train", _spoil_index, "weight_map is"),
         ("sft", _spoil_types, r"model\.norm\.weight is I8"),
-        ("train", _spoil_head, "hold another lm_head"),
+        ("train", _spoil_head, "contain another lm_head"),
         ("train", _spoil_stop_tokens, "eos_token_id=999 is not in the vocabulary of 512"),
     ],
 )
