@@ -51,10 +51,6 @@ def _rows(prompt: int, response: int, *, prompts: int, group: int = 8) -> tuple[
 
 SLEEP = ("rollout.sleep=true",)
 CHECKPOINTING = ("actor.gradient_checkpointing=true",)
-REFERENCE = (
-    *("algorithm.old_logprobs=recompute", "algorithm.kl.placement=loss"),
-    "algorithm.kl.coefficient=0.001",
-)
 TWO_RANKS = ("cluster.num_ranks_per_node=2", "cluster.num_threads_per_rank=1")
 
 
@@ -70,12 +66,11 @@ CASES = {
     "default, long rows, checkpointing": (*_shape(SMALL), *LONG, *CHECKPOINTING),
     "middle": (*_shape(MIDDLE), *LONG, *_tokens(4096)),
     "middle, sleep": (*_shape(MIDDLE), *LONG, *_tokens(4096), *SLEEP),
-    "middle, reference": (*_shape(MIDDLE), *LONG, *_tokens(4096), *REFERENCE),
     "middle, two ranks": (*_shape(MIDDLE), *LONG, *_tokens(4096), *TWO_RANKS),
+    "middle, PPO": ("algorithm=ppo", *_shape(MIDDLE), *LONG, *_tokens(4096), *CRITIC),
     "large": (*_shape(LARGE), *LONG, *_tokens(2048)),
     "large, checkpointing": (*_shape(LARGE), *LONG, *_tokens(8192), *CHECKPOINTING),
-    "large, sleep, reference": (*_shape(LARGE), *LONG, *_tokens(2048), *SLEEP, *REFERENCE),
-    "large, two ranks, sleep": (*_shape(LARGE), *LONG, *_tokens(2048), *TWO_RANKS, *SLEEP),
+    "large, LoRA": ("lora=default", *_shape(LARGE), *LONG, *_tokens(2048)),
     "wide, vocabulary of 32768": (
         *_shape(WIDE, 32768),
         *LONG,
@@ -83,20 +78,7 @@ CASES = {
         "actor.logprob_chunk_tokens=512",
     ),
     "lora_cpu": ("recipes=lora_cpu", *_shape(SMALL)),
-    "lora_cpu, merged": ("recipes=lora_cpu", *_shape(SMALL), "lora.sync=merged"),
     "ppo_cpu": ("recipes=ppo_cpu", *_shape(SMALL)),
-    "large, LoRA": ("lora=default", *_shape(LARGE), *LONG, *_tokens(2048)),
-    "large, LoRA, sleep": ("lora=default", *_shape(LARGE), *LONG, *_tokens(2048), *SLEEP),
-    "large, LoRA, checkpointing": (
-        *("lora=default", *_shape(LARGE), *LONG, *_tokens(8192)),
-        *CHECKPOINTING,
-    ),
-    "middle, PPO": ("algorithm=ppo", *_shape(MIDDLE), *LONG, *_tokens(4096), *CRITIC),
-    "middle, PPO, sleep": (
-        *("algorithm=ppo", *_shape(MIDDLE), *LONG, *_tokens(4096), *CRITIC),
-        *SLEEP,
-    ),
-    "large, bfloat16 engine": (*_shape(LARGE), *LONG, *_tokens(2048), "rollout.dtype=bfloat16"),
 }
 
 
