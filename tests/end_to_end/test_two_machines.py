@@ -29,8 +29,8 @@ def start_run(machines: Machines, *overrides: str) -> tuple[Started, Started]:
     worker.wait_for("waiting for the Ray head", 60)
     variables = {"SHARED": str(machines.folder), "NUM_RANKS_PER_NODE": "1", "DEVICE": "cpu"}
     head = machines.start(0, "recipes/cluster/ray_head.sh", *overrides, **variables, **TOKEN)
-    head.wait_for(f"rank 0 on {ADDRESSES[0]}", 240)
-    assert f"rank 1 on {ADDRESSES[1]}" in head.text()
+    head.wait_for(f"rank 1 on {ADDRESSES[1]}", 240)
+    assert f"rank 0 on {ADDRESSES[0]}" in head.text()
     return head, worker
 
 

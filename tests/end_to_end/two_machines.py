@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.waiting import wait_until
@@ -30,27 +30,37 @@ class Machines:
 
     folder: Path
     names: tuple[str, str]
+    started: list[Started] = field(default_factory=list)
 
     def start(self, machine: int, *command: str, **variables: str) -> Started:
         """Start a command on a machine, from the checkout."""
         name, home = self.names[machine], self.folder / f"home{machine}"
         home.mkdir(exist_ok=True)
-        script = (
-            f"hostname machine{machine}; mount --bind {home}/tmp /tmp; exec {' '.join(command)}"
-        )
+        hosts = [f"{address} machine{i}" for i, address in enumerate(ADDRESSES)]
+        (home / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts, ""]))
+        (home / "resolv.conf").touch()  # without name servers each question fails at once
+        steps = [
+            f"mkdir -p {home}/ray /tmp/ray",
+            f"mount --bind {home}/ray /tmp/ray",
+            f"mount --bind {home}/hosts /etc/hosts",
+            f"mount --bind {home}/resolv.conf /etc/resolv.conf",
+            f"hostname machine{machine}",
+            f"exec {' '.join(command)}",
+        ]
         environment = {key: text for key, text in os.environ.items() if not key.startswith("RAY_")}
         environment |= {"HOME": str(home), "PYTHONPATH": str(ROOT), **variables}
         environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
         output = self.folder / f"machine{machine}.out"
         with output.open("wb") as file:
             process = subprocess.Popen(
-                ["ip", "netns", "exec", name, "unshare", "-mu", "bash", "-c", script],
+                ["ip", "netns", "exec", name, "unshare", "-mu", "bash", "-ec", "; ".join(steps)],
                 cwd=ROOT,
                 env=environment,
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )
-        return Started(process, output)
+        self.started.append(Started(process, output))
+        return self.started[-1]
 
     def unplug(self) -> None:
         """Cut the cable: packets are lost, and nobody is told."""
@@ -80,6 +90,7 @@ class Started:
 def two_machines(folder: Path) -> Iterator[Machines]:
     """Make both machines; with them ends all that runs on them."""
     names = (f"one{os.getpid()}", f"two{os.getpid()}")
+    machines = Machines(folder, names)
     for name in names:
         _ip("netns", "add", name)
     try:
@@ -101,12 +112,14 @@ def two_machines(folder: Path) -> Iterator[Machines]:
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "link", "set", "eth", "up")
             _ip("-n", name, "route", "add", "default", "via", other)
-        yield Machines(folder, names)
+        yield machines
     finally:
         for name in names:
             pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
             subprocess.run(["kill", "-9", *pids.stdout.split()], capture_output=True)
             _ip("netns", "del", name)
+        for started in machines.started:
+            started.process.wait()
 
 
 def _ip(*words: str) -> None:
