@@ -1,6 +1,6 @@
 """The rehearsal of a server's start as it would be on a machine with an H100: its child's stand-in.
 
-``python -m tests.sglang.on_cuda CASE.json RESULT.json``: as ``server_start``, which does all but
+``python -m tests.sglang.on_cuda CASE.json RESULT.json``: as ``sglang.start``, which does all but
 the answers about the device. CASE.json may hold a list of cases, RESULT.json then as many results.
 SGLang is imported first, on the CPU that there is, so that it looks for no kernels.
 """
