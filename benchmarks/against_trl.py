@@ -246,7 +246,7 @@ def start(name: str, command: Sequence[str], *, log_path: Path) -> Iterator[Side
 
 def race(sides: Sequence[Side], *, num_rounds: int, num_steps: int) -> list[Round]:
     """Let all take their turns; who begins alternates."""
-    rounds = []
+    rounds: list[Round] = []
     for number in range(num_rounds):
         order = sides if number % 2 else sides[::-1]
         rounds.append({side.name: side.take(num_steps) for side in order})

@@ -123,10 +123,11 @@ class Killer:
         if status is None or status <= 0:
             return
         said = child.tail(60)
-        if not NAMED.search(said.encode()):
+        named = NAMED.search(said.encode())
+        if named is None:
             sys.exit(f"a run ended with status {status} and no named error:\n{said}")
         self.num_named += 1
-        print(f"  ended with: {NAMED.search(said.encode())[0].decode()}", flush=True)
+        print(f"  ended with: {named[0].decode()}", flush=True)
 
 
 def main() -> None:

@@ -86,8 +86,10 @@ class Way:
         )
         self.trainer = build_engine(self.config, self.folder)
         self.manager.attach_policy(self.trainer)
-        self._step_optimizer = self.trainer.backend.optimizer.step
-        self.trainer.backend.optimizer.step = self._weigh_gradients  # type: ignore[method-assign]
+        backend = self.trainer.backend
+        assert isinstance(backend, FSDP2Backend)
+        self._step_optimizer = backend.optimizer.step
+        backend.optimizer.step = self._weigh_gradients  # type: ignore[method-assign]
 
     def step(self, prompts: PromptBatch, version: int) -> None:
         """Sample, then learn that early rows were better than late ones."""

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import load_file
@@ -33,7 +34,8 @@ from hybridrl.workers.rollout.sglang.weights import build_transport
 from hybridrl.workers.sharding.control import ControlGroup, Neighbours
 from hybridrl.workers.sharding.weight_stream import stream_weights
 
-TRANSPORTS = ("shared", "broadcast", "disk")
+Transport = Literal["shared", "broadcast", "disk"]
+TRANSPORTS: tuple[Transport, ...] = ("shared", "broadcast", "disk")
 NUM_SMALL_BUCKETS = 50
 CPU = torch.device("cpu")
 
@@ -103,9 +105,9 @@ def measure(
     seconds: dict[str, list[float]] = {name: [] for name in ("memcpy", *TRANSPORTS)}
     for _ in range(1 + arguments.rounds):
         seconds["memcpy"].append(timed(lambda: [t.clone() for t in weights.values()]))
-        for name in TRANSPORTS:
-            use(engine, name)
-            seconds[name].append(
+        for transport in TRANSPORTS:
+            use(engine, transport)
+            seconds[transport].append(
                 timed(lambda: send(engine, weights, bucket_bytes=arguments.bucket_mib * 2**20))
             )
     copied = statistics.median(seconds["memcpy"][1:])
@@ -113,14 +115,17 @@ def measure(
     write(f"{arguments.rounds} rounds after one to warm up\n\n")
     write("| transport | seconds | GB/s | times memcpy | ms a tiny bucket |\n")
     write("|---|---:|---:|---:|---:|\n")
+    tiny_ms: dict[str, str] = {
+        name: f"{1e3 * tiny_bucket(engine, name, weights):.1f}" for name in TRANSPORTS
+    }
     for name, every in seconds.items():
         median = statistics.median(every[1:])
-        tiny = "" if name == "memcpy" else f"{1e3 * tiny_bucket(engine, name, weights):.1f}"
+        tiny = "" if name == "memcpy" else tiny_ms[name]
         rate = num_bytes / median / 1e9
         write(f"| {name} | {median:.3f} | {rate:.2f} | {median / copied:.1f} | {tiny} |\n")
 
 
-def use(engine: SGLangEngine, transport: str) -> None:
+def use(engine: SGLangEngine, transport: Transport) -> None:
     """Let weights take another way from here on."""
     engine.transport.forget()
     rollout = replace(rollout_config(), transport=transport)
@@ -143,7 +148,7 @@ def send(engine: SGLangEngine, weights: dict[str, Tensor], *, bucket_bytes: int)
     engine.finish_update(version=0)
 
 
-def tiny_bucket(engine: SGLangEngine, transport: str, weights: dict[str, Tensor]) -> float:
+def tiny_bucket(engine: SGLangEngine, transport: Transport, weights: dict[str, Tensor]) -> float:
     """Return the seconds that a bucket of one norm takes, on disk its file alone."""
     use(engine, transport)
     norm = {"model.norm.weight": weights["model.norm.weight"]}

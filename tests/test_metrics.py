@@ -19,6 +19,7 @@ from hybridrl.metrics import (
     Max,
     Mean,
     Metric,
+    Metrics,
     Min,
     Sum,
     check_declared,
@@ -68,7 +69,7 @@ def test_of_a_rate_that_changes_within_a_step_the_last_counts() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.1])
 def test_metrics_come_back_from_json_that_any_reader_takes(value: float) -> None:
-    metrics = {"a": Mean(value, 3.0), "b": Max(value), "c": Last(value)}
+    metrics: Metrics = {"a": Mean(value, 3.0), "b": Max(value), "c": Last(value)}
     spelled = json.dumps(to_json(metrics), allow_nan=False)
     assert repr(from_json(json.loads(spelled))) == repr(metrics)  # a NaN equals nothing
 

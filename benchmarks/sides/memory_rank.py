@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
 
@@ -28,8 +28,6 @@ from hybridrl.single_controller import Worker
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.rollout.protocol import SamplingParams
-
-WorkerT = TypeVar("WorkerT", bound=Worker)
 
 
 def main() -> None:
@@ -57,15 +55,16 @@ def build(config: ExperimentConfig, model: Path) -> tuple[ActorRolloutWorker, Cr
     """Build the workers as a fused group does: one after the other, in one process."""
     roles: dict[str, Worker] = {}
 
-    def start(role: str, cls: type[WorkerT]) -> WorkerT:
+    def start(role: str, cls: Any) -> Any:  # noqa: ANN401
         worker = cls.__new__(cls, config, model)
         worker.fused = roles
         roles[role] = worker
         cls.__init__(worker, config, model)
         return worker
 
-    actor = start("actor", ActorRolloutWorker)
-    return actor, start("critic", CriticWorker) if config.has_critic else None
+    actor: ActorRolloutWorker = start("actor", ActorRolloutWorker)
+    critic: CriticWorker | None = start("critic", CriticWorker) if config.has_critic else None
+    return actor, critic
 
 
 def step(
@@ -93,6 +92,7 @@ def step(
         temperature=config.rollout.temperature,
     )
     rollouts = worker.generate(prompts, sampling)
+    assert rollouts is not None
     values = None if critic is None else critic.compute_values(rollouts)
     logprobs = LogprobBatch(batch_size=[len(rollouts)])
     if config.algorithm.old_logprobs == "recompute" or config.algorithm.kl.placement != "none":

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 
-class TimedTrainer(GRPOTrainer):  # type: ignore[misc]
+class TimedTrainer(GRPOTrainer):
     """Notes when sampling begins and ends, and when the batch of the update is ready."""
 
     generate_s = 0.0
@@ -38,7 +38,7 @@ class TimedTrainer(GRPOTrainer):  # type: ignore[misc]
         return result
 
 
-class Gate(TrainerCallback):  # type: ignore[misc]
+class Gate(TrainerCallback):
     """Reports each step to the parent process and waits for its word after the last one allowed."""
 
     def __init__(self, parent: Connection, num_warmup_steps: int) -> None:
@@ -57,6 +57,7 @@ class Gate(TrainerCallback):  # type: ignore[misc]
         """Report; the step ends here, after the optimizer."""
         step_s = time.perf_counter() - self._began
         trainer = self.trainer
+        assert trainer is not None
         metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
         self.steps.append(
             {

@@ -59,9 +59,7 @@ def _join(backend: str, timeout: timedelta, device: torch.device | None = None) 
         bound = bind(address, port)
         bound.listen(world_size)
         listening = bound.detach()  # the store closes it
-    store = dist.TCPStore(  # type: ignore[attr-defined]  # documented, and not in __all__
-        address, port, world_size, rank == 0, timeout, master_listen_fd=listening
-    )
+    store = dist.TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=listening)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
     )

@@ -37,7 +37,7 @@ def test_loss_and_gradient_equal_hand_computed_values(
     ratio: float, advantage: float, loss: float, gradient: float
 ) -> None:
     terms, current_T = surrogate([ratio], [advantage])
-    terms.losses_T.sum().backward()  # type: ignore[no-untyped-call]
+    terms.losses_T.sum().backward()
     assert terms.losses_T.item() == pytest.approx(loss, rel=1e-6)
     assert current_T.grad is not None
     assert current_T.grad.item() == pytest.approx(gradient, rel=1e-6)

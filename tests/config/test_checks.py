@@ -660,7 +660,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    for name, changes in {"adapter": {}, "dora": {"use_dora": True}}.items():
+    adapters: dict[str, dict[str, object]] = {"adapter": {}, "dora": {"use_dora": True}}
+    for name, changes in adapters.items():
         _write_adapter(tmp_path / name, changes)
     monkeypatch.chdir(tmp_path)
     return tmp_path

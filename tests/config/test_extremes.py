@@ -82,7 +82,8 @@ def test_no_size_in_config_json_ends_a_check_in_a_traceback(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("moe").mkdir()
-    for value in (0, -1, 10**12, 10**400, 1.5, "x", None, [], [[]], {}, True):
+    values: list[object] = [0, -1, 10**12, 10**400, 1.5, "x", None, [], [[]], {}, True]
+    for value in values:
         Path("moe/config.json").write_text(json.dumps(QWEN3_MOE | {name: value}))
         check(values_of(*MOE, *LORA, "model.dtype=bfloat16"))
         check(values_of(*MOE[2:], "rollout=sglang", "mode=sft"))

@@ -24,7 +24,7 @@ class Plain:
 
     def __init__(self, model: Any, optimizer: OptimizerConfig) -> None:
         self.model = model.eval()  # no dropout in any of them; the critic's class has one
-        groups = {True: [], False: []}
+        groups: dict[bool, list[Any]] = {True: [], False: []}
         for parameter in model.parameters():
             groups[parameter.ndim >= 2].append(parameter)
         self._adamw = torch.optim.AdamW(

@@ -43,7 +43,9 @@ def _adapter_of(engine: PolicyEngine) -> dict[str, Tensor]:
 
 
 @cache
-def _train_alone(folder: Path, sync: str) -> tuple[dict, dict, list[float], Tensor]:
+def _train_alone(
+    folder: Path, sync: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float], Tensor]:
     """Three steps in this process: FSDP2 on one rank, which peft's own layers compute."""
     engine = build_lora(folder, lora=with_lora(sync=sync), config=LIVELY)
     norms = [update(engine, make_rows(11, seed=s))["policy/grad_norm"] for s in range(3)]

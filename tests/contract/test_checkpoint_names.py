@@ -46,7 +46,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 def _save(rank: Rank, folder: Path, kind: str, target: Path) -> None:
     """Write a checkpoint before the first step, and one after it."""
-    lora = {"lora": LORA} if kind == "adapter" else {}
+    lora: dict[str, Any] = {"lora": LORA} if kind == "adapter" else {}
     engine: Any = rank.critic(folder) if kind == "critic" else rank.policy(folder, **lora)
     writer = CheckpointWriter()
     for num_updates in range(2):

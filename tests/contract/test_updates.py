@@ -31,6 +31,7 @@ from tests.workers.train.engines import (
     ACTOR,
     LOSS,
     OPTIMIZER,
+    after,
     assert_same_weights,
     make_rows,
     rows_of,
@@ -152,7 +153,7 @@ def test_two_steps_are_those_of_the_plain_model(
         assert weights.keys() == plain.weights.keys()
         for name, tensor in weights.items():
             torch.testing.assert_close(
-                tensor, plain.weights[name], atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+                tensor, plain.weights[name], atol=1e-5, rtol=0, msg=after(name)
             )
         assert_same_weights(answers[0][1], weights)
         if logprobs is not None:
@@ -189,7 +190,11 @@ def _start_from_here(rank: Rank, folder: Path) -> Metrics:
     batch = rows_of_rank(make_rows(6), one, 4)
     filled = batch.clone()
     filled.old_logprobs_BL = other.compute_logprobs(to_rollouts(batch), temperature=0.9).logprobs_BL
-    settings = {"aggregation": "token_mean", "temperature": 0.9, "max_response_tokens": 8}
+    settings: dict[str, Any] = {
+        "aggregation": "token_mean",
+        "temperature": 0.9,
+        "max_response_tokens": 8,
+    }
     metrics = one.update(batch, loss=LOSS, **settings)
     other.update(filled, loss=LOSS, **settings)
     assert_same_weights(weights_of(one), weights_of(other), atol=1e-6)

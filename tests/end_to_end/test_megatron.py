@@ -57,7 +57,7 @@ def test_the_default_task_is_learnt_over_two_tensor_parallel_ranks(tmp_path: Pat
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_run_sleeps_resumes_and_goes_on_cut_in_another_way(tmp_path: Path) -> None:
     """Two steps tensor-parallel with sleeping engines, two more in pipeline stages."""
-    folder, still = tmp_path / "run", ("rollout.sleep=true", "checkpoint.every_num_steps=1")
+    folder, still = tmp_path / "run", ["rollout.sleep=true", "checkpoint.every_num_steps=1"]
     still += ("rollout.canary_every_steps=1", "rollout.canary_max_drift_nats=1e-4")
     train(folder, *still, TENSOR, SEQUENCE, "trainer.num_steps=2")
     lines = train(folder, *still, PIPELINE, "trainer.num_steps=4", "checkpoint.resume=auto")

@@ -166,7 +166,7 @@ def test_other_settings_are_refused_key_by_key_unless_accepted(begun: Path, acce
 @pytest.mark.shows("R2.7")
 def test_other_rows_are_refused_before_a_worker_starts(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
-    overrides = ("data=files", f"data.train_files=[{data}]", "data.use_chat_template=false")
+    overrides = ["data=files", f"data.train_files=[{data}]", "data.use_chat_template=false"]
     overrides += ("eval.every_num_steps=0", "data.max_prompt_tokens=8")
     overrides += ("model.starter.num_warmup_steps=0",)
     _write_rows(data, range(10, 30))
@@ -237,7 +237,7 @@ def test_supervised_fine_tuning_resumes_bit_by_bit(tmp_path: Path) -> None:
 @pytest.mark.shows("R2.1")
 @pytest.mark.nightly
 def test_a_critic_and_an_adapter_resume_bit_by_bit(tmp_path: Path) -> None:
-    both = ("algorithm=ppo", "lora=default", "lora.rank=4", "critic.num_warmup_steps=1")
+    both = ["algorithm=ppo", "lora=default", "lora.rank=4", "critic.num_warmup_steps=1"]
     both += (VARIED, "trainer.export_hf=false")
     whole = _run(tmp_path / "whole", "trainer.num_steps=4", *both)
     parts = tmp_path / "parts"

@@ -62,12 +62,16 @@ def test_a_made_model_is_what_transformers_and_planning_read(tmp_path: Path) -> 
     assert (folder / "config.json").stat().st_mtime_ns == before  # made once
 
 
+def _run_out_of_memory() -> None:
+    raise ValueError("out of memory")
+
+
 def test_an_error_is_a_result_and_so_is_what_was_found_before_it(tmp_path: Path) -> None:
     record = Recorder(Result("wake", is_dry=False), tmp_path)
     with record.recording():
         record.figure("staged_s", 1.5, "s")
         assert read_result(record.path).status == "running"
-        raise ValueError("out of memory")
+        _run_out_of_memory()
     result = read_result(record.path)
     assert result.status == "failed"
     assert result.error.startswith("ValueError: out of memory\n")

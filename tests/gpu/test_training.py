@@ -7,11 +7,13 @@ import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from hybridrl.config.actor import ActorConfig
 from hybridrl.workers.process_group import end_process_group, start_process_group
 from hybridrl.workers.sharding.memory import empty_cache, free_bytes
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
@@ -26,6 +28,7 @@ from tests.workers.train.engines import (
     to_rollouts,
     update,
     weights_of,
+    whole_tensors,
 )
 
 pytestmark = pytest.mark.gpu
@@ -52,9 +55,9 @@ def build(
     folder: Path,
     device: torch.device,
     *,
-    config: object = MIXED,
-    dtype: str = "float32",
-    attention: str = "auto",
+    config: ActorConfig = MIXED,
+    dtype: Any = "float32",
+    attention: Any = "auto",
 ) -> PolicyEngine:
     model = replace(MODEL, dtype=dtype, attention=attention)
     backend = FSDP2Backend(
@@ -123,7 +126,7 @@ def test_what_leaves_is_seen_free_and_comes_back_bit_by_bit(
     rows = make_rows(4, seed=3)
     update(engine, rows)
     for cycle in range(2):
-        before = {n: t.clone().cpu() for n, t in engine.checkpoint_tensors().items()}
+        before = {n: t.clone().cpu() for n, t in whole_tensors(engine).items()}
         held = sum(engine.resident_bytes(part) for part in TrainState)
         empty_cache(device)
         free_before = free_bytes(device) or 0
@@ -134,7 +137,7 @@ def test_what_leaves_is_seen_free_and_comes_back_bit_by_bit(
         assert not any(engine.resident_bytes(part) for part in TrainState)
         for part in TrainState:
             engine.restore(part)
-        after = {n: t.clone().cpu() for n, t in engine.checkpoint_tensors().items()}
+        after = {n: t.clone().cpu() for n, t in whole_tensors(engine).items()}
         assert_same_weights(before, after)
         assert update(engine, rows)["policy/updates"] == 1, cycle
 

@@ -26,13 +26,14 @@ _FIELDS = (
 def main(folder: Path, names: list[str]) -> None:
     """Print a line of JSON for each recipe."""
     built: list[Any] = []
-    plan = rehearsal.transformer_config
+    module: Any = rehearsal
+    plan = module.transformer_config
 
     def plan_and_keep(*args: Any, **kwargs: Any) -> Any:
         built.append(plan(*args, **kwargs))
         return built[-1]
 
-    rehearsal.transformer_config = plan_and_keep
+    module.transformer_config = plan_and_keep
     for name in names:
         built.clear()
         (folder / name).mkdir()

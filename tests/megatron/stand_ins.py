@@ -235,7 +235,7 @@ def _draw_from_the_only_generator() -> None:
 
     The order of the two decides which state is left, so that the whole is done for one.
     """
-    random = import_module("megatron.core.tensor_parallel.random")
+    random: Any = import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     random.CudaRNGStatesTracker.fork = _fork
@@ -268,7 +268,7 @@ def _convert_splits_on_a_cpu() -> None:
     def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    dispatcher = import_module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher: Any = import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.maybe_move_tensor_to_cpu = moved
 
 

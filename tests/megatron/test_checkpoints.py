@@ -29,6 +29,7 @@ from tests.workers.train.engines import (
     rows_of,
     update,
     weights_of,
+    whole_tensors,
 )
 
 ALONE = replace(UNUSED, layers="local")
@@ -74,7 +75,7 @@ def _go_on(
 
 
 def _state_of(engine: LearningEngine) -> dict[str, Tensor]:
-    return {name: t.detach().clone() for name, t in engine.checkpoint_tensors().items()}
+    return {name: t.detach().clone() for name, t in whole_tensors(engine).items()}
 
 
 @pytest.mark.parametrize(

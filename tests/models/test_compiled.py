@@ -25,9 +25,11 @@ from tests.workers.train.microbatchers import make_batcher
 
 def _build(folder: Path, *, compile_blocks: bool = False) -> PolicyModel:
     config = replace(ACTOR, fsdp2=replace(FSDP2, compile_blocks=compile_blocks))
-    return build_model(
+    model = build_model(
         folder, config=config, dtype=torch.float32, device=CPU, num_ranks=1, is_trainable=True
     )
+    assert isinstance(model, PolicyModel)
+    return model
 
 
 def _learn(policy: PolicyModel, num_rows: int) -> tuple[Tensor, dict[str, Tensor]]:

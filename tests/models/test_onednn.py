@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,10 +31,10 @@ class Recorder(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(
-        self, func: object, types: object, args: object = (), kwargs: object = None
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
     ) -> object:
         self.names.append(str(func))
-        return func(*args, **(kwargs or {}))  # type: ignore[operator,misc]
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def run(layer: nn.Module, inputs: Tensor) -> tuple[list[Tensor], list[str]]:
         outputs = layer(inputs)
         outputs.square().sum().backward()
     grads = [parameter.grad for parameter in layer.parameters()]
-    return [outputs.detach(), inputs.grad, *grads], recorder.names  # type: ignore[list-item]
+    return [outputs.detach(), inputs.grad, *grads], recorder.names
 
 
 @pytest.mark.usefixtures("always_faster")

@@ -115,6 +115,7 @@ def test_responses_share_a_prompt_and_learn_as_single_rows(tmp_path: Path) -> No
         num_ranks=1,
         is_trainable=True,
     )
+    assert isinstance(policy, PolicyModel)
     # The second pack has a lone row between two families.
     groups = [[0, 1, 2, 3], [4, 5, 6, 8, 9], [7, 10, 11]]
     alone = _learn(policy, "padded", [[row] for group in groups for row in group])

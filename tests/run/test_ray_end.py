@@ -44,7 +44,8 @@ def test_a_driver_ends_at_once_without_the_head_of_its_ray(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["gcs_server", "raylet"])
 def test_each_process_of_ray_ends_the_driver(tmp_path: Path, name: str) -> None:
-    program = shutil.copy("/bin/sleep", tmp_path / name)
+    program = tmp_path / name
+    shutil.copy("/bin/sleep", program)
     status, errors = _end_of(_WITHOUT_RAY, program)
     assert status == 1
     assert f"Ray's {name} ended" in errors

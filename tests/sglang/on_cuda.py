@@ -1,6 +1,6 @@
 """The rehearsal of a server's start as it would be on a machine with an H100: its child's stand-in.
 
-``python -m tests.sglang.on_cuda CASE.json RESULT.json``: as ``server_start``, which does all but
+``python -m tests.sglang.on_cuda CASE.json RESULT.json``: as ``sglang.start``, which does all but
 the answers about the device. CASE.json may hold a list of cases, RESULT.json then as many results.
 SGLang is imported first, on the CPU that there is, so that it looks for no kernels.
 """
@@ -37,7 +37,7 @@ def pretend() -> None:
     for name in ("sglang.srt.entrypoints.engine", *_MODULES):
         import_module(name)
     torch.version.cuda = "13.0"
-    cuda = torch.cuda
+    cuda: Any = torch.cuda
     cuda.is_available = lambda: True
     cuda.device_count = lambda: 8
     cuda.current_device = lambda: 0
@@ -45,7 +45,7 @@ def pretend() -> None:
     cuda.get_device_name = lambda *_device: PROPERTIES.name
     cuda.get_device_properties = lambda *_device: PROPERTIES
     cuda.mem_get_info = lambda *_device: (PROPERTIES.total_memory, PROPERTIES.total_memory)
-    common = import_module("sglang.srt.utils.common")
+    common: Any = import_module("sglang.srt.utils.common")
     for value in vars(common).values():
         if type(value).__name__ == "_lru_cache_wrapper":
             value.cache_clear()
@@ -61,7 +61,7 @@ _MODULES = (_SAVER, "sglang.srt.model_executor.runner_backend.breakable_cuda_gra
 def _install_memory_saver() -> None:
     """Stand in for torch_memory_saver 0.0.10, which says that it is enabled wherever it is."""
     package = ModuleType("torch_memory_saver")
-    adapter = import_module(_SAVER)
+    adapter: Any = import_module(_SAVER)
     adapter.torch_memory_saver = package
     adapter._memory_saver = SimpleNamespace(enabled=True)
     adapter.import_error = None

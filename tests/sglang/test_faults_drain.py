@@ -33,7 +33,7 @@ KEEPING_MODES = ["in_place", "retract"]
 
 def managed(engine: SGLangEngine, *, drain_timeout_s: float) -> ManagedEngine:
     config = sglang_config(drain_timeout_s=drain_timeout_s, sleep=True)
-    return ManagedEngine.of(engine, config=config, device=CPU)
+    return ManagedEngine(engine, config=config, device=CPU)
 
 
 def require_serving(engine: SGLangEngine) -> None:
@@ -79,7 +79,7 @@ def test_requests_that_a_stranger_cuts_off_are_asked_for_again(
 ) -> None:
     for _ in range(2):
         with generating(engine, PROMPTS, sampling_params(group=8, tokens=40)) as call:
-            server_of(engine).abort_all()
+            server_of(engine).post("/abort_request", abort_all=True)
             assert [len(r.token_ids) for r in call.result()] == [40] * NUM_REQUESTS
         retried = engine.take_metrics()["rollout/retried_requests"]
         assert isinstance(retried, Sum)

@@ -93,7 +93,7 @@ def test_a_server_killed_in_a_stage_is_named_and_replaced(
 ) -> None:
     before = [tokens_of(device.sample()) for _ in range(NUM_CYCLES)]
     assert before[0] == before[1]
-    device.engine.dies_in, device.engine.kill = method, kill  # type: ignore[method-assign]
+    device.engine.dies_in, device.engine.kill = method, kill
     if method == "release":  # the responses are there already; what is broken is mended at once
         assert tokens_of(device.sample()) == before[0]
         assert device.engine.dies_in == ""

@@ -96,7 +96,9 @@ def test_the_ledger_prevents_garbage_after_a_bare_release(
 ) -> None:
     device = ServedDevice(lora_engine, served_model, "resend")
     device.sample()
-    ledger = device.manager._engines.managed.ledger
+    managed = device.manager._engines.managed
+    assert managed is not None
+    ledger = managed.ledger
     device.train()
     ledger.receive([spec.name for spec in device.trainer.weight_specs()])  # the guard is off
     assert device.mismatch_nats() > 0.1

@@ -20,7 +20,7 @@ from hybridrl.workers.train.protocol import TrainEngine
 from tests.sglang.engines import sglang_config
 from tests.sglang.lora_device import GREEDY, PROMPTS, ForgetfulEngine, ServedDevice
 from tests.workers.rollout.engines import tokens_of
-from tests.workers.sharding.faulty_streams import tearing
+from tests.workers.sharding.faulty_streams import tear
 from tests.workers.train.engines import CPU, build_fsdp2
 from tests.workers.train.lora_engines import LORA, build_lora, randomize, with_lora
 
@@ -47,6 +47,11 @@ def fused(engine: SGLangEngine, trainer: TrainEngine) -> FusedEngines:
     return engines
 
 
+def is_proved(engines: FusedEngines) -> bool:
+    assert engines.managed is not None
+    return engines.managed.is_proved
+
+
 @pytest.mark.shows("1.6")
 def test_a_true_first_sync_is_proved_and_later_ones_are_only_sent(
     engine: SGLangEngine, served_model: Path
@@ -56,8 +61,8 @@ def test_a_true_first_sync_is_proved_and_later_ones_are_only_sent(
     for version in range(3):
         engines.trained_version = version
         assert engines.sync() == {}
-        assert engines.managed.is_proved
-        trainer.full_weights = tearing(trainer, word="norm", at_pass=99)
+        assert is_proved(engines)
+        tear(trainer, word="norm", at_pass=99)
     engine.continue_generation()
     assert engine.generate(PROMPTS, GREEDY)
 
@@ -72,7 +77,7 @@ def test_so_it_is_with_an_adapter_apart_or_merged(
     for version in range(2):
         engines.trained_version = version
         assert engines.sync() == {}
-    assert engines.managed.is_proved
+    assert is_proved(engines)
 
 
 @pytest.mark.shows("1.6")
@@ -82,11 +87,11 @@ def test_one_wrong_number_in_the_stream_is_found_by_tensor_name(
 ) -> None:
     trainer = build_fsdp2(served_model)
     engines = fused(engine, trainer)
-    trainer.full_weights = tearing(trainer, word=word, at_pass=1)
+    tear(trainer, word=word, at_pass=1)
     (reason,) = engines.sync().values()
     assert reason.startswith("LedgerError: 1 weights of the rollout engine are not the trainer's")
     assert FUSED[word] in reason
-    assert not engines.managed.is_proved
+    assert not is_proved(engines)
 
 
 def test_weights_that_a_transport_lost_are_found(
@@ -97,7 +102,7 @@ def test_weights_that_a_transport_lost_are_found(
     monkeypatch.setattr(engine.transport, "load", lambda server, staged, handles: None)
     (reason,) = engines.sync().values()
     assert "weights of the rollout engine are not the trainer's" in reason
-    assert not engines.managed.is_proved
+    assert not is_proved(engines)
 
 
 def test_a_whole_run_begins_with_the_proof_and_goes_on(
@@ -108,7 +113,7 @@ def test_a_whole_run_begins_with_the_proof_and_goes_on(
     for _ in range(2):
         assert device.mismatch_nats() < 1e-4
         answers.append(tokens_of(device.sample(GREEDY)))
-        assert device.manager._engines.managed.is_proved
+        assert is_proved(device.manager._engines)
         device.train()
     assert answers[0] != answers[1]
 

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.limits import ArgumentValue
 from hybridrl.config.load import load_config
 from hybridrl.env import ROOT, python_path
 from hybridrl.errors import ConfigErrors
@@ -144,7 +145,7 @@ def _flat() -> dict[str, tuple[str, ...]]:
     return {name: (model, *given) for name, (model, given) in COMBINATIONS.items()}
 
 
-REFUSED = {
+REFUSED: dict[str, dict[str, ArgumentValue]] = {
     "prefill graphs in pieces": {"cuda_graph_backend_prefill": "breakable"},
     "decode graphs in pieces": {"cuda_graph_backend_decode": "breakable"},
     "a page that does not divide": {"page_size": 7, "chunked_prefill_size": 100},
@@ -168,7 +169,9 @@ def test_what_sglang_refuses_at_its_start_is_found_with_the_argument(folder: Pat
     assert "chunked_prefill_size" in found["no such argument"]["refusals"][0]["fix"]
 
 
-def _with_arguments(config: ExperimentConfig, given: dict[str, object]) -> ExperimentConfig:
+def _with_arguments(
+    config: ExperimentConfig, given: Mapping[str, ArgumentValue]
+) -> ExperimentConfig:
     """Past our own rules, so that SGLang's are asked."""
     return replace(config, rollout=replace(config.rollout, engine_args=given))
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hybridrl.errors import DispatchError
 from hybridrl.single_controller import Dispatch, RankLayout, Whole
 from hybridrl.single_controller.dispatch import pad_arguments
+from hybridrl.single_controller.payload import num_rows
 
 
 @st.composite
@@ -41,7 +42,7 @@ def test_padding_leaves_no_trace_in_the_result(
     batch, tags = np.arange(rows), [str(row) for row in range(rows)]
     padded, padding = pad_arguments([batch, tags, 0.5], layout.dp_size)
     assert (padding is None) == (rows % layout.dp_size == 0)
-    assert len(padded[0]) == len(padded[1]) == -(-rows // layout.dp_size) * layout.dp_size
+    assert num_rows(padded[0]) == num_rows(padded[1]) == -(-rows // layout.dp_size) * layout.dp_size
     slices = Dispatch.DP_COMPUTE.split(layout, padded[0])
     results = [np.repeat(part, answers_per_row) for part in slices]
     if padding is not None:

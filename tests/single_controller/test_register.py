@@ -91,4 +91,4 @@ def test_a_worker_written_for_verl_runs_with_changed_imports(ray_cluster: None) 
 
 def test_a_mode_that_is_not_a_dispatch_is_refused_at_once() -> None:
     with pytest.raises(DispatchError, match="'one_to_all' is not a Dispatch"):
-        register(dispatch_mode="one_to_all")
+        register(dispatch_mode="one_to_all")  # type: ignore[arg-type]  # the mistake itself

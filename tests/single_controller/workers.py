@@ -28,8 +28,8 @@ class Scaler(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def describe(self) -> dict[str, Any]:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "FLAVOUR")
-        names += ("OMP_NUM_THREADS",)
+        names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "FLAVOUR"]
+        names += ["OMP_NUM_THREADS"]
         return {
             "rank": self.rank,
             "local_rank": self.local_rank,

@@ -47,7 +47,7 @@ def _arguments_of(*names: str) -> set[str]:
 
 
 def _template(text: ast.JoinedStr) -> str:
-    return "".join(p.value if isinstance(p, ast.Constant) else "{}" for p in text.values)
+    return "".join(str(p.value) if isinstance(p, ast.Constant) else "{}" for p in text.values)
 
 
 def _keywords(name: str) -> set[str]:

@@ -18,7 +18,7 @@ from tests.warm_workers.set_up import SOCKET, address_of
 _SET_UP = Path(__file__).with_name("set_up.py")
 
 
-class _Parameters(parameter.RayParams):  # type: ignore[misc]
+class _Parameters(parameter.RayParams):
     """Ray's own, but another program sets a worker up."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from tests.workers.train.lora_engines import LORA, build_lora
 
 PROMPTS = make_prompts((4, 9, 5))
 SAMPLING = sampling_params(group=2, tokens=6)
-WAYS = {
+WAYS: dict[str, tuple[bool, Literal["resident", "backup", "resend"]]] = {
     "awake": (False, "resident"),
     "resident": (True, "resident"),
     "backup": (True, "backup"),

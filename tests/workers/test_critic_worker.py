@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,8 @@ SAMPLING = sampling_params(group=2, tokens=6)
 def _fuse(config: ExperimentConfig, folder: Path) -> tuple[ActorRolloutWorker, CriticWorker]:
     """Build both as a ``WorkerHost`` does, in the order of their roles."""
     workers: dict[str, Worker] = {}
-    for prefix, cls in (("actor", ActorRolloutWorker), ("critic", CriticWorker)):
+    classes: list[tuple[str, Any]] = [("actor", ActorRolloutWorker), ("critic", CriticWorker)]
+    for prefix, cls in classes:
         worker = cls.__new__(cls, config, folder)
         worker.fused = workers
         workers[prefix] = worker

@@ -48,8 +48,10 @@ def test_the_last_token_of_a_row_went_through_no_expert() -> None:
     assert row_lengths(batch.token_ids_BL).tolist() == LENGTHS
     assert _experts(batch).shape == (sum(LENGTHS), 2, 3)
     assert _experts(batch).dtype == torch.int16
+    assert batch.routed_experts_BLJK is not None
     rows = batch.routed_experts_BLJK.unbind()
     for row, response in zip(rows, _routed(), strict=True):
+        assert response.routed_experts_LJK is not None
         assert torch.equal(row[:-1].int(), response.routed_experts_LJK)
         assert row[-1].unique().tolist() == [-1]
 
@@ -61,6 +63,7 @@ def test_experts_stay_with_their_rows_on_the_way_to_the_update() -> None:
     order = [3, 1, 0, 2]
     batch = build_train_batch(joined, LogprobBatch(batch_size=[4]), joined.sampler_logprobs_BL)
     ordered = batch[order]
+    assert ordered.routed_experts_BLJK is not None
     for place, row in enumerate(order):
         begin, end = row_offsets(whole.token_ids_BL)[row : row + 2].tolist()
         assert torch.equal(ordered.routed_experts_BLJK.unbind()[place], _experts(whole)[begin:end])

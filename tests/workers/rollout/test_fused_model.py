@@ -54,12 +54,12 @@ def logits_of(forward: Forward, slots: KVSlots) -> Tensor:
 def test_its_logits_are_transformers(family: Family, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, family)
     model, slots = built(folder, dtype)
-    fused = fuse(model)  # type: ignore[arg-type]
+    fused = fuse(model)
     assert fused is not None
     fill(model, folder)  # afterwards: who writes a parameter writes into the joined matrix
     found = logits_of(fused.begin(NUM_PLACES), slots)
     slots.kv_YSJCD.zero_()
-    expected = logits_of(TransformersForward(model), slots)  # type: ignore[arg-type]
+    expected = logits_of(TransformersForward(model), slots)
     tolerance = 1e-5 if dtype is torch.float32 else 0.1
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
 
@@ -67,11 +67,11 @@ def test_its_logits_are_transformers(family: Family, dtype: torch.dtype, tmp_pat
 def test_it_takes_few_operations(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path)
     model, slots = built(folder)
-    fused = fuse(model)  # type: ignore[arg-type]
+    fused = fuse(model)
     assert fused is not None
     counts = {}
     forwards: dict[str, Forward] = {
-        "transformers": TransformersForward(model),  # type: ignore[arg-type]
+        "transformers": TransformersForward(model),
         "ours": fused.begin(NUM_PLACES),
     }
     for name, forward in forwards.items():
@@ -85,7 +85,7 @@ def test_a_family_that_it_does_not_know_stays_as_it_is(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path)
     model, _ = built(folder)
     model.config.hidden_act = "gelu"  # type: ignore[union-attr]
-    assert fuse(model) is None  # type: ignore[arg-type]
+    assert fuse(model) is None
     storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
     assert len(storages) == len(list(model.parameters()))
 

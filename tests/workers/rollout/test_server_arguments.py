@@ -79,7 +79,7 @@ def test_a_cpu_gets_no_memory_saver_and_no_graphs() -> None:
     ],
 )
 def test_a_host_copy_is_kept_only_where_the_ledger_needs_one(
-    base: str, backup_weights: str, sleep: bool, keeps: bool
+    base: Any, backup_weights: str, sleep: bool, keeps: bool
 ) -> None:
     lora = replace(config_of("lora=default").lora, base=base)
     spec = spec_of(lora=lora, backup_weights=backup_weights, sleep=sleep)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,7 +80,8 @@ def test_what_was_not_switched_on_names_its_argument(capability: Capability, ver
     switch = SWITCHES[capability]
     with pytest.raises(EngineError, match=f"set rollout.engine_args.{switch}=true"):
         recorded(version).require(capability)
-    recorded(version, **{switch: True}).require(capability)
+    switched_on: dict[str, Any] = {switch: True}
+    recorded(version, **switched_on).require(capability)
 
 
 @pytest.mark.parametrize(

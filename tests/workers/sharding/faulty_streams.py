@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 
 from torch import Tensor
 
 from hybridrl.workers.train.protocol import TrainEngine, WeightSet
 
-Stream = Callable[..., Iterator[tuple[str, Tensor]]]
 
-
-def tearing(trainer: TrainEngine, *, word: str, at_pass: int) -> Stream:
-    """Return a ``full_weights`` that changes one number of one tensor in one of its passes.
+def tear(trainer: TrainEngine, *, word: str, at_pass: int) -> None:
+    """Let one pass of the trainer's ``full_weights`` change one number of one tensor.
 
     Args:
-        trainer: whose weights.
+        trainer: the owner of the weights.
         word: the last tensor with this in its name is changed.
         at_pass: 0 for the first time that all weights are asked for.
     """
     whole, passes = trainer.full_weights, count()
     last = [spec.name for spec in trainer.weight_specs() if word in spec.name][-1]
 
-    def full_weights(part: WeightSet = WeightSet.BASE) -> Iterator[tuple[str, Tensor]]:
+    def full_weights(weight_set: WeightSet = WeightSet.BASE) -> Iterator[tuple[str, Tensor]]:
         is_torn = next(passes) == at_pass
-        for name, tensor in whole(part):
+        for name, tensor in whole(weight_set):
             if is_torn and name == last:
                 tensor = tensor.clone()
                 tensor.view(-1)[-1] += 1e-3
             yield name, tensor
 
-    return full_weights
+    trainer.full_weights = full_weights  # type: ignore[method-assign]

@@ -144,8 +144,9 @@ def test_every_tensor_has_the_trainers_bits_after_every_sync(folder: Path, way: 
     for _ in range(3):
         device.sample()
         with device.manager.rollout_phase() as engine:
+            assert isinstance(engine, HFRolloutEngine)
             assert engine is device.engine
-            ours = device.engine.checksums()
+            ours = engine.checksums()
         for part in device.trainer.weight_sets:
             for name, tensor in device.trainer.full_weights(part):
                 assert ours[name] == checksum(tensor), name
@@ -266,7 +267,7 @@ def test_an_adapter_sync_with_too_few_tensors_is_refused(
         with pytest.raises(StageError, match=words):
             device.sample()
         device.trainer.resident_bytes(TrainState.PARAMETERS)
-    device.trainer.full_weights = whole  # type: ignore[method-assign]
+    device.trainer.full_weights = whole
     assert device.mismatch_nats() < 1e-4
 
 

@@ -19,7 +19,7 @@ from hybridrl.workers.sharding.weight_proof import WeightFolder
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import make_prompts, rollout_config, sampling_params
-from tests.workers.sharding.faulty_streams import tearing
+from tests.workers.sharding.faulty_streams import tear
 from tests.workers.train.engines import CPU, build_fsdp2
 
 PROMPTS, SAMPLING = make_prompts((4, 9)), sampling_params(group=2, tokens=4)
@@ -40,7 +40,7 @@ def _sync_with_a_torn_pass(rank: int, folder: Path, torn_rank: int, at_pass: int
     trainer = build_fsdp2(folder)
     manager.attach_policy(trainer)
     if rank == torn_rank:
-        trainer.full_weights = tearing(trainer, word="norm", at_pass=at_pass)
+        tear(trainer, word="norm", at_pass=at_pass)
     reasons = []
     for version in range(3):
         manager.weights_changed(version=version)
@@ -119,8 +119,10 @@ def _proofs_on_two_nodes(rank: int, model: Path, folder: Path) -> list[tuple[str
         with manager.rollout_phase():
             engine.generate(PROMPTS, SAMPLING)
         if phase == 0 and rank == 1:
-            manager._engines.managed.restart()
-            manager._engines.managed.start()
+            managed = manager._engines.managed
+            assert managed is not None
+            managed.restart()
+            managed.start()
     return engine.proofs
 
 

@@ -68,8 +68,8 @@ class DictionaryEngine:
             raise OSError("answered with status 400")
         self.handles.append(list(handles))
         self.threads.add(threading.current_thread())
-        is_flat = staged.flat is not None
-        tensors = tensors_in(staged.flat, staged.spans) if is_flat else dict(staged.tensors)
+        flat = staged.flat
+        tensors = dict(staged.tensors) if flat is None else tensors_in(flat, staged.spans)
         self.loaded |= {name: tensor.tolist() for name, tensor in tensors.items()}
 
     def release_buffers(self) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from hybridrl.config.model import ModelConfig
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.losses import PolicyGradientLoss
 from hybridrl.workers.train.policy_engine import PolicyEngine
+from hybridrl.workers.train.protocol import LearningEngine
 
 CPU = torch.device("cpu")
 LOSS = PolicyGradientLoss(clip_low=0.2, clip_high=0.2)
@@ -125,7 +127,9 @@ def with_nan_advantage(batch: TrainBatch, row: int) -> TrainBatch:
     return spoiled
 
 
-def update(engine: PolicyEngine, batch: TrainBatch, *, aggregation: str = "token_mean") -> dict:
+def update(
+    engine: PolicyEngine, batch: TrainBatch, *, aggregation: str = "token_mean"
+) -> dict[str, Any]:
     metrics = engine.update(
         batch, loss=LOSS, aggregation=aggregation, temperature=0.9, max_response_tokens=8
     )
@@ -136,14 +140,31 @@ def weights_of(engine: PolicyEngine) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in engine.full_weights()}
 
 
+def fsdp2_of(engine: PolicyEngine) -> FSDP2Backend:
+    assert isinstance(engine.backend, FSDP2Backend)
+    return engine.backend
+
+
+def whole_tensors(engine: LearningEngine) -> dict[str, Tensor]:
+    """Return the live tensors of a checkpoint, each of which this rank has one shard of."""
+    tensors = {}
+    for name, tensor in engine.checkpoint_tensors().items():
+        assert isinstance(tensor, Tensor)
+        tensors[name] = tensor
+    return tensors
+
+
+def after(name: str) -> Callable[[str], str]:
+    """For ``msg`` of ``assert_close``: its own message after a tensor's name."""
+    return lambda message: f"{name}: {message}"
+
+
 def assert_same_weights(
     one: dict[str, Tensor], other: dict[str, Tensor], *, rtol: float = 0.0, atol: float = 0.0
 ) -> None:
     assert list(one) == list(other)
     for name, tensor in one.items():
-        torch.testing.assert_close(
-            tensor, other[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(tensor, other[name], rtol=rtol, atol=atol, msg=after(name))
 
 
 def rows_of(batch: TrainBatch, rows: Sequence[int]) -> TrainBatch:

@@ -14,7 +14,7 @@ from hybridrl.models.adapter import Adapter
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import WeightSet
-from tests.workers.train.engines import ACTOR, CPU, MODEL
+from tests.workers.train.engines import ACTOR, CPU, MODEL, fsdp2_of
 
 LORA = LoraConfig(
     enabled=True,
@@ -60,6 +60,6 @@ def randomize(engine: PolicyEngine, *, seed: int = 1) -> None:
     """Give B values, as training does: while it is 0 an adapter does nothing."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in engine.backend.model.named_parameters():
+        for name, parameter in fsdp2_of(engine).model.named_parameters():
             if ".lora_B." in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)

@@ -17,7 +17,7 @@ from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter
 from hybridrl.workers.train.protocol import LearningEngine
 from tests.tiny_models import make_tiny_model
-from tests.workers.train.engines import build_fsdp2, with_optimizer
+from tests.workers.train.engines import build_fsdp2, whole_tensors, with_optimizer
 
 COSINE = {"schedule": "cosine", "num_warmup_steps": 1, "lr": 0.1, "eps": 1e-3}
 
@@ -89,7 +89,7 @@ def test_pinned_snapshot_takes_little_more_than_its_bytes(
         writer.begin(engine, tmp_path / "f", notes={})
     writer.close()
     pinned = sum(2 ** (size - 1).bit_length() for size in allocations.sizes)
-    tensors = engine.checkpoint_tensors().values()
+    tensors = whole_tensors(engine).values()
     num_bytes = sum(tensor.nbytes for tensor in tensors)
     each = sum(2 ** (tensor.nbytes - 1).bit_length() for tensor in tensors)
     assert num_bytes <= sum(allocations.sizes)

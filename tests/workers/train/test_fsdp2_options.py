@@ -18,7 +18,7 @@ from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TokenLossInputs
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_model
-from tests.workers.train.engines import ACTOR, FSDP2, LOSS, build_fsdp2, make_rows
+from tests.workers.train.engines import ACTOR, FSDP2, LOSS, build_fsdp2, fsdp2_of, make_rows
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def _build(folder: Path, **options: Any) -> PolicyEngine:
 def _neighbours(rank: int, folder: Path, num_ahead: int) -> list[tuple[list[int], list[int]]]:
     """Return the blocks that each block asks for ahead of time, forward and backward."""
     engine = _build(folder, num_prefetched_blocks=num_ahead)
-    states = [block._get_fsdp_state() for block in engine.backend.model.hf.model.layers]
+    states = [block._get_fsdp_state() for block in fsdp2_of(engine).model.hf.model.layers]
     return [
         (
             [states.index(other) for other in state._states_to_forward_prefetch],
@@ -55,7 +55,7 @@ class _LossThatCountsShards:
     needs_entropy_gradient = False
 
     def __init__(self, engine: PolicyEngine) -> None:
-        self._parameters = engine.backend.model.hf.model.layers.parameters
+        self._parameters = fsdp2_of(engine).model.hf.model.layers.parameters
         self.num_whole: list[int] = []
 
     def __call__(self, inputs: TokenLossInputs) -> tuple[Tensor, Metrics]:
@@ -70,7 +70,7 @@ def _count_whole(rank: int, folder: Path, *, reshards: bool) -> list[int]:
     engine.update(
         make_rows(4), loss=loss, aggregation="token_mean", temperature=1.0, max_response_tokens=8
     )
-    assert all(isinstance(parameter, DTensor) for parameter in engine.backend.model.parameters())
+    assert all(isinstance(parameter, DTensor) for parameter in fsdp2_of(engine).model.parameters())
     return loss.num_whole
 
 
@@ -91,7 +91,7 @@ def _policies(rank: int, folder: Path) -> list[set[type]]:
     return [
         {
             type(group.offload_policy)
-            for module in _build(folder, cpu_offload=offloads).backend.model.modules()
+            for module in fsdp2_of(_build(folder, cpu_offload=offloads)).model.modules()
             if isinstance(module, FSDPModule)
             for group in module._get_fsdp_state()._fsdp_param_groups
         }

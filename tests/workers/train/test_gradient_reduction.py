@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -20,6 +21,7 @@ from tests.workers.train.engines import (
     LOSS,
     assert_same_weights,
     build_fsdp2,
+    fsdp2_of,
     make_rows,
     rows_of,
     weights_of,
@@ -37,11 +39,12 @@ class _LossThatLooksAround:
     needs_entropy_gradient = False
 
     def __init__(self, engine: PolicyEngine) -> None:
-        self._engine = engine
+        self._engine: PolicyEngine | None = engine
         self.shares: list[int] = []
         self.wholes: list[int] = []
 
     def __call__(self, inputs: TokenLossInputs) -> tuple[Tensor, Metrics]:
+        assert self._engine is not None
         self.shares.append(self._engine.resident_bytes(TrainState.GRADIENTS))
         self.wholes.append(_bytes_of_whole_gradients(self._engine))
         return LOSS(inputs)
@@ -50,7 +53,7 @@ class _LossThatLooksAround:
 def _bytes_of_whole_gradients(engine: PolicyEngine) -> int:
     """Count what FSDP2 has not reduced yet, of whole parameters."""
     num_bytes = 0
-    for module in engine.backend.model.modules():
+    for module in fsdp2_of(engine).model.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 for parameter in group.fsdp_params:
@@ -62,7 +65,7 @@ def _bytes_of_whole_gradients(engine: PolicyEngine) -> int:
 
 
 def _learn(
-    rank: int, folder: Path, reduce_gradients: str, num_rows: int
+    rank: int, folder: Path, reduce_gradients: Any, num_rows: int
 ) -> tuple[dict[str, Tensor], _LossThatLooksAround]:
     options = replace(FSDP2, reduce_gradients=reduce_gradients)
     config = replace(ACTOR, fsdp2=options, max_tokens_per_microbatch=20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -22,6 +23,7 @@ from tests.workers.train.engines import (
     ACTOR,
     assert_same_weights,
     build_fsdp2,
+    fsdp2_of,
     make_rows,
     to_rollouts,
     update,
@@ -61,9 +63,9 @@ def test_only_the_adapter_has_gradients_and_moments(
     num_step_counters = 4 * len(adapter)
     moments = engine.resident_bytes(TrainState.OPTIMIZER)
     assert moments == 2 * adapter_bytes + num_step_counters
-    trainable = [p for p in engine.backend.model.parameters() if p.requires_grad]
+    trainable = [p for p in fsdp2_of(engine).model.parameters() if p.requires_grad]
     assert sum(p.nbytes for p in trainable) == adapter_bytes
-    assert set(engine.backend.optimizer.adamw.state) == set(trainable)
+    assert set(fsdp2_of(engine).optimizer.adamw.state) == set(trainable)
 
 
 def test_a_new_adapter_changes_nothing_and_a_trained_one_does(folder: Path) -> None:
@@ -202,8 +204,11 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(
     folder: Path, tmp_path: Path, fault: str
 ) -> None:
     stored = tmp_path / "adapter"
-    other = {"rank": {"rank": 2}, "modules": {"target_modules": ("q_proj",)}}.get(fault, {})
-    build_lora(folder, lora=with_lora(**other)).export_adapter(stored)
+    settings: dict[str, dict[str, Any]] = {
+        "rank": {"rank": 2},
+        "modules": {"target_modules": ("q_proj",)},
+    }
+    build_lora(folder, lora=with_lora(**settings.get(fault, {}))).export_adapter(stored)
     weights = stored / "adapter_model.safetensors"
     if fault == "torn":
         weights.write_bytes(weights.read_bytes()[:-7])

@@ -127,7 +127,7 @@ def test_empty_microbatch_has_a_differentiable_zero_loss() -> None:
     loss, metrics = EVERYTHING(inputs)
     assert loss.item() == 0.0
     assert metrics == {}
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
 
 
 def test_kl_to_reference_is_measured_without_a_penalty() -> None:

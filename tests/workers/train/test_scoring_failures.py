@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor
 from hybridrl.models.packed_model import PackedTokens
 from tests.ranks import run_ranks
 from tests.tiny_models import make_tiny_model
-from tests.workers.train.engines import build_fsdp2, make_rows
+from tests.workers.train.engines import build_fsdp2, fsdp2_of, make_rows
 
 
 def _parameters_after_a_failure(rank: int, folder: Path) -> list[bool]:
     engine = build_fsdp2(folder)
     rows = make_rows(4)
 
-    backend = engine.backend
+    backend = fsdp2_of(engine)
 
     def compute(model: nn.Module, tokens: PackedTokens) -> Tensor:
         model(tokens, 1.0)

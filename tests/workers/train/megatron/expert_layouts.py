@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,7 +71,7 @@ def running(name: str, **megatron: object) -> Iterator[RanksUnderTest]:
             dp_size=layout.dp_size,
             family=layout.family,
             num_layers=layout.num_layers,
-            megatron=changed,  # type: ignore[arg-type]
+            megatron=changed,
         )
     )
     try:
@@ -79,7 +80,7 @@ def running(name: str, **megatron: object) -> Iterator[RanksUnderTest]:
         ranks.close()
 
 
-def make_expert_model(folder: Path, **changes: object) -> Path:
+def make_expert_model(folder: Path, **changes: Any) -> Path:
     """Four layers with four experts each, two of them for a token, unless told otherwise."""
     make_tiny_model(
         folder, "qwen3_moe", tie_embeddings=False, vocab_size=67, num_layers=4, **changes

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,7 +116,7 @@ def test_unknown_architecture_lists_the_supported_ones(tmp_path: Path) -> None:
 
 
 def test_router_without_gradient_is_rejected(tmp_path: Path) -> None:
-    one = {"num_experts_per_tok": 1}
+    one: dict[str, Any] = {"num_experts_per_tok": 1}
     folder = make_tiny_model(tmp_path / "mute", "qwen3_moe", **one)
     with pytest.raises(ModelError, match=r"norm_topk_prob=true divides.*always 1.*=false"):
         megatron_architecture(folder)

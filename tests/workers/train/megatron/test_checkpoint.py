@@ -21,11 +21,12 @@ from hybridrl.workers.train.megatron.checkpoint import MOMENTS, OwnedSpan, check
 from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.megatron.hf_tensors import HEAD, adapter_tensors, hf_tensors
 from hybridrl.workers.train.megatron.shard_map import ShardMap
+from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import LearningEngine
 from hybridrl.workers.train.shard_spec import RankShards
 from tests.tiny_models import Family, make_tiny_model
 from tests.workers.train.critics import CRITIC, make_lessons
-from tests.workers.train.engines import CPU, build_fsdp2, make_rows, update
+from tests.workers.train.engines import CPU, build_fsdp2, make_rows, update, whole_tensors
 from tests.workers.train.engines import MODEL as AS_STORED
 from tests.workers.train.lora_engines import build_lora
 from tests.workers.train.megatron.shards import Shapes, local_shapes, numel
@@ -56,9 +57,10 @@ def _build(role: str, folder: Path) -> LearningEngine:
 
 
 def _learn(engine: LearningEngine, seed: int) -> None:
-    if hasattr(engine, "compute_values"):
+    if isinstance(engine, CriticEngine):
         engine.update(make_lessons(4, seed=seed))
     else:
+        assert isinstance(engine, PolicyEngine)
         update(engine, make_rows(4, seed=seed))
 
 
@@ -151,15 +153,15 @@ def _reshard(folder: Path, role: str, sizes: tuple[int, int, int], *, source: Pa
     """Load a checkpoint on all ranks of another shape, and let them write one."""
     target = source.with_name(f"{source.name}-{'x'.join(map(str, sizes))}")
     ranks = list(product(*map(range, sizes)))
-    for rank, coordinates in enumerate(ranks):
-        engine = ShardedEngine(folder, role, sizes, coordinates)
+    for rank, (tp_rank, pp_rank, dp_rank) in enumerate(ranks):
+        engine = ShardedEngine(folder, role, sizes, (tp_rank, pp_rank, dp_rank))
         checkpoint.load(engine, source, rank=rank, world_size=len(ranks))
         _save(engine, target, rank=rank, world_size=len(ranks))
     return target
 
 
 def _copy_tensors(engine: LearningEngine) -> dict[str, Tensor]:
-    return {name: t.detach().clone() for name, t in engine.checkpoint_tensors().items()}
+    return {name: t.detach().clone() for name, t in whole_tensors(engine).items()}
 
 
 @pytest.mark.parametrize(

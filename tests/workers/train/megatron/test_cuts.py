@@ -136,7 +136,10 @@ Learned = tuple[list[Metrics], dict[str, Tensor], Tensor | None, int]
 
 
 def _train(rank: Rank, folder: Path, changes: dict[str, Any]) -> Learned:
+    from hybridrl.workers.train.megatron.backend import MegatronBackend
+
     engine = rank.policy(folder, replace(ACTOR, **changes))
+    assert isinstance(engine.backend, MegatronBackend)
     steps = [take_step(engine, batch) for batch in _lessons()]
     scored = engine.compute_logprobs(to_rollouts(make_rows(4, seed=9)), temperature=0.9)
     names = [

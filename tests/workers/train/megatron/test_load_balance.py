@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from tests.workers.train.megatron.expert_layouts import MODELS, cut_as, make_exp
 
 COEFFICIENT = 0.7
 ALL = ("1", "ep2", "tp2-sp-ep2", "pp2", "pp2-vp2", "pp2-ep2", "cp2-ep2")
-ALONE = {"max_tokens_per_microbatch": 1}  # every row is a pack, on all layouts the same
+# Every row is a pack, on all layouts the same.
+ALONE: dict[str, Any] = {"max_tokens_per_microbatch": 1}
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -27,7 +28,7 @@ from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngin
 from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.megatron.stand_ins import install
 from tests.ranks import run_ranks
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import Family, make_tiny_model
 from tests.workers.train.engines import (
     ACTOR,
     CPU,
@@ -119,6 +120,9 @@ def _frozen_bits(engine: PolicyEngine) -> list[Tensor]:
     backend = engine.backend
     if isinstance(backend, FSDP2Backend):
         return [p.detach().clone() for p in backend.model.parameters() if not p.requires_grad]
+    from hybridrl.workers.train.megatron.backend import MegatronBackend
+
+    assert isinstance(backend, MegatronBackend)
     named = backend.stages.named_tensors()
     return [p.detach().clone() for _, p in named if not p.requires_grad]
 
@@ -250,7 +254,7 @@ def _export(_rank: int, folder: Path, sizes: Sizes, target: Path) -> list[str]:
 @pytest.mark.shows("1.14")
 @pytest.mark.parametrize(("family", "sizes"), [("qwen3", SP2), ("qwen2", PP2), ("llama", TP2)])
 def test_merged_export_equals_peft_on_the_adapter_folder(
-    tmp_path: Path, family: str, sizes: Sizes
+    tmp_path: Path, family: Family, sizes: Sizes
 ) -> None:
     source = make_tiny_model(tmp_path / "model", family, tie_embeddings=family == "qwen3")
     names = run_ranks(2, _export, source, sizes, tmp_path)
@@ -286,7 +290,7 @@ def test_expert_export_includes_merged_adapters(sparse: Path, tmp_path: Path) ->
         torch.testing.assert_close(exported[name], weight + delta, atol=1e-6, rtol=0)
 
 
-def _save(rank: int, folder: Path, sizes: Sizes, lora: LoraConfig, target: Path) -> dict:
+def _save(rank: int, folder: Path, sizes: Sizes, lora: LoraConfig, target: Path) -> dict[str, Any]:
     engine = build(folder, sizes, lora)
     for seed in range(2):
         update(engine, own_rows(engine, seed))

@@ -27,6 +27,7 @@ from tests.contract.ranks_under_test import (
 from tests.workers.train.engines import (
     ACTOR,
     OPTIMIZER,
+    after,
     assert_same_weights,
     make_rows,
     rows_of,
@@ -111,9 +112,7 @@ def test_two_steps_equal_the_plain_model_with_its_routers(
         assert weights.keys() == expected.keys()
         assert sum(".experts." in name for name in weights) >= 3 * 6
         for name, tensor in weights.items():
-            torch.testing.assert_close(
-                tensor, expected[name], atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
-            )
+            torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=0, msg=after(name))
             assert not torch.equal(tensor, before[name]), f"{name} has not learned"
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrl.batch import TrainBatch
+from hybridrl.batch import TrainBatch, row_offsets
 from hybridrl.errors import DataError
 from hybridrl.metrics import Metrics
 from tests.contract.ranks_under_test import (
@@ -148,6 +148,7 @@ def test_the_reference_chooses_its_own_experts(ranks: RanksUnderTest, folder: Pa
 
 def _be_refused(rank: Rank, folder: Path, batch: TrainBatch) -> None:
     engine = rank.policy(folder)
+    assert batch.routed_experts_BLJK is not None
     width = len(batch.routed_experts_BLJK.values()[0, 0])
     with pytest.raises(DataError, match=r"not contain the experts.*rollout\.routed_experts=true"):
         take_step(engine, _lessons()[0])
@@ -165,9 +166,10 @@ def _be_refused(rank: Rank, folder: Path, batch: TrainBatch) -> None:
 
 def _change(batch: TrainBatch, change: Any) -> TrainBatch:
     changed = batch.clone()
-    values = change(batch.routed_experts_BLJK.values().clone())
+    experts_BLJK = batch.routed_experts_BLJK
+    assert experts_BLJK is not None
     changed.routed_experts_BLJK = torch.nested.nested_tensor_from_jagged(
-        values, batch.routed_experts_BLJK.offsets()
+        change(experts_BLJK.values().clone()), row_offsets(experts_BLJK)
     )
     return changed
 

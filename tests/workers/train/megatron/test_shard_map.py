@@ -52,7 +52,9 @@ def test_shards_of_all_ranks_tile_each_tensor_per_replica(
                 assert shard.begin == end
                 end = shard.end
                 key = (shard.name, _replica_of(rank, name))
-                count = counts.setdefault(key, torch.zeros(shard.spec.full_shape, dtype=int))
+                count = counts.setdefault(
+                    key, torch.zeros(shard.spec.full_shape, dtype=torch.int64)
+                )
                 count[_slices(shard)] += 1
                 copies[key] = max(copies.get(key, 0), int(count.max()))
             assert end == numel(shape) or name in VOCABULARY

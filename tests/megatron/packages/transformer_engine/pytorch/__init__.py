@@ -36,7 +36,7 @@ class _SumIntoWeight(torch.autograd.Function):
 
 def _multiply(states: Tensor, weight: Tensor, *, sums: bool) -> Tensor:
     if sums and torch.is_grad_enabled():
-        product: Tensor = _SumIntoWeight.apply(states, weight)  # type: ignore[no-untyped-call]
+        product: Tensor = _SumIntoWeight.apply(states, weight)
         return product
     return functional.linear(states, weight)
 
@@ -207,9 +207,9 @@ class DotProductAttention(nn.Module):
         ):
             shift = len(keys) - len(one) if is_aligned_to_last else 0
             is_seen = torch.ones(len(one), len(keys), dtype=torch.bool).tril(shift)
-            states = (x.transpose(0, 1)[None] for x in (one, keys, values))
+            states = [x.transpose(0, 1)[None] for x in (one, keys, values)]
             attended = functional.scaled_dot_product_attention(
-                *states, attn_mask=is_seen, enable_gqa=True
+                states[0], states[1], states[2], attn_mask=is_seen, enable_gqa=True
             )
             rows.append(attended[0].transpose(0, 1))
         return torch.cat(rows).flatten(1)

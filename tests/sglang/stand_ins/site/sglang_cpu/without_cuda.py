@@ -31,8 +31,9 @@ def install() -> None:
         return
     for name in FACTORIES:
         setattr(torch, name, _unpinned(getattr(torch, name)))
-    torch.Tensor.pin_memory = lambda tensor, *_device: tensor
-    torch.Tensor.cuda = _method(_AnsweredFor(WEIGHTS_CHECKER, torch.Tensor.cuda, lambda self: self))
+    tensors: Any = torch.Tensor
+    tensors.pin_memory = lambda tensor, *_device: tensor
+    tensors.cuda = _method(_AnsweredFor(WEIGHTS_CHECKER, tensors.cuda, lambda self: self))
     torch.cuda.synchronize = _AnsweredFor(WEIGHTS_CHECKER, torch.cuda.synchronize, lambda: None)
     torch.cuda.cudart = _AnsweredFor(HOST_CACHES, torch.cuda.cudart, _HostMemory)
 
