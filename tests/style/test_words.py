@@ -21,7 +21,7 @@ REPLACED = {"Admission", "Box", "Depth", "Offer", "Packs", "Shelf", "Stretch", "
 
 PLAIN = {"workers.train", "models", "checkpoint", "algorithms", "data", "rewards", "trainer"}
 PLAIN |= {"atomic_io", "batch", "env", "errors", "export", "guard", "json_text", "log", "main"}
-PLAIN |= {"metrics", "payload"}
+PLAIN |= {"metrics", "payload", "planning"}
 """Packages and modules whose texts are rewritten; add one when its last such word is gone."""
 
 PRIVATE = re.compile(
@@ -34,7 +34,7 @@ PRIVATE = re.compile(
 NO_NOUN = re.compile(r'"""(Return |Say |Tell |Name |Find )?[Ww]hat\b')
 """A docstring that begins so describes a thing without naming it."""
 
-FIELD_WORDS = {".torn": "a suffix on disk", "HEADER.pack(": "of struct"}
+FIELD_WORDS = {".torn": "a suffix on disk", ".pack(": "of struct", "box=None": "of rich"}
 """Texts that may hold such a word, and why."""
 
 
