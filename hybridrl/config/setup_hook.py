@@ -18,7 +18,7 @@ def hook_error(path: str, rule: str, fix: str = "mend it") -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class SetupHook:
-    """Finds the function where it is called, so that only its name travels to the workers."""
+    """Imports the function where it is called, so that only its name travels to the workers."""
 
     path: str
     """``package.module.function``."""
@@ -27,7 +27,7 @@ class SetupHook:
         """Import the module and call the function.
 
         Raises:
-            ConfigError: it cannot be imported, is no function, or raised.
+            ConfigError: it cannot be imported, is not a function, or raised.
         """
         module_name, _, name = self.path.rpartition(".")
         try:

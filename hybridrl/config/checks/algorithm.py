@@ -9,7 +9,7 @@ from hybridrl.errors import ConfigError
 
 
 def check_group_has_a_baseline(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A group-relative algorithm compares siblings, so a response must have some."""
+    """A group-relative algorithm compares responses to the same prompt, so it needs several."""
     group_size = config.rollout.num_responses_per_prompt
     if config.algorithm.name == "grpo" and group_size < 2:
         yield ConfigError(
@@ -25,7 +25,7 @@ def check_group_has_a_baseline(config: ExperimentConfig) -> Iterator[ConfigError
 
 
 def check_old_logprobs(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Log-probs of the update itself are the old ones only while nothing was updated."""
+    """Log-probs of the update itself are the old ones only before the first optimizer step."""
     algorithm = config.algorithm
     if algorithm.old_logprobs == "recompute":
         return
@@ -50,7 +50,7 @@ def check_old_logprobs(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_kl_penalty(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A KL penalty has both a place and a weight, or neither; in the loss it has a gradient."""
+    """A KL penalty has both a placement and a weight, or neither; in the loss it has a gradient."""
     kl = config.algorithm.kl
     if kl.placement == "none" and kl.coefficient > 0:
         yield ConfigError(

@@ -1,4 +1,4 @@
-"""Rules about what must be on disk or installed. They look, and neither write nor import."""
+"""Rules about files and packages that must exist. They look; they neither write nor import."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from hybridrl.config.spelling import to_override
 from hybridrl.errors import ConfigError, suggest_name
 
 _DATA_SUFFIXES = (".jsonl", ".parquet")
-_RUN_FILES = ("config.yaml", "metrics.jsonl")  # as run/run_folder.py leaves them
+_RUN_FILES = ("config.yaml", "metrics.jsonl")  # written by run/run_folder.py
 _LOCK = ".lock"
 
 
 def check_data_files(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Data files exist and have a suffix that says how to read them."""
+    """Data files exist, and their suffix shows their format."""
     for key, files in (
         ("data.train_files", config.data.train_files),
         ("data.eval_files", config.data.eval_files),
@@ -107,7 +107,7 @@ def _find_function(key: str, file: Path, name: str) -> Iterator[ConfigError]:
 
 
 def check_run_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The run folder is new, or may be replaced, and can be made."""
+    """The run folder is new, or may be replaced, and can be created."""
     folder = Path(config.trainer.run_dir)
     is_folder = not flaw_of_folder(folder)
     if is_folder and any(path.name != _LOCK for path in folder.iterdir()):

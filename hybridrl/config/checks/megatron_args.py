@@ -1,4 +1,4 @@
-"""Rules about what is handed on to megatron-core by its own names: what no run of ours can take."""
+"""Rules about arguments passed to megatron-core by its own names: those that no run can use."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ _TRANSFORMER_OURS = by_argument(
 )
 
 _DISPATCHERS = ("alltoall", "flex")
-"""Those that take other numbers of tokens from each rank."""
+"""Those that need a different number of tokens from each rank."""
 
 _OPTIMIZER_TYPED = by_argument(
     {
@@ -168,7 +168,7 @@ _SMALL_STATE = ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dt
 
 
 def keys_of_transformer_engine(megatron: MegatronConfig) -> dict[str, ArgumentValue]:
-    """Return what is asked for by key that TransformerEngine alone does."""
+    """Return the requests, by key, that only TransformerEngine can serve."""
     keys: dict[str, ArgumentValue] = {}
     if megatron.layers == "transformer_engine":
         keys["megatron.layers"] = megatron.layers
@@ -183,7 +183,7 @@ def keys_of_transformer_engine(megatron: MegatronConfig) -> dict[str, ArgumentVa
 
 
 def without_transformer_engine(megatron: MegatronConfig) -> MegatronConfig:
-    """Return the section without what ``keys_of_transformer_engine`` names."""
+    """Return the section without the keys of ``keys_of_transformer_engine``."""
     return replace(
         megatron,
         layers="local",
@@ -202,9 +202,9 @@ def without_transformer_engine(megatron: MegatronConfig) -> MegatronConfig:
 
 
 def check_transformer_args(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """What has a key of its own is typed there; else two keys would say different things.
+    """Arguments with a hybridrl key are set by that key alone: else two keys could disagree.
 
-    Names that megatron-core does not know are told by ``mode=check``, which asks it.
+    ``mode=check`` reports names that megatron-core does not know; it asks megatron-core itself.
     """
     if not config.megatron_worlds:
         return
@@ -229,7 +229,7 @@ def check_transformer_args(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_optimizer_args(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Likewise of its OptimizerConfig; and what it keeps is kept where and as we can save it."""
+    """Likewise of its OptimizerConfig; and its state stays in a form that a checkpoint can save."""
     if not config.megatron_worlds:
         return
     given, section = config.megatron.optimizer_args, "megatron.optimizer_args"
