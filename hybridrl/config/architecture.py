@@ -223,7 +223,7 @@ def read_architecture(folder: Path) -> Architecture:
         return _of_values(values, _FAMILIES[model_type])
     except (ValueError, TypeError, KeyError, ArithmeticError) as err:
         raise ModelError(
-            f"{file}: a size is no whole number above 0 ({err}); download the folder again"
+            f"{file}: a size is not an integer above 0 ({err}); download the folder again"
         ) from err
 
 

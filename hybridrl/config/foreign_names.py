@@ -23,7 +23,7 @@ _GPUS = "set cluster=one_gpu cluster.num_ranks_per_node"
 _REWARD_MODEL = f"reward models are not supported yet; {_REWARD} to score with Python"
 _TURNS = f"tools and several turns are not supported yet; {_REWARD} to score one response"
 _NOT_DAPO = (
-    "DAPO as a whole is not supported yet: groups without a signal are not sampled again. For its "
+    "all of DAPO is not supported yet: groups without a signal are not sampled again. For its "
     "clip-higher set algorithm.clip_high=0.28, as recipes=clip_higher_kl_cpu does"
 )
 _NOT_YET = f"it is not supported yet; {_ADVANTAGES}"

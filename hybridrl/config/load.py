@@ -215,7 +215,7 @@ class _Reader:
             if not str(name).isidentifier():
                 flaw = "must be named as a Python argument: letters, digits and underscores"
             if flaw:
-                fix = "correct or remove it; what is nested is written as text, JSON in quotes"
+                fix = "correct or remove it; write a nested value as text: JSON in quotes"
                 remedies = [(f"~{key}.{name}",)] if _TYPEABLE.fullmatch(str(name)) else []
                 return self._refuse(f"{key}.{name}", inner, flaw, fix=fix, remedies=remedies)
         return {
@@ -278,8 +278,8 @@ def unknown_key(key: str, value: str) -> ConfigError:
     """
     section, dot, name = key.rpartition(".")
     if any(free in (section, key) for free in free_keys()):
-        fix = f"write +{key}={value}"
-        return ConfigError(key, value, "it is no key of ours but of another program", fix)
+        rule = "it is a key of another program, so Hydra needs a plus sign"
+        return ConfigError(key, value, rule, f"write +{key}={value}")
     if answer := answer_key(key):
         return ConfigError(key, value, "it is a key of another framework", answer)
     all_keys = [known.rpartition(".") for known in (*known_keys(), "recipes")]

@@ -83,7 +83,7 @@ def _read(
         kind = type(values).__name__
         raise ModelError(f"{file} holds a JSON {kind}, must be an object; download it again")
     for problem in problems_of(values):
-        raise ModelError(f"{file}: {problem}; mend it, or download it again")
+        raise ModelError(f"{file}: {problem}; correct it, or download it again")
     return values
 
 
@@ -94,7 +94,7 @@ def _problems_of_config(values: Mapping[str, object]) -> Iterator[str]:
     for name in _SIZES:
         size = values.get(name)
         if size is not None and not (_is_whole(size) and size > 0):
-            yield f"{name}={_shown(size)} is no whole number above 0"
+            yield f"{name}={_shown(size)} is not an integer above 0"
     if values.get("quantization_config"):
         yield (
             "quantization_config says that the weights are quantised, and their scales would not "

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from hybridrl.config.spelling import to_override
 
 KINDS: dict[type, str] = {
-    int: "a whole number",
+    int: "an integer",
     float: "a finite number",
     bool: "true or false",
     str: "text",

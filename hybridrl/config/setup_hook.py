@@ -10,7 +10,7 @@ from hybridrl.errors import ConfigError
 _KEY = "cluster.worker_setup_hook"
 
 
-def hook_error(path: str, rule: str, fix: str = "mend it") -> ConfigError:
+def hook_error(path: str, rule: str, fix: str = "correct it") -> ConfigError:
     """Return the error of a hook that cannot be called."""
     reset = f"{_KEY}=null"
     return ConfigError(_KEY, path, rule, fix=f"{fix}, or set {reset}", remedies=[(reset,)])

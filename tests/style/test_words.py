@@ -21,7 +21,7 @@ REPLACED = {"Admission", "Box", "Depth", "Offer", "Packs", "Shelf", "Stretch", "
 
 PLAIN = {"workers.train", "models", "checkpoint", "algorithms", "data", "rewards", "trainer"}
 PLAIN |= {"atomic_io", "batch", "env", "errors", "export", "guard", "json_text", "log", "main"}
-PLAIN |= {"metrics", "payload", "planning"}
+PLAIN |= {"metrics", "payload", "planning", "config"}
 """Packages and modules whose texts are rewritten; add one when its last such word is gone."""
 
 PRIVATE = re.compile(

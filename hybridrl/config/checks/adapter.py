@@ -38,15 +38,15 @@ def check_lora_init_from(config: ExperimentConfig) -> Iterator[ConfigError]:
     if not config.lora.enabled or config.lora.init_from is None:
         return
     folder = Path(config.lora.init_from)
-    settings, torn = _read_settings(folder)
+    settings, flaw = _read_settings(folder)
     shapes: Shapes = {}
-    if not torn:
-        shapes, torn = _read_shapes(folder)
-    if torn:
+    if not flaw:
+        shapes, flaw = _read_shapes(folder)
+    if flaw:
         yield ConfigError(
             _KEY,
             str(folder),
-            torn,
+            flaw,
             fix=f"give a folder with {_SETTINGS} and {_WEIGHTS}, or set {_NO_ADAPTER[0]}",
             remedies=[_NO_ADAPTER],
         )
@@ -65,7 +65,7 @@ def _read_settings(folder: Path) -> tuple[Mapping[str, object], str]:
     except FileNotFoundError:
         return {}, f"the folder has no {_SETTINGS}"
     except (OSError, ValueError, RecursionError) as err:
-        return {}, f"{_SETTINGS} is torn: {err}"
+        return {}, f"{_SETTINGS} is incomplete or corrupt: {err}"
     if not isinstance(settings, dict) or not {"r", "lora_alpha", "target_modules"} <= set(settings):
         return {}, f"{_SETTINGS} does not say r, lora_alpha and target_modules, as LoRA's does"
     return settings, ""
@@ -83,7 +83,7 @@ def _read_shapes(folder: Path) -> tuple[Shapes, str]:
                 for name in tensors.keys()  # noqa: SIM118 - it is no dictionary
             }, ""
     except (SafetensorError, OSError) as err:
-        return {}, f"{_WEIGHTS} is torn: {err}"
+        return {}, f"{_WEIGHTS} is incomplete or corrupt: {err}"
 
 
 def _unsupported(folder: Path, settings: Mapping[str, object]) -> Iterator[ConfigError]:

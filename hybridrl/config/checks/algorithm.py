@@ -15,7 +15,8 @@ def check_group_has_a_baseline(config: ExperimentConfig) -> Iterator[ConfigError
         yield ConfigError(
             "rollout.num_responses_per_prompt",
             group_size,
-            f"algorithm.name={config.algorithm.name} compares each response with its siblings",
+            f"algorithm.name={config.algorithm.name} compares responses to the same prompt: at "
+            "least 2",
             remedies=[
                 ("rollout.num_responses_per_prompt=8",),
                 ("rollout.num_responses_per_prompt=2",),
@@ -63,14 +64,14 @@ def check_kl_penalty(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "algorithm.kl.coefficient",
             kl.coefficient,
-            f"algorithm.kl.placement={kl.placement} costs a reference model and weighs nothing",
+            f"algorithm.kl.placement={kl.placement} loads a reference model that has no effect",
             remedies=[("algorithm.kl.coefficient=0.001",), ("algorithm.kl.placement=none",)],
         )
     if kl.placement == "loss" and kl.estimator == "k1":
         yield ConfigError(
             "algorithm.kl.estimator",
             kl.estimator,
-            "as a loss its expected gradient is 0: it would pull the policy nowhere",
+            "as a loss its expected gradient is 0: it would have no effect",
             remedies=[("algorithm.kl.estimator=k2",), ("algorithm.kl.estimator=k3",)],
         )
 

@@ -109,8 +109,8 @@ class BatchSizes:
         if self.model_parallel_size == 1:
             return f"{self.num_ranks} ranks"
         return (
-            f"{self.num_groups} data-parallel ranks, of {self.model_parallel_size} ranks with "
-            "parts of one model each,"
+            f"{self.num_groups} data-parallel ranks, of {self.model_parallel_size} ranks each "
+            "that hold one model together,"
         )
 
 
@@ -197,7 +197,7 @@ def check_sft_batch(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "sft.batch_size",
             size,
-            f"must be a multiple of {num_ranks} ranks with rows of their own",
+            f"must be a multiple of {num_ranks} data-parallel ranks",
             remedies=[(f"sft.batch_size={n}",) for n in legal],
         )
 

@@ -40,7 +40,7 @@ def check_ray_address(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_object_store(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Whoever starts Ray sets the size of its object store, which has a lower limit."""
+    """The program that starts Ray sets the size of its object store, which has a lower limit."""
     key, size_mib = "cluster.object_store_mib", config.cluster.object_store_mib
     if size_mib and config.cluster.address is not None:
         yield ConfigError(
@@ -70,7 +70,7 @@ def check_worker_setup_hook(config: ExperimentConfig) -> Iterator[ConfigError]:
     module_name, _, name = path.rpartition(".")
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path):
         rule = "must be package.module.function, with dots between names"
-        yield hook_error(path, rule, "write it so")
+        yield hook_error(path, rule, "correct the name")
         return
     missing, file = _find_module(module_name)
     if missing:

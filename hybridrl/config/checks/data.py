@@ -80,8 +80,8 @@ def check_sort_digits(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "data.max_digits",
             data.max_digits,
-            f"a number takes a token a digit and one more, {data.max_digits + 1} tokens, and there "
-            f"is room for {room + 1}: data.max_prompt_tokens={data.max_prompt_tokens}, "
+            f"such a number takes {data.max_digits + 1} tokens, one more than digits, and the "
+            f"limit is {room + 1}: data.max_prompt_tokens={data.max_prompt_tokens}, "
             f"rollout.max_response_tokens={config.rollout.max_response_tokens}",
             remedies=_room_for_digits(config, room),
         )

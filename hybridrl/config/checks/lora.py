@@ -100,7 +100,7 @@ def check_adapted_layers(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "megatron.tensor_parallel_size",
             tensor,
-            f"a rank must have a whole one of the model's {num_kv_heads} key-value heads where "
+            f"each rank must have a full one of the model's {num_kv_heads} key-value heads: "
             f"{', '.join(_OF_HEADS)} have adapters",
             remedies=[(f"lora.target_modules=[{','.join(others or ['o_proj'])}]",)],
         )
@@ -109,7 +109,7 @@ def check_adapted_layers(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "megatron.expert_tensor_parallel_size",
             megatron.expert_tensor_parallel_size,
-            "an expert with an adapter is whole on its rank",
+            "an expert with an adapter must be on one rank",
             remedies=[
                 ("megatron.expert_tensor_parallel_size=1",),
                 ("lora.target_modules=[q_proj,k_proj,v_proj,o_proj]",),

@@ -51,8 +51,7 @@ def check_megatron_is_used(config: ExperimentConfig) -> Iterator[ConfigError]:
             yield ConfigError(
                 f"megatron.{name}",
                 value,
-                "would be ignored: neither actor.engine nor the engine of a critic that is asked "
-                "is megatron",
+                "would be ignored: no model of this run trains with engine=megatron",
                 remedies=[reset],
                 fix=f"{instruction(reset)}, or set actor=megatron",
             )
@@ -139,7 +138,7 @@ def _few_bits(config: ExperimentConfig) -> Iterator[ConfigError]:
             yield ConfigError(
                 key,
                 value,
-                "such matrix products are TransformerEngine's, and megatron.layers=local",
+                "such matrix products need TransformerEngine's layers, and megatron.layers=local",
                 fix=f"leave it out, or add ~{key}",
                 remedies=[(f"~{key}",)],
             )
@@ -200,8 +199,8 @@ def check_master_weights(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "model.dtype",
             config.model.dtype,
-            "what learns on megatron-core keeps its weights in float32 in the optimizer; they are "
-            "computed with in actor.compute_dtype (critic.compute_dtype)",
+            "megatron-core's optimizer keeps trained weights in float32; they compute in "
+            "actor.compute_dtype (critic.compute_dtype)",
             remedies=[("model.dtype=float32",)],
         )
 
@@ -238,7 +237,7 @@ def check_routing_replay(config: ExperimentConfig) -> Iterator[ConfigError]:
         "megatron.replay_routing",
         got=True,
         rule=f"rollout.engine={rollout.engine} with rollout.routed_experts="
-        f"{to_override(rollout.routed_experts)} does not say which experts it used",
+        f"{to_override(rollout.routed_experts)} does not return the experts that it used",
         remedies=[records, ("megatron.replay_routing=false",)],
     )
 
@@ -249,7 +248,7 @@ def check_routes_were_sampled(config: ExperimentConfig) -> Iterator[ConfigError]
         yield ConfigError(
             "megatron.replay_routing",
             got=True,
-            rule="mode=sft learns from a file, which does not say which experts were used",
+            rule="mode=sft learns from a file, which holds no routes of experts",
             remedies=[("megatron.replay_routing=false",)],
         )
 

@@ -165,8 +165,8 @@ def check_engines_know_the_model(config: ExperimentConfig) -> Iterator[ConfigErr
         yield ConfigError(
             "model.path",
             config.model.path,
-            f"its model_type={model_type!r} is not supported yet: attention and weights are known "
-            f"of {', '.join(MEGATRON_MODEL_TYPES)}",
+            f"its model_type={model_type!r} is not supported yet: supported "
+            f"are {', '.join(MEGATRON_MODEL_TYPES)}",
             fix="set model.path to such a model",
         )
         return
@@ -180,7 +180,7 @@ def check_engines_know_the_model(config: ExperimentConfig) -> Iterator[ConfigErr
             yield ConfigError(
                 key,
                 engine,
-                f"knows dense models alone ({', '.join(TRANSFORMERS_MODEL_TYPES)}), and "
+                f"supports dense models alone ({', '.join(TRANSFORMERS_MODEL_TYPES)}), and "
                 f"model.path={config.model.path} is a mixture of experts ({model_type}), which "
                 f"{'SGLang serves' if engine == 'hf' else 'megatron-core trains'}",
                 remedies=[(remedy,)],

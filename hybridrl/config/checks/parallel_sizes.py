@@ -194,7 +194,7 @@ def _pipeline(config: ExperimentConfig, model: Architecture) -> Iterator[_Broken
     uneven = [key for key, number in ends.items() if number is not None]
     changes = [*_uneven_stages(num_layers, num_stages, num_virtual), dict.fromkeys(uneven)]
     if uneven:
-        between = f"what is left of the model's {num_layers} layers must divide by the stages in"
+        between = f"the others of the model's {num_layers} layers must divide by the stages in"
         virtual = f", and each number by {num_virtual} virtual stages" if num_virtual > 1 else ""
         alone = "there is one stage, which has all layers"
         rule = alone if num_stages == 1 else f"{between} between{virtual}"
@@ -264,8 +264,7 @@ def _whole_experts(config: ExperimentConfig, model: Architecture) -> Iterator[_B
     if model.experts and may_be_grouped and is_whole and sizes.tensor_parallel_size > 1:
         yield _Broken(
             _EXPERT,
-            "TransformerEngine's experts would be whole on each of "
-            f"{sizes.tensor_parallel_size} tensor-parallel ranks, and learn apart; with "
-            "megatron.layers=local they do not",
+            f"each of {sizes.tensor_parallel_size} tensor-parallel ranks would train its own copy "
+            "of TransformerEngine's experts; megatron.layers=local trains one",
             [{_EXPERT: n} for n in divisors_of(model.experts.num_experts)[1:]],
         )

@@ -34,9 +34,9 @@ def refuse_own_arguments(
     for name, value in given.items():
         key = f"{section}.{name}"
         if name in typed:
-            rule, fix = f"{typed[name]} says that", f"set {typed[name]}, and ~{key}"
+            rule, fix = f"{typed[name]} sets it", f"set {typed[name]}, and ~{key}"
         elif name in taken:
-            rule, fix = f"is not to be chosen: {taken[name]}", f"leave it out, or add ~{key}"
+            rule, fix = f"cannot be chosen: {taken[name]}", f"leave it out, or add ~{key}"
         else:
             continue
         yield ConfigError(key, value, rule, fix, remedies=[(f"~{key}",)])

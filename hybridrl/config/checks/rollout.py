@@ -38,7 +38,7 @@ TYPED: Mapping[str, str] = {
 _OURS: Mapping[str, str] = {
     "host": "the server listens on its own machine alone",
     "port": "each server looks for a free one",
-    "served_model_name": "it tells a server from a stranger on its port",
+    "served_model_name": "it identifies the server on its port",
     "load_format": "weights are sent by the trainer, not read",
     "skip_tokenizer_init": "requests carry token ids in both directions",
     "max_loras_per_batch": "there is one adapter",
@@ -67,7 +67,7 @@ def check_engine_args(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "rollout.engine_args",
             dict(rollout.engine_args),
-            f"would be ignored: they are SGLang's, and rollout.engine={rollout.engine}",
+            f"would be ignored: they are arguments of SGLang, and rollout.engine={rollout.engine}",
             remedies=[reset],
             fix=f"{instruction(reset)}, or set rollout=sglang",
         )
@@ -187,7 +187,7 @@ def check_transport(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             key,
             transport,
-            "NCCL takes one process of a group on a GPU, and engines share theirs with the trainer",
+            "NCCL allows one process of a group per GPU, and engines share GPUs with the trainer",
             remedies=[(f"{key}=auto",), (f"{key}=disk",)],
         )
 
