@@ -1,4 +1,4 @@
-"""Room for a pool: what nodes have, what is asked of them, and the difference in words."""
+"""Placement of a pool: resources of the nodes, requested resources, and the difference."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _NODE_ID = "ray.io/node-id"
 
 @dataclass(frozen=True, slots=True)
 class ResourceRequest:
-    """What a pool asks for."""
+    """Resources that a pool requests."""
 
     process_on_nodes: tuple[int, ...]
     """Ranks of each node entry."""
     bundle: Mapping[str, float]
     """Resources of one rank."""
     is_spread: bool
-    """Whether each entry wants a node of its own."""
+    """Whether each entry needs a node of its own."""
 
     def unmet_reason(self) -> str:
-        """Say why the cluster cannot hold this even when it is idle; empty if it can."""
+        """Return why even the idle cluster cannot hold this; empty if it can."""
         largest = max(self.process_on_nodes)
         capacities = [_capacity(node, self.bundle) for node in _alive_nodes()]
         if max(capacities, default=0) < largest:
@@ -46,7 +46,7 @@ class ResourceRequest:
         return ""
 
     def describe(self) -> str:
-        """Spell what is asked, what nodes have, and what is free."""
+        """Describe the requested resources, those of the nodes, and the free ones."""
         free = ray.available_resources()
         has = "; ".join(
             ", ".join(f"{node.get(name, 0):g} {name}" for name in self.bundle)
@@ -74,10 +74,10 @@ class ResourceRequest:
 def reserve(request: ResourceRequest, *, wait_s: float) -> list[Any]:
     """Return one placement group per node entry, all of them ready.
 
-    What is missing is said at once, and every 5 s, because a node may yet join, or another run end.
+    A shortage is logged at once, and every 5 s: a node may still join, or another run end.
 
     Raises:
-        ResourceError: there was no room within ``wait_s`` seconds; nothing stays reserved.
+        ResourceError: not enough resources within ``wait_s`` seconds; nothing stays reserved.
     """
     deadline_s = time.monotonic() + wait_s
     groups: list[Any] = []
@@ -101,8 +101,8 @@ def remove(groups: Sequence[Any]) -> None:
 
 
 def _start_request(request: ResourceRequest, count: int, *, avoid: Sequence[str]) -> Any:  # noqa: ANN401 - Ray's
-    # STRICT_SPREAD spreads the bundles of one group, and ranks of an entry have to be together:
-    # so a group per entry, kept off the nodes of those before it.
+    # STRICT_SPREAD spreads the bundles of one group, but ranks of an entry must share a node. So
+    # each entry gets a group, kept off the nodes of the earlier ones.
     selector = {_NODE_ID: f"!in({','.join(avoid)})"} if avoid else None
     return placement_group(
         [dict(request.bundle)] * count,
@@ -114,7 +114,7 @@ def _start_request(request: ResourceRequest, count: int, *, avoid: Sequence[str]
 def _wait(group: Any, request: ResourceRequest, *, deadline_s: float, wait_s: float) -> None:  # noqa: ANN401
     pause_s = 1.0  # an idle cluster needs 10 ms
     while (left_s := deadline_s - time.monotonic()) > 0:
-        if _is_ready(group, math.ceil(min(pause_s, left_s))):  # Ray cuts the fraction off
+        if _is_ready(group, math.ceil(min(pause_s, left_s))):  # Ray drops the fraction
             return
         pause_s = _PROGRESS_S
         if (waited_s := wait_s - deadline_s + time.monotonic()) < wait_s:
@@ -131,7 +131,7 @@ def _wait(group: Any, request: ResourceRequest, *, deadline_s: float, wait_s: fl
 def _is_ready(group: Any, wait_s: int) -> bool:  # noqa: ANN401
     try:
         return bool(group.wait(wait_s))
-    except Exception as error:  # Ray has no class for it
+    except Exception as error:  # Ray has no exception class for it
         raise ResourceError(
             f"the cluster dropped a request for room while the driver waited for it: {error} Ray "
             "does that when it loses the node of the driver; look at `ray status`, then start "

@@ -21,7 +21,7 @@ REPLACED = {"Admission", "Box", "Depth", "Offer", "Packs", "Shelf", "Stretch", "
 
 PLAIN = {"workers.train", "models", "checkpoint", "algorithms", "data", "rewards", "trainer"}
 PLAIN |= {"atomic_io", "batch", "env", "errors", "export", "guard", "json_text", "log", "main"}
-PLAIN |= {"metrics", "payload", "planning", "config"}
+PLAIN |= {"metrics", "payload", "planning", "config", "diagnostics"}
 """Packages and modules whose texts are rewritten; add one when its last such word is gone."""
 
 PRIVATE = re.compile(
@@ -35,6 +35,7 @@ NO_NOUN = re.compile(r'"""(Return |Say |Tell |Name |Find )?[Ww]hat\b')
 """A docstring that begins so describes a thing without naming it."""
 
 FIELD_WORDS = {".torn": "a suffix on disk", ".pack(": "of struct", "box=None": "of rich"}
+FIELD_WORDS |= {"_file.tell()": "of files"}
 """Texts that may hold such a word, and why."""
 
 
