@@ -18,13 +18,13 @@ from typing import NoReturn, cast
 
 
 def _end_quietly(number: int, _: FrameType | None) -> NoReturn:
-    """End at once: an exception could be raised in the midst of an import, which may keep it."""
+    """End at once: an exception could be raised during an import, which may swallow it."""
     sys.stderr.write("interrupted\n")
     sys.stderr.flush()
     os._exit(128 + number)
 
 
-# The imports take a second. Nothing has begun by then that would have to be ended in order.
+# The imports take a second. Until they are done nothing has started that needs an orderly end.
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _end_quietly)
 
@@ -86,7 +86,7 @@ OmegaConf.register_new_resolver(
 
 
 class BoundedSource(FileConfigSource):
-    """Reads YAML files of a folder, but none that would fill the memory, or end in a traceback."""
+    """Reads YAML files of a folder; refuses one that would fill memory or end in a traceback."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Read one file.
@@ -107,7 +107,7 @@ class BoundedSource(FileConfigSource):
 
 
 class RecipesSource(BoundedSource):
-    """Shows Hydra the group ``recipes`` of the folder above it, and nothing else.
+    """Shows Hydra only the group ``recipes`` of the folder above it.
 
     A plain ``file://`` source would offer every folder of a checkout, .venv included, as a group.
     """
@@ -119,7 +119,7 @@ class RecipesSource(BoundedSource):
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """Return the names of groups and recipes under ``config_path``."""
-        if config_path == "recipes":  # recipes/cluster holds files for clusters, no recipes
+        if config_path == "recipes":  # recipes/cluster holds files for clusters, not recipes
             return [n for n in super().list(config_path, results_filter) if n != "cluster"]
         return ["recipes"] if config_path == "" else []
 
@@ -183,8 +183,8 @@ def _under_hydra(task: Callable[[DictConfig], None]) -> Callable[[], None]:
 
 
 class _Sweep:
-    """Takes what Hydra composes. A single run starts at once; runs of ``--multirun`` are checked
-    first, all of them, and start afterwards: a mistake in the last one costs no time.
+    """Takes Hydra's compositions. A single run starts at once. Runs of ``--multirun`` are all
+    checked first and start afterwards, so that a mistake in the last one costs no time.
     """
 
     def __init__(self) -> None:
@@ -270,7 +270,7 @@ def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:
     config = load_config(_as_mapping(composed))
     starts_nothing = config.mode in ("check", "plan")
     launch = None if starts_nothing else import_module(_BY_NAME_TO_KEEP_RAY_OUT)
-    if signal.getsignal(signal.SIGINT) is _end_quietly:  # what begins now is ended in order
+    if signal.getsignal(signal.SIGINT) is _end_quietly:  # the run ends in order from now on
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.mode == "check":
         check_reward_loads(config.reward)
@@ -287,7 +287,7 @@ def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:
 
 def _rehearse(config: ExperimentConfig) -> Iterator[str]:
     """Let the packages of a run check its configuration; yields lines for the user."""
-    if config.megatron_worlds:  # not otherwise: the rehearsal imports torch
+    if config.megatron_worlds:  # only then: the rehearsal imports torch
         yield from import_module(_MEGATRON_REHEARSAL).rehearse_megatron(config)
     if config.rollout.engine == "sglang":
         sys.stderr.write("asking SGLang about its arguments, some 10 s ...\n")
@@ -341,7 +341,7 @@ def _explain_all(refusal: Exception, arguments: Sequence[str]) -> Sequence[Confi
             violations += errors.violations
         except Exception as another:  # as in main
             violations.append(_explain(another, [override]))
-    if not violations:  # no override is at fault: a file is
+    if not violations:  # no override is wrong, so a file is
         return [_explain(refusal, [])]
     try:
         load_config(compose(kept))

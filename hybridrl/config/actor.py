@@ -1,4 +1,4 @@
-"""The ``actor`` section, and what any training engine is told: the critic's too."""
+"""The ``actor`` section, and the section of any training engine: the critic's too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class OptimizerConfig:
     """Decay of the second moment."""
 
     eps: Annotated[float, Within(at_least=1e-30, at_most=1.0, usual=1e-8)]
-    """Added to the root of the second moment; a smaller one would be 0 in float32, and 0 / 0."""
+    """Added to the root of the second moment; a smaller value would be 0 in float32: 0 / 0."""
 
     weight_decay: NotNegative
     """Decoupled weight decay; not applied to vectors (norms, biases)."""
@@ -34,25 +34,25 @@ class OptimizerConfig:
     """Global L2 norm to which gradients are clipped."""
 
     schedule: Literal["constant", "linear", "cosine"]
-    """Shape after warm-up; linear and cosine reach ``min_lr_ratio`` one step after the run's last,
-    so that even with a ratio of 0 the last step learns."""
+    """Shape after warm-up. Linear and cosine reach ``min_lr_ratio`` one step after the last step of
+    the run: so the last step learns even with a ratio of 0."""
 
     num_warmup_steps: CountOrZero
-    """Optimizer steps over which lr rises linearly from 0; fewer than the run takes."""
+    """Optimizer steps over which lr rises linearly from 0; fewer than the steps of the run."""
 
     min_lr_ratio: Annotated[float, Within(at_least=0.0, at_most=1.0)]
-    """Where the schedule ends, over the peak."""
+    """Learning rate at the end of the schedule, divided by the peak."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """A training engine: what actor and critic have in common."""
+    """A training engine: the keys that actor and critic share."""
 
     engine: Literal["fsdp2", "megatron"]
-    """Training engine: PyTorch's FSDP2, or megatron-core cut as the ``megatron`` section says."""
+    """Training engine: PyTorch's FSDP2, or megatron-core with the sizes of section ``megatron``."""
 
     max_tokens_per_microbatch: PackedTokens
-    """Packed tokens per forward pass and rank; a single longer row still runs, alone."""
+    """Packed tokens per forward pass and rank; a single longer row still runs, on its own."""
 
     compute_dtype: Literal["float32", "bfloat16"]
     """Type of activations and gathered parameters."""
@@ -61,7 +61,7 @@ class EngineConfig:
     """Type in which gradients are summed over ranks."""
 
     gradient_checkpointing: bool
-    """Recompute each block in the backward pass: memory for about a third more time."""
+    """Recompute each block in the backward pass: less memory, about a third more time."""
 
     fsdp2: FSDP2Config
     """Read by ``engine=fsdp2`` alone."""
@@ -75,4 +75,4 @@ class ActorConfig(EngineConfig):
     """How the policy is trained. Mirrors hydra_configs/actor/*.yaml key by key."""
 
     logprob_chunk_tokens: PackedTokens
-    """Tokens whose logits exist at one time in float32."""
+    """Tokens whose logits are in memory at one time, in float32."""

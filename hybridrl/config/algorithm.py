@@ -13,14 +13,14 @@ class KLConfig:
     """Penalty for leaving the reference policy."""
 
     placement: Literal["none", "loss", "reward"]
-    """``loss`` adds it to the policy loss; ``reward`` subtracts it from what each response earns,
-    with ppo token by token."""
+    """``loss`` adds it to the policy loss; ``reward`` subtracts it from the reward of each
+    response, with ppo token by token."""
 
     estimator: Literal["k1", "k2", "k3"]
     """Schulman's estimators (joschu.net/blog/kl-approx.html)."""
 
     coefficient: NotNegative
-    """Weight of the penalty; above 0 exactly when it has a placement."""
+    """Weight of the penalty; above 0 if and only if it has a placement."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class GAEConfig:
     """Discount per token. 1: a reward counts the same however long the response."""
 
     lam: Annotated[float, Within(at_least=0.0, at_most=1.0)]
-    """1 trusts the rewards that came (no bias, much variance), 0 the critic's next value."""
+    """1 trusts the sampled rewards (no bias, high variance), 0 the critic's next value."""
 
     whiten: bool
     """Shift and scale the advantages of a step to mean 0 and standard deviation 1 over tokens."""
@@ -39,10 +39,10 @@ class GAEConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlgorithmConfig:
-    """What is optimised. Mirrors hydra_configs/algorithm/*.yaml key by key."""
+    """The objective. Mirrors hydra_configs/algorithm/*.yaml key by key."""
 
     name: Literal["grpo", "ppo"]
-    """``grpo`` compares a response with its siblings, ``ppo`` with what a critic expected."""
+    """``grpo`` compares responses to the same prompt; ``ppo`` uses the critic's values instead."""
 
     divide_by_std: bool
     """With grpo: True is GRPO (arXiv:2402.03300), False Dr. GRPO (arXiv:2503.20783)."""
@@ -74,14 +74,14 @@ class AlgorithmConfig:
     """Optimizer steps per pass; divides the rows of a step."""
 
     old_logprobs: Literal["recompute", "current"]
-    """``recompute`` asks the training engine before the update; ``current`` uses the detached
-    log-probs of the update's own forward pass: the same numbers, one pass less, legal only with
-    one optimizer step per rollout."""
+    """``recompute`` asks the training engine before the update. ``current`` uses the detached
+    log-probs of the update's own forward pass: the same numbers with one pass less. It is legal
+    only with one optimizer step per rollout."""
 
     sampler_ratio_cap: NotNegative
-    """Truncated importance weight between trainer and rollout engine (arXiv:2510.18855 style),
-    at least 1; 0 is off. Both sides' log-probs are those at ``rollout.temperature``: what
-    ``rollout.top_p`` and ``rollout.top_k`` take away is not corrected for."""
+    """Cap of the importance weight between trainer and rollout engine (arXiv:2510.18855 style), at
+    least 1; 0 is off. Both sides take log-probs at ``rollout.temperature``. The effect of
+    ``rollout.top_p`` and ``rollout.top_k`` is not corrected."""
 
     kl: KLConfig
     """Penalty for leaving the reference policy."""

@@ -1,4 +1,4 @@
-"""The one reader of a model's config.json: plan, checks, megatron-core and rollout engines ask it.
+"""The only reader of a model's config.json: plan, checks, megatron-core and rollout engines use it.
 
 Legend: H hidden, L layers, N query heads, J key-value heads, D size of a head, I inside the MLP, V
 vocabulary, E experts.
@@ -24,16 +24,16 @@ class RopeScaling:
     """How Llama 3.1 scales its rotary embedding (arXiv:2407.21783, 3.4.2)."""
 
     factor: float
-    """Long wavelengths grow by it."""
+    """Long wavelengths grow by this factor."""
 
     low_frequency_factor: float
     """Wavelengths over ``original_max_positions / low_frequency_factor`` are long."""
 
     high_frequency_factor: float
-    """Wavelengths under ``original_max_positions / high_frequency_factor`` stay as they are."""
+    """Wavelengths under ``original_max_positions / high_frequency_factor`` are not changed."""
 
     original_max_positions: int
-    """Tokens that the model was pre-trained on."""
+    """Context of the pre-training, in tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,13 +41,13 @@ class MoEConfig:
     """The mixture-of-experts layers of a model."""
 
     num_experts: int
-    """Of one layer, over all ranks."""
+    """Experts of one layer, over all ranks."""
 
     num_per_token: int
-    """Experts that a token is sent to."""
+    """Experts per token."""
 
     intermediate_size: int
-    """Inside one expert."""
+    """Width inside one expert."""
 
     normalizes_weights: bool
     """Whether the weights of a token's experts are divided by their sum."""
@@ -68,26 +68,26 @@ class Architecture:
     head_size: int
 
     intermediate_size: int
-    """Of the dense MLPs."""
+    """Width inside the dense MLPs."""
 
     vocab_size: int
     """Rows of the embedding in the files, without padding."""
 
     max_positions: int
-    """Tokens of a sequence that the model was made for."""
+    """Longest sequence that the model was made for, in tokens."""
 
     is_tied: bool
-    """The output embedding is the input embedding."""
+    """Whether the output embedding is the input embedding."""
 
     has_qkv_bias: bool
 
     has_output_bias: bool
-    """Of the attention's last projection."""
+    """Whether the attention's last projection has a bias."""
 
     has_mlp_bias: bool
 
     has_head_norms: bool
-    """Queries and keys are normalised head by head (Qwen3)."""
+    """Whether queries and keys are normalised head by head (Qwen3)."""
 
     norm_eps: float = 1e-6
     """Added to the mean square in RMS norms."""
@@ -116,7 +116,7 @@ class Architecture:
 
     @property
     def key_size(self) -> int:
-        """Width of all key heads, J D; the values have it too."""
+        """Width of all key heads, J D; the values have the same."""
         return self.num_key_value_heads * self.head_size
 
     @property
@@ -136,7 +136,7 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """Values that transformers' class of a family has where config.json has none."""
+    """Values of transformers' class of a family, for fields that config.json lacks."""
 
     sizes: Mapping[str, int]
     has_head_norms: bool = False
@@ -182,10 +182,10 @@ _FAMILIES = {
 
 
 def architecture_of(model: ModelConfig) -> Architecture:
-    """Return the architecture of the model that a run starts from.
+    """Return the architecture of the model from which a run starts.
 
     Raises:
-        ModelError: there is none, or its config.json cannot be read or is of an unknown family.
+        ModelError: no model, or its config.json cannot be read or names an unknown family.
     """
     if model.path is not None:
         return read_architecture(Path(model.path))
@@ -195,9 +195,9 @@ def architecture_of(model: ModelConfig) -> Architecture:
 
 
 def find_architecture(model: ModelConfig) -> Architecture | None:
-    """Return the architecture for rules to be held against; None where it cannot be read.
+    """Return the architecture for the rules to check; None where it cannot be read.
 
-    ``check_model_folder`` and ``check_engines_know_the_model`` say why.
+    ``check_model_folder`` and ``check_engines_know_the_model`` report the reason.
     """
     try:
         return architecture_of(model)
@@ -209,7 +209,7 @@ def read_architecture(folder: Path) -> Architecture:
     """Read the architecture of a Hugging Face folder.
 
     Raises:
-        ModelError: config.json cannot be read, holds an odd size, or is of an unknown family.
+        ModelError: config.json cannot be read, holds an illegal size, or names an unknown family.
     """
     file = folder / "config.json"
     values = read_settings(folder)
@@ -223,13 +223,13 @@ def read_architecture(folder: Path) -> Architecture:
         return _of_values(values, _FAMILIES[model_type])
     except (ValueError, TypeError, KeyError, ArithmeticError) as err:
         raise ModelError(
-            f"{file}: a size is no whole number above 0 ({err}); download the folder again"
+            f"{file}: a size is not an integer above 0 ({err}); download the folder again"
         ) from err
 
 
 @dataclass(frozen=True, slots=True)
 class _SizeReader:
-    """Whole numbers of config.json, or of the family where it has none."""
+    """Integers of config.json, or of the family where config.json has none."""
 
     values: Mapping[str, Any]
     family: _Family
@@ -289,7 +289,7 @@ def _scaling(rope: Mapping[str, Any], size: _SizeReader) -> RopeScaling:
 
 
 def _experts(values: Mapping[str, Any], size: _SizeReader) -> MoEConfig | None:
-    """Read which layers have experts, as transformers' Qwen3-MoE decides it."""
+    """Read which layers have experts, by the rule of transformers' Qwen3-MoE."""
     num_experts = size("num_local_experts") or size("num_experts")  # as transformers 5 writes it
     dense = {n for n in values.get("mlp_only_layers") or () if isinstance(n, int)}
     every = size("decoder_sparse_step")

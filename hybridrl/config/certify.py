@@ -1,4 +1,4 @@
-"""The ``certify`` section: of ``mode=certify``."""
+"""The ``certify`` section, for ``mode=certify``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hybridrl.config.limits import Count, Seconds
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CertifyConfig:
-    """How the proof of resuming is made. Mirrors hydra_configs/certify/*.yaml key by key."""
+    """How ``mode=certify`` tests a resume. Mirrors hydra_configs/certify/*.yaml key by key."""
 
     num_steps: Count
-    """Steps k before the checkpoint: 2k are run without a break, and 2k with a kill after k."""
+    """Steps k before the checkpoint. One run takes 2k steps; one is killed after k and resumed."""
 
     timeout_s: Seconds
     """Seconds that each of the three processes may take."""

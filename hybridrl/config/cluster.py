@@ -14,13 +14,13 @@ class ClusterConfig:
     """Machines and processes. Mirrors hydra_configs/cluster/*.yaml key by key."""
 
     device: Literal["cpu", "cuda"]
-    """What a rank computes on."""
+    """Device that ranks compute on."""
 
     num_nodes: Ranks
-    """Machines: as many different nodes of the Ray cluster."""
+    """Machines: each is a different node of the Ray cluster."""
 
     num_ranks_per_node: Ranks
-    """Worker processes a machine; with cuda one GPU each."""
+    """Worker processes per machine; with cuda one GPU each."""
 
     device_memory_gib: (
         Annotated[
@@ -29,8 +29,8 @@ class ClusterConfig:
         ]
         | None
     )
-    """Memory in GiB that one rank may take, for ``mode=plan`` to say whether a run fits. Null on a
-    CPU is this machine's memory divided by its ranks; on CUDA nothing is judged."""
+    """Memory of one rank in GiB, with which ``mode=plan`` compares the run's peak. Null on a CPU is
+    this machine's memory divided by its ranks; on CUDA ``mode=plan`` then does not compare."""
 
     num_cpus_per_rank: Annotated[
         float, Within(at_least=0.001, at_most=1024.0, usual=1.0, why="no machine has more")
@@ -42,19 +42,19 @@ class ClusterConfig:
 
     ray_address: str | None
     """An existing Ray cluster (``auto``, ``HOST:PORT`` or ``ray://HOST:PORT``). Null takes
-    ``$RAY_ADDRESS``, which `ray job submit` sets, and without it starts Ray on this machine."""
+    ``$RAY_ADDRESS``, which `ray job submit` sets; without it Ray is started on this machine."""
 
     worker_setup_hook: str | None
     """A function without arguments, as ``package.module.function``, that each worker process calls
-    first: before engines are built, after Ray has set the environment. For what has to happen in
-    every process: register a tokenizer or a model class, load a kernel, attach a debugger."""
+    first: before engines are built, after Ray has set the environment. Use it to register a
+    tokenizer or a model class, load a kernel, or attach a debugger."""
 
     object_store_mib: MebibytesOrZero
-    """Memory of Ray's object store on this machine, MiB, at least 80. What does not fit goes to
+    """Memory of Ray's object store on this machine, MiB, at least 80. Objects that do not fit go to
     disk, slowly. 0 leaves Ray's choice, 30 % of the memory."""
 
     start_timeout_s: Seconds
-    """Seconds to wait for resources and worker start."""
+    """Seconds to wait for resources, and for workers to start."""
 
     call_timeout_s: Seconds
     """Seconds one remote call may take."""

@@ -15,7 +15,7 @@ Digits = Annotated[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """Where prompts come from. Mirrors hydra_configs/data/*.yaml key by key."""
+    """Source of prompts. Mirrors hydra_configs/data/*.yaml key by key."""
 
     task: Literal["sort_digits"] | None
     """A built-in task that makes its own rows. Null reads ``data.train_files``."""
@@ -27,7 +27,7 @@ class DataConfig:
     """Files for evaluation, same columns. Empty: no evaluation on files."""
 
     num_task_rows: Annotated[int, Within(at_least=1, at_most=10**7, why="they are held in memory")]
-    """Rows that a built-in task makes for training; evaluation rows come on top."""
+    """Training rows that a built-in task makes; evaluation rows are added to them."""
 
     min_digits: Digits
     """sort_digits: shortest number, in digits."""
@@ -39,10 +39,10 @@ class DataConfig:
     """Column of the prompt: text, or a list of chat messages with role and content."""
 
     answer_key: str
-    """Column of the answer that the reward function compares with."""
+    """Column of the reference answer for the reward function."""
 
     source_key: str
-    """Column of the data source's name; may be absent from the rows."""
+    """Column of the data source's name; may be missing."""
 
     use_chat_template: bool
     """Wrap prompts with the tokenizer's chat template. A text prompt becomes one user message."""
@@ -51,7 +51,7 @@ class DataConfig:
     """Longest prompt, in tokens."""
 
     overlong_prompts: Literal["error", "drop", "keep_end"]
-    """What happens to a longer prompt: stop, leave out (counted), or keep its last tokens."""
+    """Longer prompts: stop the run, leave them out (counted), or keep their last tokens."""
 
     shuffle: bool
-    """New order each epoch, from ``seed``."""
+    """New order of rows each epoch, from ``seed``."""

@@ -1,4 +1,4 @@
-"""The whole configuration of one run."""
+"""The full configuration of one run."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ class ExperimentConfig:
 
     mode: Literal["train", "check", "plan", "sft", "certify"]
     """``train`` runs reinforcement learning, ``sft`` supervised fine-tuning. ``check`` validates
-    and ``plan`` foretells the memory of ``train``; both start nothing. ``certify`` proves that
-    this training resumes bit by bit."""
+    and ``plan`` predicts the memory of ``train``; both start nothing. ``certify`` verifies that
+    this training resumes bitwise identical."""
 
     seed: Annotated[int, Within(at_least=0, at_most=2**31 - 1, why="SGLang takes seeds of 31 bits")]
-    """All randomness of the run derives from it: model init, data order, sampling."""
+    """Seed of all randomness: model init, data order, sampling."""
 
     model: ModelConfig
-    """Weights and tokenizer that the run starts from."""
+    """Initial weights and tokenizer."""
 
     actor: ActorConfig
     """How the policy is trained."""
 
     critic: CriticConfig
-    """How the critic is trained. Nothing of it is built unless ``algorithm.name=ppo``."""
+    """How the critic is trained. It is built only with ``algorithm.name=ppo``."""
 
     megatron: MegatronConfig
-    """How models that train on megatron-core are cut."""
+    """How megatron-core splits models."""
 
     lora: LoraConfig
-    """Adapters instead of the whole model."""
+    """Adapters instead of all weights."""
 
     rollout: RolloutConfig
     """How responses are sampled."""
 
     algorithm: AlgorithmConfig
-    """What is optimised."""
+    """The objective."""
 
     data: DataConfig
-    """Where prompts come from."""
+    """Source of prompts."""
 
     reward: RewardConfig
     """How responses are scored."""
@@ -71,10 +71,10 @@ class ExperimentConfig:
     """The driver's loop."""
 
     checkpoint: CheckpointConfig
-    """What a run keeps to be resumed from."""
+    """Checkpoints, from which a run resumes."""
 
     certify: CertifyConfig
-    """The proof that a run resumes bit by bit."""
+    """The test that a run resumes bitwise identical."""
 
     eval: EvalConfig
     """Evaluation on held-out prompts."""
@@ -83,7 +83,7 @@ class ExperimentConfig:
     """Supervised fine-tuning."""
 
     tracking: TrackingConfig
-    """Where metrics go."""
+    """Where metrics are written."""
 
     @property
     def num_rows_per_step(self) -> int:
@@ -92,7 +92,7 @@ class ExperimentConfig:
 
     @property
     def num_steps_key(self) -> str:
-        """Key that holds the number of steps of this mode."""
+        """Key of the number of steps of this mode."""
         return "sft.num_steps" if self.mode == "sft" else "trainer.num_steps"
 
     @property
@@ -102,7 +102,7 @@ class ExperimentConfig:
 
     @property
     def exports_model(self) -> bool:
-        """Whether a run that is done leaves its model as a Hugging Face folder."""
+        """Whether a finished run leaves its model as a Hugging Face folder."""
         return self.mode == "sft" or self.trainer.export_hf
 
     @property
@@ -112,12 +112,12 @@ class ExperimentConfig:
 
     @property
     def num_train_groups(self) -> int:
-        """Data-parallel ranks of the policy's training: those that have rows of their own."""
+        """Data-parallel ranks of the policy's training: those with different rows."""
         return self._num_groups(self.actor.engine, self.cluster.num_ranks)
 
     @property
     def has_critic(self) -> bool:
-        """Whether the algorithm asks a critic."""
+        """Whether the algorithm uses a critic."""
         return self.algorithm.name == "ppo"
 
     @property
@@ -139,9 +139,9 @@ class ExperimentConfig:
 
     @property
     def megatron_worlds(self) -> dict[str, int]:
-        """Ranks of each worker group that megatron-core cuts, by the key that says how many a node.
+        """Ranks of each worker group that megatron-core splits, by the key of its ranks per node.
 
-        Empty where no model of this run trains on it.
+        Empty if no model of this run trains on megatron-core.
         """
         has_critic = self.has_critic and self.mode != "sft"
         engines = {self.actor.engine}
@@ -161,7 +161,7 @@ class ExperimentConfig:
 
     @property
     def num_policy_updates(self) -> int:
-        """Optimizer steps that the policy takes over the run."""
+        """Optimizer steps of the policy over the run."""
         if self.mode == "sft":
             return self.sft.num_steps
         num_warmup_steps = self.critic.num_warmup_steps if self.has_critic else 0
@@ -169,7 +169,7 @@ class ExperimentConfig:
 
     @property
     def num_critic_updates(self) -> int:
-        """Optimizer steps that the critic takes over the run, if there is one."""
+        """Optimizer steps of the critic over the run; 0 without a critic."""
         return self.trainer.num_steps * self.critic.num_updates_per_step
 
 

@@ -1,7 +1,7 @@
-"""Names that users of other frameworks type, each with what to type here.
+"""Names that users of other frameworks type, each with the hybridrl name to type instead.
 
-The other frameworks are verl, TRL, OpenRLHF and slime; names of our own that were changed are among
-them. A test holds that every key that an answer names exists.
+The other frameworks are verl, TRL, OpenRLHF and slime. Former names of hybridrl itself are listed
+too. A test checks that every key in an answer exists.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GPUS = "set cluster=one_gpu cluster.num_ranks_per_node"
 _REWARD_MODEL = f"reward models are not supported yet; {_REWARD} to score with Python"
 _TURNS = f"tools and several turns are not supported yet; {_REWARD} to score one response"
 _NOT_DAPO = (
-    "DAPO as a whole is not supported yet: groups without a signal are not sampled again. For its "
+    "all of DAPO is not supported yet: groups without a signal are not sampled again. For its "
     "clip-higher set algorithm.clip_high=0.28, as recipes=clip_higher_kl_cpu does"
 )
 _NOT_YET = f"it is not supported yet; {_ADVANTAGES}"
@@ -105,7 +105,7 @@ _KEYS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("multi_turn", "tool_config_path", "agent"), _TURNS),
 }
-"""By key, or by its last parts; a key of one word without ``_`` is known by itself alone."""
+"""By key, or by its last words; a key of one word without ``_`` is known only by itself."""
 
 _CHOICES: Mapping[tuple[str, str], str] = {
     ("recipes", "dapo_cpu"): "it is called recipes=clip_higher_kl_cpu now, since it adds a KL term",
@@ -127,7 +127,7 @@ _CHOICES: Mapping[tuple[str, str], str] = {
 
 
 def answer_key(key: str) -> str:
-    """Return what to type for a key of another framework; empty if it is known of none."""
+    """Return the hybridrl key for a key of another framework; empty if no framework has it."""
     parts = key.split(".")
     for first in range(len(parts)):
         name = ".".join(parts[first:])
@@ -141,7 +141,7 @@ def answer_key(key: str) -> str:
 
 
 def answer_choice(group: str, name: str) -> str:
-    """Return what to type for the name of a file in a group; empty if it is known of none."""
+    """Return the hybridrl choice for a file name in a group; empty if no framework has it."""
     group = group.partition("/")[0]  # model=Qwen/NAME is a file in a folder to Hydra
     if group == "model":
         return f"{_MODEL}; `hf download NAME --local-dir FOLDER` makes it"

@@ -1,4 +1,4 @@
-"""What ``--help`` prints: an overview, the keys of a section, or all about one key."""
+"""The text of ``--help``: an overview, the keys of a section, or everything about one key."""
 
 from __future__ import annotations
 

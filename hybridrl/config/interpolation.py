@@ -1,4 +1,4 @@
-"""``${section.key}`` in values: what cannot be resolved, and how long it would get."""
+"""``${section.key}`` in values: unresolved references, and the length of resolved ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REFERENCE = re.compile(r"\$\{(\.*)([\w.]+)\}")
 
 
 def leaves(values: object, key: str = "") -> Iterator[tuple[str, object]]:
-    """Yield each value that holds no others, with its key: ``data.train_files[0]`` in a list."""
+    """Yield each scalar value with its key: ``data.train_files[0]`` in a list."""
     if isinstance(values, Mapping):
         for name, value in values.items():
             yield from leaves(value, f"{key}.{name}" if key else str(name))
@@ -25,10 +25,10 @@ def leaves(values: object, key: str = "") -> Iterator[tuple[str, object]]:
 
 
 def check_lengths(values: Mapping[str, object]) -> None:
-    """Refuse references that double what they refer to over and over.
+    """Refuse references that grow exponentially.
 
     Args:
-        values: as they were typed, nothing resolved.
+        values: as typed, nothing resolved.
 
     Raises:
         ConfigError: together they would spell out more than a million characters.
@@ -41,7 +41,7 @@ def check_lengths(values: Mapping[str, object]) -> None:
 
 
 class _Lengths:
-    """Characters of each value with its references spelled out; looks at each value once."""
+    """Characters of each value with its references resolved; looks at each value once."""
 
     def __init__(self, values: Mapping[str, object]) -> None:
         self._values = dict(leaves(values))
@@ -55,7 +55,7 @@ class _Lengths:
     def length_of(self, key: str) -> int:
         """Return the length of the value or section at ``key``; 0 if there is none."""
         if key not in self._lengths:
-            self._lengths[key] = 0  # of what refers to itself its reader speaks
+            self._lengths[key] = 0  # of a value that refers to itself; its reader reports it
             if key in self._values:
                 self._lengths[key] = self._length_of_value(key, str(self._values[key]))
             else:
@@ -71,7 +71,7 @@ class _Lengths:
 
 
 def unresolved(key: str, value: object, reason: str) -> ConfigError:
-    """Say what is wrong with a value whose reference cannot be resolved.
+    """Describe the error of a value whose reference cannot be resolved.
 
     Args:
         key: of the value.

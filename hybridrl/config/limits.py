@@ -14,19 +14,19 @@ class Within:
     """Lowest legal value."""
 
     above: float | None = None
-    """Lower end that is itself not legal."""
+    """Lower end that is not itself legal."""
 
     at_most: float | None = None
     """Highest legal value."""
 
     below: float | None = None
-    """Upper end that is itself not legal."""
+    """Upper end that is not itself legal."""
 
     usual: float | None = None
-    """The legal value to propose for one that is too low, where the lowest is unusual or open."""
+    """Legal value to propose for one that is too low, if the lowest is unusual or open."""
 
     why: str = ""
-    """Why it ends above where it does: what breaks, or loses its meaning, beyond."""
+    """Reason for the upper end: what breaks, or loses its meaning, beyond it."""
 
     def contains(self, value: float) -> bool:
         """Say whether ``value`` is legal."""
@@ -47,7 +47,7 @@ class Within:
         return proposed
 
     def rule_for(self, value: float) -> str:
-        """Say what ``value``, which is not legal, must be; beyond the upper end also why."""
+        """Return the rule that an illegal ``value`` breaks; beyond the upper end also why."""
         is_above = self.at_most is not None and value > self.at_most
         return f"{self} ({self.why})" if is_above and self.why else f"{self}"
 
@@ -59,7 +59,7 @@ class Within:
 
 
 def _spell(end: float) -> str:
-    """Write an end so that it can be typed: all digits of a whole number."""
+    """Write an end so that it can be typed: an integer with all its digits."""
     return str(int(end)) if float(end).is_integer() else f"{end:g}"
 
 
@@ -72,16 +72,16 @@ Count = Annotated[int, Within(at_least=1, at_most=10**9, why=_COUNTED)]
 CountOrZero = Annotated[int, Within(at_least=0, at_most=10**9, why=_COUNTED)]
 
 Rows = Annotated[int, Within(at_least=1, at_most=2**20, why=_IN_MEMORY)]
-"""Prompts, responses or examples that are worked on together."""
+"""Prompts, responses or examples that are processed together."""
 
 Epochs = Annotated[int, Within(at_least=1, at_most=1000, why="the rollouts are too old by then")]
 """Passes over the same rollouts."""
 
 Ranks = Annotated[int, Within(at_least=1, at_most=2**16, why=_ON_CLUSTERS)]
-"""Machines, processes, or processes that share something."""
+"""Machines, processes, or processes that share a resource."""
 
 Threads = Annotated[int, Within(at_least=0, at_most=1024, why="no processor has more")]
-"""Threads of one process; 0 leaves the choice to somebody else."""
+"""Threads of one process; 0 leaves the choice to the library."""
 
 Tokens = Annotated[int, Within(at_least=1, at_most=2**24, why="no model has a longer context")]
 """Tokens of a prompt or of a response."""
@@ -104,7 +104,7 @@ MebibytesOrZero = Annotated[
 ]
 
 NotNegative = Annotated[float, Within(at_least=0.0, at_most=1e6, why=_IN_FLOAT32)]
-"""A weight of something in a sum of float32."""
+"""A weight of a term in a float32 sum."""
 
 Seconds = Annotated[
     float,
@@ -115,7 +115,7 @@ Seconds = Annotated[
         why="11 days; timers of the system count milliseconds in 31 bits",
     ),
 ]
-"""A time limit. Two of them added up still fit a timer: poll(2) takes 24 days."""
+"""A time limit. The sum of two still fits a timer: poll(2) takes 24 days."""
 
 ArgumentValue = str | int | float | bool | None | tuple[str | int | float | bool, ...]
-"""A value that another program reads, and that only it can check."""
+"""A value that another program reads, and that only this program can check."""

@@ -25,8 +25,8 @@ def load_config(values: Mapping[str, object]) -> ExperimentConfig:
         values: one entry per section, as hydra_configs/config.yaml has them.
 
     Raises:
-        ConfigErrors: everything that is wrong. A number outside its interval, or text that spells
-            a number, hides nothing: the rules that span sections then see the proposed value.
+        ConfigErrors: all errors together. A number outside its interval, or text that spells a
+            number, hides no other error: the cross-section rules then use the proposed value.
     """
     config, violations = read_config(values)
     if config is not None:
@@ -42,8 +42,8 @@ def read_config(
     """Read types and intervals alone, without the rules of checks.py.
 
     Returns:
-        The configuration, with the proposed value wherever one was refused, or None where a value
-        could not be understood at all; and what was refused.
+        The configuration, with the proposed value in place of a refused one, or None if a value
+        could not be understood at all; and the errors.
     """
     reader = _Reader()
     config = reader.read_section(ExperimentConfig, values, "")
@@ -60,7 +60,7 @@ def known_keys(section: type = ExperimentConfig, prefix: str = "") -> Iterator[s
 
 
 def free_keys(section: type = ExperimentConfig, prefix: str = "") -> Iterator[str]:
-    """Yield every dotted key whose entries are another program's."""
+    """Yield every dotted key whose entries belong to another program."""
     for name, hint in get_type_hints(section).items():
         if get_origin(hint) is Mapping:
             yield prefix + name
@@ -69,22 +69,22 @@ def free_keys(section: type = ExperimentConfig, prefix: str = "") -> Iterator[st
 
 
 class _Missing:
-    """Stands for a value that is not there, or that cannot be understood."""
+    """Stands for a value that is missing, or that cannot be understood."""
 
     def __repr__(self) -> str:
         return "(missing)"
 
 
 _MISSING = _Missing()
-_MANDATORY = "???"  # how YAML files of Hydra say that the user must give a value
+_MANDATORY = "???"  # in Hydra's YAML files: the user must give a value
 _MOST_ENTRIES = 10_000
-_MOST_TOLD = 20  # of one kind, in one place
-_MOST_TYPED = 1000  # characters of an override that is proposed
+_MOST_TOLD = 20  # errors of one kind, for one section
+_MOST_TYPED = 1000  # characters of a proposed override
 _TYPEABLE = re.compile(r"[\w.]+", re.ASCII)
 
 
 class _Reader:
-    """Walks types and values side by side and collects what does not fit."""
+    """Walks types and values side by side and collects the errors."""
 
     def __init__(self) -> None:
         self.violations: list[ConfigError] = []
@@ -197,7 +197,7 @@ class _Reader:
         inner = _Reader()
         entry = inner._read(hint, values[at], key)
         for violation in inner.violations:
-            # An override replaces a list as a whole, so a remedy must spell all of it.
+            # An override replaces a list completely, so a remedy must spell all of it.
             meant = [overrides[0].partition("=")[2] for overrides in violation.remedies]
             remedies = [(o,) for m in meant for o in _typed_list(key, values, at, m)]
             fix = "" if remedies else f"correct entry {at + 1} of {key}"
@@ -206,7 +206,7 @@ class _Reader:
         return entry
 
     def _read_arguments(self, value: object, key: str) -> object:
-        """Read what is meant for another program: names and scalars, or lists of scalars."""
+        """Read a value for another program: names and scalars, or lists of scalars."""
         if not isinstance(value, Mapping):
             rule, fix = "must be a mapping", f"add arguments one by one: +{key}.NAME=VALUE"
             return self._refuse(key, value, rule, fix=fix)
@@ -215,7 +215,7 @@ class _Reader:
             if not str(name).isidentifier():
                 flaw = "must be named as a Python argument: letters, digits and underscores"
             if flaw:
-                fix = "correct or remove it; what is nested is written as text, JSON in quotes"
+                fix = "correct or remove it; write a nested value as text: JSON in quotes"
                 remedies = [(f"~{key}.{name}",)] if _TYPEABLE.fullmatch(str(name)) else []
                 return self._refuse(f"{key}.{name}", inner, flaw, fix=fix, remedies=remedies)
         return {
@@ -261,7 +261,7 @@ def _typed(key: str, value: object) -> list[str]:
 
 
 def _typed_list(key: str, values: Sequence[object], at: int, meant: str) -> list[str]:
-    """Return the override that gives ``key`` these values, but for one that is spelled anew."""
+    """Return the override that gives ``key`` these values, with one entry replaced."""
     others = [*values[:at], *values[at + 1 :]]
     if not _typed(key, others):
         return []
@@ -270,7 +270,7 @@ def _typed_list(key: str, values: Sequence[object], at: int, meant: str) -> list
 
 
 def unknown_key(key: str, value: str) -> ConfigError:
-    """Say what is wrong with ``key``, and which known ones are near.
+    """Return the error of an unknown ``key``, with the known keys that are near.
 
     Args:
         key: dotted, as it was typed.
@@ -278,13 +278,13 @@ def unknown_key(key: str, value: str) -> ConfigError:
     """
     section, dot, name = key.rpartition(".")
     if any(free in (section, key) for free in free_keys()):
-        fix = f"write +{key}={value}"
-        return ConfigError(key, value, "it is no key of ours but of another program", fix)
+        rule = "it is a key of another program, so Hydra needs a plus sign"
+        return ConfigError(key, value, rule, f"write +{key}={value}")
     if answer := answer_key(key):
         return ConfigError(key, value, "it is a key of another framework", answer)
     all_keys = [known.rpartition(".") for known in (*known_keys(), "recipes")]
     names = [known for above, _, known in all_keys if above == section]
-    if not names:  # the section itself is mistyped, or the key stands in another one
+    if not names:  # the section itself is mistyped, or the key belongs to another one
         return ConfigError(
             key, value, "there is no such section", suggest_name(key, [*known_keys()])
         )

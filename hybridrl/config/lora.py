@@ -13,8 +13,8 @@ LINEAR_MODULES = (
     *("q_proj", "k_proj", "v_proj", "o_proj"),
     *("gate_proj", "up_proj", "down_proj"),
 )
-"""Linear layers of every block of every supported architecture. The output embedding is none of
-them: it is applied to scored tokens only, past any adapter."""
+"""Linear layers of every block of every supported architecture. The output embedding is not
+among them: it is applied to scored tokens only, without any adapter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +22,7 @@ class LoraConfig:
     """LoRA (arXiv:2106.09685): W x + scaling B A x, where only A and B learn."""
 
     enabled: bool
-    """Train adapters and freeze the model. False ignores the rest of the section."""
+    """Train adapters and freeze the model. False ignores all other keys of the section."""
 
     rank: Width
     """Rows of A and columns of B; at most the smaller side of each adapted layer."""
@@ -36,20 +36,20 @@ class LoraConfig:
     """Scale by alpha / sqrt(rank) (arXiv:2312.03732), so that high ranks learn as fast."""
 
     dropout: NotNegative
-    """Only 0: a dropped-out policy is not the one that sampled, so its probability ratios would be
-    noise."""
+    """Only 0: with dropout the trained policy is not the one that sampled, and its probability
+    ratios would be noise."""
 
     target_modules: tuple[str, ...]
-    """Adapted layers by the last part of their name, as q_proj; [all-linear] is all seven."""
+    """Adapted layers by the last word of their name, as q_proj; [all-linear] is all seven."""
 
     sync: Literal["adapter", "merged"]
-    """What rollout engines get: ``adapter`` the frozen weights once and then A and B alone,
-    ``merged`` W + scaling B A under W's name, every time."""
+    """Weights sent to rollout engines. ``adapter``: the frozen weights once, then A and B alone.
+    ``merged``: W + scaling B A under W's name, every time."""
 
     base: Literal["auto", "resident", "backup", "resend"]
-    """Frozen weights of a sleeping engine under ``sync=adapter``: ``resident`` stay on the device,
-    ``backup`` wait on the host, ``resend`` are dropped and sent again. ``auto`` takes ``resident``
-    where the memory plan fits, else the quicker of the others as measured, and logs why."""
+    """Frozen weights of a sleeping engine under ``sync=adapter``: ``resident`` keeps them on the
+    device, ``backup`` on the host, ``resend`` drops them and sends them again. ``auto`` takes
+    ``resident`` if the memory plan fits, else the faster other one as measured, and logs why."""
 
     init_from: str | None
     """A peft adapter folder to start from; null draws A from the seed and sets B to 0. A KL penalty
@@ -57,7 +57,7 @@ class LoraConfig:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Names of the adapted layers, with ``all-linear`` spelled out, each once."""
+        """Names of the adapted layers, with ``all-linear`` expanded, each once."""
         spelled = [
             name
             for entry in self.target_modules
@@ -72,5 +72,5 @@ class LoraConfig:
 
     @property
     def sends_adapters(self) -> bool:
-        """True if rollout engines apply adapters themselves."""
+        """Whether rollout engines apply adapters themselves."""
         return self.enabled and self.sync == "adapter"

@@ -1,4 +1,4 @@
-"""The ``megatron`` section: how models that train on megatron-core are cut."""
+"""The ``megatron`` section: how megatron-core splits the models that it trains."""
 
 from __future__ import annotations
 
@@ -14,73 +14,71 @@ from hybridrl.config.limits import ArgumentValue, Layers, NotNegative, Ranks
 class MegatronConfig:
     """Parallel sizes and kernels of every engine named ``megatron``: policy, reference, critic.
 
-    Mirrors hydra_configs/megatron/*.yaml. Ranks that are not needed for tensor, pipeline and
-    context parallelism are data-parallel, and share the optimizer's state.
+    Mirrors hydra_configs/megatron/*.yaml. Ranks beyond tensor, pipeline and context parallelism
+    are data-parallel, and divide the optimizer's state.
     """
 
     tensor_parallel_size: Ranks
-    """Ranks that share each matrix; they exchange activations twice a layer, so keep them on one
+    """Ranks that split each matrix; they exchange activations twice a layer, so keep them on one
     node."""
 
     sequence_parallel: bool
-    """Let tensor-parallel ranks share norms and residuals as well, each a part of the tokens."""
+    """Let tensor-parallel ranks also split norms and residuals, by tokens."""
 
     pipeline_parallel_size: Ranks
-    """Ranks that have a stretch of layers each."""
+    """Pipeline stages: each rank of a pipeline holds some of the layers."""
 
     num_virtual_stages: Layers
-    """KeySpans of layers on each pipeline rank: more make shorter bubbles and more messages."""
+    """Virtual stages of each pipeline rank: more make shorter bubbles and more messages."""
 
     num_layers_in_first_stage: Layers | None
-    """Layers of the first pipeline rank, which has the embedding too; null is as many as of the
-    ranks in between. For models whose layers do not divide, as the 94 of Qwen3-235B-A22B."""
+    """Layers of the first pipeline rank, which also has the embedding; null: as many as each rank
+    in between. For models whose layers do not divide, as the 94 of Qwen3-235B-A22B."""
 
     num_layers_in_last_stage: Layers | None
-    """Likewise of the last one, which has the output embedding too."""
+    """Layers of the last pipeline rank, which also has the output embedding; null: likewise."""
 
     context_parallel_size: Ranks
     """Ranks that share the tokens of each row, and gather keys and values in attention: for rows
-    too long for one. A pack of max_tokens_per_microbatch is divided among them."""
+    too long for one rank. They also share the max_tokens_per_microbatch of a micro-batch."""
 
     expert_parallel_size: Ranks
-    """Ranks, of those with other rows or other tokens, that share the experts of a layer."""
+    """Ranks that divide the experts of a layer; they have other rows or other tokens."""
 
     expert_tensor_parallel_size: Ranks
-    """Ranks that share the matrices of one expert."""
+    """Ranks that split the matrices of one expert."""
 
     layers: Literal["auto", "local", "transformer_engine"]
-    """Whose kernels compute a layer: TransformerEngine's, or megatron-core's own. ``auto`` is
+    """Kernels of a layer: TransformerEngine's, or megatron-core's own. ``auto`` is
     TransformerEngine where it is installed, on CUDA."""
 
     attention: Literal["auto", "packed", "transformer_engine"]
-    """Whose kernel computes attention over a pack: that of FSDP2 (``packed``; which one, says
-    ``model.attention``), or TransformerEngine's, which needs its layers. ``auto`` is
-    TransformerEngine's with its layers, on CUDA in bfloat16, unless ``model.attention`` asks for
-    another."""
+    """Attention kernel over packed rows: FSDP2's (``packed``, chosen by ``model.attention``), or
+    TransformerEngine's, which needs its layers. ``auto`` is TransformerEngine's with its layers, on
+    CUDA in bfloat16, unless ``model.attention`` asks for another kernel."""
 
     recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act"], ...]
-    """What is recomputed in the backward pass where ``gradient_checkpointing`` is true; nothing
-    named is whole layers. ``core_attn`` is attention without its projections, ``mlp`` that of dense
-    layers, ``moe`` that of experts, router included, and ``moe_act`` the activation in experts that
-    TransformerEngine groups."""
+    """Modules that the backward pass recomputes if ``gradient_checkpointing`` is true; none named
+    means full layers. ``core_attn`` is attention without its projections, ``mlp`` that of
+    dense layers, ``moe`` that of experts with the router. ``moe_act`` is the activation in experts
+    that TransformerEngine groups."""
 
     overlap_communication: Literal["auto", True, False]
-    """Sum gradients over data-parallel ranks while earlier layers compute theirs, in the last
-    micro-batch of a step, and gather the weights that a step changed while the first layers of the
-    next one compute; weights that are exported or scored with before that are gathered at once.
-    ``auto`` is where this needs no waiting: on CUDA."""
+    """Overlap two exchanges with computation. In the last micro-batch of a step, gradients are
+    summed while earlier layers compute theirs. Changed weights are gathered while the first layers
+    of the next step compute, or at once for an export or scoring. ``auto``: on CUDA."""
 
     load_balance_coefficient: NotNegative
-    """Weight of the load-balance loss of mixture-of-experts layers (arXiv:2006.16668), added up
-    over layers; 0 only measures it. See docs/mixture-of-experts.md."""
+    """Weight of the load-balance loss of mixture-of-experts layers (arXiv:2006.16668), summed over
+    layers; 0 only measures it. See docs/mixture-of-experts.md."""
 
     replay_routing: bool
-    """Send each token of the policy through the experts that the rollout engine sent it through.
+    """Route each token of the policy through the experts that the rollout engine chose for it.
     Needs ``rollout.routed_experts=true``. The reference and the critic choose their own."""
 
     transformer_args: Mapping[str, ArgumentValue]
-    """Further fields of megatron-core's TransformerConfig by their names, as fp8; handed on as they
-    are. What has a key of its own here is refused."""
+    """Further fields of megatron-core's TransformerConfig by their names, as fp8; passed on
+    unchanged. Fields that have a key here are refused."""
 
     optimizer_args: Mapping[str, ArgumentValue]
     """Further fields of its OptimizerConfig, as optimizer_cpu_offload; likewise."""
@@ -89,16 +87,16 @@ class MegatronConfig:
     """Further fields of its DistributedDataParallelConfig, as bucket_size; likewise."""
 
     def layers_of_stages(self, num_layers: int) -> tuple[int, ...] | None:
-        """Return how many layers each pipeline rank has; None where they do not divide.
+        """Return the layers per pipeline rank; None where they do not divide.
 
         Args:
-            num_layers: of the whole model.
+            num_layers: of all stages together.
         """
         size, num_virtual = self.pipeline_parallel_size, self.num_virtual_stages
         first, last = self.num_layers_in_first_stage, self.num_layers_in_last_stage
         ends = [end for end in (first, last) if end is not None]
         num_between, left = size - len(ends), num_layers - sum(ends)
-        is_odd = size == 1 and ends  # megatron-core splits no single rank
+        is_odd = size == 1 and ends  # megatron-core does not split a single rank
         # With virtual stages megatron-core divides by the number of ranks in between.
         lacks_between = num_between <= 0 and (left or num_between or num_virtual > 1)
         if is_odd or lacks_between or left < num_between:
@@ -125,5 +123,5 @@ class MegatronConfig:
 
     @property
     def world_multiple(self) -> int:
-        """What the number of ranks must be a multiple of."""
+        """The number of ranks must be a multiple of this."""
         return math.lcm(self.model_parallel_size, self.expert_parallel_ranks)

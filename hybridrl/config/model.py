@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from hybridrl.config.limits import CountOrZero, Heads, Layers, Rows, Width, Within
 
 TRANSFORMERS_MODEL_TYPES = ("llama", "qwen2", "qwen3")
-"""Architectures of the engines that run transformers' own code, ``fsdp2`` and ``hf``: those whose
-packed forward pass is proved equal to the one by single rows."""
+"""Architectures of the engines that run transformers' own code, ``fsdp2`` and ``hf``: those
+whose packed forward pass is shown equal to a pass of single rows."""
 
 MEGATRON_MODEL_TYPES = (*TRANSFORMERS_MODEL_TYPES, "qwen3_moe")
 """Architectures that are converted to megatron-core and back."""
@@ -17,7 +17,7 @@ MEGATRON_MODEL_TYPES = (*TRANSFORMERS_MODEL_TYPES, "qwen3_moe")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StarterConfig:
-    """A small Qwen3-shaped model made on the spot, so that a first run needs no download."""
+    """A small Qwen3-shaped model made locally, so that a first run needs no download."""
 
     hidden_size: Width
     """Width of the residual stream."""
@@ -43,7 +43,7 @@ class StarterConfig:
     """Context length, in tokens."""
 
     num_warmup_steps: CountOrZero
-    """Supervised steps before the model is handed over; it is kept in the cache and made once."""
+    """Supervised steps before the run; the warmed-up model is cached and made once."""
 
     warmup_batch_size: Rows
     """Rows per supervised warm-up step."""
@@ -54,7 +54,7 @@ class StarterConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Which weights and tokenizer a run starts from. Mirrors hydra_configs/model/*.yaml."""
+    """The weights and tokenizer that a run starts from. Mirrors hydra_configs/model/*.yaml."""
 
     path: str | None
     """A Hugging Face model folder. Null makes the model that ``model.starter`` describes."""

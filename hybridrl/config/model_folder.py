@@ -1,6 +1,6 @@
-"""The JSON files of a Hugging Face model folder: what is wrong with one has a name, whatever it is.
+"""The JSON files of a Hugging Face model folder: every error in one is named.
 
-Imports no torch: ``mode=check`` reads a folder with it, and so does everybody else.
+Imports no torch, so that ``mode=check`` can read a folder quickly.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """Read ``config.json``.
 
     Raises:
-        ModelError: there is none, or it is not that of a model that can be read.
+        ModelError: it is missing, or not the configuration of a supported model.
     """
     return _read(folder / CONFIG, _problems_of_config)
 
 
 def read_stop_tokens(folder: Path) -> tuple[int, ...]:
-    """Return the tokens that end a response by ``generation_config.json``, where there is one.
+    """Return the tokens that end a response by ``generation_config.json``, if the file exists.
 
     Raises:
-        ModelError: the file is no JSON object, or names tokens that the model has not.
+        ModelError: the file is not a JSON object, or names tokens outside the vocabulary.
     """
     file = folder / GENERATION
     if not file.exists():
@@ -52,14 +52,14 @@ def read_weight_map(folder: Path) -> dict[str, str]:
     """Return the file of each tensor, as the index of a folder with several files has it.
 
     Raises:
-        ModelError: it is no JSON object, or maps names to something else than files beside it.
+        ModelError: it is not a JSON object, or maps a name to anything but a file beside it.
     """
     weight_map: dict[str, str] = _read(folder / INDEX, _problems_of_index)["weight_map"]
     return weight_map
 
 
 def problem_of(folder: Path) -> str:
-    """Say what is wrong with the JSON files of an existing folder; an empty text if nothing is."""
+    """Return the error in the JSON files of an existing folder; empty if there is none."""
     try:
         read_settings(folder)
         read_stop_tokens(folder)
@@ -83,7 +83,7 @@ def _read(
         kind = type(values).__name__
         raise ModelError(f"{file} holds a JSON {kind}, must be an object; download it again")
     for problem in problems_of(values):
-        raise ModelError(f"{file}: {problem}; mend it, or download it again")
+        raise ModelError(f"{file}: {problem}; correct it, or download it again")
     return values
 
 
@@ -94,7 +94,7 @@ def _problems_of_config(values: Mapping[str, object]) -> Iterator[str]:
     for name in _SIZES:
         size = values.get(name)
         if size is not None and not (_is_whole(size) and size > 0):
-            yield f"{name}={_shown(size)} is no whole number above 0"
+            yield f"{name}={_shown(size)} is not an integer above 0"
     if values.get("quantization_config"):
         yield (
             "quantization_config says that the weights are quantised, and their scales would not "

@@ -1,4 +1,4 @@
-"""What stands at a path, for messages: looking never raises, whatever the path is."""
+"""Files and folders at a path, for messages: looking never raises, whatever the path is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def flaw_of_file(path: str | Path) -> str:
-    """Say why ``path`` is no file that this user may read; empty if it is one."""
+    """Return why ``path`` is not a file that this user may read; empty if it is one."""
     mode, flaw = _look_at(path)
     if not flaw and not stat.S_ISREG(mode):
         flaw = f"{Path(path).absolute()} is no file"
@@ -16,7 +16,7 @@ def flaw_of_file(path: str | Path) -> str:
 
 
 def flaw_of_folder(path: str | Path) -> str:
-    """Say why ``path`` is no folder that this user may look into; empty if it is one."""
+    """Return why ``path`` is not a folder that this user may list; empty if it is one."""
     mode, flaw = _look_at(path)
     if not flaw and not stat.S_ISDIR(mode):
         flaw = f"{Path(path).absolute()} is no folder"
@@ -24,7 +24,7 @@ def flaw_of_folder(path: str | Path) -> str:
 
 
 def flaw_of_new_folder(path: str | Path) -> str:
-    """Say why a folder could not be made at ``path``, with those above; empty if it could."""
+    """Return why a folder cannot be created at ``path``, with its parents; empty if it can."""
     above = Path(path).absolute()
     while _is_missing(above):
         above = above.parent
@@ -35,17 +35,17 @@ def flaw_of_new_folder(path: str | Path) -> str:
 
 
 def is_there(path: str | Path) -> bool:
-    """Say whether something stands at ``path``, as far as this user can see."""
+    """Return whether a file or folder exists at ``path``, as far as this user can see."""
     return not _look_at(path)[1]
 
 
 def _look_at(path: str | Path) -> tuple[int, str]:
-    """Return the mode of what is there, and why it could not be seen, if so."""
+    """Return the mode of the file, and the reason if it cannot be seen."""
     try:
         return os.stat(path).st_mode, ""
     except (FileNotFoundError, NotADirectoryError):
         return 0, f"{Path(path).absolute()} does not exist"
-    except (OSError, ValueError) as err:  # too long, a circle of links, NUL, not to be entered
+    except (OSError, ValueError) as err:  # too long, a circle of links, NUL, no permission
         reason = err.strerror if isinstance(err, OSError) else str(err)
         return 0, f"{Path(path).absolute()} cannot be looked at: {reason}"
 

@@ -1,4 +1,4 @@
-"""What a Python file defines, found without running it."""
+"""Names that a Python file defines, read without running it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 Names = Mapping[str, ast.AST]
-"""What binds each name last: a function, a class, an import, an assignment."""
+"""The statement that binds each name last: a function, a class, an import, an assignment."""
 
 ANYTHING = "*"
-"""Bound where a file imports everything of another: then any name may be there."""
+"""Bound by ``from module import *``: then any name may exist."""
 
 
 def names_at_top_level(file: Path) -> Names:
-    """Return all names that exist in the module once ``file`` was imported, as far as can be seen.
+    """Return all names of the module after an import of ``file``, as far as the source shows.
 
     Names within if, try, with and loops count, too.
 
     Raises:
-        SyntaxError: it is no Python file, or cannot be read; its text says why.
+        SyntaxError: it is not a Python file, or cannot be read; its text gives the reason.
     """
     try:
         # As bytes: the first line may say that the file is not in UTF-8.
@@ -32,14 +32,14 @@ def names_at_top_level(file: Path) -> Names:
 
 
 def functions_of(names: Names) -> list[str]:
-    """Return the names of functions that are defined right there."""
+    """Return the names of the functions that the file defines itself."""
     return [name for name, node in names.items() if isinstance(node, ast.FunctionDef)]
 
 
 def flaw_of_function(node: ast.AST, *, keywords: Collection[str]) -> str:
-    """Say why what binds a name is no function to be called with ``keywords``; empty if it may be.
+    """Return why a name is not a function to call with ``keywords``; empty if it may be one.
 
-    Of assigned, imported and decorated ones nobody knows before they are run.
+    Assigned, imported and decorated names are unknown before the file runs.
     """
     if isinstance(node, ast.AsyncFunctionDef):
         return "is asynchronous, and nobody would await it"
@@ -78,7 +78,7 @@ def _signature_of(arguments: ast.arguments) -> inspect.Signature:
 
 
 def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """Yield what a statement binds, those within it included, but not those of a scope within."""
+    """Yield the names that a statement binds, also inside it, but not inside an inner scope."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield node.name, node
     elif isinstance(node, ast.Import):

@@ -1,6 +1,6 @@
 """Every configuration key in words: type, interval, defaults, meaning and rules.
 
-Read from the code itself, so that ``--help`` and the site cannot say anything else: types and
+Read from the code itself, so that ``--help`` and the site always agree with it: types and
 docstrings of the sections' fields, the files of hydra_configs, and the rules of checks.py.
 """
 
@@ -34,13 +34,13 @@ class KeyReference:
     """One key."""
 
     name: str
-    """Dotted, as it is typed."""
+    """Dotted, as typed."""
 
     type_text: str
-    """Type, or the values to choose from; ``section`` where keys of its own follow."""
+    """Type, or the values to choose from; ``section`` for a key that holds keys."""
 
     interval: str
-    """Legal numbers, as ``> 0 and <= 1``; empty if the type says all."""
+    """Legal numbers, as ``> 0 and <= 1``; empty if the type allows all."""
 
     defaults: Mapping[str, str]
     """Default as it is typed, by file of hydra_configs/SECTION."""
@@ -79,7 +79,7 @@ def read_sections(folder: Path) -> list[SectionReference]:
         folder: hydra_configs/, whose files hold the defaults.
 
     Returns:
-        The sections; last one without a name, which holds the keys that belong to none.
+        The sections; the last one has no name and holds the keys that belong to none.
     """
     sections, top_keys = [], []
     meanings = field_meanings(ExperimentConfig)
@@ -190,7 +190,7 @@ def _rules(mode: str) -> Iterator[Rule]:
 
 
 def _names_in(rule: Callable[..., object]) -> set[str]:
-    """Return the keys in the texts of a rule and of the functions of its module that it calls."""
+    """Return the keys in the texts of a rule, and of the functions of its module that it calls."""
     module = ast.parse(inspect.getsource(cast(types.ModuleType, inspect.getmodule(rule))))
     functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
     pending, visited, texts = [rule.__name__], set[str](), list[str]()
@@ -208,7 +208,7 @@ def _names_in(rule: Callable[..., object]) -> set[str]:
 
 
 def _texts_in(function: ast.FunctionDef) -> Iterator[str]:
-    """Yield each text of a function; a part of it that is computed becomes ``*``."""
+    """Yield each text of a function; a computed piece of it becomes ``*``."""
     for node in ast.walk(function):
         if isinstance(node, ast.JoinedStr):
             yield "".join(
@@ -234,7 +234,7 @@ def _read_yaml(file: Path) -> dict[str, object]:
 
 
 def _flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
-    """Spell each value that is no section as it is typed on the command line."""
+    """Write each scalar value as it is typed on the command line."""
     flat: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, dict) and value:

@@ -10,7 +10,7 @@ from hybridrl.config.limits import Seconds
 BUILT_IN_REWARDS = ("exact_match", "sorted_prefix", "math")
 
 REWARD_COLUMNS = ("responses", "answers", "prompts", "sources")
-"""Keywords with which a function is called; those that it does not need it takes as ``**_``."""
+"""Keywords of each call; a function accepts those that it does not need as ``**_``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +21,7 @@ class RewardConfig:
     """A built-in name (exact_match, sorted_prefix, math) or ``path/to/file.py:function``."""
 
     timeout_s: Seconds
-    """Seconds the function may take for one call."""
+    """Seconds that one call may take."""
 
     on_error: Literal["stop", "zero"]
-    """``stop`` ends the run with the response at fault; ``zero`` scores it 0 and counts it."""
+    """``stop`` ends the run with the failing response; ``zero`` scores it 0 and counts it."""

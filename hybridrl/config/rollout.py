@@ -19,16 +19,16 @@ from hybridrl.config.limits import (
 )
 
 COLDEST = 0.001
-"""Lowest temperature: divided by less, logits would overflow."""
+"""Lowest temperature: logits divided by a lower one would overflow."""
 
 TOO_HOT = "sampling is as good as uniform"
-"""Why there is a highest one."""
+"""Reason for the highest temperature."""
 
 ABORT_GRACE_S = 10.0
-"""Seconds that the requests of a draining server may take to end once they were aborted."""
+"""Seconds that aborted requests of a draining server may take to end."""
 
 FLUSH_TIMEOUT_S = 20.0
-"""Seconds in which a server must prove that it is idle after that."""
+"""Seconds after that in which the server must show that it is idle."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,14 +36,14 @@ class RolloutConfig:
     """How responses are sampled. Mirrors hydra_configs/rollout/*.yaml key by key."""
 
     engine: Literal["hf", "sglang"]
-    """Rollout engine: ``hf`` is the embedded one, runs everywhere; ``sglang`` a server that each
-    group of ``tensor_parallel_size`` ranks starts as its child."""
+    """Rollout engine. ``hf`` is embedded in the worker process and runs everywhere; ``sglang`` is a
+    server that each group of ``tensor_parallel_size`` ranks starts as its child."""
 
     num_responses_per_prompt: Rows
     """Group size G. Group-relative algorithms need G >= 2."""
 
     max_response_tokens: Tokens
-    """Hard stop, in tokens. A response that reaches it is marked truncated."""
+    """Length limit, in tokens. A response that reaches it is marked truncated."""
 
     temperature: Annotated[float, Within(at_least=COLDEST, at_most=100.0, usual=1.0, why=TOO_HOT)]
     """Divides the logits. Log-probs are computed at this same temperature. Greedy decoding is for
@@ -57,7 +57,7 @@ class RolloutConfig:
     """Sample among the k likeliest tokens. 0 is off."""
 
     num_threads: Threads
-    """CPU threads while sampling; many small operations gain nothing from a second one. 0 is as
+    """CPU threads while sampling; many small operations gain nothing from a second thread. 0: as
     many as ``cluster.num_threads_per_rank``."""
 
     num_slots: Rows
@@ -70,8 +70,8 @@ class RolloutConfig:
     """Ranks of one node that share a rollout engine; ``hf`` runs on one."""
 
     engine_args: Mapping[str, ArgumentValue]
-    """Further arguments of SGLang by their Python names, as chunked_prefill_size; handed on as they
-    are. What has a key of its own here is refused."""
+    """Further arguments of SGLang by their Python names, as chunked_prefill_size; passed on
+    unchanged. Arguments that have a hybridrl key are refused."""
 
     memory_fraction: Annotated[float, Within(above=0.0, below=1.0, usual=0.85)]
     """Share of the device that SGLang takes for weights and KV cache together."""
@@ -80,11 +80,11 @@ class RolloutConfig:
     """Capture CUDA graphs of decode steps, once, at start."""
 
     routed_experts: bool
-    """Let SGLang return which experts each token of a mixture-of-experts model went through."""
+    """Let SGLang return the experts of each token of a mixture-of-experts model."""
 
     transport: Literal["auto", "shared", "broadcast", "disk"]
-    """How weights reach SGLang: ``shared`` by memory that both map (CUDA IPC on a GPU),
-    ``broadcast`` through a process group, ``disk`` through files; ``auto`` is shared."""
+    """How weights reach SGLang: ``shared`` through memory that both map (CUDA IPC on a GPU),
+    ``broadcast`` through a process group, ``disk`` through files. ``auto`` is shared."""
 
     sleep: bool
     """Release weights, KV cache and graphs while training. False keeps them: more memory, less
@@ -92,41 +92,41 @@ class RolloutConfig:
 
     backup_weights: Literal["ledger", "always"]
     """``ledger`` keeps a host copy of exactly the weights that no sync rewrites; ``always`` of
-    all."""
+    all weights."""
 
     check_first_sync: bool
-    """Compare the weights of an engine that has just started, after the first sync, with the same
-    weights loaded from files: costs a copy of the model, in ``dtype``, in the temporary folder of
-    each node with such an engine."""
+    """After the first sync, compare the weights of a newly started engine with the same weights
+    loaded from files. Costs a copy of the model, in ``dtype``, in the temporary folder of each node
+    with such an engine."""
 
     canary_every_steps: CountOrZero
-    """Every so many steps the policy's update is the canary: before an optimizer step, the engine's
-    log-probs of all sampled tokens are held against the trainer's. Costs nothing. 0 is off."""
+    """Steps between canaries. In a canary step the policy update compares the engine's log-probs of
+    all sampled tokens with the trainer's, before an optimizer step. Costs nothing. 0 is off."""
 
     canary_max_drift_nats: Annotated[
         float, Within(above=0.0, at_most=1000.0, usual=0.1, why="a log-prob is never so far off")
     ]
-    """The run stops when log-probs of a micro-batch differ by more on average; nothing of it is
-    learned."""
+    """The run stops if the log-probs of a micro-batch differ by more on average, before its
+    optimizer step."""
 
     bucket_mib: MebibytesOrZero
-    """Size of one bucket of the weight stream, in MiB. 0 takes it from free memory."""
+    """Size of one bucket of the weight stream, in MiB. 0 derives it from free memory."""
 
     skew_timeout_s: Seconds
-    """Seconds that one rank may take longer to sample its responses than another."""
+    """Seconds that one rank may sample longer than another."""
 
     drain_timeout_s: Annotated[
         float, Within(above=0.0, at_most=1e5, usual=30.0, why="longer than a day")
     ]
-    """Seconds a pausing engine may take to finish; then its requests are aborted."""
+    """Seconds that a pausing engine may take to finish; then its requests are aborted."""
 
     stage_timeout_s: Seconds
-    """Seconds an engine may take for one stage of sleep or wake; then it is restarted. Ranks wait
+    """Seconds that one stage of sleep or wake may take; then the engine is restarted. Ranks wait
     for each other half as long again; then the run ends."""
 
     start_timeout_s: Seconds
-    """Seconds an SGLang server may take until it answers, at the start and when it is restarted;
-    kernels may be compiled meanwhile."""
+    """Seconds until an SGLang server must answer after a start or restart; it may compile kernels
+    meanwhile."""
 
     request_timeout_s: Seconds
-    """Seconds one generation request may take before it counts as lost."""
+    """Seconds that one generation request may take before it counts as lost."""

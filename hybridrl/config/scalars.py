@@ -1,4 +1,4 @@
-"""One value of a field: whether it is of the field's type, what else it may have meant."""
+"""One value of a field: whether it has the field's type, and which value it may have meant."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable
 from hybridrl.config.spelling import to_override
 
 KINDS: dict[type, str] = {
-    int: "a whole number",
+    int: "an integer",
     float: "a finite number",
     bool: "true or false",
     str: "text",
 }
 _MOST_CHARACTERS = 4096  # of a path on Linux
-_HIGHEST = 2**63 - 1  # of what other programs take for a whole number
+_HIGHEST = 2**63 - 1  # largest integer of other programs
 
 
 def is_of(kind: type, value: object) -> bool:
-    """Say whether ``value`` is of ``kind``, one of KINDS; a whole number is a finite one, too."""
+    """Return whether ``value`` is of ``kind``, one of KINDS; an integer is a finite float, too."""
     if kind is float and type(value) is int:
         return meant_by(float, value) is not None
     if type(value) is not kind:
@@ -27,12 +27,12 @@ def is_of(kind: type, value: object) -> bool:
 
 
 def meant_by(kind: type, value: object) -> object | None:
-    """Return what ``value`` says as a value of ``kind``; None where it says nothing such."""
+    """Return ``value`` read as ``kind``, as 3 for "3"; None if it cannot be read so."""
     return _CONVERSIONS[kind](value)
 
 
 def flaw_of_text(text: str) -> str:
-    """Say why no file, process or log can take ``text``; empty if they can."""
+    """Return why no file, process or log can take ``text``; empty if they can."""
     if len(text) > _MOST_CHARACTERS:
         return f"must have at most {_MOST_CHARACTERS} characters, and has {len(text)}"
     if "\0" in text:
@@ -47,7 +47,7 @@ def flaw_of_text(text: str) -> str:
 
 
 def flaw_of_argument(value: object) -> str:
-    """Say why ``value`` cannot be handed to another program; empty if it can."""
+    """Return why ``value`` cannot be passed to another program; empty if it can."""
     if isinstance(value, list | tuple):
         flaws = (flaw_of_argument(v) if _is_scalar(v) else _NO_ARGUMENT for v in value)
         return next((flaw for flaw in flaws if flaw), "")

@@ -10,7 +10,7 @@ from hybridrl.errors import ConfigError
 _KEY = "cluster.worker_setup_hook"
 
 
-def hook_error(path: str, rule: str, fix: str = "mend it") -> ConfigError:
+def hook_error(path: str, rule: str, fix: str = "correct it") -> ConfigError:
     """Return the error of a hook that cannot be called."""
     reset = f"{_KEY}=null"
     return ConfigError(_KEY, path, rule, fix=f"{fix}, or set {reset}", remedies=[(reset,)])
@@ -18,7 +18,7 @@ def hook_error(path: str, rule: str, fix: str = "mend it") -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class SetupHook:
-    """Finds the function where it is called, so that only its name travels to the workers."""
+    """Imports the function where it is called, so that only its name travels to the workers."""
 
     path: str
     """``package.module.function``."""
@@ -27,7 +27,7 @@ class SetupHook:
         """Import the module and call the function.
 
         Raises:
-            ConfigError: it cannot be imported, is no function, or raised.
+            ConfigError: it cannot be imported, is not a function, or raised.
         """
         module_name, _, name = self.path.rpartition(".")
         try:

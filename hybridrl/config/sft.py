@@ -18,4 +18,4 @@ class SftConfig:
     """Rows per step over all ranks."""
 
     eval_every_num_steps: CountOrZero
-    """Loss on held-out rows every so many steps. 0 is never."""
+    """Steps between losses on held-out rows. 0: never."""

@@ -1,4 +1,4 @@
-"""Keys and values as they are typed on the command line: Hydra reads back what is written here."""
+"""Keys and values as typed on the command line: Hydra reads back the same value."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def to_override(value: object) -> str:
 def _spell_text(text: str) -> str:
     if _PLAIN.fullmatch(text) and text.lower() not in _NOT_TEXT and not _is_number(text):
         return text
-    # Backslashes are doubled where a quote follows: before one of the text, and at its end.
+    # Backslashes are doubled before a quote: one in the text, and the one at its end.
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
     escaped = re.sub(r"(\\+)$", r"\1\1", escaped).replace("${", "\\${")
     return f"'{escaped}'"
@@ -54,7 +54,7 @@ def resetting(key: str, value: object, usual: object) -> tuple[str, ...]:
 
 
 def flatten(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield each dotted key that holds no section, with its value."""
+    """Yield each dotted key of a scalar, with its value."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{name}.")

@@ -1,4 +1,4 @@
-"""What ``mode=check`` prints: what was validated, and what follows from the numbers."""
+"""The report of ``mode=check``: the validated rules, and numbers that follow from them."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class TrackingConfig:
     """Responses written to samples.jsonl each step, with rewards and text."""
 
     trace: bool
-    """Whether ``trace.json`` is kept: what driver and ranks did when, for Perfetto."""
+    """Keep ``trace.json``, the activities of driver and ranks over time, for Perfetto."""
 
     live: Literal["auto", "table", "lines", "off"]
     """``auto`` shows a live table in a terminal, else plain lines."""

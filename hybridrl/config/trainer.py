@@ -18,7 +18,7 @@ class TrainerConfig:
     """Prompts P per step; P x rollout.num_responses_per_prompt responses are sampled."""
 
     max_skipped_updates: CountOrZero
-    """Updates in a row that may be skipped for non-finite loss or gradient before the run stops."""
+    """Consecutive updates that may be skipped for a non-finite loss or gradient before a stop."""
 
     run_dir: str
     """Folder of this run: configuration, log, metrics, samples."""

@@ -1,4 +1,4 @@
-"""Bounds of a YAML file: a short one can spell out more than any memory holds."""
+"""Size limits of a YAML file: a short one can expand to more than any memory holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TOO_DEEP = f"it is nested more than {_MOST_DEPTH} deep"
 
 
 def flaw_of_yaml(data: bytes) -> str:
-    """Say why a file must not be read; empty if it may. Of its syntax its reader speaks."""
+    """Return why a file must not be read; empty if it may. Its reader reports syntax errors."""
     if len(data) > _MOST_BYTES:
         return f"a file of {len(data)} bytes is no recipe; at most {_MOST_BYTES} are read"
     try:
@@ -33,7 +33,7 @@ def flaw_of_yaml(data: bytes) -> str:
 
 
 class _Endless(Exception):
-    """A node holds itself."""
+    """A node that contains itself."""
 
 
 def _depth_of(text: str) -> int:
@@ -48,13 +48,13 @@ def _depth_of(text: str) -> int:
 
 
 class _Sizes:
-    """Number of values and depth as if each alias were spelled out; looks at each node once."""
+    """Number of values and depth with each alias expanded; looks at each node once."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, tuple[int, int] | None] = {}
 
     def of(self, node: yaml.Node | None) -> tuple[int, int]:
-        """Return the number of values in ``node``, itself included, and how deep they lie.
+        """Return the number of values in ``node``, itself included, and their depth.
 
         Raises:
             _Endless: it holds itself.

@@ -1,11 +1,11 @@
-"""A record of what this process does, in files that others read while it hangs or after it died.
+"""A record of this process's activity, in files that others read if it hangs or has died.
 
-A rank that waits in C code, loops, or was killed answers nobody. So each rank keeps a record in
-three small files, and whoever asks (``diagnostics/process_report.py``) needs only the files:
+A rank that waits in C code, loops, or was killed answers no request. So each rank keeps a record in
+three small files, and a report (``diagnostics/process_report.py``) needs only the files:
 
-``STEM.activity``  the open `scope` blocks with their beginning, and what `gauge` says
+``STEM.activity``  the open `scope` blocks with their start times, and the texts of `gauge`
 ``STEM.memory``    the last 10 minutes, one sample a second: seconds, resident bytes, /dev/shm bytes
-``STEM.stacks``    the stacks of all threads, written by a signal handler in C when asked for
+``STEM.stacks``    the stacks of all threads, written by a signal handler in C on request
 
 Times are of ``time.monotonic``, which on Linux all processes of a machine share.
 """
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 STACKS_SIGNAL = signal.SIGUSR1
-"""Makes a recorded rank write its stacks. Sent to it alone: elsewhere the signal kills."""
+"""Signal on which a recorded rank writes its stacks. Send it to no other process: it kills."""
 
 _to_json = json.JSONEncoder(allow_nan=False).encode  # kept: each call of a rank writes twice
 
@@ -39,23 +39,23 @@ _SHARED_MEMORY = Path("/dev/shm")  # where Ray keeps its object store on Linux
 
 @dataclass(frozen=True, slots=True)
 class RecordFiles:
-    """Where to read about a process, and how to tell it from a later one of the same number."""
+    """The record of a process, and its start: a later process may have its number."""
 
     pid: int
     start_ticks: int
-    """When the process started, in clock ticks since boot; 0 where /proc does not say."""
+    """When the process started, in clock ticks since boot; 0 if /proc does not contain it."""
     stem: str
     """Path of the record's files without their suffix."""
     logs: tuple[str, ...]
-    """Files behind its standard output and error; empty if these are no files."""
+    """Files behind its standard output and error; empty if these are not files."""
 
 
 NO_RECORD = RecordFiles(pid=0, start_ticks=0, stem="", logs=())
-"""Of a process that keeps none."""
+"""The record of a process that keeps none."""
 
 
 class _Activity:
-    """The one record of this process; until `start` it is kept in memory alone."""
+    """The only record of this process; until `start` it is kept in memory alone."""
 
     def __init__(self) -> None:
         self.files: RecordFiles | None = None
@@ -70,7 +70,7 @@ class _Activity:
         if self.files is None:
             pid = os.getpid()
             stem = folder / f"hybridrl-{pid}"
-            # Of an earlier process of this number: nobody asks for it any more.
+            # Files of an earlier process with this number: nobody reads them any more.
             for suffix in (".activity", ".memory", ".stacks"):
                 stem.with_suffix(suffix).unlink(missing_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
@@ -113,10 +113,10 @@ class _Activity:
             name: describe()[:_MAX_TEXT] for name, describe in self._watched.items()
         }
         text = _to_json(self._record)
-        # Blanks over what was there; all 4 KiB each time would cost more than the call it is about.
+        # Blanks over the old text; a full 4 KiB each time would cost more than the recorded call.
         data = text.ljust(self._num_written).encode()
         self._num_written = len(text)
-        # Whatever befalls the disk of the record, the work that it is about goes on.
+        # If the disk of the record fails, the recorded work continues.
         with suppress(OSError):
             os.pwrite(self._file, data, 0)
 
@@ -139,19 +139,19 @@ _activity = _Activity()
 def start_recording(folder: Path) -> RecordFiles:
     """Keep the record of this process in ``folder`` from now on. Twice is a no-op.
 
-    Takes SIGUSR1 for itself, so it is for ranks, and not for a process that has other owners.
+    It takes SIGUSR1, so it is for ranks, and not for processes that belong to other code.
     """
     return _activity.start(folder)
 
 
 @contextmanager
 def scope(what: str, *, waits: bool = False) -> Iterator[None]:
-    """Say what this process does while the block lasts; blocks nest. Costs about 20 us.
+    """Record ``what`` as the process's activity while the block lasts; blocks nest. Costs 20 us.
 
     Args:
         what: for a person, for example ``update()``.
-        waits: True if the block does nothing but wait for other ranks, as a barrier does. Told
-            apart so that a rank that waits is not taken for the one that is waited for.
+        waits: True if the block only waits for other ranks, as a barrier does. It separates
+            ranks that wait from the rank that they wait for.
     """
     block = [what[:_MAX_TEXT], time.monotonic(), waits]
     _activity.enter(block)
@@ -163,10 +163,10 @@ def scope(what: str, *, waits: bool = False) -> Iterator[None]:
 
 @contextmanager
 def gauge(name: str, describe: Callable[[], str]) -> Iterator[None]:
-    """Let a thread write down once a second what ``describe`` says: free for what is described.
+    """Let a thread record once a second the text of ``describe``: costs the caller nothing.
 
     Args:
-        name: of what is described, for example ``rollout engine``.
+        name: of the described object, for example ``rollout engine``.
         describe: called from another thread; reads plain numbers, and does not raise.
     """
     _activity.watch(name, describe)
@@ -177,13 +177,13 @@ def gauge(name: str, describe: Callable[[], str]) -> Iterator[None]:
 
 
 def start_ticks(pid: int) -> int:
-    """Return when process ``pid`` started, in clock ticks since boot; 0 if it cannot be told."""
+    """Return when process ``pid`` started, in clock ticks since boot; 0 if unknown."""
     fields = process_stat(pid)
     return int(fields[19]) if fields else 0
 
 
 def process_stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the third (state) on; empty if there is none."""
+    """Return the fields of /proc/PID/stat from the third (state) on; empty if it does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -192,7 +192,7 @@ def process_stat(pid: int) -> list[str]:
 
 
 def resident_bytes() -> int:
-    """Return the memory of this process that is in RAM; 0 where /proc does not say."""
+    """Return the memory of this process that is in RAM; 0 if /proc does not contain it."""
     try:  # by system calls: a file object costs three times as much, and each call asks
         statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -204,7 +204,7 @@ def resident_bytes() -> int:
 
 
 def count_oom_kills() -> int:
-    """Return how many processes this machine's kernel has killed for want of memory; 0 unknown."""
+    """Return how many processes this machine's kernel has killed for lack of memory; 0 unknown."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
             name, _, count = line.partition(" ")

@@ -1,8 +1,7 @@
-"""Reports on the ranks of this machine, whether they answer, hang or are gone.
+"""Reports on the ranks of this machine, whether they answer, hang or have died.
 
-They are made of the files that `hybridrl.diagnostics.activity` leaves, /proc, and Ray's logs of its
-workers. Runs on the machine of the ranks: on the driver's in the driver, elsewhere as a Ray
-task.
+Sources: the files of `hybridrl.diagnostics.activity`, /proc, and Ray's logs of its workers. It runs
+on the machine of the ranks: in the driver on the driver's machine, elsewhere as a Ray task.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _FATAL = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class MonitoredRank:
-    """A rank and where its process keeps its record."""
+    """A rank and the path of its process's record."""
 
     rank: int
     host: str
@@ -67,25 +66,25 @@ class RankReport:
     host: str
     pid: int
     state: str
-    """Of its process: running, sleeping, ..., gone, or unreachable with the reason."""
+    """State of its process: running, sleeping, ..., gone, or unreachable with the reason."""
     doing: tuple[tuple[str, float], ...] = ()
-    """Open blocks with their age in seconds, the outermost first; empty if it idled."""
+    """Open blocks with their age in seconds, the outermost first; empty for an idle rank."""
     last: tuple[str, float] | None = None
     """The last block that ended, and seconds since."""
     waits: bool = False
-    """It waited for other ranks."""
+    """Whether it waited for other ranks."""
     top: str = ""
-    """Where its main thread stood."""
+    """The innermost frame of its main thread."""
     notes: Mapping[str, str] | None = None
-    """For example the queues of its engine."""
+    """Text of its `gauge`, for example the queues of its engine."""
     stacks: str = ""
-    """Of all threads."""
+    """Stacks of all threads."""
     log_tail: str = ""
     """Last lines of its standard output and error."""
     memory: tuple[tuple[float, int, int], ...] = ()
     """(age in seconds, resident bytes, bytes in /dev/shm), the oldest first."""
     exit: str = ""
-    """How its process ended, as far as that can be told; empty while it lives."""
+    """How its process ended, as far as known; empty while it lives."""
 
     @property
     def is_gone(self) -> bool:
@@ -94,13 +93,13 @@ class RankReport:
 
     @property
     def where(self) -> str:
-        """What it did and for how long, for example ``generate() for 3.2 s > sync for 0.1 s``."""
+        """Its open blocks with ages, for example ``generate() for 3.2 s > sync for 0.1 s``."""
         if self.doing:
             return " > ".join(f"{what} for {age_s:.1f} s" for what, age_s in self.doing)
         return "idle" if self.last is None else f"idle, after {self.last[0]}"
 
     def describe(self) -> str:
-        """Say in one line where the rank is."""
+        """Describe the rank's activity in one line."""
         state = f"{self.state}: {self.exit}" if self.exit else self.state
         who = f"rank {self.rank} ({self.host}, pid {self.pid}, {state})"
         verb = "waits for other ranks in " if self.waits else ""
@@ -110,11 +109,11 @@ class RankReport:
 
 
 def read_ranks(ranks: Sequence[MonitoredRank], *, wait_s: float) -> list[RankReport]:
-    """Look at ranks of this machine.
+    """Report on ranks of this machine.
 
     Args:
         ranks: they all run here.
-        wait_s: seconds that living ones get to write their stacks.
+        wait_s: seconds that living ranks get to write their stacks.
     """
     alive = [rank for rank in ranks if _is_alive(rank.files)]
     for rank in alive:
@@ -132,7 +131,7 @@ def _ask_for_stacks(files: RecordFiles) -> None:
     with suppress(OSError):
         handle = os.pidfd_open(files.pid)
         try:
-            # Once more: from here on the number cannot pass to another process, which would die.
+            # Again: from here on no other process can get the number and be killed by the signal.
             if _is_alive(files):
                 os.truncate(f"{files.stem}.stacks", 0)
                 signal.pidfd_send_signal(handle, activity.STACKS_SIGNAL)
@@ -141,7 +140,7 @@ def _ask_for_stacks(files: RecordFiles) -> None:
 
 
 def _wait_for_stacks(records: Sequence[RecordFiles], wait_s: float) -> None:
-    """Wait until each living one has written something, and no more for a moment."""
+    """Wait until each living rank has written something, then a moment longer."""
     deadline = time.monotonic() + wait_s
     before: list[int] = []
     while time.monotonic() < deadline:
@@ -188,7 +187,7 @@ def _describe_state(pid: int) -> str:
 def _read_json(path: str) -> Any:  # noqa: ANN401 - what activity.py wrote
     try:
         return json.loads(_read_end(path, 1 << 16))
-    except ValueError:  # there is none, or it is being written
+    except ValueError:  # it is missing, or is being written
         return None
 
 
@@ -203,7 +202,7 @@ def _guess_exit(log_tail: str, oom_kills_before: int) -> str:
 
 
 def _innermost(stacks: str, thread: int | None) -> tuple[str, str]:
-    """Return where a thread stands, for a person, and the file of its innermost frame."""
+    """Return a readable position of a thread, and the file of its innermost frame."""
     for number, frames in _THREAD.findall(stacks):
         if int(number, 16) == thread:
             frames_of_code = _FRAME.findall(frames)
@@ -247,12 +246,12 @@ def _size(path: str) -> int:
 
 
 def attach_reports(error: BaseException, reports: Sequence[RankReport]) -> None:
-    """Keep on ``error``, pickled or not, where ranks were; those of several groups add up."""
+    """Store reports of ranks on ``error``, pickled or not; those of several groups add up."""
     vars(error)["rank_reports"] = (*reports_on(error), *reports)
 
 
 def reports_on(error: BaseException | None) -> tuple[RankReport, ...]:
-    """Return what ranks did when ``error``, or the error that it was raised from, was raised."""
+    """Return the reports of the ranks from the time when ``error``, or its cause, was raised."""
     reports: tuple[RankReport, ...] = ()
     while error is not None and not reports:
         reports = vars(error).get("rank_reports", ())
@@ -261,14 +260,14 @@ def reports_on(error: BaseException | None) -> tuple[RankReport, ...]:
 
 
 def failed_ranks_first(reports: Sequence[RankReport], late: Collection[int]) -> list[RankReport]:
-    """Return the ranks that a call has not come back from, those at fault first.
+    """Return the ranks that have not returned from a call, those at fault first.
 
     Args:
         reports: of all ranks.
-        late: ranks that have not answered.
+        late: ranks that have not returned.
 
-    The dead come first, then those that do not wait for others. If all wait, they wait at
-    different places, and the fewer are the odd ones out.
+    Dead ranks come first, then those that do not wait for others. If all wait, they wait at
+    different positions, and the smaller group is at fault.
     """
     stuck = [report for report in reports if report.rank in late or report.is_gone]
     num_there = Counter(report.top for report in stuck)

@@ -1,4 +1,4 @@
-"""Processes that belong together and end together: those of a session, or below a guard."""
+"""Processes that must end together: those of a session, or below a guard."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _GUARD_WAIT_S = 15.0
 
 
 def members_of(session: int) -> list[int]:
-    """Return the living processes of a session, its leader first."""
+    """Return the living processes of a session, its session leader first."""
     pids = sorted(int(path.name) for path in Path("/proc").glob("[0-9]*"))
     return [pid for pid in pids if _lives_in(session, process_stat(pid))]
 
 
 def kill_session(leader: subprocess.Popen[bytes]) -> None:
-    """Kill a child that leads a session, and all processes in it, as a loss of power does.
+    """Kill a child that is a session leader, and all processes in it, as a loss of power does.
 
     Twice is a no-op. The child's exit status stays with ``leader``.
     """
@@ -38,12 +38,12 @@ def kill_session(leader: subprocess.Popen[bytes]) -> None:
         for pid in members:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        leader.poll()  # what is dead and not asked for stays in the list
+        leader.poll()  # a dead process whose status was not read stays in the list
         time.sleep(_POLL_S)
 
 
 def guarded(command: Sequence[str]) -> list[str]:
-    """Return what to start so that ``command`` leaves nothing behind, however it or we end.
+    """Return a command line that runs ``command`` and leaves no process behind, however it ends.
 
     Start it with a pipe as its standard input, in a session of its own; end it with `end_guarded`.
     Its exit status is the command's.
@@ -52,17 +52,17 @@ def guarded(command: Sequence[str]) -> list[str]:
 
 
 def end_guarded(process: subprocess.Popen[bytes]) -> None:
-    """Kill a guarded command and all that it started, in whatever session. Twice is a no-op.
+    """Kill a guarded command and all processes that it started, in any session. Twice is a no-op.
 
     The exit status stays with ``process``.
     """
     if process.stdin is not None:
-        process.stdin.close()  # which the guard waits for
+        process.stdin.close()  # the guard waits for this
     try:
         process.wait(_GUARD_WAIT_S)
     except subprocess.TimeoutExpired:
         log.warning("process %d did not end what is below it", process.pid)
-    kill_session(process)  # of a guard that was killed itself
+    kill_session(process)  # if the guard itself was killed
     process.wait()
 
 

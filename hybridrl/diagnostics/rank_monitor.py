@@ -39,11 +39,11 @@ _PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 
 
 class RankMonitor:
-    """Knows the processes of a group's ranks, and looks at them when asked.
+    """Holds the processes of a group's ranks, and reports on them when asked.
 
     Args:
-        ranks: in rank order. Those on the driver's machine are held by a handle of the kernel from
-            now on, which tells how they ended and never means another process.
+        ranks: in rank order. Those on the driver's machine are held by a kernel handle from now
+            on, which has their exit status and never means another process.
     """
 
     def __init__(self, ranks: Sequence[MonitoredRank] = ()) -> None:
@@ -62,7 +62,7 @@ class RankMonitor:
                     self._handles[rank.rank] = os.pidfd_open(rank.files.pid)
 
     def examine(self) -> list[RankReport]:
-        """Look at all ranks; takes 0.2 s on one machine, and never more than 10 s.
+        """Report on all ranks; takes 0.2 s on one machine, and never more than 10 s.
 
         A rank whose machine does not answer in time is reported as unreachable.
         """
@@ -77,10 +77,10 @@ class RankMonitor:
         return sorted(reports, key=lambda report: report.rank)
 
     def end(self) -> None:
-        """Make sure that the ranks on this machine are gone, and let go of them. Twice is a no-op.
+        """Make sure that the ranks on this machine are gone, and release them. Twice is a no-op.
 
-        Ray asks a process to exit, and gives one that is stopped by a signal 5 s to obey. Killed
-        before it has obeyed, an orderly end looks to Ray like a crash, and Ray tells the user so.
+        Ray asks a process to exit, and gives a process that a signal has stopped 5 s to obey. If it
+        is killed earlier, Ray takes an orderly end for a crash, and reports that to the user.
         """
         deadline = time.monotonic() + _EXIT_WAIT_S
         for handle in self._handles.values():
@@ -93,7 +93,7 @@ class RankMonitor:
         self._handles.clear()
 
     def _with_exit(self, report: RankReport) -> RankReport:
-        """Replace the guess at how a process ended by what the kernel says, if it says."""
+        """Replace the guess at how a process ended by the kernel's exit status, if there is one."""
         handle = self._handles.get(report.rank)
         status = None if handle is None or not report.is_gone else _exit_status(handle)
         return report if status is None else replace(report, exit=_describe_exit(status, report))
@@ -137,7 +137,7 @@ def _unreachable(ranks: Sequence[MonitoredRank], state: str) -> list[RankReport]
 
 
 def _exit_status(handle: int) -> int | None:
-    """Return the wait status of a process that has ended; None if this kernel does not tell."""
+    """Return the wait status of a process that has ended; None if this kernel does not give it."""
     question = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13))
     try:
         fcntl.ioctl(handle, _PIDFD_GET_INFO, question)

@@ -4,9 +4,9 @@
         ...
         trace.note(bytes=4096)
 
-Recording is always on, as logging is: a span costs about a microsecond, and what is never written
-is forgotten, the oldest first. `write_to` says where; then events are written when the outermost
-span of a thread ends, at most once a second: at the borders of calls, and of a driver's steps.
+Recording is always on, as logging is: a span costs about a microsecond, and events that are never
+written are dropped, the oldest first. `write_to` sets the folder. Events are then written when the
+outermost span of a thread ends, at most once a second: between calls, and between a driver's steps.
 
 Times are the wall clock at the start of the process plus a clock that never jumps, so spans of one
 process are exact to each other. Those of different hosts agree as well as the hosts' clocks do.
@@ -39,7 +39,7 @@ _WRITE_EVERY_NS = 1_000_000_000
 
 @dataclass(slots=True, eq=False)
 class OpenSpan:
-    """A span that goes on."""
+    """A span that has not ended."""
 
     name: str
     args: dict[str, Arg]
@@ -52,7 +52,7 @@ class SpanRecorder:
     def __init__(self, *, capacity: int = 20_000) -> None:
         """Keep at most ``capacity`` events, of about 300 bytes each, until they are written."""
         self.run_folder: Path | None = None
-        """Of the run that is traced; None while none is."""
+        """Folder of the traced run; None while no run is traced."""
         self._events: deque[Event] = deque(maxlen=capacity)
         self._open: dict[int, list[OpenSpan]] = {}
         self._threads: dict[int, int] = {}
@@ -65,7 +65,7 @@ class SpanRecorder:
         """Record how long the block takes.
 
         Args:
-            name: what is done, the same each time; what differs goes into ``args``.
+            name: of the work, the same each time; varying values belong into ``args``.
             args: plain values to show beside it.
         """
         thread = get_ident()
@@ -75,14 +75,14 @@ class SpanRecorder:
         try:
             yield span
         finally:
-            if span in stack:  # else it ended with the span around it
+            if span in stack:  # otherwise it ended with the span around it
                 self._end(stack, span, self._threads.setdefault(thread, len(self._threads) + 1))
                 if not stack and time.perf_counter_ns() >= self._next_write_ns:
                     self.write()
 
     def _end(self, stack: list[OpenSpan], span: OpenSpan, thread: int) -> None:
-        """End a span, and with it those inside that nobody ended (a loop that was left)."""
-        # Both ends are rounded down, not the duration: what nests in nanoseconds nests here.
+        """End a span, and the open spans inside it (of a loop that was left early)."""
+        # Both ends are rounded down, not the duration: so spans that nest in nanoseconds nest here.
         end_us = (time.perf_counter_ns() + _CLOCK_TO_WALL_NS) // 1000
         while span in stack:
             ended = stack.pop()
@@ -91,7 +91,7 @@ class SpanRecorder:
             self._events.append(event | {"dur": end_us - begin_us, "args": ended.args})
 
     def each(self, name: str, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield ``items``; what the loop does with each is a span, with the item or its index."""
+        """Yield ``items``; each pass of the loop is a span, with the item or its index."""
         for index, item in enumerate(items):
             with self.span(name, item=item if isinstance(item, int | str) else index):
                 yield item
@@ -112,7 +112,7 @@ class SpanRecorder:
     def note_host_memory(self) -> None:
         """Show the host memory of this process beside the innermost open span of this thread.
 
-        Not beside a span shorter than a millisecond, of which asking would be the largest part.
+        Spans shorter than a millisecond are left out: the query would be most of their time.
         """
         stack = self._open.get(get_ident())
         if not stack or time.perf_counter_ns() - stack[-1].begin_ns < _WORTH_ASKING_NS:
@@ -129,16 +129,16 @@ class SpanRecorder:
                 self._events.append(point | {"args": {"value": value}})
 
     def take(self) -> list[Event]:
-        """Return the events that were not written, in the order of their ends, and forget them."""
+        """Return the events that were not written, in the order of their ends, and drop them."""
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def write_to(self, run_folder: Path, process: str, *, num_processes: int) -> bool:
-        """Write what happens from now on; return whether that works.
+        """Write events from now on; return whether that works.
 
         Args:
             run_folder: exists on this machine.
-            process: as the trace shows it.
-            num_processes: that the size of the trace is divided by.
+            process: name in the trace.
+            num_processes: divides the size limit of the trace.
         """
         self.end()
         try:
@@ -152,7 +152,7 @@ class SpanRecorder:
         return True
 
     def write(self) -> None:
-        """Write what waits. If that fails, say so, once, and write no more."""
+        """Write the pending events. If that fails, warn once, and write no more."""
         with self._lock:
             if self._file is None:
                 return
@@ -165,7 +165,7 @@ class SpanRecorder:
             self._next_write_ns = time.perf_counter_ns() + _WRITE_EVERY_NS
 
     def end(self) -> None:
-        """Write what waits, and then no more. Twice is a no-op."""
+        """Write the pending events, and no more afterwards. Twice is a no-op."""
         self.write()
         self._close_file()
         self.run_folder = None
@@ -178,7 +178,7 @@ class SpanRecorder:
 
 
 process = SpanRecorder()
-"""Of this process."""
+"""The recorder of this process."""
 
 span = process.span
 each = process.each

@@ -1,8 +1,8 @@
 """``trace.json``: spans and counters as Perfetto and chrome://tracing read them.
 
 Each process of a run appends events to a file of its own, ``RUN_DIR/trace/PROCESS.jsonl``, one a
-line. `join_traces` makes the run's file of them, at its end; at any other time, for example while
-the run goes on, ``python -m hybridrl.diagnostics.trace_file RUN_DIR`` does.
+line. `join_traces` joins them into the run's file at its end. At any other time
+``python -m hybridrl.diagnostics.trace_file RUN_DIR`` does it, also for a running run.
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 FOLDER = "trace"
 NAME = "trace.json"
 MAX_BYTES = 128 << 20
-"""Of all processes together: what a browser still opens."""
+"""Limit for all processes together: a browser can still open it."""
 
 _PARTS = {".jsonl-first": "trace-first.json", ".jsonl-previous": "trace-previous.json"}
 _PARTS |= {".jsonl": NAME}
@@ -34,17 +34,17 @@ Event = dict[str, Any]
 class ProcessTrace:
     """The events of one process, in a file that no other process writes.
 
-    A run of weeks must not fill the disk: at ``max_bytes`` the file is set aside and a new one
+    A run of weeks must not fill the disk: at ``max_bytes`` the file is renamed and a new one is
     begun. The first and the last two are kept.
     """
 
     def __init__(self, run_folder: Path, process: str, *, max_bytes: int = MAX_BYTES) -> None:
-        """Begin the file, or go on where another process of the same name was killed.
+        """Begin the file, or append if another process of the same name was killed.
 
         Args:
             run_folder: exists.
-            process: as it is shown; the file is named so, too.
-            max_bytes: size of one file; three may lie in the folder.
+            process: its name in the trace and of the file.
+            max_bytes: size of one file; the folder may hold three.
 
         Raises:
             OSError: it cannot be written.
@@ -56,7 +56,7 @@ class ProcessTrace:
         self._open()
 
     def append(self, events: Iterable[Event]) -> None:
-        """Write whole lines in one call, so that a kill leaves at most the last one incomplete.
+        """Write complete lines in one call, so that a kill leaves at most the last one incomplete.
 
         Raises:
             OSError: the disk is full or gone.
@@ -91,9 +91,9 @@ class ProcessTrace:
 
 
 def join_traces(run_folder: Path) -> None:
-    """Write ``trace.json``, and of a long run the files before it, from what processes wrote.
+    """Write ``trace.json``, and earlier files of a long run, from the files of the processes.
 
-    What cannot be written costs a warning.
+    A file that cannot be written costs a warning.
     """
     files = (run_folder / FOLDER).glob("*.jsonl")
     processes = sorted(files, key=lambda path: (not path.name.startswith("driver"), path.name))

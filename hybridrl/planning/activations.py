@@ -1,7 +1,7 @@
-"""What a micro-batch takes on its way through a model on one rank, in bytes.
+"""Memory of one micro-batch's pass through a model on one rank, in bytes.
 
-It follows the code: what autograd keeps for each line of transformers' decoder blocks, of
-``models/packed.py`` and ``models/logprobs.py``; ``docs/memory.md`` derives it.
+It follows the code: the tensors that autograd keeps for each line of transformers' decoder blocks,
+``models/packed.py`` and ``models/logprobs.py``. ``docs/memory.md`` derives the sizes.
 
 Legend: T packed tokens of this rank, S scored tokens, C of them in a chunk, H hidden, V vocabulary.
 """
@@ -15,7 +15,7 @@ from hybridrl.planning.model_memory import ModelMemory
 from hybridrl.planning.workload import Microbatch
 
 _FLOAT32 = 4
-_ROUTER_COPIES = 3  # logits, probabilities and which experts were chosen, in float32
+_ROUTER_COPIES = 3  # logits, probabilities and the ids of the chosen experts, in float32
 
 
 @dataclass(frozen=True)  # without slots: sizes are computed once
@@ -29,7 +29,7 @@ class Activations:
     def _local(self) -> Microbatch:
         """The tokens of this rank where context-parallel ranks share a row.
 
-        Keys and values are gathered: it keeps them of all.
+        Keys and values are gathered, so a rank keeps those of all tokens.
         """
         size = self.model.split.context
         return replace(
@@ -44,19 +44,19 @@ class Activations:
 
     @property
     def _for_weights(self) -> int:
-        """Bytes of a number that only the gradient of a weight needs."""
+        """Bytes of a number that is kept only for the gradient of a weight."""
         return 0 if self.model.adapter else self._size
 
     @property
     def _by_norm(self) -> int:
-        """Bytes of a number that goes through a norm: its input, and the quotient in float32."""
+        """Bytes of a number that a norm reads: its input, and the quotient in float32."""
         return _FLOAT32 + self._for_weights
 
     def _feeds(self, *modules: str) -> int:
-        """Bytes kept of a number that goes into these layers, all of them into the same.
+        """Bytes kept of a number that all of these layers read.
 
-        The input of a product is kept for the gradient of the weight: not where it is frozen, but
-        an adapter beside it needs the same input.
+        The input of a product is kept for the gradient of the weight. A frozen weight needs none,
+        but an adapter beside it needs the same input.
         """
         adapter = self.model.adapter
         is_kept = adapter is None or not set(adapter.modules).isdisjoint(modules)
@@ -77,16 +77,16 @@ class Activations:
 
     @cached_property
     def saved(self) -> int:
-        """Everything that autograd keeps when the last forward pass of an update has ended."""
+        """Everything that autograd keeps at the end of the last forward pass of an update."""
         model, stream = self.model, self.residual_stream
         recomputes = model.engine.gradient_checkpointing
         if model.is_megatron and model.config.megatron.recompute_modules:
-            recomputes = False  # how much of a block is recomputed is not subtracted: upper bound
+            recomputes = False  # upper bound: recomputed tensors are not subtracted
         if recomputes:
             blocks = sum(self._kinds.values()) * stream
         else:
             blocks = sum(number * self._block(kind) for kind, number in self._kinds.items())
-            if model.adapter and not model.is_megatron:  # nothing before the first has a gradient
+            if model.adapter and not model.is_megatron:  # no gradient before the first one
                 blocks -= self._local.num_tokens * model.architecture.hidden_size * _FLOAT32
         # A stage's input is kept beside the tensors of its blocks.
         in_flight = model.split.in_flight(self.microbatch.num_microbatches)
@@ -96,12 +96,12 @@ class Activations:
 
     @cached_property
     def saved_by_block(self) -> int:
-        """What autograd keeps of the forward pass of the largest block."""
+        """The tensors that autograd keeps of the forward pass of the largest block."""
         return max(self._block(has_experts) for has_experts in self._kinds)
 
     @cached_property
     def _kinds(self) -> dict[bool, int]:
-        """Number of blocks of this stage with and without experts, where there are any."""
+        """Number of this stage's blocks with and without experts, each if there are any."""
         split, model = self.model.split, self.model.architecture
         num_sparse = split.num_sparse(model)
         numbers = {True: num_sparse, False: len(split.layers_of(model)) - num_sparse}
@@ -122,17 +122,17 @@ class Activations:
         total += self.saved_by_attention
         if has_experts:
             return total + self._saved_by_experts
-        # Gate, its SiLU, up; and their product, of which megatron-core keeps another copy.
+        # Gate, its SiLU and up; and their product, of which megatron-core keeps another copy.
         copies = 4 if self.model.is_megatron else 3
         per_number = copies * self._size + self._feeds("down_proj")
         return total + num_tokens * per_number * narrow.intermediate_size
 
     @property
     def _by_fused_layers(self) -> int:
-        """Count numbers a token that megatron-core keeps beside those of a Hugging Face layer.
+        """Count numbers per token that megatron-core keeps beside those of a Hugging Face layer.
 
-        Cosine and sine of a head's rotation, for queries and keys; with norms of heads the result
-        of a fused projection; and gathered heads, where a rank has less than a key-value head.
+        Cosine and sine of the rotation, for queries and keys. With norms of heads, the result of a
+        fused projection. And gathered heads, if a rank has less than one key-value head.
         """
         narrow, model = self.model.narrow, self.model.architecture
         numbers = 4 * narrow.head_size
@@ -143,7 +143,7 @@ class Activations:
 
     @property
     def saved_by_attention(self) -> int:
-        """Queries, keys, values and output as the kernel saw them, and its row sums."""
+        """Queries, keys, values and output as the kernel sees them, and its row sums."""
         narrow, size, local = self.model.narrow, self._size, self._local
         row_sums = local.num_tokens * narrow.num_heads * _FLOAT32
         if self.model.has_varlen_attention:
@@ -158,9 +158,9 @@ class Activations:
 
     @property
     def _saved_by_experts(self) -> int:
-        """Tokens as sent to experts and as they come back, and what experts keep inside.
+        """Tokens as sent to experts and as they return, and the tensors inside the experts.
 
-        Every expert is taken to get as many tokens as another.
+        Every expert is assumed to get the same number of tokens.
         """
         experts = self.model.architecture.experts
         if experts is None:
@@ -170,9 +170,9 @@ class Activations:
         return numbers * self._size + router * _ROUTER_COPIES * _FLOAT32
 
     def _expert_numbers(self, *, of_width: int, of_hidden: int) -> int:
-        """Count numbers per (token, expert) pair: so many inside the expert, so many outside.
+        """Count numbers per (token, expert) pair: inside the expert, and outside of it.
 
-        Ranks that share an expert's matrices have each other's tokens, and a slice of each inside.
+        Ranks that split an expert's matrices hold each other's tokens, and a slice of each inside.
         """
         experts, split = self.model.architecture.experts, self.model.split
         if experts is None or True not in self._kinds:
@@ -186,14 +186,14 @@ class Activations:
         hidden = self.model.architecture.hidden_size
         numbers = self._local.num_tokens * hidden
         last_norm = numbers * self._by_norm // self.model.split.sequence
-        scored = _FLOAT32 if self.model.has_value_head else self._size  # as the value head takes it
+        scored = _FLOAT32 if self.model.has_value_head else self._size  # as the value head reads it
         return last_norm + self._local.num_scored * hidden * scored
 
     # -- while computing -------------------------------------------------------------------------
 
     @property
     def passing(self) -> int:
-        """What exists only while one block computes, in either direction."""
+        """Tensors that exist only while one block computes, forward or backward."""
         narrow = self.model.narrow
         widest = max(3 * narrow.intermediate_size, 3 * narrow.query_size + 2 * narrow.key_size)
         dense = self._local.num_tokens * (widest + 3 * narrow.hidden_size)
@@ -206,9 +206,9 @@ class Activations:
 
     @property
     def logits_backward(self) -> int:
-        """One chunk's logits again, their slopes, and the gradient of the output embedding.
+        """One chunk's logits again, their gradients, and the gradient of the output embedding.
 
-        A frozen output embedding has none.
+        A frozen output embedding has no gradient.
         """
         model, hidden = self.model, self.model.architecture.hidden_size
         is_regularised = model.config.algorithm.entropy_coefficient > 0
@@ -223,6 +223,6 @@ class Activations:
 
     @property
     def _num_outputs(self) -> int:
-        """Columns of the logits on this rank; a critic has none."""
+        """Columns of the logits on this rank; 0 for a critic."""
         has_logits = self.model.split.is_last and not self.model.has_value_head
         return has_logits * self.model.narrow.vocab_size

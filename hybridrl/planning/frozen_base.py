@@ -1,4 +1,4 @@
-"""Where the frozen weights of a sleeping rollout engine wait, under ``lora.base=auto``."""
+"""Chooses where a sleeping rollout engine keeps its frozen weights, under ``lora.base=auto``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridrl.planning.memory import plan_memory
 
 Base = Literal["resident", "backup", "resend"]
 
-_DEVICE_MARGIN = 1.1  # the plan is within 10% of what was measured, docs/memory.md
+_DEVICE_MARGIN = 1.1  # the plan is within 10% of the measured memory, docs/memory.md
 _HOST_MARGIN = 1.2
 _GIB = 2**30
 _WITH_ENGINE = ("build", "generate")
@@ -19,7 +19,7 @@ _WITH_ENGINE = ("build", "generate")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BasePlan:
-    """What the driver knows before a worker starts."""
+    """The driver's knowledge before a worker starts."""
 
     base_bytes: int
     """Frozen weights of one engine on one rank, with its adapter."""
@@ -30,21 +30,21 @@ class BasePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFacts:
-    """What a rank measured on its empty device."""
+    """Measurements of one rank on its empty device."""
 
     free_device_bytes: int
     free_host_bytes: int
-    """Its share of what the node has."""
+    """The rank's share of the node's memory."""
 
     host_bytes_per_s: float
-    """To pinned memory and back, the mean of both."""
+    """Mean of a copy to pinned memory and a copy back."""
 
     resend_bytes_per_s: float
     """Gathered from all ranks and copied on the device."""
 
 
 def plan_base(config: ExperimentConfig) -> BasePlan | None:
-    """Compute what the choice needs to know; None if there is nothing to choose.
+    """Compute the numbers that the choice depends on; None if there is no choice.
 
     Raises:
         ModelError: as ``plan_memory``.
@@ -67,18 +67,18 @@ def plan_base(config: ExperimentConfig) -> BasePlan | None:
 
 
 def choose_base(plan: BasePlan | None, ranks: Sequence[RankFacts]) -> tuple[Base, str]:
-    """Choose, for all ranks alike, by the one that has least.
+    """Choose for all ranks alike, by the rank with the least memory.
 
-    Resident costs no time, so it is taken where the plan says that it fits. Else the copy that
-    takes less time: to the host and back, or from the trainer again. Host memory that is short
-    leaves only the latter.
+    Weights that stay resident cost no time, so they stay where the plan fits. Otherwise the
+    faster copy is chosen: to the host and back, or from the trainer again. If host memory is
+    short, only a copy from the trainer remains.
 
     Args:
         plan: None where host and device are the same memory, or engines do not sleep.
-        ranks: what each measured; not looked at without a plan.
+        ranks: the measurements of each rank; not read without a plan.
 
     Returns:
-        The choice, and why, with the numbers.
+        The choice, and its reason with the numbers.
     """
     if plan is None:
         return "resident", "there is no device memory to win by moving it"

@@ -1,7 +1,7 @@
 """From a configuration and a workload to the memory plan of the fullest rank.
 
-Pure: reads config.json, allocates nothing. What lies in memory in which phase follows the life of
-a step (``docs/architecture.md``); sizes are in ``model_memory.py``, ``activations.py`` and
+Pure: reads config.json, allocates nothing. The contents of memory in each phase follow a step
+(``docs/architecture.md``). Sizes are in ``model_memory.py``, ``activations.py`` and
 ``rollout.py``.
 """
 
@@ -28,14 +28,14 @@ _PROCESS = 640 * _MIB
 """Python, torch, transformers and Ray in a worker before it builds engines; measured on Linux."""
 
 _LIBRARIES = 40 * _MIB
-"""Code and workspaces of torch that a CPU process touches first in a phase: 10 to 60 MiB."""
+"""Code and workspaces of torch that a CPU process first touches in a phase: 10 to 60 MiB."""
 
 _CUDA_RESERVE = 2048 * _MIB
-"""CUDA context, NCCL's buffers and what the allocator cannot use. An allowance, not measured."""
+"""CUDA context, NCCL's buffers and memory that the allocator cannot use. Assumed, not measured."""
 
 _CPU_BUCKET = 256 * _MIB  # workers/sharding/weight_stream.py
 _CUDA_BUCKET = int(0.1 * 40 * _GIB)  # a tenth of free memory, as there, of half of 80 GiB
-_SERVER = 1300 * _MIB  # of host memory before any weights, unshared; measured with SGLang 0.5.21
+_SERVER = 1300 * _MIB  # host memory before any weights, not shared; measured with SGLang 0.5.21
 _EXPORT_FILE = 4 * _GIB  # workers/train/export.py
 
 Items = list[MemoryItem]
@@ -44,11 +44,11 @@ _HOST_OR_DEVICE = {True: MemoryKind.HOST, False: MemoryKind.DEVICE}
 
 
 def plan_memory(config: ExperimentConfig, *, workload: Workload | None = None) -> MemoryPlan:
-    """Compute what a rank of ``mode=train`` holds in each phase, once the first step is done.
+    """Compute the memory that a rank of ``mode=train`` holds in each phase after the first step.
 
     Args:
         config: has passed its checks.
-        workload: lengths of rows; None takes the longest that the configuration allows.
+        workload: lengths of rows; None takes the longest rows that the configuration allows.
 
     Raises:
         ModelError: the model's config.json cannot be read, or is of an unknown family.
@@ -57,7 +57,7 @@ def plan_memory(config: ExperimentConfig, *, workload: Workload | None = None) -
 
 
 def plan_critic_pool(config: ExperimentConfig) -> MemoryPlan | None:
-    """Compute what a rank of the critic's own pool holds; None where it has none.
+    """Compute the memory that a rank of the critic's own pool holds; None without such a pool.
 
     Raises:
         ModelError: as ``plan_memory``.
@@ -103,7 +103,7 @@ class _Rank:
 
     @cached_property
     def _models(self) -> tuple[ModelMemory, ...]:
-        """Models whose training state is here. With LoRA the actor is its own reference."""
+        """Models with training state on this rank. With LoRA the actor is its own reference."""
         config, names = self.config, ["actor"]
         if config.algorithm.kl.placement != "none" and not config.lora.enabled:
             names.append("reference")
@@ -119,7 +119,7 @@ class _Rank:
         standing = [*self._weights, *self._optimizer(), *self._engine_at_rest]
         yield self._phase("build", self._build())
         if not self.is_critic_pool:
-            if sleeps:  # moments lie on the device until their copies on the host are complete
+            if sleeps:  # moments stay on the device until their copies on the host are complete
                 copies = _on_host("offloaded optimizer", self._movable)
                 yield self._phase("offload_optimizer", [*standing, copies])
             yield self._phase("sync", max(self._sync(), key=_total))
@@ -136,7 +136,7 @@ class _Rank:
         yield self._phase("export", [*standing, self._checkpoint(), *self._weight_file()])
 
     def _phase(self, name: str, items: Items) -> Phase:
-        """Add what lies there in every phase."""
+        """Add the items that are in memory in every phase."""
         items = [*items]
         if self._is_served and not self.is_critic_pool:
             rollout = self._rollout
@@ -148,7 +148,7 @@ class _Rank:
         else:
             items.append(MemoryItem("libraries", _LIBRARIES))
         if name not in ("build", "export"):
-            # It is written while the step after the save goes on; how long depends on the disk.
+            # It is written during the step after the save; for how long depends on the disk.
             items.append(self._checkpoint(is_measured=False))
         on_host = sum(model.host_optimizer for model in self._models)
         items.append(_on_host("optimizer kept on the host", on_host))
@@ -170,7 +170,7 @@ class _Rank:
 
     @property
     def _movable(self) -> int:
-        """Bytes of the optimizers that lie on the device while their models compute."""
+        """Bytes of the optimizers that stay on the device while their models compute."""
         return sum(model.optimizer for model in self._models if not model.lies_on_host)
 
     def _optimizer(self, *, is_offloaded: bool = False) -> Items:
@@ -182,13 +182,13 @@ class _Rank:
         ]
 
     def _checkpoint(self, *, is_measured: bool = True) -> MemoryItem:
-        """The copy on the host that a save writes from."""
+        """The host copy from which a save writes."""
         saves = self.config.checkpoint.every_num_steps > 0
         num_bytes = saves * sum(model.snapshot for model in self._models)
         return _on_host("checkpoint", num_bytes, is_measured=is_measured)
 
     def _build(self) -> Items:
-        """The engine alone, or beside it weights with the files that they are read from."""
+        """The engine alone, or with training weights and the files from which they are read."""
         buffers = MemoryItem("gradient buffers", max(model.buffers for model in self._models))
         masters = MemoryItem("optimizer", sum(model.masters for model in self._models))
         files = _on_host("weight files, mapped", self._models[0].mapped_files)
@@ -209,7 +209,7 @@ class _Rank:
         return Activations(model, workload.microbatch(shares_prompts=model.shares_prompts))
 
     def _forward(self, model: ModelMemory) -> Items:
-        """A pass without gradients: a block computes, or a chunk of logits exists."""
+        """A pass without gradients: either a block computes, or a chunk of logits exists."""
         activations = self._pass(model, is_update=False)
         computing = MemoryItem("activations", activations.passing + activations.whole_stream)
         logits = MemoryItem("logits", activations.logits_forward + 2 * activations.whole_stream)
@@ -250,7 +250,7 @@ class _Rank:
 
     @property
     def _is_served(self) -> bool:
-        """The engine's memory is that of processes which the meter of a run does not see."""
+        """The engine's memory belongs to processes that a run's memory meter does not see."""
         return self._rollout.is_server
 
     @property
@@ -266,7 +266,7 @@ class _Rank:
 
     @property
     def _engine_at_rest(self) -> Items:
-        """What the rollout engine keeps while training has the device."""
+        """The rollout engine's memory while training has the device."""
         lora, weights = self.config.lora, self._rollout.weights
         if self.is_critic_pool:
             return []
@@ -291,9 +291,9 @@ class _Rank:
     # -- weights on their way --------------------------------------------------------------------
 
     def _sync(self) -> Iterator[Items]:
-        """Both copies of the weights are there, and a bucket in between.
+        """Both copies of the weights, and a bucket in between.
 
-        Of an adapter the base is sent before the first step, when there are no moments yet.
+        With an adapter the base is sent before the first step, when there are no moments yet.
         """
         lora, sleeps = self.config.lora, self.config.rollout.sleep
         resident = [*self._weights, *([self._engine_weights] if sleeps else self._engine)]
@@ -308,9 +308,9 @@ class _Rank:
         yield [*resident, *moments, stream if sleeps and lora.base == "resend" else arrived]
 
     def _bucket(self) -> int:
-        """A bucket, the tensor that no longer fitted into it, and the buffer of its gather.
+        """A bucket, the tensor that did not fit into it, and the buffer of its gather.
 
-        Plain weights are sent as they are; with an adapter merged into them they are new ones.
+        Plain weights are sent as they are; weights with a merged adapter are new tensors.
         """
         lora, actor = self.config.lora, self._models[0]
         if not actor.gathers and not (lora.enabled and lora.sync == "merged"):
@@ -321,7 +321,7 @@ class _Rank:
         return min(self._model_bytes, bucket + largest) + actor.gathers * largest
 
     def _weight_file(self) -> Items:
-        """At the end rank 0 of the policy writes files of all weights."""
+        """At the end, rank 0 of the policy writes all weights to files."""
         if self.is_critic_pool:
             return []
         is_copied = self._models[0].gathers or self._is_cuda or self.config.lora.enabled

@@ -1,7 +1,7 @@
-"""Memory of a model that is trained or scored with, on one rank: one formula for both engines.
+"""Memory of a model that trains or scores, on one rank: one formula for both engines.
 
-FSDP2 computes a split of one whose ranks divide the weights; megatron-core keeps float32 masters
-and flat gradient buffers. ``docs/memory.md`` derives the sizes.
+For FSDP2 the split is one, and its ranks divide the weights. megatron-core keeps float32 master
+weights and flat gradient buffers. ``docs/memory.md`` derives the sizes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from hybridrl.planning.split import Parameters, Split
 from hybridrl.planning.workload import Microbatch
 
 BYTES = {"float32": 4, "bfloat16": 2}
-"""Size of a number of the types that a configuration can name."""
+"""Size of a number of each type that a configuration can name."""
 
 _FLOAT32 = 4
 
 
 @dataclass(frozen=True)  # without slots: sizes are computed once
 class ModelMemory:
-    """Bytes of one model on one rank. Sizes that depend on rows are of one micro-batch."""
+    """Bytes of one model on one rank. Sizes that depend on rows are for one micro-batch."""
 
     config: ExperimentConfig
     name: str
@@ -32,39 +32,39 @@ class ModelMemory:
 
     architecture: Architecture
     stage: int = 0
-    """Of the pipeline, from 0; 0 where there is none."""
+    """Pipeline stage, from 0; 0 without a pipeline."""
 
     # -- facts -----------------------------------------------------------------------------------
 
     @property
     def engine(self) -> EngineConfig:
-        """The section that trains it."""
+        """The configuration section of the engine that trains it."""
         return self.config.critic if self.has_value_head else self.config.actor
 
     @property
     def is_megatron(self) -> bool:
-        """megatron-core trains it; else FSDP2."""
+        """Whether megatron-core trains it, instead of FSDP2."""
         return self.engine.engine == "megatron"
 
     @property
     def has_value_head(self) -> bool:
-        """One number of a state replaces the vocabulary's logits and the output embedding."""
+        """One number per state replaces the vocabulary's logits and the output embedding."""
         return self.name == "critic"
 
     @property
     def adapter(self) -> LoraConfig | None:
-        """The adapter beside frozen weights; with one nothing else learns."""
+        """The adapter beside frozen weights; with an adapter nothing else learns."""
         lora = self.config.lora
         return lora if lora.enabled and self.name == "actor" else None
 
     @property
     def trains_weights(self) -> bool:
-        """The weights themselves learn, not an adapter beside them."""
+        """Whether the weights themselves learn, instead of an adapter beside them."""
         return self.name != "reference" and self.adapter is None
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that train it; a critic may have ranks of its own."""
+        """Ranks that train it; a critic may have a pool of its own."""
         config = self.config
         return config.num_critic_ranks if self.has_value_head else config.cluster.num_ranks
 
@@ -77,32 +77,32 @@ class ModelMemory:
 
     @cached_property
     def parameters(self) -> Parameters:
-        """Parameters of this rank, or of FSDP2's replica, without those of an adapter."""
+        """Parameters on this rank, or of FSDP2's replica, without those of an adapter."""
         return self.split.count(self.architecture, has_value_head=self.has_value_head)
 
     @cached_property
     def adapter_parameters(self) -> Parameters:
-        """Numbers of the adapter likewise; none without one."""
+        """Numbers of the adapter, counted alike; 0 without an adapter."""
         return self.split.count_adapter(self.architecture, self.adapter) if self.adapter else _NONE
 
     @property
     def trained(self) -> Parameters:
-        """Numbers with gradients and moments."""
+        """Numbers that have gradients and moments."""
         return self.parameters if self.trains_weights else self.adapter_parameters
 
     @property
     def compute_bytes(self) -> int:
-        """Of a number of a gathered weight and of an activation."""
+        """Size of a number of a gathered weight, and of an activation."""
         return BYTES[self.engine.compute_dtype]
 
     @property
     def storage_bytes(self) -> int:
-        """Of a stored weight. megatron-core's float32 weights are the optimizer's."""
+        """Size of a number of a stored weight. megatron-core's float32 copy is the optimizer's."""
         return self.compute_bytes if self.is_megatron else BYTES[self.config.model.dtype]
 
     @property
     def gathers(self) -> bool:
-        """FSDP2 gathers blocks; else weights are plain tensors of one rank."""
+        """Whether FSDP2 gathers blocks; otherwise weights are plain tensors of one rank."""
         adapts = self.config.lora.enabled and not self.has_value_head
         needs_cast = self.engine.compute_dtype != self.config.model.dtype
         needs_cast |= adapts and self.engine.compute_dtype != "float32"
@@ -115,7 +115,7 @@ class ModelMemory:
 
     @property
     def has_varlen_attention(self) -> bool:
-        """Attention takes packed rows as they are; else they are laid out in padded rows."""
+        """Whether attention reads packed rows as they are; otherwise it pads them."""
         is_half = self.engine.compute_dtype == "bfloat16"
         return self.is_cuda and is_half and self.config.model.attention != "padded"
 
@@ -126,7 +126,7 @@ class ModelMemory:
 
     @property
     def shares_prompts(self) -> bool:
-        """Responses to one prompt compute it once."""
+        """Whether responses to one prompt compute the prompt once."""
         shares_tokens = self.is_megatron and self.split.context > 1
         return not (self.has_varlen_attention and shares_tokens)
 
@@ -134,7 +134,7 @@ class ModelMemory:
 
     @property
     def weights(self) -> int:
-        """This rank's weights as stored, and an adapter's in float32."""
+        """This rank's weights as stored, and those of an adapter in float32."""
         base = self._held(self.parameters) * self.storage_bytes
         return base + self._held(self.adapter_parameters) * _FLOAT32
 
@@ -143,19 +143,19 @@ class ModelMemory:
 
     @property
     def mapped_files(self) -> int:
-        """The files that it is read from: FSDP2 maps all of them, megatron-core what it reads."""
+        """Files from which it is read: FSDP2 maps all of them, megatron-core those of this rank."""
         if self.is_megatron:
             return self.weights
         return self.split.count(self.architecture).total * self.storage_bytes
 
     @property
     def _master_bytes(self) -> int:
-        """Of a number that the optimizer steps."""
+        """Size of a number that the optimizer steps."""
         return _FLOAT32 if self.is_megatron or self.adapter else self.storage_bytes
 
     @property
     def masters(self) -> int:
-        """megatron-core's float32 weights, where those that compute are not float32 themselves."""
+        """megatron-core's float32 weights, if the model computes in another type."""
         is_same = self.compute_bytes == _FLOAT32 or self.adapter is not None
         if not self.is_megatron or is_same:
             return 0
@@ -164,7 +164,7 @@ class ModelMemory:
 
     @property
     def optimizer(self) -> int:
-        """Masters and AdamW's two moments, once the first step was taken."""
+        """Master weights and AdamW's two moments, after the first step."""
         moment_bytes = 2 * self._master_bytes
         if self.is_megatron and self._is_precision_aware and not self._offloads:
             args = self.config.megatron.optimizer_args
@@ -174,7 +174,7 @@ class ModelMemory:
 
     @property
     def host_optimizer(self) -> int:
-        """float32 masters, moments and gradients of what megatron-core steps on the host."""
+        """float32 masters, moments, gradients of weights that megatron-core steps on the host."""
         return 4 * _FLOAT32 * (self._share - self._stepped_here)
 
     @property
@@ -200,22 +200,22 @@ class ModelMemory:
 
     @property
     def snapshot(self) -> int:
-        """What a checkpoint copies to the host: weights that learn, and their moments."""
+        """The host copy that a checkpoint writes: weights that learn, and their moments."""
         return 3 * self._master_bytes * self._share
 
     # -- gradients and gathered weights ----------------------------------------------------------
 
     @property
     def buffers(self) -> int:
-        """megatron-core's flat buffers of gradients, which are emptied after each update."""
+        """megatron-core's flat gradient buffers, which are zeroed after each update."""
         is_float32 = self.compute_bytes == _FLOAT32 or self.adapter is not None
         size = _FLOAT32 if is_float32 else BYTES[self.engine.reduce_dtype]
         return self.is_megatron * self.trained.total * size
 
     @property
     def gathered(self) -> int:
-        """What FSDP2 holds in full: the root, the block that computes, those asked for ahead of
-        it, and the buffer that one more arrives in; or all blocks and that buffer."""
+        """Weights that FSDP2 holds gathered: the root, the block that computes, prefetched blocks,
+        and the buffer for one more block; or all blocks and that buffer."""
         if self.is_megatron or not self.gathers:
             return 0
         total = self.parameters.total + self.adapter_parameters.total
@@ -232,7 +232,7 @@ class ModelMemory:
 
     @property
     def _block(self) -> int:
-        """Numbers of a block, which FSDP2 gathers and reduces in one piece."""
+        """Numbers of a block, which FSDP2 gathers and reduces at once."""
         blocks = self.parameters.total - self._root + self.adapter_parameters.total
         return blocks // self.architecture.num_layers
 
@@ -243,14 +243,14 @@ class ModelMemory:
 
     @property
     def gradients_on_host(self) -> int:
-        """This rank's share of the gradients, where they lie in host memory."""
+        """This rank's share of the gradients, if they are in host memory."""
         return self.lies_on_host * self._gradients
 
     def gradients_before_last(self, microbatch: Microbatch) -> int:
         """Gradients on the device when the last backward pass of an update begins.
 
-        FSDP2 sums this rank's share of them over micro-batches, in the type of the weights; with
-        ``reduce_gradients=last_microbatch`` all of them, in ``reduce_dtype``.
+        FSDP2 sums this rank's share of them over micro-batches, in the type of the weights. With
+        ``reduce_gradients=last_microbatch`` it sums the full gradients, in ``reduce_dtype``.
         """
         if microbatch.is_only_one or self.is_megatron:
             return 0
@@ -262,8 +262,8 @@ class ModelMemory:
     def gradients_at_end(self) -> int:
         """Gradients on the device when the last backward pass ends.
 
-        FSDP2: this rank's share, and the last to leave. megatron-core: the largest matrix's, on its
-        way into the buffer.
+        FSDP2: this rank's share, and the last gradient before its reduction. megatron-core: the
+        largest matrix's gradient, before it is added to the buffer.
         """
         if self.is_megatron:
             largest = self.split.largest_matrix(
@@ -282,7 +282,7 @@ class ModelMemory:
 
     @property
     def embedding_gradient(self) -> int:
-        """The output embedding's gradient, which a tied input embedding has autograd hold back.
+        """The output embedding's gradient, which autograd keeps for a tied input embedding.
 
         In megatron-core both uses add to one buffer.
         """
@@ -293,7 +293,7 @@ class ModelMemory:
 
     @cached_property
     def narrow(self) -> Architecture:
-        """The heads, columns and rows of the vocabulary that a tensor-parallel rank has."""
+        """Heads, columns and vocabulary rows of one tensor-parallel rank."""
         model, size = self.architecture, self.split.tensor
         return replace(
             model,

@@ -1,4 +1,4 @@
-"""What ``mode=plan`` prints: phases and items, the peak, whether it fits, and what to change."""
+"""The page of ``mode=plan``: phases and items, the peak, whether it fits, and a key to change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ON_A_CPU = (
 
 
 def plan_page(config: ExperimentConfig, *, width: int = 120) -> str:
-    """Return the whole page.
+    """Return the page.
 
     Raises:
         ModelError: the model's config.json cannot be read, or is of an unknown family.
@@ -46,7 +46,7 @@ def plan_page(config: ExperimentConfig, *, width: int = 120) -> str:
 
 
 def _pool_line(config: ExperimentConfig) -> str:
-    """Say what a rank of the critic's own pool takes, which no capacity is held against."""
+    """Describe a rank of the critic's own pool. Its memory is not compared with a capacity."""
     plan = plan_critic_pool(config)
     if plan is None:
         return ""
@@ -57,7 +57,7 @@ def _pool_line(config: ExperimentConfig) -> str:
 
 
 def peak_line(config: ExperimentConfig) -> str:
-    """Say in one line what ``mode=check`` shows of the plan; never raises for a model."""
+    """Return the plan as one line for ``mode=check``; never raises because of a model."""
     try:
         plan = plan_memory(config)
     except ModelError as error:
@@ -70,7 +70,7 @@ def peak_line(config: ExperimentConfig) -> str:
 
 
 def verdict(config: ExperimentConfig, plan: MemoryPlan) -> str:
-    """Say whether the peak fits the device, and if not the one key to change."""
+    """Return whether the peak fits the device; if it does not, name the one key to change."""
     peak = plan.peak_bytes(plan.fullest)
     text = f"peak: {format_bytes(peak)} in {plan.fullest.name}"
     capacity = capacity_bytes(config.cluster)
@@ -95,7 +95,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def _table(plan: MemoryPlan) -> Table:
-    """Items as rows, phases as columns; on CUDA those of the host stand apart."""
+    """Lay out items as rows and phases as columns; on CUDA host memory has its own table."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("MiB", no_wrap=True)
     for phase in plan.phases:

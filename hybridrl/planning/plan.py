@@ -14,7 +14,7 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class MemoryKind(Enum):
-    """Where bytes lie. On a CPU both are the same memory."""
+    """Kind of memory. On a CPU both kinds are the same memory."""
 
     DEVICE = "device"
     HOST = "host"
@@ -22,15 +22,15 @@ class MemoryKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryItem:
-    """Something that takes memory on one rank."""
+    """An item that takes memory on one rank."""
 
     name: str
     num_bytes: int
     kind: MemoryKind = MemoryKind.DEVICE
 
     is_measured: bool = True
-    """Whether the meter of a run sees it. It does not see the process before its engines, nor
-    memory of a GPU outside torch's allocator."""
+    """Whether the memory meter of a run counts it. It does not count the process before its
+    engines, nor GPU memory outside torch's allocator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Phase:
     """A phase of a run at its fullest moment."""
 
     name: str
-    """As in the metric ``memory/<name>_peak_bytes/max``."""
+    """Its name in the metric ``memory/<name>_peak_bytes/max``."""
 
     items: tuple[MemoryItem, ...]
 
@@ -57,15 +57,15 @@ class MemoryPlan:
     phases: tuple[Phase, ...]
 
     stage: int | None = None
-    """Of the pipeline, from 0: the one of that rank. None where there is no pipeline."""
+    """Pipeline stage of that rank, from 0; None without a pipeline."""
 
     def peak_bytes(self, phase: Phase) -> int:
-        """Return the bytes on the device; on a CPU those of the host lie in the same memory."""
+        """Return the bytes on the device; on a CPU those of the host are in the same memory."""
         host = phase.bytes_on(MemoryKind.HOST) if self.device == "cpu" else 0
         return phase.bytes_on(MemoryKind.DEVICE) + host
 
     def measured_bytes(self, phase: Phase) -> int:
-        """Return the bytes of ``peak_bytes`` that the meter of a run sees."""
+        """Return the bytes of ``peak_bytes`` that the memory meter of a run counts."""
         unseen = sum(
             item.num_bytes
             for item in phase.items
@@ -87,8 +87,8 @@ class MemoryPlan:
 def capacity_bytes(cluster: ClusterConfig) -> int | None:
     """Return the memory of one rank's device.
 
-    ``cluster.device_memory_gib`` if it is set. Else, on a CPU, an equal share of this machine's
-    memory (or its container's, if that is less) for each rank; on CUDA None: the size is unknown.
+    ``cluster.device_memory_gib`` if it is set. Otherwise, on a CPU, each rank's equal share of
+    this machine's or container's memory, whichever is less; on CUDA None: the size is unknown.
     """
     if cluster.device_memory_gib is not None:
         return int(cluster.device_memory_gib * _GIB)

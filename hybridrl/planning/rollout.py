@@ -1,7 +1,7 @@
 """Memory of a rollout engine on one of the ranks that share it.
 
-Legend: N rows that decode together, V vocabulary. What an SGLang server holds besides weights and
-KV cache was read in the sources of SGLang 0.5.21 (paths below ``sglang/srt``), not measured.
+Legend: N rows that decode together, V vocabulary. An SGLang server's memory besides weights and
+KV cache comes from the sources of SGLang 0.5.21 (paths below ``sglang/srt``), not from measurement.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _WORKSPACE = 512 * _MIB
 FlashAttention 3, the default on Hopper, has none, and Triton's is small."""
 
 _PEERS = 1024 * _MIB
-"""Of 8 ranks that share a server: NCCL, and buffers of the custom all-reduce. SGLang reserves
+"""For 8 ranks that share a server: NCCL, and buffers of the custom all-reduce. SGLang reserves
 tp / 8 of it (memory_hook.py)."""
 
 _GRAPH = 2 * _MIB
-"""Of a captured row (memory_hook.py, reserve_for_graph_mb)."""
+"""Per captured row (memory_hook.py, reserve_for_graph_mb)."""
 
 _CHUNK_TOKENS = 8192
 """``chunked_prefill_size`` on a GPU of 60 to 160 GiB (memory_hook.py)."""
@@ -50,14 +50,14 @@ class RolloutMemory:
     """Rows that one rank's engine samples."""
 
     max_context_tokens: int
-    """Length of a row of the cache; the longest that the configuration allows."""
+    """Tokens of a row of the cache: the longest row that the configuration allows."""
 
     device_bytes: int | None
-    """Of the GPU on which a server sizes its own cache; None on a CPU, or where nobody said."""
+    """Memory of the GPU on which a server sizes its own cache; None on a CPU, or if unknown."""
 
     @property
     def is_server(self) -> bool:
-        """Whether the engine has processes of its own, which the meter of a rank does not see."""
+        """Whether the engine has processes of its own, outside a rank's memory meter."""
         return self._section.engine == "sglang"
 
     @property
@@ -70,7 +70,7 @@ class RolloutMemory:
 
     @property
     def weights(self) -> int:
-        """All weights, divided over the ranks of an engine; and those of an adapter beside them."""
+        """All weights, divided over the ranks of an engine, and those of an adapter beside them."""
         lora = self.config.lora
         adapter = Split().count_adapter(self.model, lora).total if lora.sends_adapters else 0
         return self.base_weights + self._share(adapter) * self._size
@@ -82,15 +82,15 @@ class RolloutMemory:
 
     @property
     def kv_cache(self) -> int:
-        """Keys and values, allocated once: of every slot at full length; SGLang takes a share."""
+        """Keys and values, allocated once for every slot at full length; SGLang takes a share."""
         if self.is_server and self.device_bytes is not None:
             return max(0, int(self._section.memory_fraction * self.device_bytes) - self.weights)
         return self._keys_and_values(self._section.num_slots * self.max_context_tokens)
 
     @property
     def computing(self) -> int:
-        """The most that a call holds besides weights and cache; on a CPU a server's is host memory
-        of its own.
+        """The most that a call holds besides weights and cache. A server on a CPU holds it in host
+        memory of its own.
         """
         if self.is_server:
             return self._is_server_on_gpu * max(self._server_chunk, self._server_drawing)
@@ -102,7 +102,7 @@ class RolloutMemory:
 
     @property
     def _prefill(self) -> int:
-        """One block's passing tensors over the prompts of a pass."""
+        """One block's temporary tensors over the prompts of a pass."""
         per_token = 3 * self.model.intermediate_size + 3 * self.model.hidden_size
         per_token += 2 * self.model.query_size
         return self.workload.prefill_tokens * per_token * self._size
@@ -128,7 +128,7 @@ class RolloutMemory:
 
     @property
     def server_resident(self) -> int:
-        """What stays while everything that can be released is: torch_memory_saver has none of it.
+        """Memory that a release leaves: torch_memory_saver does not manage it.
 
         The buffer for N rows of logits that all graphs share (model_executor/
         graph_shared_output.py), and the table of pages that they read
@@ -148,7 +148,7 @@ class RolloutMemory:
 
     @property
     def server_routes(self) -> int:
-        """Host memory in which a rank of a server keeps the experts of every cached token.
+        """Host memory in which a rank of a server keeps the expert ids of every cached token.
 
         Pinned int32 [tokens, layers, experts a token] (sglang/srt/state_capturer/base.py).
         """
@@ -165,7 +165,7 @@ class RolloutMemory:
 
     @property
     def _server_chunk(self) -> int:
-        """One block's passing tensors over a chunk of prompts; heads and MLPs are split."""
+        """One block's temporary tensors over a chunk of prompts; heads and MLPs are split."""
         experts, inside = self.model.experts, self.model.intermediate_size
         if experts is not None:
             inside = max(inside, experts.num_per_token * experts.intermediate_size)

@@ -1,7 +1,7 @@
-"""How ranks split a model, and which of its parameters one rank has.
+"""How ranks split a model, and which of its parameters are on one rank.
 
-FSDP2 is the split of one everywhere: its ranks divide the weights themselves. Ranks of
-megatron-core hold tensor, pipeline and expert slices; data-parallel ranks divide the optimizer's
+For FSDP2 every size of the split is one: its ranks divide the weights themselves. Ranks of
+megatron-core hold tensor, pipeline and expert slices; data-parallel ranks divide the optimizer
 state.
 """
 
@@ -15,22 +15,22 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora import LoraConfig
 
 _ROWS_PER_RANK = 8
-"""The vocabulary is padded to a multiple of so many rows on each tensor-parallel rank."""
+"""The vocabulary is padded to a multiple of this many rows on each tensor-parallel rank."""
 
 _BY_COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-"""Linear layers of which a tensor-parallel rank has some of the outputs; else of the inputs."""
+"""Linear layers whose outputs tensor-parallel ranks divide; of the others they divide inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Numbers on one rank. Experts are divided over other ranks than everything else."""
+    """Numbers on one rank. Experts and all other weights are divided over different ranks."""
 
     dense: int = 0
     expert: int = 0
 
     @property
     def total(self) -> int:
-        """All on this rank."""
+        """All numbers on this rank."""
         return self.dense + self.expert
 
 
@@ -50,15 +50,15 @@ class Split:
     """Ranks over which norms and residuals are divided: ``tensor``, or 1."""
 
     stage: int = 0
-    """Of the pipeline, from 0."""
+    """Pipeline stage, from 0."""
 
     first: int | None = None
-    """Layers of the first stage; None is as many as of those in between."""
+    """Layers of the first stage; None: as many as each stage in between."""
 
     last: int | None = None
 
     pads_vocabulary: bool = False
-    """As megatron-core does."""
+    """Whether megatron-core pads the vocabulary."""
 
     @classmethod
     def of_megatron(cls, config: ExperimentConfig, *, num_ranks: int, stage: int) -> Self:
@@ -81,12 +81,12 @@ class Split:
 
     @property
     def is_first(self) -> bool:
-        """The stage has the input embedding."""
+        """Whether the stage has the input embedding."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """The stage has the last norm, and the output embedding or the value head."""
+        """Whether the stage has the last norm, and the output embedding or the value head."""
         return self.stage == self.pipeline - 1
 
     def layers_of(self, model: Architecture) -> tuple[int, ...]:
@@ -114,10 +114,10 @@ class Split:
         return len(set(sparse).intersection(self.layers_of(model)))
 
     def in_flight(self, num_microbatches: int) -> float:
-        """Return how many micro-batches of a stage wait for their backward pass at most.
+        """Return the most micro-batches of a stage that wait for their backward pass.
 
         One forward, one backward (arXiv:2104.04473): stage p of P keeps P - p. With V virtual
-        stages the warm-up is 2 (P - p - 1) + (V - 1) P pieces of 1 / V of the stage's layers.
+        stages the warm-up is 2 (P - p - 1) + (V - 1) P passes of 1 / V of the stage's layers.
         """
         after = self.pipeline - self.stage - 1
         if self.num_virtual == 1:
@@ -126,7 +126,7 @@ class Split:
         return min(num_microbatches, pieces / self.num_virtual)
 
     def share(self, parameters: Parameters) -> int:
-        """Return the numbers of a rank's that it keeps where data-parallel ranks divide them."""
+        """Return how many of a rank's numbers it keeps if data-parallel ranks divide them."""
         dense_ranks = max(1, self.num_ranks // (self.tensor * self.pipeline))
         model_ranks = self.pipeline * self.expert * self.expert_tensor
         expert_ranks = max(1, self.num_ranks // model_ranks)
@@ -135,7 +135,7 @@ class Split:
     # -- counts ----------------------------------------------------------------------------------
 
     def count(self, model: Architecture, *, has_value_head: bool = False) -> Parameters:
-        """Count a rank's parameters, without those of an adapter."""
+        """Count the parameters on a rank, without those of an adapter."""
         hidden, inner, size = model.hidden_size, model.intermediate_size, self.tensor
         num_layers, num_sparse = len(self.layers_of(model)), self.num_sparse(model)
         attention = 2 * hidden * (model.query_size + model.key_size) // size
@@ -161,7 +161,7 @@ class Split:
         return self.is_first * embedding + self.is_last * last
 
     def count_embedding(self, model: Architecture) -> int:
-        """Count a rank's numbers of one embedding."""
+        """Count the numbers of one embedding on a rank."""
         return self.vocabulary(model) * model.hidden_size
 
     def vocabulary(self, model: Architecture) -> int:
@@ -171,7 +171,7 @@ class Split:
         return padded_vocabulary(model.vocab_size, tp_size=self.tensor) // self.tensor
 
     def largest_matrix(self, model: Architecture, *, has_value_head: bool = False) -> int:
-        """Count the largest matrix of the stage: its gradient is made in one piece."""
+        """Count the largest matrix of the stage: its gradient is one tensor."""
         hidden, num_sparse = model.hidden_size, self.num_sparse(model)
         sizes = [2 * hidden * model.intermediate_size // self.tensor]
         if num_sparse == len(self.layers_of(model)):
@@ -184,7 +184,7 @@ class Split:
         return max(sizes)
 
     def count_adapter(self, model: Architecture, lora: LoraConfig) -> Parameters:
-        """Count a rank's numbers of A and B: each tensor-parallel rank has all of one of them."""
+        """Count the numbers of A and B on a rank: one of the two is not split."""
         num_layers, num_sparse = len(self.layers_of(model)), self.num_sparse(model)
         dense = expert = 0
         for name, (outputs, inputs) in model.linear_sizes.items():
@@ -201,7 +201,7 @@ class Split:
 
 
 def _sides(name: str, outputs: int, inputs: int, *, size: int) -> int:
-    """Return outputs plus inputs on a rank, for a matrix that is split by columns or by rows."""
+    """Return outputs plus inputs on a rank of a matrix that is split by columns or by rows."""
     return outputs // size + inputs if name in _BY_COLUMNS else outputs + inputs // size
 
 

@@ -1,4 +1,4 @@
-"""The one key to change when a plan does not fit: each suggestion is tried through the formula."""
+"""The one key to change when a plan does not fit: the formula is applied to each candidate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hybridrl.config.checks.violations import find_violations
 from hybridrl.config.experiment import ExperimentConfig, with_value
 from hybridrl.planning.memory import plan_memory
 
-_FEWEST_TOKENS = 128  # of a chunk of logits: smaller ones save nothing that counts
+_FEWEST_TOKENS = 128  # tokens of a chunk of logits: smaller chunks save little
 _MOST_RANKS_PER_NODE = 8  # GPUs of a usual machine
 _MOST_NODES = 128
 
@@ -22,14 +22,14 @@ class Suggestion:
     key: str
     value: bool | int | str
     price: int
-    """Its cost in time or precision, to compare suggestions: 1 is hardly noticed."""
+    """Its cost in time or precision, to compare suggestions: 1 is hardly noticeable."""
 
     config: ExperimentConfig
-    """The configuration with it."""
+    """The configuration with the override."""
 
     @property
     def override(self) -> str:
-        """As typed on the command line."""
+        """The override as typed on the command line."""
         return f"{self.key}={str(self.value).lower() if self.value is True else self.value}"
 
     @property
@@ -42,7 +42,7 @@ class Suggestion:
 def suggest_override(config: ExperimentConfig, *, capacity_bytes: int) -> Suggestion | None:
     """Return the cheapest single override with which a rank fits; of equal ones the first.
 
-    Overrides that break a rule of the configuration are passed over.
+    Overrides that break a rule of the configuration are skipped.
 
     Args:
         config: a configuration that does not fit.
@@ -66,10 +66,10 @@ def largest_saving(config: ExperimentConfig) -> Suggestion | None:
 def suggestions(config: ExperimentConfig) -> Iterator[Suggestion]:
     """Yield single overrides that save memory, with their prices.
 
-    Each halving of a size costs 1, more exchanges between ranks 1 or 2, checkpointing 3 (a third
-    more time), a change of precision 4, and each doubling of ranks 6 or 7, because they cost money.
-    Of parallel sizes on the same ranks each doubling costs 2 where activations are exchanged, and 3
-    where a pipeline has bubbles.
+    Each halving of a size costs 1, and more exchanges between ranks 1 or 2. Checkpointing costs 3
+    (a third more time), a change of precision 4, and each doubling of ranks 6 or 7: they cost
+    money. For parallel sizes on the same ranks each doubling costs 2 if activations are exchanged,
+    and 3 if a pipeline has bubbles.
     """
     for key, value, price in (*_values(config), *_sizes(config)):
         if attrgetter(key)(config) != value:

@@ -1,4 +1,4 @@
-"""How many tokens go through the models at a time: at the longest rows, or as a step had them."""
+"""How many tokens pass through the models at once: with the longest rows, or as in a step."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass, replace
 from hybridrl.config.experiment import ExperimentConfig
 
 _PREFILL_TOKENS = 4096
-"""Of one prefill pass of the embedded engine, padding included (rollout/embedded/prefill.py)."""
+"""Tokens of one prefill pass of the embedded engine, with padding (rollout/embedded/prefill.py)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """One rank's share of a step. Rows are taken as equally long."""
+    """One rank's share of a step. All rows are assumed equally long."""
 
     num_rows: int
     """Responses that the rank scores and trains on in a step."""
 
     num_rows_per_update: int
-    """Of them, those of one optimizer step."""
+    """Those of them that belong to one optimizer step."""
 
     group_size: int
-    """Responses to one prompt among the rows of an update: they may share its computation."""
+    """Responses to one prompt among the rows of an update: they may share the prompt's pass."""
 
     num_prompt_tokens: int
     num_response_tokens: int
@@ -29,11 +29,11 @@ class Workload:
     max_tokens_per_microbatch: int
 
     microbatch_tokens: int | None = None
-    """Packed tokens of a micro-batch as measured; None: as many as the budget and the rows give."""
+    """Measured packed tokens of a micro-batch; None: as many as the budget and the rows allow."""
 
     @classmethod
     def longest(cls, config: ExperimentConfig) -> Workload:
-        """Assume that every prompt and every response is as long as it may be."""
+        """Assume that every prompt and every response has the greatest length allowed."""
         num_ranks, minibatches = config.num_train_groups, config.algorithm.num_minibatches
         return cls(
             **_rows(config, num_ranks, minibatches),
@@ -43,7 +43,7 @@ class Workload:
         )
 
     def of_critic(self, config: ExperimentConfig) -> Workload:
-        """Return what the critic does with rows as long as these of the policy."""
+        """Return the critic's workload, with rows of the policy's lengths."""
         return replace(
             self,
             **_rows(config, config.num_critic_groups, config.critic.num_minibatches),
@@ -52,17 +52,17 @@ class Workload:
         )
 
     def sampling(self, config: ExperimentConfig) -> Workload:
-        """Return what one rank's rollout engine samples, of rows as long as these."""
+        """Return the workload of one rank's rollout engine, with rows of these lengths."""
         return replace(self, **_rows(config, config.cluster.num_ranks, 1))
 
     def scoring(self) -> Workload:
-        """Return the same rows as a pass without gradients takes them: those of all updates."""
+        """Return the workload of a pass without gradients: the rows of all updates."""
         return replace(self, num_rows_per_update=self.num_rows, microbatch_tokens=None)
 
     def measured(
         self, *, prompt_tokens: float, response_tokens: float, microbatch_tokens: float
     ) -> Workload:
-        """Return the same rows with the lengths that a step had, all in tokens."""
+        """Return the same rows with the lengths of a step, all in tokens."""
         return replace(
             self,
             num_prompt_tokens=max(1, round(prompt_tokens)),
@@ -115,7 +115,7 @@ class Workload:
 
 
 def _rows(config: ExperimentConfig, num_ranks: int, num_minibatches: int) -> dict[str, int]:
-    """Return a rank's rows. It has rows of nearly every prompt (balance_over_ranks): few of one."""
+    """Return a rank's rows. A rank has a few rows of nearly every prompt (balance_over_ranks)."""
     num_rows = max(1, config.num_rows_per_step // num_ranks)
     return {
         "num_rows": num_rows,
@@ -135,10 +135,10 @@ class Microbatch:
     """Response tokens S whose log-probs are wanted."""
 
     num_key_slots: int
-    """Keys that the padded kernel lays out; a shared prompt's keys once for each response."""
+    """Keys that the padded kernel lays out; a shared prompt's keys once per response."""
 
     num_mask_elements: int
-    """Of the visibility masks of rows that share a prompt."""
+    """Elements of the visibility masks of rows that share a prompt."""
 
     num_microbatches: int
     """How many micro-batches the update has."""

@@ -1,5 +1,5 @@
-"""``report.html``: one page that says what a run did, made from what its folder holds.
+"""``report.html``: one page about a run, made from the files of its folder.
 
-``python -m hybridrl.report RUN_FOLDER`` makes it for a running, finished or broken run; a run makes
-its own at the end. Needs the folder alone: neither torch nor Ray nor a network.
+``python -m hybridrl.report RUN_FOLDER`` makes it for a running, finished or failed run; a run makes
+its own at the end. It needs the folder alone: neither torch nor Ray nor a network.
 """

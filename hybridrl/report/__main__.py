@@ -1,4 +1,4 @@
-"""``python -m hybridrl.report RUN_FOLDER ...``: makes a page and prints where it is."""
+"""``python -m hybridrl.report RUN_FOLDER ...``: makes a page and prints its path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMPARISON = "comparison.html"
 
 
 def main() -> None:
-    """Run the command line. Exit status: 0 done, 2 no run folder or not writable."""
+    """Run the command line. Exit status: 0 done, 2 not a run folder or not writable."""
     parser = argparse.ArgumentParser(
         prog="python -m hybridrl.report",
         description="Makes one page about a run, also while it goes on; of several, a comparison.",

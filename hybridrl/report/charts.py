@@ -1,7 +1,7 @@
-"""Which metrics share a chart, and the chart as plotly takes it: plain data, no code of our own.
+"""Which metrics share a chart, and the chart as plotly's plain data.
 
-Meaning and unit of a metric stand in ``hybridrl/metrics.py``. A metric without a chart is in the
-page's last table, so nothing that is logged is hidden.
+Meaning and unit of a metric are in ``hybridrl/metrics.py``. A metric without a chart is in the
+page's last table, so every logged metric is shown.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ class Chart:
     section: str
     title: str
     names: Sequence[str]
-    """Metrics that it shows."""
+    """Metrics of the plot."""
 
     unit: str
     figure: dict[str, Any]
-    """Data and layout as plotly takes them."""
+    """Data and layout in plotly's form."""
 
 
 def base_layout() -> dict[str, Any]:
-    """Return what every figure has: colours that suit a light and a dark page, small margins."""
+    """Return the layout of every figure: colours for a light and a dark page, small margins."""
     axis = {"gridcolor": _GRID, "linecolor": _GRID, "zeroline": False, "automargin": True}
     return {
         "font": {"family": "system-ui, sans-serif", "size": 12, "color": _INK},
@@ -85,7 +85,7 @@ def base_layout() -> dict[str, Any]:
 
 
 def build_charts(history: History, settings: Settings) -> list[Chart]:
-    """Return the charts of a run; a metric that was the same in every step is in none."""
+    """Return the charts of a run; a metric with the same value in every step is left out."""
     charts = []
     for row in _PANELS.strip().splitlines():
         section, title, lines, options = (cell.strip() for cell in row.split("|"))
@@ -136,7 +136,7 @@ def _in_unit_of_first(columns: Mapping[str, Series]) -> tuple[str, Mapping[str, 
 
 
 def _lines(labels: Mapping[str, str], columns: Mapping[str, Series]) -> Iterator[dict[str, Any]]:
-    """Draw each metric: steps faint and their running mean strong, or one line if few."""
+    """Draw each metric: steps faint and their running mean strong, or one line for few steps."""
     for (name, column), color in zip(columns.items(), cycle(COLORS), strict=False):
         line = {"color": color, "width": 2}
         if len(column.steps) < _ENOUGH_TO_SMOOTH or name.startswith("eval/"):
@@ -148,7 +148,7 @@ def _lines(labels: Mapping[str, str], columns: Mapping[str, Series]) -> Iterator
 
 
 def _areas(labels: Mapping[str, str], columns: Mapping[str, Series]) -> Iterator[dict[str, Any]]:
-    """Lay the running means on one another, without those too small to be seen."""
+    """Stack the running means, without those too small to be seen."""
     sums = {name: sum(column.finite) for name, column in columns.items()}
     visible = [name for name in columns if sums[name] >= _VISIBLE_SHARE * sum(sums.values())]
     for name, color in zip(visible, cycle(COLORS), strict=False):
@@ -157,7 +157,7 @@ def _areas(labels: Mapping[str, str], columns: Mapping[str, Series]) -> Iterator
 
 
 def trace(label: str, series: Series, **style: object) -> dict[str, Any]:
-    """Return a line as plotly takes it, rounded to a third of the bytes."""
+    """Return a line in plotly's form, with numbers rounded to a third of the bytes."""
     drawn = series.downsample()
     values = [None if v is None else float(f"{v:.5g}") for v in drawn.values]
     base = {"type": "scatter", "mode": "lines", "name": label}
@@ -165,7 +165,7 @@ def trace(label: str, series: Series, **style: object) -> dict[str, Any]:
 
 
 def _limits(options: str, highest: float, settings: Settings) -> list[dict[str, Any]]:
-    """Return the dashed line of a limit, where it is near the values."""
+    """Return the dashed line of a limit, if it is near the values."""
     key = options.partition("limit=")[2]
     limit = settings.number(key)
     if not limit or not limit / 4 < highest < 20 * limit:

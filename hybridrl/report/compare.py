@@ -1,4 +1,4 @@
-"""Several runs on one page: how they differ, and how they learned."""
+"""Several runs on one page: their differences, and their learning curves."""
 
 from __future__ import annotations
 

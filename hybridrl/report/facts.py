@@ -29,7 +29,7 @@ MACHINE = "machine.json"
 
 
 def try_machine(folder: Path) -> None:
-    """Note the driver's machine in the run folder. A full disk costs a warning, never the run."""
+    """Write the driver's machine to the run folder. A full disk costs a warning, never the run."""
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     facts = {
         "host": platform.node(),
@@ -52,7 +52,7 @@ def _gpus() -> list[str]:
 
 
 def facts_of(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield what a reader asks first about a run: a label, and the answer."""
+    """Yield the main facts about a run: a label, and a value."""
     text, is_sft = run.settings.text, run.settings.text("mode") == "sft"
     yield "algorithm", "supervised fine-tuning" if is_sft else text("algorithm.name")
     yield "model", _model(run.settings)
@@ -83,13 +83,13 @@ def _model(settings: Settings) -> str:
     try:
         name += f", {in_words(count_parameters(architecture_of(config)))} parameters"
     except (ArithmeticError, ModelError):
-        name += ", of unknown size"  # the folder has gone, or the configuration has no sizes
+        name += ", of unknown size"  # the folder is gone, or the configuration has no sizes
     is_lora = settings.text("lora.enabled") == "true"
     return name + f", LoRA of rank {settings.text('lora.rank')}" * is_lora
 
 
 def in_words(count: int) -> str:
-    """Write a number of parameters as people say it."""
+    """Write a number of parameters for people, as ``7.6 B``."""
     for size, letter in ((10**9, "B"), (10**6, "M")):
         if count >= size:
             return f"{count / size:.3g} {letter}"

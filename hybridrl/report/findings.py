@@ -1,4 +1,4 @@
-"""Findings: what a person with experience would say about a run, each with what to type.
+"""Findings: advice of an experienced user about a run, each with overrides to type.
 
 A rule looks at the last steps and is silent unless it is sure.
 """
@@ -14,10 +14,10 @@ from typing import Literal
 from hybridrl.report.run import Run
 
 RECENT_STEPS = 10
-"""A present value is the mean over so many steps."""
+"""A present value is the mean over this many steps."""
 
 ENOUGH_STEPS = 30
-"""A rule about a trend needs so many steps."""
+"""A rule about a trend needs this many steps."""
 
 LR = "actor.optimizer.lr"
 GENERATE_SHARE = 0.75
@@ -31,11 +31,11 @@ _LOG_LINE = re.compile(r"\d\d:\d\d:\d\d [A-Z] ")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing worth knowing."""
+    """One finding about a run."""
 
     title: str
     text: str
-    """What was seen, with values."""
+    """The observation, with values."""
 
     remedies: tuple[str, ...] = ()
     """Overrides, best first; ``key*2`` stands for twice the present value of a key."""
@@ -45,7 +45,7 @@ class Finding:
     """Lines of a log."""
 
     def overrides(self, run: Run) -> list[str]:
-        """Return the remedies as they are typed, without those whose key has no number here."""
+        """Return the remedies as typed, without those whose key has no number in this run."""
         spelled = []
         for remedy in self.remedies:
             key, times, factor = remedy.partition("*")
@@ -83,7 +83,7 @@ def first_and_now(run: Run, name: str) -> tuple[float, float] | None:
 
 
 def ended_with_error(run: Run) -> Finding | None:
-    """The log says so, and no later start follows it."""
+    """The log ends with an error, and the run was not started again."""
     marks = [number for number, line in enumerate(run.log_lines) if _ERROR_MARK in line]
     if not marks:
         return None
@@ -97,7 +97,7 @@ def ended_with_error(run: Run) -> Finding | None:
 
 
 def generate_dominates(run: Run) -> Finding | None:
-    """Sampling takes nearly all the time, so a speed-up must begin there."""
+    """Sampling takes nearly all the time, so a speed-up must begin with it."""
     generate, step = recent(run, "time/generate_s"), recent(run, "time/step_s")
     if not generate or generate < GENERATE_SHARE * step:
         return None
@@ -137,7 +137,7 @@ def requests_aborted(run: Run) -> Finding | None:
 
 
 def memory_did_not_move(run: Run) -> Finding | None:
-    """The life cycle ran, and its figures about memory say nothing."""
+    """The life cycle ran, but its memory figures mean nothing."""
     if not sum(run.history.get("memory/noop_releases").finite):
         return None
     text = "SGLang on a CPU answers release and resume without freeing anything: the order of the "

@@ -11,10 +11,10 @@ from statistics import fmean
 from typing import Any
 
 MAX_POINTS = 1000
-"""Of one line in a chart: a browser stays smooth with so many."""
+"""Points of one line in a chart: a browser stays smooth with this many."""
 
 SMOOTHED_SHARE = 0.04
-"""Of a run, that a running mean is over."""
+"""Steps of a run over which a running mean is taken, as a fraction."""
 
 _LARGEST = 1e150
 
@@ -27,11 +27,11 @@ class Series:
     """Rising."""
 
     values: list[float | None]
-    """None where it was not finite, or too large to square."""
+    """None for a value that was not finite, or too large to square."""
 
     @property
     def finite(self) -> list[float]:
-        """The values that are numbers, in order."""
+        """The finite values, in order."""
         return [value for value in self.values if value is not None]
 
     def mean_of_last(self, num_values: int) -> float | None:
@@ -41,12 +41,12 @@ class Series:
 
     @property
     def is_constant(self) -> bool:
-        """Whether it was the same in each of several steps."""
+        """Whether it has the same value in each of several steps."""
         return len(self.steps) > 2 and len(set(self.values)) == 1
 
     @property
     def reach(self) -> int:
-        """Steps to either side that a running mean takes."""
+        """Steps on either side over which a running mean is taken."""
         return max(2, round(len(self.steps) * SMOOTHED_SHARE / 2))
 
     def running_mean(self) -> Series:
@@ -81,7 +81,7 @@ class History:
     """Every metric of a run by name."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Take lines of ``metrics.jsonl``; of two lines of one step the later counts."""
+        """Read lines of ``metrics.jsonl``; of two lines of one step the later counts."""
         by_step = {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
         self.steps = sorted(by_step)
         self.elapsed_s = [plottable(by_step[step].get("elapsed_s")) for step in self.steps]
@@ -102,19 +102,19 @@ class History:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a file with one a line; an incomplete line is left out."""
+    """Yield the JSON objects of a file with one per line; an incomplete line is left out."""
     return (row for line in read_lines(path) if (row := parse_row(line)) is not None)
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, if there is one."""
+    """Yield the lines of a file; none if it does not exist."""
     if path.is_file():
         with path.open("rb") as file:
             yield from file
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object of a line; None if the line is incomplete or no object."""
+    """Return the JSON object of a line; None if it is incomplete or not an object."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -123,7 +123,7 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 def plottable(value: object) -> float | None:
-    """Return a number that means and squares can be taken of; None for anything else."""
+    """Return a number that can be averaged and squared; None for any other value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) <= _LARGEST else None  # false for NaN

@@ -1,7 +1,7 @@
 """Rules about learning: reward, policy, gradient. Thresholds are in the metric's unit.
 
-A rule advises a direction only from evidence for it: a lower learning rate where the run got worse
-than it was, a higher one only where the policy has not moved.
+A rule advises a direction only with evidence for it: a lower learning rate if the run got worse
+than before, a higher one only if the policy has not changed.
 """
 
 from __future__ import annotations
@@ -112,10 +112,10 @@ def reward_may_be_gamed(run: Run) -> Finding | None:
 
 
 def responses_are_cut(run: Run) -> Finding | None:
-    """Responses that reach the limit are scored without their end."""
+    """Responses at the length limit are scored without their end."""
     share = recent(run, "rollout/truncated_fraction")
     if share < TRUNCATED or training_did_harm(run) or reward_may_be_gamed(run):
-        return None  # after harm or gaming, longer ones would be no better
+        return None  # after harm or reward hacking, longer responses would be no better
     limit = run.settings.text("rollout.max_response_tokens")
     text = f"{share:.0%} of the recent responses reached the limit of {limit} tokens, and were "
     text += "scored without their end."
@@ -135,7 +135,7 @@ def evaluation_falls(run: Run) -> Finding | None:
 
 
 def entropy_collapsed(run: Run) -> Finding | None:
-    """A policy that is certain of everything explores nothing."""
+    """A policy that is certain of every token does not explore."""
     entropy = first_and_now(run, "policy/entropy_nats/mean")
     if not entropy or entropy[1] > min(ENTROPY_NATS, ENTROPY_SHARE * entropy[0]):
         return None
@@ -158,7 +158,7 @@ def policy_moves_too_fast(run: Run) -> Finding | None:
 
 
 def far_from_reference(run: Run) -> Finding | None:
-    """The policy has become another model."""
+    """The policy is far from the reference model."""
     kl = recent(run, "policy/kl_to_reference_nats/mean")
     text = f"KL to the reference is {kl:.3g} nats per token over the last {RECENT_STEPS} steps."
     remedies, title = (
@@ -169,7 +169,7 @@ def far_from_reference(run: Run) -> Finding | None:
 
 
 def gradient_far_above_limit(run: Run) -> Finding | None:
-    """Clipping by far, in every step, makes the limit a second learning rate."""
+    """Strong clipping in every step makes the limit a second learning rate."""
     limit = run.settings.number("actor.optimizer.max_grad_norm")
     norms = run.history.get("policy/grad_norm").finite[-ENOUGH_STEPS:]
     if not limit or len(norms) < ENOUGH_STEPS or median(norms) < CLIPPED_TIMES * limit:

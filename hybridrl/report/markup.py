@@ -1,4 +1,4 @@
-"""HTML from text. Text of models and users is escaped here, and nowhere left as it is."""
+"""HTML from text. Text of models and users is escaped here, always."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ def table(headers: Sequence[object], rows: Iterable[Sequence[object]]) -> Html:
 
 
 def card(*children: object, **attributes: str) -> Html:
-    """Return a box."""
+    """Return a framed element."""
     return tag("div", *children, **({"cls": "card"} | attributes))
 
 
 def details(summary: str, *children: object) -> Html:
-    """Return a part that is folded until it is clicked."""
+    """Return a section that stays folded until it is clicked."""
     return tag("details", tag("summary", summary), *children)
 
 
 def section(title: str, *children: object) -> Html:
-    """Return a part of the page."""
+    """Return a section of the page."""
     return tag("section", tag("h2", title), *children)
 
 
 def figure_html(figure: Mapping[str, Any], *, height: str = "260px") -> Html:
-    """Return a figure, as wide as its place, for a page that holds plotly's library."""
+    """Return a figure, as wide as its container, for a page that includes plotly's library."""
     text = to_html(
         figure,
         config={"responsive": True, "displayModeBar": False},
@@ -87,7 +87,7 @@ def _token(token: str, logprob: float | None) -> Html:
 
 
 def number(value: float | None) -> str:
-    """Write a number as short as a reader needs it."""
+    """Write a number with as few digits as a reader needs."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -48,14 +48,14 @@ def write_report(folder: Path, *, output: Path | None = None) -> Path:
     """Make the report of a run folder; the file appears complete or not at all.
 
     Args:
-        folder: of a run, which may be going on.
+        folder: of a run, which may still be running.
         output: file to write; None is ``report.html`` in the folder.
 
     Returns:
         The file.
 
     Raises:
-        RunFolderError: it is no run folder, or the file cannot be written.
+        RunFolderError: it is not a run folder, or the file cannot be written.
     """
     return write_page(output or folder / NAME, build_page(read_run(folder)))
 
@@ -125,7 +125,7 @@ def _head(run: Run, findings: Sequence[Finding]) -> Iterator[Html]:
 
 
 def _summary(run: Run, names: Sequence[str]) -> Html:
-    """Return a table of metrics: both ends of the run, the extremes, and the meaning."""
+    """Return a table of metrics: first and last values, the extremes, and the meaning."""
     rows = []
     for name in names:
         values = run.history.get(name).finite

@@ -1,4 +1,4 @@
-"""The files of a run folder, read once: what rules, charts and tables look at."""
+"""The files of a run folder, read once for rules, charts and tables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Run:
 
     @property
     def num_steps(self) -> int:
-        """Steps that the run is to take."""
+        """Number of steps of the complete run."""
         section = "sft" if self.settings.text("mode") == "sft" else "trainer"
         return int(self.settings.number(f"{section}.num_steps") or 0)
 
@@ -46,10 +46,10 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run folder, also while the run goes on.
+    """Read a run folder, also of a running run.
 
     Raises:
-        RunFolderError: it is no run folder.
+        RunFolderError: it is not a run folder.
     """
     missing = [name for name in ("config.yaml", "metrics.jsonl") if not (folder / name).is_file()]
     if missing:

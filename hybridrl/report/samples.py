@@ -1,4 +1,4 @@
-"""Which of a run's responses to show: those of some steps, and how held-out answers changed."""
+"""A choice of a run's responses: those of some steps, and held-out answers over time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Samples:
 
 
 def read_samples(path: Path) -> Samples:
-    """Choose from ``samples.jsonl``; a line that is not chosen is neither kept nor parsed."""
+    """Choose from ``samples.jsonl``; lines that are not chosen are neither kept nor parsed."""
     steps: dict[bool, set[int]] = {True: set(), False: set()}
     for is_eval, step, _ in _read(path):
         steps[is_eval].add(step)
@@ -51,7 +51,7 @@ def _read(path: Path) -> Iterator[tuple[bool, int, bytes]]:
     for line in read_lines(path):
         match = _STEP.match(line)
         if match and line.endswith(b"\n"):
-            # A response may hold the mark as text, but with its quotes escaped.
+            # A response may contain the mark as text, but with its quotes escaped.
             yield _EVAL in line, int(match[1]), line
 
 
@@ -64,7 +64,7 @@ def spread(steps: Sequence[int]) -> list[int]:
 
 
 def _clean(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sample of bounded size, whatever a model wrote and a reward function returned."""
+    """Return a sample of bounded size, for any output of a model and of a reward function."""
     texts = {name: str(row.get(name, "")) for name in ("prompt", "response", "answer")}
     for name, text in texts.items():
         if len(text) > _MAX_CHARS:

@@ -1,4 +1,4 @@
-"""The configuration of a run, and what in it differs from the defaults."""
+"""The configuration of a run, and its differences from the defaults."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Settings:
     """Dotted keys and values of ``config.yaml``."""
 
     def __init__(self, values: Mapping[str, object]) -> None:
-        """Take nested sections."""
+        """Store the values of nested sections."""
         self.flat = dict(flatten(values))
 
     @classmethod
     def read(cls, path: Path) -> Settings:
-        """Read a file; a file that is no YAML mapping gives no keys."""
+        """Read a file; a file without a YAML mapping gives no keys."""
         return cls(_load(path))
 
     def number(self, key: str) -> float | None:
@@ -40,14 +40,14 @@ class Settings:
         return value if isinstance(value, float) else None
 
     def text(self, key: str) -> str:
-        """Return the value of a key as it is typed; empty if there is no such key."""
+        """Return the value of a key as typed; empty if there is no such key."""
         return to_text(self.flat[key]) if key in self.flat else ""
 
     def changes(self, defaults: Settings) -> dict[str, tuple[object, object]]:
         """Return keys whose value differs, with the default and the value; both as plain text.
 
-        A key that the defaults do not have is no change: it belongs to an option that was chosen.
-        A default that is only known at the start of a run (the name of its folder) is none either.
+        A key without a default is not a change: it belongs to a chosen option. Nor is a default
+        that is known only at the start of a run (the name of its folder).
         """
         return {
             key: (defaults.flat[key], value)
@@ -81,7 +81,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def to_text(value: object) -> str:
-    """Write a value as it is typed on the command line."""
+    """Write a value as typed on the command line."""
     words = {None: "null", True: "true", False: "false"}
     return words[value] if value is None or isinstance(value, bool) else str(value)
 

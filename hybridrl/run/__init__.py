@@ -1,1 +1,1 @@
-"""What runs a run: processes, its folder, resuming, the terminal."""
+"""Everything around the training loop: processes, run folder, resuming, the terminal."""

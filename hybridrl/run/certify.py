@@ -1,8 +1,8 @@
-"""``mode=certify``: proves on this machine that this training resumes as if it had never stopped.
+"""``mode=certify``: verifies on this machine that a resumed training equals an unbroken one.
 
-2k steps without a break; then 2k steps that are killed (SIGKILL to every process, as a loss of
-power) at a random moment after the checkpoint of step k, and started again. All that both runs
-left is compared bit by bit.
+One run takes 2k steps without a break. A second takes 2k steps and is killed (SIGKILL to every
+process, as a loss of power) at a random moment after the checkpoint of step k, then started again.
+The files of both runs must be bitwise identical.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NUM_NAMED = 5
 
 
 def certify(config: ExperimentConfig, *, record: RunFolder) -> None:
-    """Make the proof, print its certificate, and write it to ``certificate.md`` and ``.json``.
+    """Run the comparison, print its certificate, and write it to ``certificate.md`` and ``.json``.
 
     Raises:
         CertificateError: a run failed, or the two did not end alike.
@@ -110,7 +110,7 @@ def _run(
     until: Callable[[], bool] = lambda: False,
     then_wait_s: float = 0.0,
 ) -> str:
-    """Run to the end, or kill all of it some seconds after ``until`` says so.
+    """Run to the end, or kill the run some seconds after ``until`` returns True.
 
     Returns:
         The end of its output.
@@ -144,7 +144,7 @@ def _run(
 
 
 def _run_and_kill(config: ExperimentConfig, live: LiveView, *, pace_s: float) -> str:
-    """Kill a run at a random moment after its checkpoint; says when that was."""
+    """Kill a run at a random moment after its checkpoint; return that moment."""
     k = config.certify.num_steps
     wait_s = random.Random(config.seed).uniform(0.0, pace_s * (k - 1))
     output = _run(

@@ -1,4 +1,4 @@
-"""Saving a run now and then while it goes on, and taking it up again."""
+"""Saves a run every few steps while it continues, and resumes it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Saver(Protocol):
         ...
 
     def collect_saved(self, waits: bool) -> list[FileEntry | None]:  # noqa: FBT001
-        """Return what each rank wrote; None from those that still write."""
+        """Return the files that each rank wrote; None from ranks that still write."""
         ...
 
     def find_torn(self, folder: Path, files: Sequence[FileEntry]) -> list[list[str]]:
@@ -36,7 +36,7 @@ class Saver(Protocol):
         ...
 
     def load(self, folder: Path) -> list[None]:
-        """Go to where the ranks were that wrote the folder."""
+        """Restore the state of the ranks that wrote the folder."""
         ...
 
 
@@ -48,10 +48,10 @@ class _Unfinished:
 
 
 class Checkpointer:
-    """Begins a checkpoint after a step, and makes it whole some steps later.
+    """Begins a checkpoint after a step, and completes it some steps later.
 
     Ranks copy their state to the host, which the step waits for, and write it in threads of their
-    own. What they wrote is a checkpoint once the manifest lies beside it under the final name.
+    own. The files are a checkpoint once the manifest is beside them under the final name.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class Checkpointer:
         origin: RunFingerprint,
         capture: Callable[[int], RunState],
     ) -> None:
-        """Get ready.
+        """Prepare.
 
         Args:
             shelf: of the run.
             savers: worker groups by role; a role is a folder in the checkpoint.
             config: how often, and how many to keep.
-            origin: what a resumed run is compared with.
+            origin: the fingerprint with which a resumed run is compared.
             capture: returns the driver's state after a step.
         """
         self._shelf = shelf
@@ -90,7 +90,7 @@ class Checkpointer:
             is_last: of the run, or before an interruption: then wait until all is on the disk.
 
         Returns:
-            What it cost, for the next step's line.
+            The cost of the save, for the next step's metrics.
 
         Raises:
             CheckpointError: three checkpoints in a row could not be written.
@@ -108,12 +108,12 @@ class Checkpointer:
         return cost | {"time/checkpoint_s": Max(time.perf_counter() - begin)}
 
     def restore(self) -> RunState | None:
-        """Put all workers where the newest whole checkpoint was taken; None if there is none.
+        """Restore all workers from the newest complete checkpoint; None if there is none.
 
-        Every byte is compared with what was written before it is used.
+        Every byte is compared with its checksum before it is used.
 
         Raises:
-            CheckpointError: it is of another model, or all are torn.
+            CheckpointError: it is of another model, or all are incomplete or corrupt.
         """
         self._shelf.discard_unfinished()
         while (checkpoint := self._shelf.newest()) is not None:
@@ -148,7 +148,7 @@ class Checkpointer:
         self._last_begun = step
 
     def _finish(self, *, waits: bool) -> Metrics:
-        """Make the checkpoint that is being written whole, if all ranks have written."""
+        """Complete the checkpoint that is being written, if all ranks have written."""
         unfinished = self._unfinished
         if unfinished is None:
             return {}
@@ -162,9 +162,9 @@ class Checkpointer:
             self._shelf.commit(unfinished.folder, manifest)
         except (RemoteCallError, OSError) as err:
             if isinstance(err, RemoteCallError) and not isinstance(err.__cause__, CheckpointError):
-                raise  # not the disk: a rank is in trouble
+                raise  # not a disk error: a rank has failed
             self._unfinished = None
-            self._shelf.discard_unfinished()  # gives its bytes back to a disk that is full
+            self._shelf.discard_unfinished()  # frees its bytes on a full disk
             self._note_failure(f"checkpoint of step {unfinished.run.step}: {err}")
             return {}
         self._unfinished = None
@@ -193,7 +193,7 @@ class Checkpointer:
 
 
 def _score(metrics: Metrics) -> float | None:
-    """Return the evaluation's result in these metrics, higher is better."""
+    """Return the evaluation's result in these metrics; higher is better."""
     if "eval/reward/mean" in metrics:
         return metrics["eval/reward/mean"].value
     loss = metrics.get("eval/loss_nats")

@@ -52,7 +52,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the driver, which leads its process group."""
+        """The driver, which is the leader of its process group."""
         return self._process.pid
 
     def poll(self) -> int | None:
@@ -70,7 +70,7 @@ class Child:
 
 
 def to_yaml(config: ExperimentConfig) -> str:
-    """Write a configuration as a run folder's ``config.yaml`` holds it."""
+    """Write a configuration in the form of a run folder's ``config.yaml``."""
     values = json.loads(to_json_text(asdict(config)))  # YAML has no tuples
     text: str = yaml.safe_dump(values, sort_keys=False)
     return text

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 _NVIDIA = Path("/dev/nvidiactl")
 _MIB = 1024 * 1024
-_WORKER_OUTPUT = "ray_print_logs"  # as ray.init names what writes it to stderr
+_WORKER_OUTPUT = "ray_print_logs"  # the name in ray.init of the function that writes it to stderr
 
 
 @contextmanager
@@ -33,13 +33,13 @@ def ray_cluster(cluster: ClusterConfig, *, num_more_ranks: int = 0) -> Iterator[
     """Connect to ``cluster.address``, or start Ray on this machine and end it afterwards.
 
     Args:
-        cluster: where, and for how many ranks.
-        num_more_ranks: processes beside them: a critic that has a pool of its own.
+        cluster: the address, and the number of ranks.
+        num_more_ranks: processes besides them: a critic with a pool of its own.
 
     Raises:
-        ResourceError: no cluster answers at the address, or this machine lacks what is asked for.
+        ResourceError: no cluster answers at the address, or this machine lacks the resources.
     """
-    if ray.is_initialized():  # the caller's own: a test, a notebook
+    if ray.is_initialized():  # the caller started it: a test, a notebook
         yield
         return
     with trace.span("start Ray"):
@@ -56,12 +56,12 @@ def ray_cluster(cluster: ClusterConfig, *, num_more_ranks: int = 0) -> Iterator[
 
 
 def show_workers_no_more() -> None:
-    """Stop Ray's copy of what workers write: one that is ended while it starts dumps C++ stacks."""
+    """Stop Ray's copy of worker output: if it is ended during its start, it dumps C++ stacks."""
     global_worker_stdstream_dispatcher.remove_handler(_WORKER_OUTPUT)
 
 
 def require_device(cluster: ClusterConfig) -> None:
-    """Say at once what Ray would only find out by waiting for a node that has a GPU.
+    """Refuse at once a request for GPUs; Ray itself would wait for a node with a GPU.
 
     Raises:
         ResourceError: GPUs are asked for, of this machine alone, and it has none.
@@ -74,9 +74,9 @@ def require_device(cluster: ClusterConfig) -> None:
 
 
 def _start_ray(cluster: ClusterConfig, *, num_ranks: int) -> None:
-    # A GPU is visible to a rank only if Ray gives it; ranks on CPUs see none, and that is no news.
+    # A rank sees only the GPU that Ray gives it; ranks on CPUs see none, which needs no warning.
     env.set_default("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Ranks import what this process does, whether hybridrl is installed or run from a checkout.
+    # Ranks import the same packages as this process, from an installation or a checkout.
     env.set_value("PYTHONPATH", env.python_path())
     # Ray's idle processes import what ranks need while this one still imports: 3 s less to step 1.
     env.set_default("RAY_preload_python_modules", "hybridrl.workers.actor_rollout")
@@ -113,8 +113,8 @@ def _connect(address: str) -> None:
         "start a cluster with `ray start --head`, correct the address, or set "
         "cluster.ray_address=null to start Ray on this machine"
     )
-    # Ray tries to reach a head that is there and refuses, for example for lack of a token, 20
-    # times, of up to 41 s each.
+    # If a head refuses, for example for lack of a token, Ray retries 20 times, for up to 41 s
+    # each.
     env.set_default("RAY_gcs_server_port_wait_time_s", "2")
     try:
         require_head(_resolve(address))
@@ -132,7 +132,7 @@ def _resolve(address: str) -> str:
     """Return HOST:PORT of ``auto``, which is the cluster last started on this machine."""
     if address != "auto":
         return address
-    # Ray has no public name for this question; its answer on another machine's cluster is None.
+    # Ray has no public function for this; its answer on another machine's cluster is None.
     host_port = services.canonicalize_bootstrap_address(address)
     if host_port is None:
         raise ResourceError("no Ray runs on this machine")

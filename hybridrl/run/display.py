@@ -1,6 +1,6 @@
-"""What a person sees while a run goes on: a live table in a terminal, plain lines elsewhere.
+"""The display of a running run: a live table in a terminal, plain lines elsewhere.
 
-The loop says ``live.begin_step(3)``, ``live.phase("generate")`` and ``live.step(3, ...)``.
+The loop calls ``live.begin_step(3)``, ``live.phase("generate")`` and ``live.step(3, ...)``.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _SHOWN = (
     *("critic/explained_variance", "policy/sampler_mismatch_nats/mean", "policy/skipped_updates"),
     *("time/step_s", "throughput/tokens_per_s"),
 )
-"""Metrics worth a glance, in this order; all of them are in ``metrics.jsonl``."""
+"""Metrics to display, in this order; ``metrics.jsonl`` has all of them."""
 
-_IN_LINE = 4  # of them, those that fit into a line
+_IN_LINE = 4  # those that fit into a line
 _HEARTBEAT_S = 5.0
 _TREND_WIDTH = 32
 _PACE_STEPS = 10
@@ -39,7 +39,7 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class LiveView:
-    """Knows what a run does, and shows nothing. The loop writes; a display's thread may read."""
+    """Holds a run's state, and shows nothing. The loop writes; a display's thread may read."""
 
     def __init__(self, num_steps: int) -> None:
         """Begin before the first of ``num_steps`` steps."""
@@ -51,7 +51,7 @@ class LiveView:
         self._running_step: int | None = None
         self._phase = "start"
         self._phase_began = time.monotonic()
-        # From the first end of a step on: the time until then is start-up, no measure of the pace.
+        # Measured from the first end of a step: the time until then is start-up, not the pace.
         self._ends: deque[float] = deque(maxlen=_PACE_STEPS + 1)
 
     def phase(self, name: str) -> None:
@@ -66,7 +66,7 @@ class LiveView:
         self._running_step = step
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """End step ``step`` with its metrics; 0 is what comes before the first."""
+        """End step ``step`` with its metrics; 0 is the time before the first step."""
         self.num_done = step
         self._running_step = None
         self.phase(f"after step {step}")
@@ -75,7 +75,7 @@ class LiveView:
         self._remember(values)
 
     def break_off(self) -> None:
-        """Leave the running step: what follows is a new start, no measure of the pace."""
+        """Leave the running step: a new start follows, which does not count for the pace."""
         self._running_step = None
         self._ends.clear()
 
@@ -93,13 +93,13 @@ class LiveView:
                 self.trends.setdefault(name, []).append(values[name])
 
     def describe_phase(self) -> str:
-        """Say which step runs, if one does, and for how long its present phase has."""
+        """Name the running step, if any, and the age of its present phase."""
         running = self._running_step
         where = "" if running is None else f"step {running}/{self.num_steps}: "
         return f"{where}{self._phase}, {time.monotonic() - self._phase_began:.0f} s"
 
     def describe_place(self) -> str:
-        """Say where an error met the run."""
+        """Return the position of the run at an error."""
         where = "in" if self.has_begun else "before"
         step = min(self.num_done + 1, self.num_steps)
         age_s = time.monotonic() - self._phase_began
@@ -107,7 +107,7 @@ class LiveView:
         return f"{place}, {age_s:.1f} s after that began"
 
     def describe_time_left(self) -> str:
-        """Say how long the other steps take at the pace of the last ones; empty if unknown."""
+        """Return how long the other steps take at the pace of the last ones; empty if unknown."""
         num_timed = len(self._ends) - 1
         if num_timed < 1:
             return ""
@@ -115,13 +115,13 @@ class LiveView:
         return f"{format_duration((self.num_steps - self.num_done) * pace_s)} left"
 
     def smoothed(self, name: str) -> str:
-        """Write the mean of a metric's last 10 values; empty where one value says as much."""
+        """Write the mean of a metric's last 10 values; empty if a single value is as good."""
         values = self.trends[name][-_SMOOTHED_STEPS:]
         return "" if len(values) < 2 or name.startswith("eval/") else format_value(fmean(values))
 
 
 class LiveLines(LiveView):
-    """One line a step, and one every 5 s of silence that says what takes so long."""
+    """One line a step, and one every 5 s of silence that names the slow phase."""
 
     def __init__(
         self, num_steps: int, *, stream: TextIO, heartbeat_s: float = _HEARTBEAT_S
@@ -148,7 +148,7 @@ class LiveLines(LiveView):
         self._spoke.set()
 
     def start(self) -> None:
-        """Begin to say what takes long."""
+        """Begin to report slow phases."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -168,7 +168,7 @@ class LiveLines(LiveView):
         try:
             self._stream.write(line + "\n")
             self._stream.flush()
-        except BrokenPipeError:  # nobody reads any more, as after `| head`: no reason to stop
+        except BrokenPipeError:  # nobody reads any more, as after `| head`: the run continues
             self._is_over = True
 
 
@@ -182,7 +182,7 @@ class LiveTable(LiveView):
 
     def __rich__(self) -> Group:
         self._spinner.update(text=f"{self.describe_phase()}   {self.describe_time_left()}")
-        bar = Table.grid()  # a bar alone does not end its line
+        bar = Table.grid()  # a bar outside a grid does not end its line
         bar.add_row(ProgressBar(self.num_steps, self.num_done, width=_TREND_WIDTH))
         table = Table(box=None, pad_edge=False)
         table.add_column("metric")

@@ -1,8 +1,8 @@
 """Reports the end of a driver that Ray ended without an exception.
 
-Ray ends the process of a driver from C++ when the raylet beside it, or the head, is gone: at once
-or after 60 s, depending on what the driver does at that moment (Ray 2.60), with exit status 1 and
-no word. A process of a few megabytes waits for that, and says what the driver cannot.
+Ray ends the process of a driver from C++ when the raylet beside it, or the head, is gone. It does
+so at once or after 60 s, depending on the driver's call at that moment (Ray 2.60), with exit
+status 1 and without a message. A process of a few megabytes waits for that, and writes one.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _WAIT_S = 10.0
 
 @contextmanager
 def driver_watchdog(words: str, *, log_file: Path) -> Iterator[None]:
-    """Have ``words`` written to stderr and ``log_file`` if this process dies within the block.
+    """Write ``words`` to stderr and ``log_file`` if this process dies within the block.
 
-    An exception is no death: whoever catches it has the words.
+    An exception is not a death: the code that catches it has the words.
     """
     command = [sys.executable, "-S", "-E", "-c", _WATCH, str(log_file.absolute()), words]
     # A session of its own: Ctrl-C in the terminal is for the driver.

@@ -1,4 +1,4 @@
-"""What a run says at its end: how far it came, what it learned, where all is, how it goes on."""
+"""The last lines of a run: its progress, results and folder, and the command to continue."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def describe_end(
     Args:
         config: of the run, whose folder is there.
         command: that started it; empty if it was started by code.
-        error: what ended it before its last step; None is a run that is done.
+        error: the reason for an early end; None is a finished run.
     """
     folder = Path(config.trainer.run_dir)
     lines = read_metrics(folder)
@@ -53,7 +53,7 @@ def resume_command(command: Sequence[str], *, run_dir: str, changes: Sequence[st
     Args:
         command: that started the run.
         run_dir: of the run.
-        changes: overrides that take the place of former ones.
+        changes: overrides that replace earlier ones.
     """
     given = (f"trainer.run_dir={run_dir}", *changes)
     replaced = {"trainer.overwrite", *(override.partition("=")[0] for override in given)}
@@ -64,7 +64,7 @@ def resume_command(command: Sequence[str], *, run_dir: str, changes: Sequence[st
 def _describe_score(
     lines: Sequence[Mapping[str, float]], name: str, best_of: Callable[[Sequence[float]], float]
 ) -> str:
-    """Say from where to where a metric went; empty where it was not measured twice."""
+    """Return the first and last value of a metric; empty if it was not measured twice."""
     values = [(int(line["step"]), line[name]) for line in lines if name in line]
     if len(values) < 2:
         return ""

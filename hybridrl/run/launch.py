@@ -1,8 +1,8 @@
-"""Start of a run: what is slow to start starts at the same time.
+"""Start of a run: its slow pieces start at the same time.
 
 Importing torch takes seconds, and so does starting Ray; neither needs the other, so a thread
 imports while Ray starts. (Not the other way round: Ray's processes end with the thread that
-started them.) This module therefore imports neither torch nor what does.
+started them.) This module therefore imports neither torch nor modules that import it.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ def run(
 
     Args:
         config: has passed every check.
-        resolved_yaml: what the run folder keeps as config.yaml.
-        has_begun: the run in the folder is this one, and goes on.
-        command: that started it, as it is typed; empty if code did.
+        resolved_yaml: the text of the run folder's config.yaml.
+        has_begun: the run in the folder is this one, and continues.
+        command: that started it, as typed; empty if code did.
 
     Raises:
-        RunFolderError: the folder exists already and cannot go on, or cannot be written.
-        CertificateError: with ``mode=certify``, resuming was not bit by bit.
+        RunFolderError: the folder exists already and cannot continue, or cannot be written.
+        CertificateError: with ``mode=certify``, the resumed run was not bitwise identical.
         CheckpointError: the folder's run was begun with other settings.
         RunStopped: a signal ended it before its last step, after it was saved.
         RunInterrupted: a signal ended it at once.
-        ResourceError: there is no Ray cluster, or it lacks what the run asks for.
+        ResourceError: there is no Ray cluster, or it lacks the resources of the run.
     """
     env.prepare_process(config.cluster.num_threads_per_rank)  # the thread below imports torch
     if config.mode == "certify":

@@ -1,4 +1,4 @@
-"""Files of a run folder that grow by lines: how they are read, and what was lost of them."""
+"""Files of a run folder that grow by lines: reading them, and detecting lost lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CHUNK = 1 << 16
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, float]]:
-    """Return the whole lines of ``metrics.jsonl``, without values that are not finite.
+    """Return the complete lines of ``metrics.jsonl``, without values that are not finite.
 
     A run that was killed may leave half a line, without its newline.
     """
@@ -43,7 +43,7 @@ def last_step(run_folder: Path) -> int:
 
 
 def whole_lines(file: BinaryIO, size: int) -> int:
-    """Return the bytes of all whole lines among the first ``size`` bytes of a file."""
+    """Return the bytes of all complete lines among the first ``size`` bytes of a file."""
     end = min(size, file.seek(0, SEEK_END))
     while end > 0:
         begin = max(0, end - _CHUNK)
@@ -56,11 +56,11 @@ def whole_lines(file: BinaryIO, size: int) -> int:
 
 
 def lost_lines(folder: Path, sizes: Mapping[str, int]) -> list[str]:
-    """Say which files of ``folder`` have no longer the lines that a checkpoint counts on.
+    """Name the files of ``folder`` that lack lines which a checkpoint counts on.
 
     Args:
         folder: the run folder.
-        sizes: bytes of each file by name, when the checkpoint was taken: after whole lines.
+        sizes: bytes of each file by name at the checkpoint: after complete lines.
     """
     lost = []
     for name, size in sizes.items():

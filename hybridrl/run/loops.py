@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """What outlives the workers, which may be lost and started again."""
+    """Objects that outlive the workers, which may be lost and started again."""
 
     stream: PromptSource | RowSampler
     """Draws the rows of each step."""
@@ -53,7 +53,7 @@ class Training:
     """Makes the loop that calls these workers."""
 
     finish: Callable[[], None] = lambda: None
-    """Logs what is known after the last step."""
+    """Logs the results after the last step."""
 
 
 @contextmanager
@@ -104,7 +104,7 @@ class _ReinforcementLearning:
     stop_token_ids: tuple[int, ...]
     source: PromptSource
     held_out: PromptStep | None
-    """The prompts of evaluations; None where there are none."""
+    """The prompts of evaluations; None without evaluations."""
 
     reward: TextReward
     plan_check: PlanCheck
@@ -241,7 +241,7 @@ def load_rows(
     Files give all rows; evaluation takes the first ``eval.num_prompts``.
 
     Raises:
-        DataError: bad rows, by file and line; or nothing to learn from or evaluate on.
+        DataError: bad rows, by file and line; or no rows to learn from or evaluate on.
     """
     data = config.data
     rows = _read(config, split=split)

@@ -1,4 +1,4 @@
-"""What ``mode=check`` asks of megatron-core itself, where it can be imported on this machine."""
+"""megatron-core's own checks in ``mode=check``, where it can be imported on this machine."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from importlib import import_module
 from hybridrl.config.experiment import ExperimentConfig
 
 _MEGATRON = "hybridrl.workers.train.megatron.rehearsal"
-"""Imported by name if asked for: it takes 5 s, and megatron-core need not be installed."""
+"""Imported by name on request: it takes 5 s, and megatron-core need not be installed."""
 
 
 def rehearse_megatron(config: ExperimentConfig) -> list[str]:
-    """Let megatron-core look at what the run would give it; nothing where no model trains on it.
+    """Let megatron-core check the run's arguments; nothing if no model trains on it.
 
     Returns:
-        Lines for the user: what was looked at, what was not, and what megatron-core said.
+        Lines for the user: the checked arguments, the unchecked ones, and megatron-core's answer.
 
     Raises:
-        ConfigErrors: what megatron-core would refuse when the run starts.
+        ConfigErrors: arguments that megatron-core would refuse when the run starts.
         ModelError: it cannot compute the model.
     """
     if not config.megatron_worlds:

@@ -1,4 +1,4 @@
-"""Holds the memory plan against the memory that ranks measured, step by step."""
+"""Compares the memory plan with the memory that ranks measured, step by step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class PlanCheck:
-    """Compares predictions for the lengths that a step had with its measured peaks."""
+    """Compares predictions for the lengths of a step with its measured peaks."""
 
     def __init__(self, config: ExperimentConfig) -> None:
         self._config = config
@@ -59,7 +59,7 @@ class PlanCheck:
         return errors
 
     def report(self) -> None:
-        """Say at the end of a run how far the prediction was off."""
+        """Describe the error of the prediction, at the end of a run."""
         if self._largest:
             log.info("memory of a rank: %s", self._largest)
 

@@ -1,14 +1,14 @@
 """The post-mortem of a crash: ``RUN_DIR/postmortem/TIME``.
 
-``what.txt``            the error, where the run was, how processes ended, a line per rank
+``what.txt``            the error, the position of the run, ends of processes, a line per rank
 ``stacks.txt``          stacks of all threads, of the driver and of every rank
-``log_tail.txt``        last lines of log.txt, and of what each rank wrote
+``log_tail.txt``        last lines of log.txt, and of each rank's output
 ``memory.csv``          memory of each rank over the last minutes
 ``versions.txt``        software and machine
 ``config.yaml``         the resolved configuration
 ``metrics_tail.jsonl``  the last steps
 
-The folder is there whole or not at all, and nothing that goes wrong with it hides the error.
+The folder appears complete or not at all, and no failure to write it hides the error.
 """
 
 from __future__ import annotations
@@ -66,20 +66,20 @@ _SELF_EXPLAINING = (
 
 
 def is_crash(error: BaseException) -> bool:
-    """Whether ``error`` leaves something to look into: it is no refusal that says it all."""
+    """Whether ``error`` needs a post-mortem: a refusal explains itself."""
     return not isinstance(error, _SELF_EXPLAINING)
 
 
 def write_postmortem(
     run_folder: Path, error: BaseException, *, where: str, limit_s: float = 5.0
 ) -> str:
-    """Write the folder, within ``limit_s`` seconds; return its path, or why there is none.
+    """Write the folder, within ``limit_s`` seconds; return its path, or why it is missing.
 
     Args:
         run_folder: of the run.
-        error: what ended it.
-        where: step and phase that it was in.
-        limit_s: seconds; a disk may be lost.
+        error: the reason for the end.
+        where: step and phase of the run.
+        limit_s: seconds; a disk may not answer.
     """
     outcome = [f"not written, {run_folder} did not take it within {limit_s:g} s"]
 
@@ -89,7 +89,7 @@ def write_postmortem(
         except OSError as failure:
             outcome[0] = f"not written, {failure}"
 
-    # In a thread that may be left behind: a write to a lost disk returns never.
+    # In a thread that may be left behind: a write to a lost disk never returns.
     thread = threading.Thread(target=attempt, daemon=True, name="post-mortem")
     thread.start()
     thread.join(limit_s)
@@ -99,7 +99,7 @@ def write_postmortem(
 def _write(run_folder: Path, error: BaseException, where: str) -> Path:
     parent = run_folder / "postmortem"
     parent.mkdir(exist_ok=True)
-    # Of this process alone: two that crash in one folder do not meet.
+    # Of this process alone: two that crash in one folder use different names.
     partial = parent / f".partial-{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -162,7 +162,7 @@ def _memory_table(ranks: Sequence[RankReport]) -> str:
 
 
 def describe_versions() -> str:
-    """Return a line for each package and part of the machine that results may depend on."""
+    """Return a line for each package and machine property that results may depend on."""
     lines = [f"hybridrl {hybridrl.__version__}", f"python {sys.version.split()[0]}"]
     for package in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -178,7 +178,7 @@ def describe_versions() -> str:
 def _own_stacks() -> str:
     read_end, write_end = os.pipe()
     with os.fdopen(read_end, errors="replace") as reader, os.fdopen(write_end, "wb") as writer:
-        os.set_blocking(write_end, False)  # past 64 KiB the rest is dropped
+        os.set_blocking(write_end, False)  # past 64 KiB the other bytes are dropped
         faulthandler.dump_traceback(writer, all_threads=True)
         writer.close()
         return reader.read()

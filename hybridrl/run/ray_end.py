@@ -18,14 +18,14 @@ from hybridrl import guard
 log = logging.getLogger(__name__)
 
 RAY_PROCESSES = ("gcs_server", "raylet")
-"""Names of the processes that a Ray on one machine cannot do without."""
+"""Processes that a Ray on one machine needs."""
 
 
 @contextmanager
 def ended_with_ray() -> Iterator[None]:
     """End this process, with status 1 and no exception, if a process of its Ray ends in the block.
 
-    To be left before ``ray.shutdown()``.
+    Leave the block before ``ray.shutdown()``.
     """
     names = {pid: guard.process_name(pid) for pid in guard.descendants()}
     watched = {os.pidfd_open(pid): name for pid, name in names.items() if name in RAY_PROCESSES}

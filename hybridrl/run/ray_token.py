@@ -1,4 +1,4 @@
-"""The token with which a Ray started here knows its own: whoever can read it may run code as us."""
+"""The token of a Ray that is started here: a process that reads it may run code as this user."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _PRIVATE = 0o600
 def keep_token_private() -> None:
     """Make the token's file before Ray would, readable by its owner alone.
 
-    Ray (2.60) makes it as any file, which on most machines everybody may read. One that is there
-    is left as it is; if others may read it, the log says so. A home that cannot be written is left
-    to Ray.
+    Ray (2.60) makes it as any file, which on most machines everybody may read. An existing file is
+    left unchanged; if others may read it, the log warns. A home folder that cannot be written is
+    left to Ray.
     """
     if env.get("RAY_AUTH_MODE", "token").lower() != "token" or any(map(env.get, _ELSEWHERE)):
         return
@@ -36,13 +36,13 @@ def keep_token_private() -> None:
 
 
 def _write_token(path: Path) -> None:
-    # Whole at once: another Ray may start at this moment, and would take an empty one.
+    # Atomically: another Ray may start at this moment, and would read an empty file.
     unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
     try:
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _PRIVATE)
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32))
-        with suppress(FileExistsError):  # another one was faster; both take its token
+        with suppress(FileExistsError):  # another process was faster; both use its token
             path.hardlink_to(unfinished)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What a run leaves and shows: its folder, its trackers, its live view."""
+"""Everything that a run writes and shows: its folder, its trackers, its live view."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class RunFolder:
         return self.run_log.folder
 
     def phase(self, name: str) -> None:
-        """Say what begins."""
+        """Show the phase that begins."""
         self.live.phase(name)
 
     def begin_step(self, step: int) -> None:
-        """Say which step begins."""
+        """Show the step that begins."""
         self.live.begin_step(step)
 
     def record(self, step: int, metrics: Metrics) -> None:
@@ -56,7 +56,7 @@ class RunFolder:
         trace.count({name: value for name, value in values.items() if _is_counted(name)})
 
     def rewind(self, run: RunState | None) -> None:
-        """Go back to where a checkpoint was taken; None is before the first step."""
+        """Return to the state of a checkpoint; None is before the first step."""
         step = 0 if run is None else run.step
         if run is None:
             self.run_log.rewind(0, sizes={}, elapsed_s=0.0)
@@ -69,15 +69,15 @@ class RunFolder:
         self.run_log.log_samples(step, samples)
 
     def explain(self, error: BaseException) -> None:
-        """Note on ``error`` where the run was, and write the post-mortem folder of a crash.
+        """Note on ``error`` the position of the run, and write the post-mortem folder of a crash.
 
-        Once for each error: by who goes on after it, or where it ends the run. Takes at most 5 s
-        and raises nothing, whatever the state of the disk.
+        Once for each error: by the code that survives it, or at the end of the run. Takes at most
+        5 s and raises nothing, whatever the state of the disk.
         """
         where = self.live.describe_place()
         error.add_note(where)
         self.live.break_off()
-        # Somebody who stops a start knows why; who stops a step may have waited in vain.
+        # A user who stops a start knows why; one who stops a step may have waited in vain.
         is_wanted = isinstance(error, KeyboardInterrupt) and not self.live.has_begun
         if is_crash(error) and not is_wanted:
             outcome = write_postmortem(self.folder, error, where=where)
@@ -97,8 +97,8 @@ def open_record(
     Args:
         config: of the run.
         resolved_yaml: text of ``config.yaml``.
-        resumes: the run in the folder goes on.
-        command: that started the run; what is shown at the end says how to go on with it.
+        resumes: the run in the folder continues.
+        command: that started the run; the last lines show how to continue with it.
 
     Raises:
         RunFolderError: the folder exists and is not to be resumed, or cannot be written.
@@ -123,11 +123,11 @@ def open_record(
             record = RunFolder(run_log, live)
             try:
                 yield record
-            except RunStopped:  # on request, and after its log said so: no error
+            except RunStopped:  # on request, and after a log line: not an error
                 raise
             except BaseException as error:
                 record.explain(error)
-                run_log.log_error(error)  # to the file alone: whoever catches the error shows it
+                run_log.log_error(error)  # to the file alone: the catcher of the error shows it
                 raise
 
 
@@ -143,7 +143,7 @@ def _summarized(config: ExperimentConfig, command: Sequence[str]) -> Iterator[No
     finally:
         folder = Path(config.trainer.run_dir)
         _logger.info("run folder: %s", folder)
-        if config.mode != "certify":  # which trains in folders below this one
+        if config.mode != "certify":  # certify trains in folders below this one
             try_report(folder)
             if config.tracking.live != "off":
                 text = describe_end(config, command=command, error=ending)
@@ -160,7 +160,7 @@ def _traced(folder: Path, *, is_on: bool) -> Iterator[None]:
     )
     try:
         if begins:
-            join_traces(folder)  # of a driver that was killed
+            join_traces(folder)  # after a driver was killed
         yield
     finally:
         trace.process.end()

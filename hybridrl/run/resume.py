@@ -1,4 +1,4 @@
-"""Whether a run folder's run goes on: decided before Ray starts, and before workers do."""
+"""Whether a run folder's run continues: decided before Ray and before workers start."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def checkpoint_store(config: ExperimentConfig) -> CheckpointStore:
 
 
 def newest_step(config: ExperimentConfig) -> int:
-    """Return the step of the newest whole checkpoint; 0 if there is none."""
+    """Return the step of the newest complete checkpoint; 0 if there is none."""
     checkpoint = checkpoint_store(config).newest()
     return 0 if checkpoint is None else checkpoint.manifest.run.step
 
 
 def finished_message(config: ExperimentConfig) -> str:
-    """Say that a run has nothing left to do, and what can be done; empty if it has."""
+    """Return why a run has no steps left, and possible commands; empty if it has steps."""
     key, num_steps = config.num_steps_key, config.num_steps
     folder = Path(config.trainer.run_dir)
     lacks_export = config.exports_model and not (folder / "hf").is_dir()
@@ -52,11 +52,11 @@ def finished_message(config: ExperimentConfig) -> str:
 
 
 def should_resume(config: ExperimentConfig) -> bool:
-    """Say whether the run in the run folder is to be continued, from a checkpoint or from step 0.
+    """Return whether the run in the run folder continues, from a checkpoint or from step 0.
 
     Raises:
-        CheckpointError: it was begun with another recipe, and that was not accepted.
-        RunFolderError: it made no checkpoints, so it cannot be told whether it is of use.
+        CheckpointError: it was begun with another recipe, and the change was not accepted.
+        RunFolderError: it made no checkpoints, so its value is unknown.
     """
     folder = Path(config.trainer.run_dir)
     former = folder / "config.yaml"
@@ -79,7 +79,7 @@ def should_resume(config: ExperimentConfig) -> bool:
 
 
 def run_fingerprint(config: ExperimentConfig, model_folder: Path) -> RunFingerprint:
-    """Return what the numbers of this run depend on."""
+    """Return the fingerprint: everything that the numbers of this run depend on."""
     reads_weights = config.lora.enabled or config.algorithm.kl.placement != "none"
     return RunFingerprint(
         recipe=recipe_of(config),
@@ -92,18 +92,18 @@ def run_fingerprint(config: ExperimentConfig, model_folder: Path) -> RunFingerpr
 def check_resumable(
     config: ExperimentConfig, origin: RunFingerprint, *, rows: SamplerState
 ) -> None:
-    """Compare the newest checkpoint, if there is one, with the run that would go on from it.
+    """Compare the newest checkpoint, if there is one, with the run that would resume from it.
 
-    What is different and was accepted, or costs no more than the last bit, is logged.
+    Differences are logged if they were accepted, or change no more than the last bit.
 
     Args:
         config: of the run.
         origin: of the run.
-        rows: the state of its sampler, which holds the fingerprint of its rows.
+        rows: the state of its sampler, with the fingerprint of its rows.
 
     Raises:
         CheckpointError: recipe, tokenizer or model have changed, and that was not accepted.
-        DataError: the rows have.
+        DataError: the rows have changed.
         RunFolderError: lines of the run's files are lost, and that was not accepted.
     """
     checkpoint = checkpoint_store(config).newest()

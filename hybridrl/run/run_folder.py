@@ -1,13 +1,13 @@
-"""The run folder: the one place that a run writes to.
+"""The run folder: a run writes its files to this folder alone.
 
 ``config.yaml``    the resolved configuration
 ``log.txt``        the log
 ``metrics.jsonl``  one line a step
 ``samples.jsonl``  some responses of each step and evaluation: text, reward, log-probs of tokens
-``trace.json``     what driver and ranks did when, for ui.perfetto.dev; made of ``trace/``
+``trace.json``     activities of driver and ranks, for ui.perfetto.dev; made of ``trace/``
 ``machine.json``   host, processor, memory and GPUs of the driver
-``report.html``    all of it to look at, made at the end or by ``python -m hybridrl.report FOLDER``
-``postmortem/``    what a crash leaves, see ``run/postmortem.py``
+``report.html``    a page about the run, made at the end or by ``python -m hybridrl.report FOLDER``
+``postmortem/``    files of a crash, see ``run/postmortem.py``
 ``tensorboard/``   the same metrics as events, if that tracker is on
 ``checkpoints/``   see ``hybridrl/checkpoint``
 """
@@ -46,14 +46,14 @@ _LOCK = ".lock"
 
 
 class Tracker(Protocol):
-    """Where metrics go besides the run folder; see ``trainer/trackers``."""
+    """Target of metrics besides the run folder; see ``run/trackers``."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the finite metrics of one step."""
+        """Write the finite metrics of one step."""
         ...
 
     def rewind(self, step: int) -> None:
-        """Forget, where that is possible, what came after ``step``: it will come again."""
+        """Drop, if possible, the steps after ``step``: they will be repeated."""
         ...
 
     def close(self) -> None:
@@ -71,13 +71,13 @@ class Sample:
     reward: float
     is_truncated: bool
     split: Literal["train", "eval"] = "train"
-    """Whether it was sampled to learn from, or on a held-out prompt."""
+    """Whether it was sampled for training, or for a held-out prompt."""
 
     tokens: tuple[str, ...] = ()
     """Text of each sampled token, special ones too; at most the first 512."""
 
     logprobs: tuple[float, ...] = ()
-    """Of those tokens, nats, by the sampler, to 3 decimals."""
+    """Log-probs of those tokens, nats, by the sampler, to 3 decimals."""
 
 
 class RunLogger:
@@ -93,26 +93,26 @@ class RunLogger:
         settings: Mapping[str, object],
         config: TrackingConfig,
     ) -> None:
-        """Create the folder, or open the one of a run that goes on, and start the trackers.
+        """Create the folder, or open the folder of a run that continues, and start the trackers.
 
         Args:
             folder: new, empty, or with ``overwrite`` a former run folder, which is deleted.
             overwrite: ``trainer.overwrite``.
-            resumes: the folder's run goes on; call `rewind` before the first step.
+            resumes: the folder's run continues; call `rewind` before the first step.
             resolved_yaml: text of ``config.yaml``.
             settings: the same configuration as a mapping, for trackers that show it.
             config: the tracking section.
 
         Raises:
-            RunFolderError: it exists, it is no run folder though ``overwrite`` is given, another
+            RunFolderError: it exists, it is not a run folder though ``overwrite`` is given, another
                 process writes it, or it cannot be written.
-            ImportError: a tracker is not installed; says how to.
+            ImportError: a tracker is not installed; the message names the command.
         """
         self.folder = folder
         self._config = config
         self._began = time.monotonic()
         self._trackers: list[Tracker] = []
-        # Before the folder: a run that could not begin must not leave one that is in its own way.
+        # Before the folder: a run that could not begin must not leave one that blocks the next try.
         modules = [
             importlib.import_module(f"hybridrl.run.trackers.{name}") for name in config.trackers
         ]
@@ -121,7 +121,7 @@ class RunLogger:
             if not resumes:
                 _empty_folder(folder, overwrite=overwrite)
             atomic_write_text(folder / CONFIG, resolved_yaml)
-            # Unbuffered: a line is on its way to the disk before the next step begins.
+            # Unbuffered: a line reaches the system before the next step begins.
             self._metrics = opened.enter_context((folder / METRICS).open("a+b", buffering=0))
             self._samples = opened.enter_context((folder / SAMPLES).open("a+b", buffering=0))
             for module in modules:
@@ -142,9 +142,9 @@ class RunLogger:
         return time.monotonic() - self._began
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of each file that grows by lines; `rewind` goes back there.
+        """Return the bytes of each file that grows by lines, for `rewind`.
 
-        They are on the disk then: a checkpoint may not outlive the lines before it.
+        The bytes are on the disk then: a checkpoint may not outlive the lines before it.
 
         Raises:
             RunFolderError: the disk is gone.
@@ -156,14 +156,14 @@ class RunLogger:
         return {name: file.seek(0, SEEK_END) for name, file in files.items()}
 
     def rewind(self, step: int, *, sizes: Mapping[str, int], elapsed_s: float) -> None:
-        """Go back to where a checkpoint was taken: what was written since will be written again.
+        """Return to the state of a checkpoint: later lines will be written again.
 
-        A file that is shorter than it was then keeps its whole lines, and the log names it.
+        A file that is shorter than at the checkpoint keeps its complete lines; the log names it.
 
         Args:
             step: of the checkpoint; 0 is before the first.
-            sizes: as `sizes` returned them then; a file that is not named is emptied.
-            elapsed_s: as it was then.
+            sizes: the result of `sizes` at the checkpoint; a file without an entry is emptied.
+            elapsed_s: seconds of the run at the checkpoint.
 
         Raises:
             RunFolderError: the disk is gone.
@@ -179,20 +179,20 @@ class RunLogger:
 
     @property
     def log_file(self) -> Path:
-        """Where ``log.configure(file=...)`` is to write."""
+        """File for ``log.configure(file=...)``."""
         return self.folder / LOG
 
     def log_step(self, step: int, metrics: Metrics) -> dict[str, float]:
         """Write one step's metrics everywhere.
 
-        A value that is not finite is ``null`` in the file, and is not sent to trackers.
+        A value that is not finite is ``null`` in the file, and trackers do not get it.
 
         Returns:
             Each metric's value.
 
         Raises:
             MetricError: a name that ``hybridrl/metrics.py`` does not declare.
-            RunFolderError: the disk is full or gone, or somebody deleted the folder.
+            RunFolderError: the disk is full or gone, or the folder was deleted.
         """
         check_declared(metrics)
         values = {name: metric.value for name, metric in metrics.items()}
@@ -216,10 +216,10 @@ class RunLogger:
                 _append(self._samples, {"step": step} | asdict(sample))
 
     def _require_folder(self) -> None:
-        """Notice that somebody deleted the folder: writing to files that are open goes on for ever.
+        """Check that the folder exists: writing to open files of a deleted folder never fails.
 
         Raises:
-            RunFolderError: ``metrics.jsonl`` has no longer its name.
+            RunFolderError: ``metrics.jsonl`` no longer has its name.
         """
         path = self.folder / METRICS
         try:
@@ -234,7 +234,7 @@ class RunLogger:
             )
 
     def log_error(self, error: BaseException) -> None:
-        """Write to the log alone how the run ended; a disk that refuses is no second error."""
+        """Write the end of the run to the log alone; a disk that refuses is not a second error."""
         with suppress(OSError), self.log_file.open("a", encoding="utf-8") as file:
             text = "".join(traceback.format_exception(error))
             file.write(f"the run ended with an error\n{text}")
@@ -245,17 +245,17 @@ class RunLogger:
 
 
 def _append(file: FileIO, record: Mapping[str, object]) -> None:
-    """Write a line whole or not at all."""
+    """Write a complete line or nothing."""
     data = to_json_text(record, keeps_unicode=True).encode(errors="replace") + b"\n"
     end = file.seek(0, SEEK_END)
-    if file.write(data) != len(data):  # an unbuffered file may take a part of it
+    if file.write(data) != len(data):  # an unbuffered file may write fewer bytes
         file.truncate(end)
         raise OSError("no space left on the disk")
 
 
 @contextmanager
 def _naming(folder: Path) -> Iterator[None]:
-    """Turn what the operating system says into an error that names the folder and the remedy."""
+    """Turn an error of the operating system into one that names the folder and the remedy."""
     try:
         yield
     except RunFolderError:

@@ -1,4 +1,4 @@
-"""A look at what the policy writes: one response for each of the first prompts."""
+"""Samples of the policy's text: one response for each of the first prompts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SampleTaker:
         num_samples: int,
         split: Literal["train", "eval"],
     ) -> None:
-        """Take ``num_samples`` each time; ``split`` says what for the prompts are sampled."""
+        """Take ``num_samples`` each time; ``split`` is the split of the sampled prompts."""
         self._tokenizer = tokenizer
         self._num_samples = num_samples
         self._split: Literal["train", "eval"] = split
@@ -37,7 +37,7 @@ class SampleTaker:
 
         Args:
             task: P prompts.
-            rollouts: P * G rows, siblings adjacent.
+            rollouts: P * G rows, responses to the same prompt adjacent.
             scores: rewards of those rows.
         """
         num_responses = len(rollouts) // len(task.rows)
@@ -76,7 +76,7 @@ class SampleTaker:
         )
 
     def _text_of(self, token_id: int) -> str:
-        """Decode one token; a part of a character shows as its replacement sign."""
+        """Decode one token; an incomplete character shows as its replacement sign."""
         if token_id not in self._texts:
             self._texts[token_id] = self._tokenizer.decode([token_id])
         return self._texts[token_id]

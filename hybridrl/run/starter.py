@@ -1,6 +1,6 @@
-"""The model that needs no download: made on the spot, warmed up on answers, kept in the cache.
+"""The model that needs no download: made locally, warmed up on answers, kept in the cache.
 
-It is made from few keys of the run (`warmup_config`); the others change nothing.
+It depends on a few keys of the run (`warmup_config`) and on no others.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _CODE = (
     *("run/loops.py", "run/starter.py", "trainer/sft.py"),
     *("workers/train/optimizer.py",),
 )
-"""What decides how a starter is made: with other code it is another one."""
+"""Versions that decide a starter's weights: another version makes another starter."""
 
 
 def find_model(config: ExperimentConfig, record: RunFolder) -> Path:
-    """Return the folder of the model to start from; make the starter if that is asked for.
+    """Return the folder of the initial model; make the starter if ``model.path`` is null.
 
     Raises:
         ConfigError: the configuration names no model.
@@ -68,12 +68,12 @@ def ensure_starter(config: ExperimentConfig, *, cache: Path, record: RunFolder) 
     Args:
         config: of the run.
         cache: folder of made models, see ``env.cache_dir``.
-        record: is shown how far the warm-up is.
+        record: shows the progress of the warm-up.
 
     Raises:
         ConfigError: the configuration names no model.
         TrainingError: the warm-up diverged.
-        RunStopped: a signal ended the run meanwhile; the cache does not hold the model.
+        RunStopped: a signal ended the run during the warm-up; the cache does not hold the model.
     """
     starter = config.model.starter
     if starter is None:
@@ -102,7 +102,7 @@ def ensure_starter(config: ExperimentConfig, *, cache: Path, record: RunFolder) 
 
 
 def starter_name(config: ExperimentConfig) -> str:
-    """Name the folder of the model that a warm-up makes: by all that its weights come from.
+    """Name the folder of the model that a warm-up makes, by everything its weights depend on.
 
     Args:
         config: of the warm-up. Its device and threads count: they round differently.
@@ -120,13 +120,13 @@ def starter_name(config: ExperimentConfig) -> str:
 def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> ExperimentConfig:
     """Return the supervised run that teaches the made model, the same for most runs.
 
-    It is taught to sort digits whatever the run's data are: numbers as long as the run's own where
-    that is its task, of 2 to 20 digits where rows come from files. One rank computes, in float32.
+    It learns to sort digits, whatever the run's data. The numbers have the lengths of the run's own
+    task, or 2 to 20 digits if rows come from files. One rank computes, in float32.
     """
     is_own_task = config.data.task == _TASK
     longest = config.data.max_digits if is_own_task else _MAX_DIGITS
     shortest = config.data.min_digits if is_own_task else _MIN_DIGITS
-    # A number takes a token a digit: in the prompt with '=', in the answer with the end-of-text.
+    # A number takes one token per digit, with '=' in the prompt or end-of-text in the answer.
     max_digits = min(longest, max(1, starter.max_position_embeddings // 2 - 1))
     optimizer = OptimizerConfig(
         lr=starter.warmup_lr,
@@ -209,14 +209,14 @@ def write_random_model(starter: StarterConfig, folder: Path, *, seed: int) -> No
 def _warm_up(config: ExperimentConfig, folder: Path, *, record: RunFolder, target: Path) -> None:
     """Teach the made model its task to the point where rewards are neither all 0 nor all 1.
 
-    The learning rate stays constant: annealed to 0, a model this small ends in so narrow a valley
-    that the first steps of policy gradient throw it out (exact match .43 -> .11 in 20 steps at lr
-    5e-5, with TRL alike), while from the noisy floor of a constant rate it learns at once.
+    The learning rate stays constant. Annealed to 0, a model this small ends in a valley so narrow
+    that the first policy-gradient steps throw it out (exact match .43 -> .11 in 20 steps at lr
+    5e-5, with TRL alike). From the noisy floor of a constant rate it learns at once.
 
     Args:
         config: of the warm-up.
         folder: of the untrained model.
-        record: is shown how far it is.
+        record: shows the progress.
         target: the folder to write, atomically.
     """
     record.phase(f"{_LABEL}: start workers")
@@ -232,7 +232,7 @@ def _warm_up(config: ExperimentConfig, folder: Path, *, record: RunFolder, targe
                 "a step of the starter model's warm-up had no finite loss or gradient; lower "
                 f"model.starter.warmup_lr={config.actor.optimizer.lr:g}"
             ) from error
-        loop.interrupt.raise_if_unfinished()  # a half-taught model must not be kept as a whole one
+        loop.interrupt.raise_if_unfinished()  # a half-taught model must not be kept
         record.phase(f"{_LABEL}: export")
         cast(Learner, workers["actor"]).export_hf(target)
 
@@ -251,6 +251,6 @@ class _WarmupRecorder:
         """Do nothing, likewise."""
 
     def record(self, step: int, metrics: Metrics) -> None:
-        """Show how far it is."""
+        """Show the progress."""
         loss = metrics["loss/supervised_nats"].value
         self.run.phase(f"{_LABEL}: step {step}/{self.num_steps}, loss {loss:.3f} nats")

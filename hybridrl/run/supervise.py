@@ -1,11 +1,11 @@
-"""What a run loses is started again: its workers, and its driver.
+"""Restarts the lost processes of a run: its workers, and its driver.
 
-The run goes on in a child process, so that somebody is left when its driver ends without a word.
+The run takes place in a child process, so that its parent survives a driver that Ray ends.
 
 A driver ends with its own Ray: status 1, no exception (see `ray_end`). So the process that the user
-started forks before Ray and torch have begun, hands signals on and waits. It ends as the driver
-does; if that died, it ends what is left of Ray, says what happened, and starts another one, which
-goes on from the newest checkpoint.
+started forks before Ray and torch have begun, passes signals on and waits. It ends as the driver
+does. If the driver died, it ends the remaining processes of Ray, reports the death, and starts
+another driver, which resumes from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _WORD = b"."
 
 
 def supervise(config: ExperimentConfig) -> bool:
-    """Fork. Returns in the child, which is to run ``config``; the parent ends as its children do.
+    """Fork. Returns in the child, which must run ``config``; the parent ends as its children do.
 
-    With ``cluster.ray_address`` nothing is forked: a Ray of others cannot be started again here.
+    With ``cluster.ray_address`` nothing is forked: a foreign Ray cannot be started again here.
 
     Returns:
-        Whether the run has begun before, in a child that died, and is to go on.
+        Whether the run has begun earlier, in a child that died, and continues.
 
     Raises:
         DriverDiedError: in the parent; children died ``checkpoint.max_restarts`` times in a row.
@@ -54,7 +54,7 @@ def supervise(config: ExperimentConfig) -> bool:
     supervisor = _Supervisor(config)
     with_restarts(
         supervisor.attempt,
-        explain=lambda _: None,  # each attempt does
+        explain=lambda _: None,  # each attempt explains its own errors
         newest_step=lambda: newest_step(config),
         max_in_a_row=config.checkpoint.max_restarts,
     )
@@ -74,8 +74,8 @@ class _Supervisor:
         """Fork; return in the child.
 
         Raises:
-            DriverDiedError: in the parent; the child ended without a word.
-            SystemExit: in the parent; it ended in order, or as somebody asked.
+            DriverDiedError: in the parent; the child ended without a message.
+            SystemExit: in the parent; it ended in order, or on request.
         """
         guard.adopt_orphans()
         for stream in (sys.stdout, sys.stderr):
@@ -103,7 +103,7 @@ class _Supervisor:
         raise error
 
     def _explain(self, error: DriverDiedError) -> None:
-        """Say on ``error`` where the run was, write the post-mortem, and end what is left of it."""
+        """Note on ``error`` the run's position, write the post-mortem, and end its processes."""
         guard.kill_all()
         configure(file=self._folder / LOG if self._folder.is_dir() else None)
         num_done, num_steps = last_step(self._folder), self._config.num_steps
@@ -114,7 +114,7 @@ class _Supervisor:
         error.add_note(f"post-mortem: {outcome}")
 
     def _wait(self, child: int) -> int:
-        """Return how the child ended; hand on meanwhile what somebody sends to this process."""
+        """Return how the child ended; meanwhile pass on signals to this process."""
         while True:
             signalled = signal.sigwaitinfo(_WATCHED)
             if signalled.si_signo != signal.SIGCHLD:
@@ -130,12 +130,12 @@ class _Supervisor:
 
 
 def _become_driver(write_end: int) -> None:
-    """In the child: end with the parent, and say so when the end is in order."""
+    """In the child: end with the parent, and report an orderly end."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(guard.SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died in between
         os._exit(1)
-    # Called last, since it is the first; not at all when C++ or a signal ends the process.
+    # Called last, since it is registered first; not at all if C++ or a signal ends the process.
     atexit.register(os.write, write_end, _WORD)
 
 
@@ -160,15 +160,15 @@ def with_restarts(
     """Run ``attempt`` until it returns, again each time that it loses its workers.
 
     Args:
-        attempt: starts workers, goes on from the newest checkpoint, and ends the workers.
-        explain: notes on an error after which the run goes on where it was, and keeps what can be
-            known of it.
+        attempt: starts workers, resumes from the newest checkpoint, and ends the workers.
+        explain: notes the run's position on an error that the run survives, and keeps the known
+            facts.
         newest_step: returns the step of the newest checkpoint; 0 if there is none.
         max_in_a_row: restarts without a new checkpoint between (``checkpoint.max_restarts``).
 
     Raises:
-        HybridRLError: what ``attempt`` raised, if another attempt would raise it as well or there
-            were as many restarts as may be.
+        HybridRLError: the error of ``attempt``, if another attempt would raise it as well or the
+            limit of restarts is reached.
     """
     num_in_a_row = 0
     step_before = -1

@@ -1,7 +1,7 @@
 """A sweep: the runs of ``--multirun`` one after the other, and a table that compares them.
 
-Each run is a process of its own: it may set threads and environment as it likes, and one that
-dies, even from a signal, takes no other along. With ``cluster.ray_address`` all use that cluster;
+Each run is a process of its own: it may set threads and environment as it likes. If one dies,
+even from a signal, the others continue. With ``cluster.ray_address`` all use that cluster;
 without, each starts and ends its own Ray.
 """
 
@@ -35,9 +35,9 @@ class SweepJob:
 
     number: int
     overrides: tuple[str, ...]
-    """All that the run changes, as typed on a command line."""
+    """All overrides of the run, as typed on a command line."""
     swept: tuple[str, ...]
-    """Those of them that other runs of the sweep do not have."""
+    """Those of them that differ between the runs of the sweep."""
     folder: Path
     """Its run folder."""
 
@@ -51,7 +51,7 @@ class SweepResult:
     folder: str
     status: Literal["done", "stopped", "failed"]
     exit_status: int
-    """As subprocess counts: negative is the signal that ended it."""
+    """As subprocess counts: a negative one is the signal that ended it."""
     seconds: float
     score: str = ""
     """Name of the metric; empty if no step was taken."""
@@ -63,7 +63,7 @@ class SweepResult:
 
 
 def build_jobs(overrides_of_jobs: Sequence[Sequence[str]], *, folder: Path) -> list[SweepJob]:
-    """Name the run folders after what the runs do not share: ``0_lr=1e-4_seed=0``."""
+    """Name the run folders by the overrides that differ: ``0_lr=1e-4_seed=0``."""
     shared = set.intersection(*(set(overrides) for overrides in overrides_of_jobs))
     jobs = []
     for number, overrides in enumerate(overrides_of_jobs):
@@ -80,11 +80,11 @@ def build_jobs(overrides_of_jobs: Sequence[Sequence[str]], *, folder: Path) -> l
 def run_sweep(
     jobs: Sequence[SweepJob], *, folder: Path, command: Callable[[SweepJob], Sequence[str]]
 ) -> int:
-    """Run every job, whatever becomes of the others, and write sweep.md and sweep.json.
+    """Run every job, even after a failure, and write sweep.md and sweep.json.
 
-    Both are written after each job, so that a sweep that is killed leaves what is known.
-    Ctrl-C, SIGTERM and SIGHUP reach the job that runs, which ends after its step; no other is
-    begun.
+    Both are written after each job, so that a sweep that is killed leaves the known results.
+    Ctrl-C, SIGTERM and SIGHUP reach the running job, which ends after its step; no other job
+    starts.
 
     Returns:
         The exit status: 0 if all are done, 1 if one failed, 128 + the number of the signal that
@@ -123,7 +123,7 @@ def run_sweep(
 def _run_job(job: SweepJob, command: Sequence[str]) -> SweepResult:
     began_s = time.monotonic()
     was_stopped = False
-    # In a process group of its own: Ctrl-C in the terminal comes here first and is handed on once.
+    # In a process group of its own: Ctrl-C reaches this process, which passes it on once.
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0) as child:
         while (status := child.poll()) is None:
             try:
@@ -169,7 +169,7 @@ def _find_error(folder: Path, status: int) -> str:
 
 
 def describe(results: Sequence[SweepResult], *, num_jobs: int) -> str:
-    """Return the table, best first, and a line on each run that is not done, as Markdown."""
+    """Return the table, best first, and a line on each unfinished run, as Markdown."""
     score = " or ".join(sorted({r.score for r in results if r.score})) or "score"
     lines = [
         f"| run | overrides | {score}, last | best (step) | steps | seconds | status |",

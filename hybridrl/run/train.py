@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 
 
 def train(config: ExperimentConfig, *, record: RunFolder) -> None:
-    """Train as ``mode`` says, or go on where the run in the folder ended.
+    """Train as ``mode`` says, or resume the run in the folder.
 
-    Everything that can be wrong with data, model files, tokenizer, reward function and the
-    checkpoint to go on from shows before a worker starts. Lost workers are started again.
+    All errors in data, model files, tokenizer, reward function and the checkpoint to resume from
+    appear before a worker starts. Lost workers are started again.
 
     Raises:
         CheckpointError: there is a checkpoint, and it is of another run.
@@ -60,12 +60,12 @@ def _train_once(
     origin: RunFingerprint,
     record: RunFolder,
 ) -> None:
-    """Start workers, go on from the newest checkpoint to the end, and export."""
+    """Start workers, resume from the newest checkpoint, run to the end, and export."""
     record.phase("start workers")
     with start_workers(config, folder) as workers:
         loop = training.loop_of(workers)
         savers = {role: cast(Saver, group) for role, group in workers.items()}
-        with loop.interrupt.listening():  # until all is written
+        with loop.interrupt.listening():  # until everything is written
             has_learnt = _run_resumable(
                 config, loop, training.stream, savers, origin=origin, record=record
             )
@@ -81,7 +81,7 @@ def _train_once(
 
 
 def _export(write: Callable[[Path], object], folder: Path, *, is_new: bool) -> None:
-    """Write a folder, unless it is there and nothing was learnt since."""
+    """Write a folder, unless it exists and the model has not learned since."""
     if folder.is_dir():
         if not is_new:
             return
@@ -98,18 +98,18 @@ def _run_resumable(
     origin: RunFingerprint,
     record: RunFolder,
 ) -> bool:
-    """Run ``loop`` from the newest whole checkpoint, or from the beginning, and save now and then.
+    """Run ``loop`` from the newest complete checkpoint, or from the beginning, and save.
 
     Args:
         config: of the run.
-        loop: the whole of it; it enters at the step after the checkpoint.
-        stream: of its rows; goes back to where the checkpoint was taken.
+        loop: the complete loop; it enters at the step after the checkpoint.
+        stream: of its rows; restored to the checkpoint.
         savers: worker groups by role.
         origin: of the run.
-        record: of the run; goes back as the stream does.
+        record: of the run; restored to the checkpoint.
 
     Returns:
-        Whether a step was done: a run that was finished has nothing left to do.
+        Whether a step was done: a finished run has no steps left.
     """
 
     def capture(step: int) -> RunState:
@@ -128,7 +128,7 @@ def _run_resumable(
     run = checkpointer.restore()
     fingerprint = stream.state().fingerprint
     sampler = SamplerState(0, fingerprint) if run is None else run.sampler
-    stream.restore(replace(sampler, fingerprint=fingerprint))  # other rows were accepted before
+    stream.restore(replace(sampler, fingerprint=fingerprint))  # other rows were accepted earlier
     loop.guard.num_skipped = 0 if run is None else run.num_skipped
     record.rewind(run)
     num_done = 0 if run is None else run.step

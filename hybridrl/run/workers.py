@@ -1,4 +1,4 @@
-"""The worker groups of a run: the policy's, and a critic's beside it or in it."""
+"""The worker groups of a run: the policy's, and a critic's, fused or in its own pool."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hybridrl.workers.supervised import SupervisedWorker
 log = logging.getLogger(__name__)
 
 Workers = Mapping[str, WorkerGroup]
-"""Worker groups by role: ``actor``, and ``critic`` where the algorithm asks one."""
+"""Worker groups by role: ``actor``, and ``critic`` if the algorithm uses one."""
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _INSTALLED = ("site-packages", "dist-packages")
@@ -95,10 +95,10 @@ def start_group(
     Args:
         cluster: machines, processes and deadlines.
         worker: class and arguments, or several fused ones.
-        variables: more of the processes' environment; see `rank_variables`.
+        variables: further environment of the processes; see `rank_variables`.
 
     Raises:
-        ResourceError: the cluster lacks the resources; names what is asked for and what there is.
+        ResourceError: the cluster lacks the resources; names the requested and the existing ones.
         RemoteCallError: a constructor raised, or ``cluster.worker_setup_hook``.
     """
     pool = RayResourcePool(
@@ -123,11 +123,11 @@ def start_group(
 
 
 def rank_variables(config: ExperimentConfig) -> dict[str, str]:
-    """Return the environment variables that the way in which models are cut asks for.
+    """Return the environment variables that the parallel sizes of the models require.
 
-    Tensor-parallel layers of megatron-core put a collective on its way before the matrix product
-    that hides it. A device with one hardware queue takes them in that order; with several the
-    product may come first. It is read once, when CUDA starts. What the user has set stays.
+    Tensor-parallel layers of megatron-core start a collective before the matrix product that
+    hides it. A device with one hardware queue keeps that order; with several the product may come
+    first. The variable is read once, when CUDA starts. A value of the user stays.
     """
     cuts_matrices = config.megatron_worlds and config.megatron.tensor_parallel_size > 1
     if not cuts_matrices or config.cluster.device != "cuda" or env.get(_QUEUES):
@@ -136,16 +136,16 @@ def rank_variables(config: ExperimentConfig) -> dict[str, str]:
 
 
 def _rank_environment(cluster: ClusterConfig) -> dict[str, str]:
-    """Return what ranks need set and do not inherit.
+    """Return variables that ranks need and do not inherit.
 
-    On this machine they inherit all of this process's environment; then there is nothing to set,
-    and Ray can give them its idle processes, which one with an environment of its own cannot be.
-    On other machines they inherit what `ray start` was given there.
+    On this machine they inherit all of this process's environment, so nothing is set: Ray can
+    give them its idle processes only without an environment of their own.
+    On other machines they inherit the environment of `ray start` there.
     """
     needed = env.process_environment(cluster.num_threads_per_rank)
     if cluster.address is None and len(ray.nodes()) == 1:
         return {name: value for name, value in needed.items() if env.get(name) != value}
     if not any(name in env.ROOT.parts for name in _INSTALLED):
-        # A checkout on a folder that all machines share; elsewhere the entry does nothing.
+        # A checkout on a folder that all machines share; elsewhere the entry has no effect.
         needed["PYTHONPATH"] = str(env.ROOT)
     return needed

@@ -44,7 +44,7 @@ _FETCH_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """When something must be done, and which key holds the limit."""
+    """A time limit of a call, and the key that sets it."""
 
     limit_s: float
     key: str
@@ -64,7 +64,7 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLimits:
-    """How long a group waits, in seconds, and what its processes find."""
+    """How long a group waits, in seconds, and the set-up of its processes."""
 
     timeout_s: float
     grace_s: float
@@ -77,8 +77,8 @@ class GroupLimits:
 class RankActors:
     """Actors in rank order, shared by a group and the groups spawned from it.
 
-    If a rank does not come back from a failed or late call, all ranks are killed: a rank in a
-    collective can be freed in no other way. From then on every call raises `WorkerGroupError`.
+    If a rank does not return from a failed or late call, all ranks are killed: nothing else frees
+    a rank in a collective. From then on every call raises `WorkerGroupError`.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class RankActors:
         self.actors = [
             actor_class.options(**placed, runtime_env=environment).remote() for placed in options
         ]
-        self.hosts = ["its node"] * len(self.actors)  # until they have said
+        self.hosts = ["its node"] * len(self.actors)  # until they report it
         refs = [actor.host_locate.remote() for actor in self.actors]
         locations: list[Location] = self.gather(refs, method="start", deadline=deadline)
         order = rank_order(locations)
@@ -153,7 +153,7 @@ class RankActors:
         return len(self.actors)
 
     def describe_places(self) -> str:
-        """Say which ranks are on which node, with the first digits of Ray's id of it."""
+        """Describe which ranks are on which node, with the first digits of its Ray id."""
         ranks_of: dict[tuple[str, str], list[int]] = {}
         for rank, location in enumerate(self._locations):
             ranks_of.setdefault((location.host, location.node_id[:8]), []).append(rank)
@@ -171,7 +171,7 @@ class RankActors:
             )
 
     def layout(self, prefix: str, mesh: str | None) -> RankLayout:
-        """Return which slice each rank takes; ranks are asked the first time a mesh is named.
+        """Return the slice of each rank; ranks are asked at the first use of a mesh name.
 
         Raises:
             DispatchError: a rank has not registered the mesh, or ranks contradict each other.
@@ -213,16 +213,16 @@ class RankActors:
     def gather(
         self, refs: Sequence[Any], *, method: str, deadline: Deadline, wait_s: float | None = None
     ) -> list[Any]:
-        """Return the results of ranks ``0..len(refs)-1``; learns of the first failure at once.
+        """Return the results of ranks ``0..len(refs)-1``; raises at the first failure.
 
         Args:
             refs: by rank.
             method: name, for messages.
             deadline: past it the group is stopped.
-            wait_s: a shorter wait, after which the call goes on.
+            wait_s: a shorter wait, which leaves the call running.
 
         Raises:
-            RemoteCallError: a rank raised; the group goes on if all others came back in time.
+            RemoteCallError: a rank raised; the group stays usable if all others returned in time.
             WorkerDiedError: a rank died; the group is stopped.
             DeadlineError: ranks are late.
         """
@@ -235,7 +235,7 @@ class RankActors:
         except GetTimeoutError:
             _, pending = ray.wait(list(refs), num_returns=len(refs), timeout=0)
         late = [rank for rank, ref in enumerate(refs) if ref in set(pending)]
-        if not late:  # answered at the last moment
+        if not late:  # it returned at the last moment
             return self._get(refs, method, _FETCH_S)
         fact = f"ranks {late} of {len(refs)} have not answered {method}() within"
         if not is_final:
@@ -283,12 +283,12 @@ class RankActors:
         return error
 
     def _head_lost(self, method: str) -> ClusterLostError:
-        """Leave the ranks to their nodes: without the head, giving resources back waits forever."""
+        """Leave the ranks to their nodes: without the head, to release resources waits forever."""
         self._why_unusable = f"the head of the cluster was lost during {method}()"
         return self._head.lost()
 
     def report_on(self, error: BaseException) -> None:
-        """Keep on an error where ranks are that go on after it; takes 10 s at most."""
+        """Record on an error the state of the ranks that survive it; takes 10 s at most."""
         if not self._why_unusable:
             attach_reports(error, self._watch.examine())
 
@@ -308,7 +308,7 @@ class RankActors:
         self._pool.give_back()
 
     def close(self) -> None:
-        """Let the workers close, at most ``grace_s`` seconds, and stop."""
+        """Let the workers close, for at most ``grace_s`` seconds, and stop."""
         if self._why_unusable:
             return
         refs = [actor.host_close.remote() for actor in self.actors]

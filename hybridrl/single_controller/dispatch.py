@@ -1,7 +1,7 @@
-"""How one call on the driver becomes a call per rank, and how the answers become one.
+"""How one call on the driver becomes a call per rank, and how the results become one.
 
-The vocabulary is verl's. A mode is a frozen `Dispatch` value: how an argument is split, how the
-results are collected. Splitting is what the mode says and never a guess from a length.
+The vocabulary is verl's. A mode is a frozen `Dispatch` value: how an argument is split, and how the
+results are collected. The mode alone decides the split; it is never guessed from a length.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Execute(Enum):
 
 
 class ResultLayout(Enum):
-    """What one entry of a split argument, or of uncollected results, stands for.
+    """Layout of a split argument, or of uncollected results: the meaning of one entry.
 
-    A future is handed to the next call without passing through the driver when the one gives
-    what the other takes.
+    A future is passed to the next call without going through the driver if the output layout of
+    one call is the input layout of the next.
     """
 
     WHOLE = auto()
@@ -37,23 +37,23 @@ class ResultLayout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Wraps a payload that every rank gets whole although the mode splits: ``Whole(stops)``."""
+    """Wraps a payload that every rank gets in full although the mode splits: ``Whole(stops)``."""
 
     value: object
 
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """Which slice each rank takes, and which ranks answer.
+    """Which slice each rank takes, and which ranks return results.
 
     Raises:
-        DispatchError: dp ranks are not ``0..dp_size-1``, or not exactly one rank answers for each.
+        DispatchError: dp ranks are not ``0..dp_size-1``, or one has not exactly one output rank.
     """
 
     dp_rank_of: tuple[int, ...]
     """By rank: the index of its slice. Ranks of one tensor-parallel group share it."""
     collects: tuple[bool, ...]
-    """By rank: whether its answer counts. Exactly one rank of each dp rank."""
+    """By rank: whether its result counts. Exactly one rank of each dp rank returns one."""
 
     def __post_init__(self) -> None:
         answering = sorted(
@@ -71,7 +71,7 @@ class RankLayout:
 
     @classmethod
     def flat(cls, world_size: int) -> RankLayout:
-        """Return the layout in which every rank has its own slice and answers."""
+        """Return the layout in which every rank has its own slice and its own result."""
         return cls(tuple(range(world_size)), (True,) * world_size)
 
     @property
@@ -86,7 +86,7 @@ class RankLayout:
 
     @property
     def collecting_ranks(self) -> list[int]:
-        """The ranks that answer, by dp rank."""
+        """The ranks that return results, by dp rank."""
         ranks = [rank for rank, collects in enumerate(self.collects) if collects]
         return sorted(ranks, key=self.dp_rank_of.__getitem__)
 
@@ -116,9 +116,9 @@ def split_per_rank(layout: RankLayout, values: Any) -> Sequence[Any]:  # noqa: A
 
 
 def split_by_dp_rank(layout: RankLayout, value: object) -> list[object]:
-    """Cut a payload in ``dp_size`` equal slices; each rank gets the slice of its dp rank.
+    """Split a payload into ``dp_size`` equal slices; each rank gets the slice of its dp rank.
 
-    What is not a payload (a number, a config), and a payload in `Whole`, goes to every rank.
+    Values that are not payloads (a number, a config), and payloads in `Whole`, go to every rank.
 
     Raises:
         DispatchError: the rows do not divide evenly.
@@ -128,7 +128,7 @@ def split_by_dp_rank(layout: RankLayout, value: object) -> list[object]:
     if not is_payload(value):
         return split_whole(layout, value)
     dp_size = layout.dp_size
-    if dp_size == 1:  # nothing to cut: the payload goes as it is
+    if dp_size == 1:  # nothing to split: the payload is passed unchanged
         return split_whole(layout, value)
     rows_per_slice, remainder = divmod(num_rows(value), dp_size)
     if remainder:
@@ -156,12 +156,12 @@ def collect_list(layout: RankLayout, results: list[Any]) -> list[Any]:
 
 
 def collect_list_by_dp_rank(layout: RankLayout, results: list[Any]) -> list[Any]:
-    """Return the results of the ranks that answer, by dp rank."""
+    """Return the results of the output ranks, by dp rank."""
     return [results[rank] for rank in layout.collecting_ranks]
 
 
 def collect_by_dp_rank(layout: RankLayout, results: list[Any]) -> Any:  # noqa: ANN401
-    """Join the results of the ranks that answer, by dp rank; not payloads: return their list."""
+    """Join the results of the output ranks, by dp rank; return a list if they are not payloads."""
     parts = collect_list_by_dp_rank(layout, results)
     return concat_rows(parts) if all(map(is_payload, parts)) else parts
 
@@ -170,7 +170,7 @@ def collect_by_dp_rank(layout: RankLayout, results: list[Any]) -> Any:  # noqa: 
 class Dispatch:
     """A dispatch mode. Build your own, or take one of the constants.
 
-    A mode of one's own needs a name, ``split(layout, argument)``, which returns one entry per rank
+    A custom mode needs a name, ``split(layout, argument)``, which returns one entry per rank
     and is applied to each argument (return the same object for two ranks and it is sent once),
     and ``collect(layout, results)``, which gets one result per rank.
     """
@@ -183,19 +183,19 @@ class Dispatch:
     mesh: str | None = None
     """The mesh that ranks reported with `Worker.register_mesh`; None: one slice per rank."""
     collect_from_all: bool = False
-    """Whether ``collect`` gets the results of ranks that share a slice from each of them; else it
-    gets None from those that do not answer, and their results stay where they are."""
+    """Whether ``collect`` gets the result of every rank that shares a slice; otherwise ranks that
+    are not output ranks give None, and their results are not transferred."""
     pads: bool = False
     """Whether methods repeat rows to divide evenly, unless `register` says otherwise."""
 
     RANK_ZERO: ClassVar[Dispatch]
     """Only rank 0 is called, and its result is returned."""
     ONE_TO_ALL: ClassVar[Dispatch]
-    """Every rank gets every argument whole; returns the list of results by rank."""
+    """Every rank gets every argument in full; returns the list of results by rank."""
     ALL_TO_ALL: ClassVar[Dispatch]
     """Each argument is a list with one entry per rank; returns the list of results by rank."""
     DP_COMPUTE: ClassVar[Dispatch]
-    """Payloads are cut in one slice per rank; payload results are joined, others listed."""
+    """Payloads are split into one slice per rank; payload results are joined, others listed."""
     DP_COMPUTE_PROTO: ClassVar[Dispatch]
     """DP_COMPUTE that pads."""
     DP_COMPUTE_METRIC: ClassVar[Dispatch]
@@ -238,8 +238,8 @@ Dispatch.DP_COMPUTE_METRIC = replace(
 def dispatch_by_mesh(mesh: str, base: Dispatch = Dispatch.DP_COMPUTE) -> Dispatch:
     """Return ``base`` over a named mesh, in which each rank has reported its dp rank.
 
-    Ranks that do not answer return nothing over the wire. The mesh is asked for at the first
-    call, so a worker may register it after its constructor.
+    Ranks that are not output ranks transfer no result. The mesh is read at the first call, so a
+    worker may register it after its constructor.
     """
     return replace(base, name=f"{base.name}:{mesh}", mesh=mesh)
 
@@ -257,7 +257,7 @@ class Padding:
         return -(-self.num_real_rows // self.num_slices)
 
     def strip(self, layout: RankLayout, results: list[Any]) -> list[Any]:
-        """Drop the results of repeated rows; results that have no rows are left as they are.
+        """Drop the results of repeated rows; results without rows are left unchanged.
 
         Args:
             layout: the layout of the call.
@@ -265,7 +265,7 @@ class Padding:
                 prompt), the same number for each.
 
         Raises:
-            DispatchError: a result has not a whole number of rows per row.
+            DispatchError: a result has not an integer number of rows per row.
         """
         return [
             self._strip_one(dp_rank, result) if is_payload(result) else result

@@ -42,10 +42,10 @@ _GONE = (
     "memory of the node first. Ray says:"
 )
 _NOISE = re.compile(r"\x1b\[[0-9;]*m|^[ ^~]*\^[ ^~]*\n", re.MULTILINE)
-"""Colours, and the carets that Ray leaves of the frames it drops."""
+"""Colours, and the carets of the frames that Ray drops."""
 
 _DEATHS = (RayActorError, WorkerCrashedError, OutOfMemoryError)
-"""What Ray raises when the process of a rank is gone."""
+"""Exceptions of Ray for a rank whose process has died."""
 
 _FETCH_S = 5.0
 
@@ -58,18 +58,18 @@ class FailedCall:
     hosts: Sequence[str]
     """By rank."""
     failures: Mapping[int, Exception]
-    """By rank, the first to fail first: what follows is mostly its consequence."""
+    """By rank, in order of failure: later errors are mostly consequences of the first."""
     late: Sequence[int]
-    """Ranks that did not return: most likely in a collective that waits for the one that failed."""
+    """Ranks that did not return: most likely in a collective that waits for a failed rank."""
 
     @property
     def dead(self) -> list[int]:
-        """Ranks whose process is gone."""
+        """Ranks whose process has died."""
         return [rank for rank, error in self.failures.items() if isinstance(error, _DEATHS)]
 
     @property
     def failed_ranks(self) -> list[int]:
-        """Ranks that failed, those at fault first: the dead, then who failed of its own accord.
+        """Ranks that failed, sorted by cause: dead ranks, then ranks whose error is their own.
 
         A death breaks the collectives of the others, whose errors can arrive before it is known.
         """
@@ -80,13 +80,13 @@ class FailedCall:
         )
 
     def error(self, reports: Sequence[RankReport] = ()) -> RemoteCallError | DeadlineError:
-        """Return one error for the rank at fault; notes on it tell of the other ranks.
+        """Return one error for the rank at fault, with notes on the other ranks.
 
         Args:
-            reports: of all ranks, if somebody looked; they stay on the error.
+            reports: of all ranks, if they were made; they stay on the error.
 
         Returns:
-            A ``DeadlineError`` if all that raised had given up waiting for ranks that hang.
+            A ``DeadlineError`` if every rank that raised had given up waiting for ranks that hang.
         """
         first, *others = self.failed_ranks
         late = failed_ranks_first(reports, self.late)
@@ -131,7 +131,7 @@ class FailedCall:
 def wait_for_ranks(
     refs: Sequence[Any], method: str, hosts: Sequence[str], *, grace_s: float
 ) -> FailedCall:
-    """Wait until every rank returned, at most ``grace_s`` seconds, and gather what failed.
+    """Wait until every rank returned, at most ``grace_s`` seconds, and gather the failures.
 
     Args:
         refs: by rank, the pending results of a call.
@@ -147,7 +147,7 @@ def wait_for_ranks(
 
 
 def _describe_death(error: Exception, report: RankReport | None) -> str:
-    # Ray's own words, which follow as the traceback, tell neither what it means nor what helps.
+    # Ray's own message, which follows as the traceback, gives neither a meaning nor a remedy.
     if (missing := _MISSING_MODULE.search(str(error))) is not None:
         return _name_missing(missing[1])
     if isinstance(error, OutOfMemoryError):
@@ -197,7 +197,7 @@ def _failures(refs: Sequence[Any], ranks: Sequence[int]) -> dict[int, Exception]
         try:
             ray.get(refs[rank], timeout=_FETCH_S)
         except GetTimeoutError:
-            continue  # it returned, and its node is slow to send what: no failure of the rank
+            continue  # it returned, and its node sends the result slowly: the rank is fine
         except RayError as error:
             failures[rank] = error
     return failures

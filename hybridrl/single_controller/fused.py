@@ -1,4 +1,4 @@
-"""What a group is made of: one worker class with its arguments, or several in one process."""
+"""The worker classes of a group: one class with its arguments, or several in one process."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def create_colocated_worker_cls(
 ) -> RayClassWithInitArgs:
     """Fuse several worker classes, so that each rank holds one instance of each in one process.
 
-    The instances are built in the order given and find each other in ``self.fused``. On the group
-    their methods carry the prefix (``group.actor_update``), and ``group.spawn({"actor"})`` gives a
+    The instances are built in the given order and find each other in ``self.fused``. On the group
+    their methods carry the prefix (``group.actor_update``); ``group.spawn({"actor"})`` gives a
     group without it.
 
     Args:

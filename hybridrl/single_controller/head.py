@@ -1,9 +1,9 @@
-"""The head of a Ray cluster: does it answer? Asked where Ray itself would wait in silence.
+"""The head of a Ray cluster: does it answer? Asked where Ray itself would wait without a message.
 
-Measured with Ray 2.60: `ray.init` on an address where nobody listens retries for minutes. When the
-head of a running cluster is killed, calls on ranks of other nodes go on, and after 60 s
+Measured with Ray 2.60: `ray.init` on an address without a listener retries for minutes. When the
+head of a running cluster is killed, calls on ranks of other nodes continue. After 60 s
 (``RAY_gcs_rpc_server_reconnect_timeout_s``) Ray ends the driver's process from C++: no exception,
-no exit handler. So the driver looks itself, more often than that.
+no exit handler. So the driver checks the head itself, more often than that.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import ray
 from hybridrl.errors import ClusterLostError, ResourceError
 
 PATIENCE_S = 20.0
-"""Silence after which a head counts as lost, in seconds: the rest of Ray's 60 s is for the end."""
+"""Seconds of silence after which a head counts as lost; the remaining ones end the run."""
 
 LOOK_EVERY_S = 5.0
 _CONNECT_S = 2.0
 
 
 def require_head(address: str) -> None:
-    """Refuse an address at which nobody listens.
+    """Refuse an address without a listener.
 
     Args:
         address: ``HOST:PORT`` or ``ray://HOST:PORT``.
@@ -37,7 +37,7 @@ def require_head(address: str) -> None:
 
 
 def answers(address: str, *, timeout_s: float = _CONNECT_S) -> bool:
-    """Say whether something accepts connections at ``HOST:PORT`` within ``timeout_s`` seconds."""
+    """Return whether ``HOST:PORT`` accepts connections within ``timeout_s`` seconds."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s):
@@ -47,11 +47,11 @@ def answers(address: str, *, timeout_s: float = _CONNECT_S) -> bool:
 
 
 class HeadMonitor:
-    """Looks at the head of the connected cluster while the driver waits for ranks."""
+    """Checks the head of the connected cluster while the driver waits for ranks."""
 
     def __init__(self) -> None:
-        """Take the address from the present connection. Over ``ray://`` Ray's client has its own
-        deadlines, and there is nothing to look at.
+        """Take the address of the present connection. Over ``ray://`` nothing is checked:
+        Ray's client has its own deadlines.
         """
         is_client = ray.util.client.ray.is_connected()
         self.address = "" if is_client else ray.get_runtime_context().gcs_address
@@ -63,7 +63,7 @@ class HeadMonitor:
         return bool(self.address) and not answers(self.address)
 
     def is_lost(self) -> bool:
-        """Look once; return whether the head has been silent for ``PATIENCE_S`` seconds."""
+        """Check once; return whether the head has been silent for ``PATIENCE_S`` seconds."""
         now_s = time.monotonic()
         if not self.is_silent:
             self._silent_since_s = None
@@ -72,7 +72,7 @@ class HeadMonitor:
         return self._silent_since_s is not None and now_s - self._silent_since_s >= PATIENCE_S
 
     def lost(self) -> ClusterLostError:
-        """Return the error that says so."""
+        """Return the error of a lost head."""
         return ClusterLostError(
             f"the head of the Ray cluster at {self.address} does not answer any more: it was "
             "killed, or its machine is lost; start the cluster again (`ray start --head`), then "

@@ -1,4 +1,4 @@
-"""Addresses and interfaces that a group's own sockets listen on: no more of them than it needs."""
+"""Addresses and interfaces on which a group's own sockets listen: as few as possible."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _IFREQ = struct.Struct("16s2s2x4s16x")
 
 
 def rendezvous_address(host: str, node_ids: Collection[str]) -> str:
-    """Return where ranks meet: loopback if all are on one node, else the first one's address.
+    """Return the rendezvous address: loopback on one node, else the address of the first rank.
 
     Args:
         host: address of the first rank's node in the cluster.
@@ -26,10 +26,10 @@ def rendezvous_address(host: str, node_ids: Collection[str]) -> str:
 
 
 def bind(address: str, port: int = 0) -> socket.socket:
-    """Return a socket that has this port of this address alone; 0 lets the kernel choose.
+    """Return a socket bound to this port of this address alone; 0 lets the kernel choose.
 
     Raises:
-        OSError: another socket listens there.
+        OSError: another socket listens on it.
     """
     family, kind, protocol, _, place = socket.getaddrinfo(
         address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -45,11 +45,11 @@ def bind(address: str, port: int = 0) -> socket.socket:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the network interface of an IPv4 address; empty if none has it."""
+    """Return the network interface of an IPv4 address; empty if none has it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             question = _IFREQ.pack(name.encode(), b"", b"")
-            with suppress(OSError):  # it has no such address
+            with suppress(OSError):  # the interface has no IPv4 address
                 answer = _IFREQ.unpack(fcntl.ioctl(asking, _SIOCGIFADDR, question))
                 if socket.inet_ntoa(answer[2]) == address:
                     return name

@@ -1,8 +1,8 @@
-"""Payloads: values that can be cut into rows, joined again, and sent between processes.
+"""Payloads: values that can be split into rows, joined again, and sent between processes.
 
-The controller knows lists, numpy arrays, and plain tuples and dicts of payloads. Whoever owns
-another type registers it once, at import: `register_payload` for cutting and joining,
-`register_reducer` for the way it travels.
+The controller knows lists, numpy arrays, and plain tuples and dicts of payloads. Register another
+type once, where it is defined: `register_payload` for splitting and joining, `register_reducer`
+for its serialization.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from hybridrl.errors import DispatchError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PayloadOps:
-    """How to count, cut and join one type."""
+    """How to count, split and join one type."""
 
     num_rows: Callable[[Any], int]
     take: Callable[[Any, int, int], Any]
     """``take(value, start, stop)``: the rows ``start <= row < stop``; may be a view."""
     concat: Callable[[Sequence[Any]], Any]
-    """Joins at least two parts of the same type, in order."""
+    """Joins at least two values of the same type, in order."""
     accepts: Callable[[Any], bool] = lambda _: True
     """False for a value of the type that has no rows, for example a tensor without dimensions."""
 
@@ -37,7 +37,7 @@ _after_call: list[Callable[[], None]] = []
 
 
 def register_payload(cls: type, ops: PayloadOps) -> None:
-    """Let dispatch modes cut and join instances of ``cls`` and of its subclasses."""
+    """Let dispatch modes split and join instances of ``cls`` and of its subclasses."""
     _ops[cls] = ops
 
 
@@ -54,16 +54,16 @@ def register_reducer(cls: type, reduce: Callable[[Any], tuple[Any, ...]]) -> Non
 
 
 def install_reducers() -> None:
-    """Put the registered reducers into Ray's pickler, in place of Ray's own for the same types."""
+    """Put the registered reducers into Ray's pickler, replacing Ray's own for the same types."""
     if ray.is_initialized():
         for cls in _reducers:
-            # Ray adds its own when it first needs a serializer; asking for one makes it do so now.
+            # Ray adds its own when it first needs a serializer; a request for one adds them now.
             ray.util.deregister_serializer(cls)
     cloudpickle.CloudPickler.dispatch.update(_reducers)
 
 
 def register_after_call(check: Callable[[], None]) -> None:
-    """Run ``check`` in the worker after each remote call; what it raises fails the call."""
+    """Run ``check`` in the worker after each remote call; an exception of it fails the call."""
     _after_call.append(check)
 
 
@@ -93,7 +93,7 @@ def take_rows(payload: Any, start: int, stop: int) -> Any:  # noqa: ANN401 - any
 
 
 def concat_rows(parts: Sequence[Any]) -> Any:  # noqa: ANN401 - any payload type
-    """Join parts of one type, in order, in one new buffer; a single part is returned as it is."""
+    """Join values of one type, in order, in one new buffer; a single value is returned as it is."""
     if len(parts) == 1:
         return parts[0]
     ops = _require(parts[0])

@@ -22,17 +22,17 @@ _NODE_ID = "ray.io/node-id"
 
 @dataclass(frozen=True, slots=True)
 class ResourceRequest:
-    """What a pool asks for."""
+    """Resources that a pool requests."""
 
     process_on_nodes: tuple[int, ...]
     """Ranks of each node entry."""
     bundle: Mapping[str, float]
     """Resources of one rank."""
     is_spread: bool
-    """Whether each entry wants a node of its own."""
+    """Whether each entry needs a node of its own."""
 
     def unmet_reason(self) -> str:
-        """Say why the cluster cannot hold this even when it is idle; empty if it can."""
+        """Return why even the idle cluster cannot hold this; empty if it can."""
         largest = max(self.process_on_nodes)
         capacities = [_capacity(node, self.bundle) for node in _alive_nodes()]
         if max(capacities, default=0) < largest:
@@ -73,7 +73,7 @@ def reserve(request: ResourceRequest, *, wait_s: float) -> list[Any]:
     Missing resources are named at once and every 5 s, because a node may join, or another run end.
 
     Raises:
-        ResourceError: there was no room within ``wait_s`` seconds; nothing stays reserved.
+        ResourceError: not enough resources within ``wait_s`` seconds; nothing stays reserved.
     """
     deadline_s = time.monotonic() + wait_s
     groups: list[Any] = []
@@ -97,8 +97,8 @@ def remove(groups: Sequence[Any]) -> None:
 
 
 def _start_request(request: ResourceRequest, count: int, *, avoid: Sequence[str]) -> Any:  # noqa: ANN401 - Ray's
-    # STRICT_SPREAD spreads the bundles of one group, and ranks of an entry have to be together:
-    # so a group per entry, kept off the nodes of those before it.
+    # STRICT_SPREAD spreads the bundles of one group, but ranks of an entry must share a node. So
+    # each entry gets a group, kept off the nodes of the earlier ones.
     selector = {_NODE_ID: f"!in({','.join(avoid)})"} if avoid else None
     return placement_group(
         [dict(request.bundle)] * count,
@@ -110,7 +110,7 @@ def _start_request(request: ResourceRequest, count: int, *, avoid: Sequence[str]
 def _wait(group: Any, request: ResourceRequest, *, deadline_s: float, wait_s: float) -> None:  # noqa: ANN401
     pause_s = 1.0  # an idle cluster needs 10 ms
     while (left_s := deadline_s - time.monotonic()) > 0:
-        if _is_ready(group, math.ceil(min(pause_s, left_s))):  # Ray cuts the fraction off
+        if _is_ready(group, math.ceil(min(pause_s, left_s))):  # Ray drops the fraction
             return
         pause_s = _PROGRESS_S
         if (waited_s := wait_s - deadline_s + time.monotonic()) < wait_s:
@@ -128,7 +128,7 @@ def _wait(group: Any, request: ResourceRequest, *, deadline_s: float, wait_s: fl
 def _is_ready(group: Any, wait_s: int) -> bool:  # noqa: ANN401
     try:
         return bool(group.wait(wait_s))
-    except Exception as error:  # Ray has no class for it
+    except Exception as error:  # Ray has no exception class for it
         raise ResourceError(
             f"the cluster dropped a request for resources that the driver waited for: {error} Ray "
             "does that when it loses the node of the driver; look at `ray status`, then start "

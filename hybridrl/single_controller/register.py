@@ -25,7 +25,7 @@ class Registration:
     timeout_s: float | None = None
 
 
-# Beside the functions and not on them: no magic attribute, and the type of a method stays whole.
+# Beside the functions and not on them: no magic attribute, and a method keeps its full type.
 _registrations: WeakKeyDictionary[Callable[..., Any], Registration] = WeakKeyDictionary()
 
 
@@ -44,9 +44,9 @@ def register(
         execute_mode: RANK_ZERO calls rank 0 alone and returns its result.
         blocking: False returns a `Future`, which the next call takes unresolved as an argument.
         pad: repeat rows of a batch that does not divide evenly, and drop their results; None:
-            as the mode says.
-        timeout_s: seconds that one call may take; None: the group's ``timeout_s``. A call
-            that is late breaks the group, because a rank in a collective cannot be cancelled.
+            as the mode does.
+        timeout_s: seconds that one call may take; None: the group's ``timeout_s``. A late call
+            breaks the group, because a rank in a collective cannot be cancelled.
 
     Raises:
         DispatchError: not a mode, or padding in a mode that does not split rows.
@@ -84,6 +84,6 @@ def registered_methods(cls: type) -> dict[str, Registration]:
 
 
 def _registration_of(function: Callable[..., Any]) -> Registration | None:
-    # Another decorator may lie above @register; functools.wraps leaves a trail to what it wraps.
+    # Another decorator may lie above @register; functools.wraps links to the wrapped function.
     innermost = inspect.unwrap(function, stop=lambda f: f in _registrations)
     return _registrations.get(innermost)

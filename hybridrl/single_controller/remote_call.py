@@ -32,7 +32,7 @@ class RemoteMethod:
 
     actors: RankActors
     handles: Sequence[Any]
-    """Ray's method handles of the ranks that are called, from rank 0 on."""
+    """Ray's method handles of the called ranks, starting with rank 0."""
     prefix: str
     name: str
     registration: Registration
@@ -45,7 +45,7 @@ class RemoteMethod:
             DispatchError: an argument cannot be bound, split or pickled. No rank was called.
             RemoteCallError: a rank failed.
             DeadlineError: a rank was late.
-            WorkerGroupError: the group was stopped before.
+            WorkerGroupError: the group was stopped earlier.
         """
         future = self.start(*args, **kwargs)
         return future.get() if self.registration.is_blocking else future
@@ -72,7 +72,7 @@ class RemoteMethod:
 
     @property
     def layout(self) -> RankLayout:
-        """Which slice each rank takes."""
+        """The slice of each rank."""
         return self.actors.layout(self.prefix, self.registration.dispatch.mesh)
 
     def _spread(self, values: Sequence[object]) -> tuple[list[list[Any]], Padding | None]:
@@ -94,7 +94,7 @@ class RemoteMethod:
         padding = None
         if self.registration.pads:
             plain, padding = pad_arguments(plain, layout.dp_size)
-            if padding is not None and handed_on:  # they have to be padded too
+            if padding is not None and handed_on:  # they must be padded too
                 return self._spread([v.get() if isinstance(v, Future) else v for v in values])
         columns = [
             handed_on[index] if index in handed_on else self._store(dispatch.split(layout, value))
@@ -126,7 +126,7 @@ class RemoteMethod:
 
 
 class Future:
-    """A call in flight. Pass it to the next call as it is, or `get` its result."""
+    """A call in progress. Pass it to the next call as it is, or `get` its result."""
 
     def __init__(
         self, method: RemoteMethod, refs: list[Any], padding: Padding | None, deadline: Deadline
@@ -141,7 +141,7 @@ class Future:
         """Wait for all ranks and return the collected result; the same object each time.
 
         Args:
-            timeout_s: wait at most so long; the call itself goes on until its own deadline.
+            timeout_s: wait at most this long; the call itself runs until its own deadline.
 
         Raises:
             RemoteCallError: a rank failed.
@@ -156,14 +156,14 @@ class Future:
         return self._result[0]
 
     def is_done(self) -> bool:
-        """Return whether every rank has answered or failed."""
+        """Return whether every rank has returned or failed."""
         _, pending = ray.wait(self._refs, num_returns=len(self._refs), timeout=0)
         return not pending
 
     def forward_refs(self, input_layout: ResultLayout, layout: RankLayout) -> list[Any] | None:
-        """Return one reference per rank for a call that takes these parts, without waiting.
+        """Return one reference per rank for a call with this input layout, without waiting.
 
-        None if the parts do not fit, and the driver has to collect and split.
+        None if the layouts differ, so that the driver must collect and split.
         """
         registration = self._method.registration
         if registration.execute is Execute.RANK_ZERO:

@@ -13,7 +13,7 @@ from hybridrl.single_controller.placement import ResourceRequest, remove, reserv
 
 
 class _Reservation:
-    """Placement groups, one per node entry, held while any group runs on any of their bundles."""
+    """Placement groups, one per node entry, held while any group runs on their bundles."""
 
     def __init__(self, request: ResourceRequest, max_colocated: int) -> None:
         self.max_colocated = max_colocated
@@ -38,7 +38,7 @@ class _Reservation:
             )
             for index in range(count)
         ]
-        # Ray counts resources in ten-thousandths: rounded down, all shares fit in the bundle.
+        # Ray counts resources in ten-thousandths: rounded down, all shares fit into the bundle.
         share = {
             name: int(amount / self.max_colocated * 10_000) / 10_000
             for name, amount in self._request.bundle.items()
@@ -68,7 +68,7 @@ class _Reservation:
 class RayResourcePool:
     """Bundles of resources, one per rank, that several worker groups can share.
 
-    Nothing is reserved until the first group starts, and nothing stays after the last one stopped.
+    Nothing is reserved until the first group starts, nor after the last group has stopped.
 
     Args:
         process_on_nodes: ranks on each node: ``[8, 8]`` is two nodes with eight each. The ranks
@@ -76,9 +76,9 @@ class RayResourcePool:
         use_gpu: one GPU per rank, else CPUs alone.
         num_cpus_per_rank: CPUs per rank.
         max_colocate_count: how many groups may share the pool; each takes that fraction.
-        wait_s: seconds to wait for room before `ResourceError`.
-        is_spread: each entry gets a node of its own. Otherwise, as in verl, two entries may land
-            on one node that has room for both.
+        wait_s: seconds to wait for resources before `ResourceError`.
+        is_spread: each entry gets a node of its own. Otherwise, as in verl, two entries may share
+            one node with enough resources for both.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class RayResourcePool:
         return sum(len(bundles) for _, bundles in self._parts)
 
     def split(self, sizes: Sequence[int]) -> list[RayResourcePool]:
-        """Cut the pool in consecutive parts of the given sizes, for groups side by side.
+        """Split the pool into consecutive pools of the given sizes, for groups side by side.
 
         Raises:
             ResourceError: the sizes do not add up to ``world_size``.
@@ -135,7 +135,7 @@ class RayResourcePool:
         """Reserve a share of every bundle for one group; waits at most ``wait_s``.
 
         Returns:
-            The Ray options that put an actor there, by rank.
+            The Ray options that place an actor on its bundle, by rank.
 
         Raises:
             ResourceError: too few resources, or ``max_colocate_count`` groups run here already.
@@ -153,7 +153,7 @@ class RayResourcePool:
         return options
 
     def give_back(self) -> None:
-        """End a lease. The last one of all views of a pool removes its placement groups."""
+        """End a lease. The last lease of all views of a pool removes its placement groups."""
         for reservation, bundles in self._parts:
             reservation.give_back(bundles)
 

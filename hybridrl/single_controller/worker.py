@@ -1,4 +1,4 @@
-"""`Worker`, what users subclass; and the host, the actor that holds one or several of them."""
+"""`Worker`, the base class for users; and the host, the actor that holds one or several workers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Worker:
     The rendezvous is in the environment (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE, LOCAL_RANK,
     LOCAL_WORLD_SIZE) before the constructor runs, so ``init_process_group`` needs no argument.
     Payload arguments are read-only: they may be views of memory that other ranks read too.
-    Without Ray, a worker takes its place from the environment it finds: 1 rank if there is none.
+    Without Ray, a worker reads its rank from the environment; without one it is the only rank.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class Worker:
     meshes: dict[str, MeshPosition]
 
     def __new__(cls, *_: object, **__: object) -> Self:
-        """Take the place in the group; not in ``__init__``, which a subclass may not call."""
+        """Read the rank and its group; not in ``__init__``, which a subclass may not call."""
         worker = super().__new__(cls)
         worker.rank = int(env.get("RANK", "0"))
         worker.world_size = int(env.get("WORLD_SIZE", "1"))
@@ -66,9 +66,9 @@ class Worker:
 
         Args:
             name: of the mesh.
-            dp_rank: index of the slice this rank takes; tensor-parallel peers say the same.
+            dp_rank: index of the slice this rank takes; tensor-parallel peers pass the same.
             dp_size: number of slices.
-            is_output_rank: whether this rank answers; exactly one rank of each dp rank does.
+            is_output_rank: whether its result counts; exactly one rank of each dp rank has True.
 
         Raises:
             DispatchError: the mesh was registered before with another position.
@@ -81,21 +81,21 @@ class Worker:
             )
 
     def close(self) -> None:
-        """Release what outlives the process (servers, files). Runs in `RayWorkerGroup.shutdown`."""
+        """Release resources that outlive the process (servers, files). Runs at the group's end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where an actor runs, as it sees it itself."""
+    """Node, GPU and record of an actor, as its own process reports them."""
 
     host: str
     node_id: str
     gpu_id: str | None
-    """As Ray numbers the GPUs of the node; None on a CPU."""
+    """The GPU's number on the node, as Ray counts; None on a CPU."""
     device_index: int | None
     """Index of the GPU among those visible to the process."""
     files: activity.RecordFiles = activity.NO_RECORD
-    """Where the process writes what it does."""
+    """The activity record of the process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class WorkerHost:
         install_reducers()
 
     def host_locate(self) -> Location:
-        """Say where this process runs and which GPU Ray gave it, and keep a record from now on."""
+        """Return the process's node and the GPU that Ray gave it, and start its activity record."""
         context = ray.get_runtime_context()
         gpu_id = next(iter(context.get_accelerator_ids().get("GPU", [])), None)
         return Location(
@@ -131,15 +131,15 @@ class WorkerHost:
         )
 
     def host_reserve_port(self, address: str = LOOPBACK) -> int:
-        """Bind a free port for the rendezvous, and keep it from everybody but torch's store.
+        """Bind a free port for the rendezvous, and reserve it for torch's store.
 
-        The store should listen at ``address`` alone, as `workers.process_group` has it.
+        The store should listen at ``address`` alone, as `workers.process_group` does.
 
-        A socket that is bound but does not listen, with SO_REUSEADDR, excludes the port from the
-        kernel's choice for as long as it lives, yet lets a second socket with SO_REUSEADDR bind
-        it by name and listen. torch's TCPStore does that. So there is no moment in which the port
-        is free, and the group can be initialised again after it was destroyed. This is how Linux
-        reads SO_REUSEADDR; elsewhere the port is given back now, and in theory can be lost.
+        A socket with SO_REUSEADDR that is bound but does not listen keeps the port from the
+        kernel's choice for as long as it lives. A second socket with SO_REUSEADDR may still bind
+        the port by name and listen, as torch's TCPStore does. So the port is never free, and the
+        group can be initialised again after it was destroyed. This is how Linux reads SO_REUSEADDR;
+        elsewhere the port is released now, and another process could take it.
         """
         self._port = bind(address)
         port = int(self._port.getsockname()[1])
@@ -184,7 +184,7 @@ class WorkerHost:
                 role.cls.__init__(worker, *role.args, **role.kwargs)
 
     def host_mesh(self, prefix: str, mesh: str) -> MeshPosition | None:
-        """Return the position that a worker registered in a mesh, if it did."""
+        """Return the position that a worker registered in a mesh, or None."""
         return self.workers[prefix].meshes.get(mesh)
 
     def host_execute(self, prefix: str, name: str, *args: object, **kwargs: object) -> object:
@@ -195,7 +195,7 @@ class WorkerHost:
         return result
 
     def host_close(self) -> None:
-        """Let the workers release what would outlive the process, the last built first."""
+        """Let the workers release resources that outlive the process, the last built first."""
         if self._port is not None:
             self._port.close()
         with activity.scope("close()"):
@@ -205,7 +205,7 @@ class WorkerHost:
 
 
 class AsyncWorkerHost(WorkerHost):
-    """A host of which some worker has ``async def`` methods: they run beside each other."""
+    """A host with workers that have ``async def`` methods: these run concurrently."""
 
     async def host_execute(self, prefix: str, name: str, *args: object, **kwargs: object) -> object:
         """Call any public method of a worker, registered or not."""
@@ -221,7 +221,7 @@ def build_host_class(roles: Mapping[str, type[Worker]]) -> type[WorkerHost]:
     """Return a host with one method for each registered method of each role.
 
     Raises:
-        DispatchError: two methods get the same name once their prefix is put before them.
+        DispatchError: two methods have the same name once their prefix is added.
     """
     methods: dict[str, Callable[..., Any]] = {}
     for prefix, cls in roles.items():
@@ -239,7 +239,7 @@ def build_host_class(roles: Mapping[str, type[Worker]]) -> type[WorkerHost]:
 
 
 def join_prefix(prefix: str, name: str) -> str:
-    """Return the name of a worker's method on a host of several: ``actor_update``."""
+    """Return the name of a worker's method on a fused host: ``actor_update``."""
     return f"{prefix}_{name}" if prefix else name
 
 
@@ -252,7 +252,7 @@ def _forward(
     def finish(worker: Worker, result: object) -> object:
         run_after_call()
         if mesh is not None and mesh in worker.meshes and not worker.meshes[mesh].is_output_rank:
-            return None  # nobody reads it: keep it off the wire
+            return None  # nobody reads it: it is not transferred
         return result
 
     # The methods are looked up on the instance's class: an override may lack @register.
@@ -275,7 +275,7 @@ def _forward(
 
 
 def _choose_interface(master_address: str) -> None:
-    """Have gloo listen where ranks meet, and not where the name of the machine happens to point."""
+    """Let gloo listen at the rendezvous address, and not at the address of the host name."""
     own = LOOPBACK if master_address == LOOPBACK else ray.util.get_node_ip_address()
     if name := interface_of(own):
         env.set_default("GLOO_SOCKET_IFNAME", name)
@@ -289,6 +289,6 @@ def _device_index(gpu_id: str) -> int:
 
 
 def _record_folder() -> Path:
-    """Return the folder of Ray's logs on this node: the record belongs with them."""
+    """Return the folder of Ray's logs on this node, where the record is kept."""
     logs = activity.log_files()
     return Path(logs[0]).parent if logs else Path(tempfile.gettempdir())

@@ -45,7 +45,7 @@ class WorkerGroup:
         return list(self._actors.hosts)
 
     def describe_places(self) -> str:
-        """Say which ranks are on which node: ``ranks 0, 1 on 10.0.0.1 (node 3fa2b1c9); ...``."""
+        """List the ranks of each node: ``ranks 0, 1 on 10.0.0.1 (node 3fa2b1c9); ...``."""
         return self._actors.describe_places()
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
@@ -81,7 +81,7 @@ class WorkerGroup:
         """Call any public method on rank 0 and return its result."""
         return self.execute_rank_zero(method_name, *args, **kwargs).get()
 
-    # As verl names them.
+    # The names of verl.
     execute_all_async = execute_all
     execute_rank_zero_async = execute_rank_zero
 
@@ -89,7 +89,7 @@ class WorkerGroup:
         """Return a registered method.
 
         Raises:
-            AttributeError: there is none of that name; says which is near.
+            AttributeError: there is no such method; the message names a similar one.
         """
         methods: dict[str, RemoteMethod] = self.__dict__.get("_methods", {})
         if name not in methods:
@@ -128,22 +128,22 @@ class WorkerGroup:
 class RayWorkerGroup(WorkerGroup):
     """A worker group that starts its ranks on a pool, one process each, and stops them.
 
-    Use it as a context manager, or call `shutdown`. An error that leaves the ``with``, and one that
-    a dead or late rank causes, holds what every rank did: `diagnostics.process_report.reports_on`.
+    Use it as a context manager, or call `shutdown`. An error that leaves the ``with``, or that a
+    dead or late rank causes, holds a report on every rank: `diagnostics.process_report.reports_on`.
 
     Args:
         resource_pool: one bundle per rank.
         ray_cls_with_init: the worker class, or several fused ones.
-        env_vars: environment of the processes, in effect before they import anything, for example
+        env_vars: environment of the processes, set before they import anything, for example
             ``hybridrl.env.process_environment(num_threads=1)``.
         timeout_s: seconds that a call may take, unless ``@register(timeout_s=)`` says otherwise.
-        grace_s: seconds that the other ranks get to return after one failed.
+        grace_s: seconds that the other ranks may take to return after a failure.
         start_timeout_s: seconds for starting the processes, and again for the constructors.
         set_up: called without arguments in each process, once, before workers are constructed and
             after the environment is set. It is pickled, so it must be importable on the ranks.
 
     Raises:
-        ResourceError: the pool does not get its resources.
+        ResourceError: the cluster lacks the resources of the pool.
         RemoteCallError: a constructor raised, or ``set_up``.
     """
 

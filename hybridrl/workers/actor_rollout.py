@@ -1,4 +1,4 @@
-"""The fused worker: the policy's training engine and its rollout engine on one device, in turns."""
+"""The fused worker: the policy's training and rollout engine take turns on one device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TRAIN_METRICS = replace(
     name="TRAIN_METRICS",
     collect=lambda _, parts: merge(parts),
     output_layout=ResultLayout.OTHER,
-    # Each rank has seconds and bytes of its own; output ranks return what rows give.
+    # Each rank reports its own seconds and bytes; output ranks report metrics of rows.
     collect_from_all=True,
 )
 
@@ -118,8 +118,8 @@ class ActorRolloutWorker(CheckpointedWorker):
             sampling: how to sample.
 
         Returns:
-            n * G rows, siblings adjacent and in prompt order, stamped with the policy version that
-            sampled them. None on a rank that leads no engine.
+            n * G rows in prompt order, responses to the same prompt adjacent, with the version of
+            the policy that sampled them. None on a rank that has no engine.
 
         Raises:
             DriftError: the engine returned token ids that the model does not have.
@@ -142,7 +142,7 @@ class ActorRolloutWorker(CheckpointedWorker):
 
         Returns:
             Old log-probs if ``algorithm.old_logprobs=recompute``, reference log-probs if there is
-            a reference; what is not computed is None.
+            a reference; log-probs that are not computed are None.
         """
         self.sharding.require_training()
         temperature = self._config.rollout.temperature
@@ -166,9 +166,8 @@ class ActorRolloutWorker(CheckpointedWorker):
         Returns:
             Metrics of the update, and of the rollout phases since the last one.
 
-        Raises:
-            DriftError: the rollouts came from another policy, and this step looks at it
-                (``rollout.canary_every_steps``). No optimizer step learned from them.
+        DriftError: the rollouts came from another policy, and this step checks it
+            (``rollout.canary_every_steps``). No optimizer step learned from them.
         """
         self.sharding.require_training()
         algorithm = self._config.algorithm
@@ -196,7 +195,7 @@ class ActorRolloutWorker(CheckpointedWorker):
             temperature=self._config.rollout.temperature,
             max_response_tokens=self._config.rollout.max_response_tokens,
         )
-        self._policy_version += 1  # at once: should the next one fail, these weights have moved
+        self._policy_version += 1  # at once: if the next line fails, these weights have changed
         self.sharding.weights_changed(version=self._policy_version)
         return metrics
 
@@ -217,7 +216,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         return {"policy_version": self._policy_version, "metrics": to_json(self._carried)}
 
     def take_up(self, notes: Mapping[str, Any]) -> None:
-        """Go on; the next rollout phase sends the weights."""
+        """Restore the version; the next rollout phase sends the weights."""
         self._policy_version = notes["policy_version"]
         self._carried = from_json(notes["metrics"])
         self.sharding.weights_changed(version=self._policy_version)

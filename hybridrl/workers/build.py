@@ -1,6 +1,6 @@
-"""Where concrete engines are chosen: the only module that names them, and only if asked for.
+"""The choice of concrete engines: the only module that names them, and it imports them on request.
 
-Every function takes the run's configuration and the Hugging Face folder that models start from.
+Every function takes the run's configuration and the Hugging Face folder of the initial model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngin
 from hybridrl.workers.train.protocol import TokenLoss
 
 _ADAPTER = "hybridrl.models.adapter"
-"""Imported by name if asked for: peft takes 2 s, which a run without adapters need not wait for."""
+"""Imported by name on request: peft takes 2 s, which a run without adapters saves."""
 
 _MEGATRON = "hybridrl.workers.train.megatron.backend"
 """Likewise; it need not be installed."""
@@ -58,7 +58,7 @@ def build_train_engine(
 def build_reference_engine(
     config: ExperimentConfig, model_folder: Path, device: torch.device, *, actor: PolicyEngine
 ) -> PolicyEngine | BaseModelReference | None:
-    """Start the frozen reference, if a KL penalty asks for one; a collective call.
+    """Start the frozen reference, if a KL penalty needs one; a collective call.
 
     With LoRA it is the actor without its adapter: no second copy.
     """
@@ -86,14 +86,14 @@ def build_critic_engine(
 def build_rollout_engine(
     config: ExperimentConfig, model_folder: Path, device: torch.device, *, gpus: Sequence[str] = ()
 ) -> RolloutEngine:
-    """Start the rollout engine that this rank leads.
+    """Start the rollout engine that this rank owns.
 
     Args:
         config: of the run.
         model_folder: whose configuration and tokenizer the engine reads.
         device: of this rank.
-        gpus: of all ranks that share the engine, by ``device_name``; left out where it is this
-            rank's alone.
+        gpus: of all ranks that share the engine, by ``device_name``; left out if this rank uses it
+            alone.
     """
     if config.rollout.engine == "hf":
         return HFRolloutEngine(
@@ -112,9 +112,9 @@ def build_rollout_engine(
 
 
 def build_follower(rollout: RolloutConfig, device: torch.device) -> WeightSender | None:
-    """Make the end of the weight stream of a rank that leads no engine.
+    """Make the weight sender of a rank without an engine.
 
-    None where the engine needs no bytes of that rank.
+    None if the engine needs no bytes of that rank.
     """
     if rollout.engine == "hf":
         return None
@@ -125,7 +125,7 @@ def build_follower(rollout: RolloutConfig, device: torch.device) -> WeightSender
 
 
 def build_policy_loss(config: ExperimentConfig, *, checks_drift: bool = False) -> TokenLoss:
-    """Choose the terms of the policy loss, and whether it is refused on a drift of the sampler."""
+    """Choose the terms of the policy loss, and whether a drift of the sampler stops it."""
     algorithm = config.algorithm
     return PolicyGradientLoss(
         clip_low=algorithm.clip_low,

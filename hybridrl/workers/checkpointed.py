@@ -1,4 +1,4 @@
-"""What all workers with a training engine share: saving it, and loading it again."""
+"""The shared base of all workers with a training engine: saving and loading it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CheckpointedWorker(Worker):
         return {}
 
     def take_up(self, notes: Mapping[str, object]) -> None:
-        """Go on with what `notes` returned."""
+        """Restore the state that `notes` returned."""
 
     def start_checkpoints(self, *, seed: int) -> None:
         """Start the thread that writes, and this process's generators."""
@@ -41,7 +41,7 @@ class CheckpointedWorker(Worker):
         self._writer = CheckpointWriter()
 
     def register_train_mesh(self, engine: ModelEngine) -> None:
-        """Say which rows this rank trains on, and whether it answers for them."""
+        """Return the rows that this rank trains on, and whether it is their output rank."""
         self.register_mesh(
             "train",
             dp_rank=engine.dp_rank,
@@ -51,13 +51,13 @@ class CheckpointedWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def save(self, folder: Path) -> None:
-        """Copy this rank's part to the host and begin to write it; training may go on at once."""
+        """Copy this rank's shard to the host and begin to write it; training may go ahead."""
         name = checkpoint.file_name(rank=self.rank, world_size=self.world_size)
         self._writer.begin(self.checkpointed_engine(), folder / name, notes=self.notes())
 
     @register(Dispatch.ONE_TO_ALL)
     def collect_saved(self, waits: bool) -> FileEntry | None:  # noqa: FBT001 - a remote call
-        """Return what was written, or None while it is still being written."""
+        """Return the written files, or None while they are still being written."""
         return self._writer.collect(waits=waits)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -68,11 +68,11 @@ class CheckpointedWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, folder: Path) -> None:
-        """Go to where the ranks were that wrote ``folder``."""
+        """Restore the state of the ranks that wrote ``folder``."""
         engine = self.checkpointed_engine()
         notes = checkpoint.load(engine, folder, rank=self.rank, world_size=self.world_size)
         self.take_up(notes)
 
     def close(self) -> None:
-        """Finish what is being written."""
+        """Finish the write in progress."""
         self._writer.close()

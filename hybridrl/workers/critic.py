@@ -22,7 +22,7 @@ class CriticWorker(CheckpointedWorker):
     """One rank of the critic. Its calls do not block the driver: they give futures.
 
     Fused with an ``ActorRolloutWorker`` (role ``actor``) its training state shares the device, and
-    leaves it while the rollout engine has it. Calls to both then take turns, in the order given.
+    leaves it while the rollout engine has it. Calls to both then run in turn, in order.
     """
 
     def __init__(self, config: ExperimentConfig, model_folder: Path) -> None:
@@ -44,7 +44,7 @@ class CriticWorker(CheckpointedWorker):
 
     @register(TRAIN, blocking=False)
     def compute_values(self, rollouts: RolloutBatch) -> ValueBatch:
-        """Value the state before each response token with the weights before the update."""
+        """Value the state before each response token, with the weights before the update."""
         with self._working("values", memory="values"):
             return self._engine.compute_values(rollouts)
 
@@ -86,9 +86,9 @@ class CriticWorker(CheckpointedWorker):
             self._sharding.require_training()
 
     def _take_shared_metrics(self) -> Metrics:
-        """Return what the device's keeper measured up to now.
+        """Return the metrics that the device's manager measured up to now.
 
-        The policy's update tells the rest; in warm-up steps there is none.
+        The policy's update returns the others; in warm-up steps there is none.
         """
         return {} if self._sharding is None else self._sharding.take_metrics()
 

@@ -17,7 +17,7 @@ _STORE_OF_TORCHRUN = "TORCHELASTIC_USE_AGENT_STORE"
 def start_process_group(*, device: str, local_rank: int, timeout_s: float) -> torch.device:
     """Join the group that RANK, WORLD_SIZE and MASTER_ADDR describe, and take this rank's device.
 
-    A group that exists already, of a program that embeds a worker, is used as it is.
+    A group that exists already, of a program that embeds a worker, is used unchanged.
 
     Args:
         device: ``cpu`` (gloo) or ``cuda`` (nccl, with gloo for CPU tensors).
@@ -45,9 +45,10 @@ def start_process_group(*, device: str, local_rank: int, timeout_s: float) -> to
 
 
 def _join(backend: str, timeout: timedelta, device: torch.device | None = None) -> None:
-    """Start the group over a store that listens at MASTER_ADDR, and nowhere else.
+    """Start the group over a store that listens at MASTER_ADDR alone.
 
-    torch's own listens at all addresses of the machine, and whoever reaches it may write to it.
+    torch's own store listens at all addresses of the machine, and any process that reaches it may
+    write to it.
     """
     address, port = env.get("MASTER_ADDR"), int(env.get("MASTER_PORT", "0"))
     if not address or env.get(_STORE_OF_TORCHRUN):

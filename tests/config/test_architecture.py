@@ -162,8 +162,8 @@ def test_reader_agrees_with_transformers(
         ("[" * 100_000, "nested too deep"),
         ("{}", "holds no model_type"),
         ('{"model_type": "mamba"}', "'mamba'"),
-        ('{"model_type": "llama", "hidden_size": "wide"}', "no whole number"),
-        ('{"model_type": "llama", "num_attention_heads": 0}', "no whole number above 0"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "not an integer"),
+        ('{"model_type": "llama", "num_attention_heads": 0}', "not an integer above 0"),
     ],
 )
 def test_an_odd_config_is_refused_by_name(text: str, words: str, tmp_path: Path) -> None:

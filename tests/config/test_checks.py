@@ -56,7 +56,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
             "deep": "nested too deep",
             "unknown": "'mamba2' is not supported yet",
             "small": "pad_token_id=9 is not in the vocabulary of vocab_size=9",
-            "wide": "head_dim='wide' is no whole number",
+            "wide": "head_dim='wide' is not an integer",
             "endless": "eos_token_id=9 is not in the vocabulary of 9",
             "torn": "weight_map is None",
         }.items()
@@ -101,7 +101,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (
         ("rollout.num_responses_per_prompt=1",),
         "rollout.num_responses_per_prompt",
-        "siblings",
+        "responses to the same prompt",
     ),
     (("algorithm=ppo", "trainer.num_steps=5"), "critic.num_warmup_steps", "never learn"),
     (("actor.optimizer.num_warmup_steps=100",), "actor.optimizer.num_warmup_steps", "never rise"),
@@ -139,7 +139,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "before the update",
     ),
     (("algorithm.kl.coefficient=0.1",), "algorithm.kl.coefficient", "ignored"),
-    (("algorithm.kl.placement=loss",), "algorithm.kl.coefficient", "weighs nothing"),
+    (("algorithm.kl.placement=loss",), "algorithm.kl.coefficient", "has no effect"),
     (
         (
             "algorithm.kl.placement=loss",
@@ -159,12 +159,12 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (
         (*SGLANG, "rollout.engine_args={mem_fraction_static: 0.5}"),
         "rollout.engine_args.mem_fraction_static",
-        "rollout.memory_fraction says that",
+        "rollout.memory_fraction sets it",
     ),
     (
         (*SGLANG, "rollout.engine_args={max_lora_rank: 64, lora_backend: triton}"),
         "rollout.engine_args.max_lora_rank",
-        "lora.rank says that",
+        "lora.rank sets it",
     ),
     (
         (*SERVED, "rollout.engine_args={cuda_graph_backend_prefill: breakable}"),
@@ -261,8 +261,8 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (("eval.temperature=0.0001",), "eval.temperature", "0 (greedy decoding) or at least 0.001"),
     (("data.min_digits=21",), "data.min_digits", "at most data.max_digits=20"),
-    (("data.max_digits=40",), "data.max_digits", "a token a digit"),
-    (("data.max_digits=300",), "data.max_digits", "a token a digit"),
+    (("data.max_digits=40",), "data.max_digits", "one more than digits"),
+    (("data.max_digits=300",), "data.max_digits", "one more than digits"),
     (("rollout.max_response_tokens=1",), "data.max_digits", "max_response_tokens=1"),
     (("cluster.num_nodes=2",), "cluster.num_nodes", "this machine alone"),
     (
@@ -294,8 +294,8 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("reward.function=rewards.txt:score",), "reward.function", "must end in .py"),
     (("reward.function=empty:score",), "reward.function", "is no file"),
     (("trainer.run_dir=old", "checkpoint.resume=never"), "trainer.run_dir", "another run"),
-    (("trainer.run_dir=model", "trainer.overwrite=true"), "trainer.run_dir", "no run folder"),
-    (("trainer.run_dir=.",), "trainer.run_dir", "no run folder"),
+    (("trainer.run_dir=model", "trainer.overwrite=true"), "trainer.run_dir", "not a run folder"),
+    (("trainer.run_dir=.",), "trainer.run_dir", "not a run folder"),
     (("trainer.run_dir=train.jsonl/run",), "trainer.run_dir", "no folder"),
     ((*LORA, "lora.target_modules=[]"), "lora.target_modules", "a layer to adapt"),
     ((*LORA, "lora.target_modules=[q_porj]"), "lora.target_modules", "did you mean 'q_proj'"),
@@ -396,7 +396,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (
         (*WIDE, *LORA, "megatron.tensor_parallel_size=4"),
         "megatron.tensor_parallel_size",
-        "a whole one of the model's 2 key-value heads",
+        "a full one of the model's 2 key-value heads",
     ),
     (
         (*FOUR, *PP2, "megatron.num_virtual_stages=3"),
@@ -432,7 +432,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (
         (*MOE, *GPUS, "megatron.tensor_parallel_size=4", "megatron.sequence_parallel=true"),
         "megatron.expert_parallel_size",
-        "whole on each of 4 tensor-parallel ranks",
+        "each of 4 tensor-parallel ranks would train its own",
     ),
     (
         (*MOE, *GPUS, "megatron.expert_parallel_size=8", *PP2),
@@ -460,11 +460,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "megatron.overlap_communication",
         "on CUDA streams",
     ),
-    ((*MEGATRON, "model.dtype=bfloat16"), "model.dtype", "weights in float32 in the optimizer"),
+    ((*MEGATRON, "model.dtype=bfloat16"), "model.dtype", "keeps trained weights in float32"),
     (
         ("algorithm=ppo", "critic=megatron", *LORA, "model.dtype=bfloat16"),
         "model.dtype",
-        "weights in float32 in the optimizer",
+        "keeps trained weights in float32",
     ),
     (
         (*FOUR, "megatron.attention=transformer_engine"),
@@ -479,7 +479,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (
         (*MOE, *LORA, *GPUS, "megatron.expert_tensor_parallel_size=2"),
         "megatron.expert_tensor_parallel_size",
-        "whole on its rank",
+        "on one rank",
     ),
     (
         (*MEGATRON, "megatron.load_balance_coefficient=0.01"),
@@ -491,7 +491,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "megatron.replay_routing",
         "no experts to route",
     ),
-    ((*MOE, "megatron.replay_routing=true"), "megatron.replay_routing", "does not say which"),
+    ((*MOE, "megatron.replay_routing=true"), "megatron.replay_routing", "does not return"),
     (
         (*MOE, "mode=sft", "megatron.replay_routing=true"),
         "megatron.replay_routing",
@@ -508,7 +508,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
             "megatron.transformer_args={sequence_parallel: true, bias_activation_fusion: true}",
         ),
         "megatron.transformer_args.sequence_parallel",
-        "megatron.sequence_parallel says that",
+        "megatron.sequence_parallel sets it",
     ),
     (
         (*MEGATRON, "megatron.transformer_args={fp8: hybrid}"),
@@ -518,22 +518,22 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (
         (*MEGATRON, "megatron.transformer_args={fp8_param: true}"),
         "megatron.transformer_args.fp8_param",
-        "exported and saved in the type that is computed in",
+        "exported and saved in the type that computes",
     ),
     (
         (*MEGATRON, "megatron.transformer_args={moe_token_dispatcher_type: allgather}"),
         "megatron.transformer_args.moe_token_dispatcher_type",
-        "alltoall and flex alone take",
+        "only alltoall and flex support",
     ),
     (
         (*MEGATRON, "megatron.transformer_args={tp_comm_overlap: true}"),
         "megatron.transformer_args.tp_comm_overlap",
-        "it takes one length",
+        "it needs one length",
     ),
     (
         (*MEGATRON, "megatron.optimizer_args={clip_grad: 2.0}"),
         "megatron.optimizer_args.clip_grad",
-        "actor.optimizer.max_grad_norm says that",
+        "actor.optimizer.max_grad_norm sets it",
     ),
     (
         (*MEGATRON, "megatron.optimizer_args={use_precision_aware_optimizer: true}"),
@@ -558,7 +558,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (
         (*MEGATRON, "megatron.transformer_args={num_query_groups: 2}"),
         "megatron.transformer_args.num_query_groups",
-        "config.json says that",
+        "config.json sets it",
     ),
     (
         (*MEGATRON, "megatron.transformer_args={attention_dropout: 0.1}"),
@@ -573,7 +573,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
             *("algorithm.num_minibatches=8", "algorithm.old_logprobs=recompute"),
         ),
         "trainer.num_prompts_per_step",
-        "2 data-parallel ranks, of 2 ranks with parts",
+        "2 data-parallel ranks, of 2 ranks each",
     ),
     (
         (
@@ -586,7 +586,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (
         (*FOUR, *TP2, "mode=sft", "sft.batch_size=63"),
         "sft.batch_size",
-        "multiple of 2 ranks with rows",
+        "multiple of 2 data-parallel ranks",
     ),
     (
         ("mode=sft", "cluster.num_ranks_per_node=3", "model.starter.warmup_batch_size=63"),
@@ -959,11 +959,11 @@ def test_an_adapter_that_fits_is_accepted_and_one_that_is_torn_is_named() -> Non
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
     (violation,) = violations_of(*ADAPTER)
-    assert "adapter_model.safetensors is torn" in violation.rule
+    assert "adapter_model.safetensors is incomplete or corrupt" in violation.rule
     weights.unlink()
     (violation,) = violations_of(*ADAPTER)
     assert "has no adapter_model.safetensors" in violation.rule
-    for text, word in (('{"r": 2', "is torn"), ('{"r": 2}', "does not say"), ("[]", "does not")):
+    for text, word in (('{"r": 2', "or corrupt"), ('{"r": 2}', "does not say"), ("[]", "does not")):
         Path("adapter/adapter_config.json").write_text(text)
         (violation,) = violations_of(*ADAPTER)
         assert word in violation.rule

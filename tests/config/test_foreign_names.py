@@ -39,7 +39,7 @@ def test_a_key_of_another_framework_is_answered(key: str, answer: str) -> None:
     [
         ("algorithm", "rloo", "not supported yet; set algorithm=grpo"),
         ("recipes", "dapo_cpu", "called recipes=clip_higher_kl_cpu now"),
-        ("recipes", "dapo", "DAPO as a whole is not supported yet"),
+        ("recipes", "dapo", "all of DAPO is not supported yet"),
         ("rollout", "vllm", "set rollout=sglang"),
         ("model/Qwen", "Qwen2.5-0.5B", "set model=hf_folder model.path=FOLDER"),
         ("data", "gsm8k", "set data=files"),

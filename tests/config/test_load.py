@@ -55,10 +55,10 @@ def test_a_whole_number_is_a_number_but_not_the_other_way_round() -> None:
 @pytest.mark.parametrize(
     ("override", "rule"),
     [
-        ("rollout.top_k=true", "a whole number"),
-        ("rollout.top_k=null", "a whole number"),
-        ("rollout.top_k='8'", "a whole number"),
-        ("rollout.top_k=8.0", "a whole number"),
+        ("rollout.top_k=true", "an integer"),
+        ("rollout.top_k=null", "an integer"),
+        ("rollout.top_k='8'", "an integer"),
+        ("rollout.top_k=8.0", "an integer"),
         ("rollout.temperature=.nan", "a finite number"),
         ("rollout.temperature=.inf", "a finite number"),
         ("rollout.temperature=false", "a finite number"),

@@ -44,7 +44,7 @@ def test_a_sweep_runs_every_job_compares_them_and_names_the_one_that_failed(
 def test_a_mistake_in_any_job_is_told_before_the_first_begins(tmp_path: Path) -> None:
     done = _multirun(tmp_path, "rollout.num_responses_per_prompt=4,1")
     assert done.returncode == 2, done.stderr
-    assert "siblings" in done.stderr
+    assert "responses to the same prompt" in done.stderr
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 

@@ -1,4 +1,4 @@
-"""The rule about an adapter folder to start from: it is whole, and made for this very model."""
+"""The rule about an adapter folder to start from: it is complete and fits the model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DEFAULTS: Mapping[str, object] = {
     "rank_pattern": {},
     "alpha_pattern": {},
 }
-"""Settings of peft that are not supported unless they have these values."""
+"""Settings of peft that are supported only with these values."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -38,15 +38,15 @@ def check_lora_init_from(config: ExperimentConfig) -> Iterator[ConfigError]:
     if not config.lora.enabled or config.lora.init_from is None:
         return
     folder = Path(config.lora.init_from)
-    settings, torn = _read_settings(folder)
+    settings, flaw = _read_settings(folder)
     shapes: Shapes = {}
-    if not torn:
-        shapes, torn = _read_shapes(folder)
-    if torn:
+    if not flaw:
+        shapes, flaw = _read_shapes(folder)
+    if flaw:
         yield ConfigError(
             _KEY,
             str(folder),
-            torn,
+            flaw,
             fix=f"give a folder with {_SETTINGS} and {_WEIGHTS}, or set {_NO_ADAPTER[0]}",
             remedies=[_NO_ADAPTER],
         )
@@ -56,7 +56,7 @@ def check_lora_init_from(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def _read_settings(folder: Path) -> tuple[Mapping[str, object], str]:
-    """Return the adapter's settings, or what is wrong with them."""
+    """Return the adapter's settings, or an error text."""
     file = folder / _SETTINGS
     if flaw := flaw_of_folder(folder):
         return {}, flaw
@@ -65,14 +65,14 @@ def _read_settings(folder: Path) -> tuple[Mapping[str, object], str]:
     except FileNotFoundError:
         return {}, f"the folder has no {_SETTINGS}"
     except (OSError, ValueError, RecursionError) as err:
-        return {}, f"{_SETTINGS} is torn: {err}"
+        return {}, f"{_SETTINGS} is incomplete or corrupt: {err}"
     if not isinstance(settings, dict) or not {"r", "lora_alpha", "target_modules"} <= set(settings):
         return {}, f"{_SETTINGS} does not say r, lora_alpha and target_modules, as LoRA's does"
     return settings, ""
 
 
 def _read_shapes(folder: Path) -> tuple[Shapes, str]:
-    """Return the shape of each tensor, or what is wrong with the file. Reads its header alone."""
+    """Return the shape of each tensor, or an error text. Reads the file's header alone."""
     file = folder / _WEIGHTS
     if flaw_of_file(file):
         return {}, f"the folder has no {_WEIGHTS}"
@@ -83,7 +83,7 @@ def _read_shapes(folder: Path) -> tuple[Shapes, str]:
                 for name in tensors.keys()  # noqa: SIM118 - it is no dictionary
             }, ""
     except (SafetensorError, OSError) as err:
-        return {}, f"{_WEIGHTS} is torn: {err}"
+        return {}, f"{_WEIGHTS} is incomplete or corrupt: {err}"
 
 
 def _unsupported(folder: Path, settings: Mapping[str, object]) -> Iterator[ConfigError]:
@@ -101,7 +101,7 @@ def _unsupported(folder: Path, settings: Mapping[str, object]) -> Iterator[Confi
 def _other_settings(
     config: ExperimentConfig, settings: Mapping[str, object]
 ) -> Iterator[ConfigError]:
-    """Rank, scaling and modules are those of the section: else it would say what is not so."""
+    """Rank, scaling and modules equal those of section ``lora``."""
     lora = config.lora
     saved_modules = settings["target_modules"]
     modules = (
@@ -130,7 +130,7 @@ def _other_settings(
 def _other_model(config: ExperimentConfig, folder: Path, shapes: Shapes) -> Iterator[ConfigError]:
     model = find_architecture(config.model)
     if model is None or model.experts is not None:
-        return  # experts have names of their own; whoever loads the adapter compares them
+        return  # experts have names of their own; the loader compares them
     expected: dict[str, tuple[int, ...]] = {}
     for layer in range(model.num_layers):
         for module in (name for name in config.lora.modules if name in model.linear_sizes):
@@ -148,7 +148,7 @@ def _other_model(config: ExperimentConfig, folder: Path, shapes: Shapes) -> Iter
                 f"{_say(expected.get(name))} in this model",
                 remedies=[_NO_ADAPTER],
             )
-            return  # one tells enough; the others follow from it
+            return  # one error is enough; the others follow from it
 
 
 def _say(shape: tuple[int, ...] | None) -> str:

@@ -9,13 +9,14 @@ from hybridrl.errors import ConfigError
 
 
 def check_group_has_a_baseline(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A group-relative algorithm compares siblings, so a response must have some."""
+    """A group-relative algorithm compares responses to the same prompt, so it needs several."""
     group_size = config.rollout.num_responses_per_prompt
     if config.algorithm.name == "grpo" and group_size < 2:
         yield ConfigError(
             "rollout.num_responses_per_prompt",
             group_size,
-            f"algorithm.name={config.algorithm.name} compares each response with its siblings",
+            f"algorithm.name={config.algorithm.name} compares responses to the same prompt: at "
+            "least 2",
             remedies=[
                 ("rollout.num_responses_per_prompt=8",),
                 ("rollout.num_responses_per_prompt=2",),
@@ -25,7 +26,7 @@ def check_group_has_a_baseline(config: ExperimentConfig) -> Iterator[ConfigError
 
 
 def check_old_logprobs(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Log-probs of the update itself are the old ones only while nothing was updated."""
+    """Log-probs of the update itself are the old ones only before the first optimizer step."""
     algorithm = config.algorithm
     if algorithm.old_logprobs == "recompute":
         return
@@ -50,7 +51,7 @@ def check_old_logprobs(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_kl_penalty(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A KL penalty has both a place and a weight, or neither; in the loss it has a gradient."""
+    """A KL penalty has both a placement and a weight, or neither; in the loss it has a gradient."""
     kl = config.algorithm.kl
     if kl.placement == "none" and kl.coefficient > 0:
         yield ConfigError(
@@ -63,14 +64,14 @@ def check_kl_penalty(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "algorithm.kl.coefficient",
             kl.coefficient,
-            f"algorithm.kl.placement={kl.placement} costs a reference model and weighs nothing",
+            f"algorithm.kl.placement={kl.placement} loads a reference model that has no effect",
             remedies=[("algorithm.kl.coefficient=0.001",), ("algorithm.kl.placement=none",)],
         )
     if kl.placement == "loss" and kl.estimator == "k1":
         yield ConfigError(
             "algorithm.kl.estimator",
             kl.estimator,
-            "as a loss its expected gradient is 0: it would pull the policy nowhere",
+            "as a loss its expected gradient is 0: it would have no effect",
             remedies=[("algorithm.kl.estimator=k2",), ("algorithm.kl.estimator=k3",)],
         )
 

@@ -1,4 +1,4 @@
-"""Prompts, responses, mini-batches and ranks must divide each other: solved together."""
+"""Prompts, responses, mini-batches and ranks must divide each other: solved as one problem."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _KEYS = {
     "num_minibatches": "algorithm.num_minibatches",
     "num_ranks_per_node": "cluster.num_ranks_per_node",
 }
-_MOST = 2**20  # of prompts, responses and mini-batches
+_MOST = 2**20  # prompts, responses and mini-batches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSizes:
-    """Everything that takes part in the division of one step's rows."""
+    """All sizes in the division of one step's rows."""
 
     num_prompts: int
     num_responses: int
@@ -33,10 +33,10 @@ class BatchSizes:
     tensor_parallel_size: int
 
     model_parallel_size: int = 1
-    """Ranks that train on the same rows, because each has a part of the model."""
+    """Ranks that train on the same rows, because each holds a shard of the model."""
 
     world_multiple: int = 1
-    """What the number of ranks must be a multiple of."""
+    """The number of ranks must be a multiple of this."""
 
     @classmethod
     def of(cls, config: ExperimentConfig) -> Self:
@@ -76,11 +76,11 @@ class BatchSizes:
 
     @property
     def are_legal(self) -> bool:
-        """Whether all divides."""
+        """Whether everything divides."""
         return not self.broken_rules()
 
     def broken_rules(self) -> tuple[str, ...]:
-        """Say in words what does not divide; nothing if all does."""
+        """Describe the sizes that do not divide; empty if all do."""
         num_rows = self.num_prompts * self.num_responses
         shares = self.num_groups * self.num_minibatches
         rules = []
@@ -109,8 +109,8 @@ class BatchSizes:
         if self.model_parallel_size == 1:
             return f"{self.num_ranks} ranks"
         return (
-            f"{self.num_groups} data-parallel ranks, of {self.model_parallel_size} ranks with "
-            "parts of one model each,"
+            f"{self.num_groups} data-parallel ranks, of {self.model_parallel_size} ranks each "
+            "that hold one model together,"
         )
 
 
@@ -119,9 +119,9 @@ def check_batch_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
     sizes = BatchSizes.of(config)
     rules = sizes.broken_rules()
     if not rules or sizes.num_ranks_per_node % sizes.tensor_parallel_size:
-        return  # of the latter check_engines_lie_within_nodes speaks
+        return  # check_engines_lie_within_nodes reports the latter
     if sizes.num_ranks % sizes.world_multiple:
-        return  # of this check_parallel_sizes speaks
+        return  # check_parallel_sizes reports this
     fixed = {"num_minibatches"} if config.algorithm.old_logprobs == "current" else set()
     alternatives = nearest_legal(sizes, fixed=fixed)
     before = asdict(sizes)
@@ -156,8 +156,8 @@ def check_engines_lie_within_nodes(config: ExperimentConfig) -> Iterator[ConfigE
 def nearest_legal(sizes: BatchSizes, *, fixed: Collection[str] = ()) -> list[BatchSizes]:
     """Return the nearest legal value of each size that alone makes all legal, the nearest first.
 
-    Distance is ``|log(new / old)|``, so that 8 -> 16 is as far as 8 -> 4. Ranks are never raised:
-    nobody can conjure GPUs.
+    Distance is ``|log(new / old)|``, so that 8 -> 16 is as far as 8 -> 4. The number of ranks is
+    never raised: the user may have no more GPUs.
     """
     before = asdict(sizes)
     legal: list[tuple[float, BatchSizes]] = []
@@ -173,7 +173,7 @@ def nearest_legal(sizes: BatchSizes, *, fixed: Collection[str] = ()) -> list[Bat
 
 
 def _candidates(sizes: BatchSizes) -> Iterator[tuple[str, Iterable[int]]]:
-    """Yield values around those that divide, by size."""
+    """Yield the values near the present ones that divide, by size."""
     num_prompts, num_responses = sizes.num_prompts, sizes.num_responses
     shares = sizes.num_groups * sizes.num_minibatches
     step = math.lcm(sizes.num_engines, shares // math.gcd(shares, num_responses))
@@ -190,14 +190,14 @@ def _candidates(sizes: BatchSizes) -> Iterator[tuple[str, Iterable[int]]]:
 
 
 def check_sft_batch(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Rows of a supervised step divide evenly over the ranks that have rows of their own."""
+    """Rows of a supervised step divide evenly over the data-parallel ranks."""
     size, num_ranks = config.sft.batch_size, config.num_train_groups
     if size % num_ranks:
         legal = [n for n in (size // num_ranks * num_ranks, -(-size // num_ranks) * num_ranks) if n]
         yield ConfigError(
             "sft.batch_size",
             size,
-            f"must be a multiple of {num_ranks} ranks with rows of their own",
+            f"must be a multiple of {num_ranks} data-parallel ranks",
             remedies=[(f"sft.batch_size={n}",) for n in legal],
         )
 

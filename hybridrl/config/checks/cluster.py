@@ -16,7 +16,7 @@ _SMALLEST_STORE_MIB = 80
 
 
 def check_nodes_have_a_cluster(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Ray, started on this machine alone, has one node."""
+    """A Ray that is started on this machine alone has one node."""
     cluster = config.cluster
     if cluster.num_nodes > 1 and cluster.address is None:
         yield ConfigError(
@@ -28,7 +28,7 @@ def check_nodes_have_a_cluster(config: ExperimentConfig) -> Iterator[ConfigError
 
 
 def check_ray_address(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The address is one that Ray understands."""
+    """The address has a form that Ray understands."""
     address = config.cluster.ray_address
     if address is not None and not re.fullmatch(r"auto|(ray://)?[^/:\s]+:\d+", address):
         yield ConfigError(
@@ -40,7 +40,7 @@ def check_ray_address(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_object_store(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The store's size is said to whoever starts Ray, and Ray has a smallest one."""
+    """The program that starts Ray sets the size of its object store, which has a lower limit."""
     key, size_mib = "cluster.object_store_mib", config.cluster.object_store_mib
     if size_mib and config.cluster.address is not None:
         yield ConfigError(
@@ -59,10 +59,10 @@ def check_object_store(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_worker_setup_hook(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The module of the hook is found from here, and its file defines the function.
+    """The module of the hook can be imported from here, and its file defines the function.
 
-    Only the packages above the module are imported, and the file is parsed: what it does, it is to
-    do in the workers.
+    Only the packages above the module are imported. The file itself is parsed, not run: its code is
+    meant for the workers.
     """
     path = config.cluster.worker_setup_hook
     if path is None:
@@ -70,7 +70,7 @@ def check_worker_setup_hook(config: ExperimentConfig) -> Iterator[ConfigError]:
     module_name, _, name = path.rpartition(".")
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", path):
         rule = "must be package.module.function, with dots between names"
-        yield hook_error(path, rule, "write it so")
+        yield hook_error(path, rule, "correct the name")
         return
     missing, file = _find_module(module_name)
     if missing:
@@ -94,9 +94,9 @@ def _check_function(path: str, name: str, file: Path) -> Iterator[ConfigError]:
 
 
 def _find_module(name: str) -> tuple[str, Path | None]:
-    """Return the first part of a dotted name that is missing, and the Python file if all are there.
+    """Return the first missing piece of a dotted name, or the Python file if nothing is missing.
 
-    Modules that are no Python file, such as extensions, have neither.
+    Modules that are not Python files, such as extensions, have neither.
     """
     parts = name.split(".")
     for end in range(1, len(parts) + 1):

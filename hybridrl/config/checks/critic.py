@@ -1,4 +1,4 @@
-"""Rules about the critic; they say nothing where the algorithm asks none."""
+"""Rules about the critic; silent for an algorithm without a critic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_ROWS = 2**20  # prompts of a step, and mini-batches
 
 
 def check_critic_warmup(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The policy learns at some time, too."""
+    """The warm-up of the critic ends before the run does, so the policy learns too."""
     num_warmup_steps, num_steps = config.critic.num_warmup_steps, config.trainer.num_steps
     if config.has_critic and num_warmup_steps >= num_steps:
         yield ConfigError(
@@ -29,7 +29,7 @@ def check_critic_warmup(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_critic_kernel(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The varlen kernel needs bfloat16, of the critic too."""
+    """The varlen kernel needs bfloat16, for the critic too."""
     dtype = config.critic.compute_dtype
     is_other = dtype != config.actor.compute_dtype == "bfloat16"
     if config.has_critic and config.model.attention == "varlen" and is_other:
@@ -56,13 +56,13 @@ def check_critic_batch_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
         key, value = "critic.num_ranks_per_node", config.critic.num_ranks_per_node
         fewest = _fewest_critic_ranks(config)
         remedies = [(f"critic.num_ranks_per_node={fewest}", "critic.num_minibatches=1")]
-    elif num_ranks != config.num_train_groups:  # one engine is cut, the other is not
+    elif num_ranks != config.num_train_groups:  # megatron-core splits one engine alone
         key, value = "trainer.num_prompts_per_step", config.trainer.num_prompts_per_step
         multiple = _common_multiple(config)
         enough = -(-value // multiple) * multiple
         remedies = [(f"{key}={enough}",)] if enough <= _MOST_ROWS else []
     else:
-        return  # the policy's own rows do not divide either, and check_batch_sizes says so
+        return  # check_batch_sizes reports that the policy's own rows do not divide
     yield ConfigError(
         key,
         value,
@@ -74,7 +74,7 @@ def check_critic_batch_sizes(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def _fewest_critic_ranks(config: ExperimentConfig) -> int:
-    """Return the fewest ranks per node that megatron-core can cut, if it trains the critic."""
+    """Return the fewest ranks per node that megatron-core can divide, if it trains the critic."""
     if config.critic.engine != "megatron":
         return 1
     multiple = config.megatron.world_multiple
@@ -82,7 +82,7 @@ def _fewest_critic_ranks(config: ExperimentConfig) -> int:
 
 
 def _common_multiple(config: ExperimentConfig) -> int:
-    """Return a number of prompts of which every multiple divides for both models and engines."""
+    """Return a number of prompts whose multiples all divide for both models and engines."""
     policy = config.num_train_groups * config.algorithm.num_minibatches
     critic = config.num_critic_groups * config.critic.num_minibatches
     return math.lcm(policy, critic, BatchSizes.of(config).num_engines)

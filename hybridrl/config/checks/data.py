@@ -1,4 +1,4 @@
-"""Rules about where rows come from, and how long they are."""
+"""Rules about the source and the length of rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybridrl.errors import ConfigError
 
 
 def check_data_source(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Rows come from a built-in task or from files, not both, not neither."""
+    """Rows come from a built-in task or from files: from exactly one of them."""
     data = config.data
     if data.task is None and not data.train_files:
         yield ConfigError(
@@ -51,7 +51,7 @@ def check_eval_has_data(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_eval_temperature(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Logits are divided by the temperature: by next to nothing they are no numbers any more."""
+    """Logits are divided by the temperature: near 0 they overflow."""
     key, temperature = "eval.temperature", config.eval.temperature
     if 0 < temperature < COLDEST:
         yield ConfigError(
@@ -63,7 +63,7 @@ def check_eval_temperature(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_sort_digits(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Numbers have a shortest and a longest length, and prompt and answer have room for them."""
+    """Numbers have a shortest and a longest length, and fit into the prompt and the answer."""
     data = config.data
     if data.task != "sort_digits":
         return
@@ -74,14 +74,14 @@ def check_sort_digits(config: ExperimentConfig) -> Iterator[ConfigError]:
             f"must be at most data.max_digits={data.max_digits}",
             remedies=[(f"data.min_digits={data.max_digits}",)],
         )
-    # One token a digit; the prompt ends in '=' and the answer in the end-of-text token.
+    # One token per digit; the prompt ends in '=' and the answer in the end-of-text token.
     room = min(data.max_prompt_tokens, config.rollout.max_response_tokens) - 1
     if data.max_digits > room:
         yield ConfigError(
             "data.max_digits",
             data.max_digits,
-            f"a number takes a token a digit and one more, {data.max_digits + 1} tokens, and there "
-            f"is room for {room + 1}: data.max_prompt_tokens={data.max_prompt_tokens}, "
+            f"such a number takes {data.max_digits + 1} tokens, one more than digits, and the "
+            f"limit is {room + 1}: data.max_prompt_tokens={data.max_prompt_tokens}, "
             f"rollout.max_response_tokens={config.rollout.max_response_tokens}",
             remedies=_room_for_digits(config, room),
         )
@@ -105,7 +105,7 @@ def _room_for_digits(config: ExperimentConfig, room: int) -> list[tuple[str, ...
 
 
 _COLUMNS = {"prompt_key": "prompt", "answer_key": "answer", "source_key": "source"}
-"""Keys of ``data`` that name a column, with what hydra_configs/data calls it."""
+"""Keys of ``data`` that name a column, with their defaults in hydra_configs/data."""
 
 
 def check_data_columns(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -129,7 +129,7 @@ def check_data_columns(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_files_stand_once(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A file that is listed twice would be learnt from twice as often as the others."""
+    """A file that is listed twice would be learned from twice as often as the others."""
     for key, files in (
         ("data.train_files", config.data.train_files),
         ("data.eval_files", config.data.eval_files),

@@ -1,4 +1,4 @@
-"""Rules about what must be on disk or installed. They look, and neither write nor import."""
+"""Rules about files and packages that must exist. They look; they neither write nor import."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from hybridrl.config.spelling import to_override
 from hybridrl.errors import ConfigError, suggest_name
 
 _DATA_SUFFIXES = (".jsonl", ".parquet")
-_RUN_FILES = ("config.yaml", "metrics.jsonl")  # as run/run_folder.py leaves them
+_RUN_FILES = ("config.yaml", "metrics.jsonl")  # written by run/run_folder.py
 _LOCK = ".lock"
 
 
 def check_data_files(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Data files exist and have a suffix that says how to read them."""
+    """Data files exist, and their suffix shows their format."""
     for key, files in (
         ("data.train_files", config.data.train_files),
         ("data.eval_files", config.data.eval_files),
@@ -38,7 +38,7 @@ def check_data_files(config: ExperimentConfig) -> Iterator[ConfigError]:
         for name in files:
             file = Path(name)
             if name.startswith("hf://"):
-                rule = "data sets of the Hugging Face Hub are not read yet, but files of theirs are"
+                rule = "data sets of the Hugging Face Hub are read from downloaded files alone"
                 fix = f"type hf download NAME --repo-type dataset --local-dir data, correct {key}"
                 yield ConfigError(key, name, rule, fix)
             elif file.suffix not in _DATA_SUFFIXES:
@@ -86,7 +86,7 @@ def _find_function(key: str, file: Path, name: str) -> Iterator[ConfigError]:
     try:
         names = names_at_top_level(file)
     except SyntaxError as err:
-        yield ConfigError(key, spelled, f"not a Python file: {err}", fix=f"mend {file}")
+        yield ConfigError(key, spelled, f"not a Python file: {err}", fix=f"correct {file}")
         return
     functions = functions_of(names)
     if name not in names and ANYTHING not in names:
@@ -107,13 +107,13 @@ def _find_function(key: str, file: Path, name: str) -> Iterator[ConfigError]:
 
 
 def check_run_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The run folder is new, or may be replaced, and can be made."""
+    """The run folder is new, or may be replaced, and can be created."""
     folder = Path(config.trainer.run_dir)
     is_folder = not flaw_of_folder(folder)
     if is_folder and any(path.name != _LOCK for path in folder.iterdir()):
         yield from _check_replaceable(folder, config)
     elif flaw := flaw_of_new_folder(folder):
-        fix = "set trainer.run_dir to a folder that you may make"
+        fix = "set trainer.run_dir to a folder that you may create"
         yield ConfigError("trainer.run_dir", config.trainer.run_dir, flaw, fix=fix)
 
 
@@ -124,9 +124,9 @@ def _check_replaceable(folder: Path, config: ExperimentConfig) -> Iterator[Confi
     elsewhere = (f"{key}={to_override(f'{base}-{free}')}",)
     is_run = all(is_there(folder / name) for name in _RUN_FILES)
     if not is_run:
-        rule = f"holds files, but no {' and '.join(_RUN_FILES)}: it is no run folder"
+        rule = f"holds files, but not {' and '.join(_RUN_FILES)}: it is not a run folder"
         yield ConfigError(key, spelled, rule, remedies=[elsewhere])
     elif not config.trainer.overwrite and config.checkpoint.resume == "never":
-        rule = "holds another run, which is never overwritten without being asked"
+        rule = "holds another run, which is overwritten only on request"
         remedies = [elsewhere, ("trainer.overwrite=true",), ("checkpoint.resume=auto",)]
         yield ConfigError(key, spelled, rule, remedies=remedies)

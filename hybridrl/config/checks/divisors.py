@@ -10,7 +10,7 @@ _LARGEST_TRIED = 2**12
 def divisors_of(number: int) -> list[int]:
     """Return divisors of ``number`` (1 or more), in ascending order.
 
-    All of them up to 2^24. Of a larger number those that have a factor of at most 2^12, and the
+    Up to 2^24 all of them. For a larger number those with a factor of at most 2^12, and the
     number itself: enough for a proposal, in bounded time.
     """
     small = [n for n in range(1, min(math.isqrt(number), _LARGEST_TRIED) + 1) if number % n == 0]
@@ -18,7 +18,7 @@ def divisors_of(number: int) -> list[int]:
 
 
 def multiples_near(number: int, step: int) -> tuple[int, int]:
-    """Return the multiples of ``step`` around ``number``: the highest below it or it, the next."""
+    """Return the multiples of ``step`` around ``number``: the last up to it, and the next."""
     below = number // step * step
     return below, below + step
 
@@ -27,7 +27,7 @@ def divisors_near(number: int, wanted: int, *, at_most: int, count: int) -> list
     """Return up to ``count`` divisors of ``number`` in [1, at_most], nearest to ``wanted`` first.
 
     ``wanted`` itself is left out. Distance is the ratio, so that 8 -> 16 is as far as 8 -> 4.
-    Everything divides 0: then numbers around ``wanted`` are returned.
+    Everything divides 0: for 0 the numbers around ``wanted`` are returned.
     """
     if number:
         divisors = divisors_of(number)

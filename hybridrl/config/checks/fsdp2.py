@@ -21,7 +21,7 @@ UNUSED = FSDP2Config(
     compile_blocks=False,
     liger_kernels=False,
 )
-"""The values of hydra_configs."""
+"""The defaults of hydra_configs."""
 
 
 def check_fsdp2_is_used(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -43,7 +43,7 @@ def check_fsdp2_is_used(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_replicas(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Every copy of the model has as many ranks."""
+    """Every copy of the model has the same number of ranks."""
     for section, engine, num_ranks in _engines(config):
         number = engine.fsdp2.num_replicas
         if engine.engine == "fsdp2" and num_ranks % number:
@@ -57,7 +57,7 @@ def check_replicas(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_liger_kernels(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Liger's kernels are for CUDA, an extra, and do themselves what a compiler would."""
+    """Liger's kernels need CUDA and an extra package, and replace a compiler's fusion."""
     for section, engine, _ in _engines(config):
         options, key = engine.fsdp2, f"{section}.fsdp2.liger_kernels"
         if not options.liger_kernels:

@@ -1,4 +1,4 @@
-"""Rules about adapters, held against the model's config.json before anything starts."""
+"""Rules about adapters, checked against the model's config.json before anything starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OF_HEADS = ("q_proj", "k_proj", "v_proj")
 
 
 def check_lora_targets(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Every name adapts something: a name that matches no layer would silently teach nothing."""
+    """Every target name adapts a layer: a name that matches none would silently train nothing."""
     lora = config.lora
     if not lora.enabled:
         return
@@ -33,18 +33,18 @@ def check_lora_targets(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_lora_rank(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """B A has the rank of its smallest side, so a higher rank is memory for nothing."""
+    """B A has at most the rank of its smallest side, so a higher rank wastes memory."""
     model = find_architecture(config.model)
     if not config.lora.enabled or model is None:
         return
     sizes = linear_sizes(model)
     targets = [name for name in config.lora.modules if name in sizes]
     if not targets:
-        return  # check_lora_targets says so
+        return  # check_lora_targets reports it
     smallest = min(targets, key=lambda name: min(sizes[name]))
     outputs, inputs = sizes[smallest]
     limit = min(outputs, inputs)
-    if 0 < limit < config.lora.rank:  # of heads without a size check_starter_shape speaks
+    if 0 < limit < config.lora.rank:  # check_starter_shape reports heads without a size
         yield ConfigError(
             "lora.rank",
             config.lora.rank,
@@ -54,7 +54,7 @@ def check_lora_rank(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_lora_dropout(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The policy that is trained is the one that sampled."""
+    """The trained policy is the one that sampled."""
     if config.lora.enabled and config.lora.dropout > 0:
         yield ConfigError(
             "lora.dropout",
@@ -66,7 +66,7 @@ def check_lora_dropout(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_lora_base(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Where frozen weights sleep matters only if they are kept apart and engines sleep."""
+    """``lora.base`` matters only if frozen weights are separate and engines sleep."""
     lora = config.lora
     if not lora.enabled or lora.base in ("auto", "resident"):
         return
@@ -88,7 +88,7 @@ def check_lora_base(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_adapted_layers(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Adapters stand beside whole heads and whole experts of megatron-core's linear layers."""
+    """Adapters need full heads and full experts of megatron-core's linear layers on a rank."""
     megatron, lora = config.megatron, config.lora
     model = find_architecture(config.model)
     if config.actor.engine != "megatron" or not lora.enabled or model is None:
@@ -100,7 +100,7 @@ def check_adapted_layers(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "megatron.tensor_parallel_size",
             tensor,
-            f"a rank must have a whole one of the model's {num_kv_heads} key-value heads where "
+            f"each rank must have a full one of the model's {num_kv_heads} key-value heads: "
             f"{', '.join(_OF_HEADS)} have adapters",
             remedies=[(f"lora.target_modules=[{','.join(others or ['o_proj'])}]",)],
         )
@@ -109,7 +109,7 @@ def check_adapted_layers(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "megatron.expert_tensor_parallel_size",
             megatron.expert_tensor_parallel_size,
-            "an expert with an adapter is whole on its rank",
+            "an expert with an adapter must be on one rank",
             remedies=[
                 ("megatron.expert_tensor_parallel_size=1",),
                 ("lora.target_modules=[q_proj,k_proj,v_proj,o_proj]",),

@@ -1,4 +1,4 @@
-"""Rules about models that train on megatron-core; they say nothing where none does."""
+"""Rules about models that train on megatron-core; silent without such a model."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ UNUSED = MegatronConfig(
     optimizer_args={},
     ddp_args={},
 )
-"""The section as it is where nobody changed it: hydra_configs/megatron/default.yaml."""
+"""The section with the defaults of hydra_configs/megatron/default.yaml."""
 
 
 def check_megatron_is_used(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The section is changed only where a model trains on megatron-core."""
+    """The section is changed only if a model trains on megatron-core."""
     if config.megatron_worlds:
         return
     values = asdict(config.megatron)
@@ -51,17 +51,16 @@ def check_megatron_is_used(config: ExperimentConfig) -> Iterator[ConfigError]:
             yield ConfigError(
                 f"megatron.{name}",
                 value,
-                "would be ignored: neither actor.engine nor the engine of a critic that is asked "
-                "is megatron",
+                "would be ignored: no model of this run trains with engine=megatron",
                 remedies=[reset],
                 fix=f"{instruction(reset)}, or set actor=megatron",
             )
 
 
 def check_megatron_is_installed(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """megatron-core is an extra: a run should not learn that it is missing from its workers.
+    """megatron-core is an extra: a missing one is reported here and not by the workers.
 
-    ``mode=check`` may be another machine's than the run; it says itself what it could not check.
+    ``mode=check`` may run on another machine than the run; its report names what it did not check.
     """
     if not config.megatron_worlds or config.mode in ("check", "plan"):
         return
@@ -78,14 +77,14 @@ def check_megatron_is_installed(config: ExperimentConfig) -> Iterator[ConfigErro
 
 
 def has_transformer_engine() -> bool:
-    """Look whether TransformerEngine is installed, without importing it."""
+    """Return whether TransformerEngine is installed, without importing it."""
     return find_spec("transformer_engine") is not None
 
 
 def check_layer_kernels(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Kernels that are asked for are there, and run on the device.
+    """The requested kernels are installed and run on the device.
 
-    ``mode=check`` may be another machine's than the run; its rehearsal says what is missing here.
+    ``mode=check`` may run on another machine than the run; its rehearsal names missing packages.
     """
     if not config.megatron_worlds:
         return
@@ -133,20 +132,20 @@ def _needs_transformer_engine(config: ExperimentConfig, missing: str) -> Iterato
 
 
 def _few_bits(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Matrix products of 8 and 4 bits are TransformerEngine's; without it nobody would do them."""
+    """Matrix products in 8 and 4 bits need TransformerEngine."""
     for key, value in keys_of_transformer_engine(config.megatron).items():
         if key.startswith("megatron.transformer_args."):
             yield ConfigError(
                 key,
                 value,
-                "such matrix products are TransformerEngine's, and megatron.layers=local",
+                "such matrix products need TransformerEngine's layers, and megatron.layers=local",
                 fix=f"leave it out, or add ~{key}",
                 remedies=[(f"~{key}",)],
             )
 
 
 def check_recompute_modules(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """What is recomputed is there, and something is recomputed at all."""
+    """The modules to recompute exist in the model, and recomputation is on."""
     key, modules = "megatron.recompute_modules", config.megatron.recompute_modules
     if not config.megatron_worlds or not modules:
         return
@@ -200,8 +199,8 @@ def check_master_weights(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "model.dtype",
             config.model.dtype,
-            "what learns on megatron-core keeps its weights in float32 in the optimizer; they are "
-            "computed with in actor.compute_dtype (critic.compute_dtype)",
+            "megatron-core's optimizer keeps trained weights in float32; they compute in "
+            "actor.compute_dtype (critic.compute_dtype)",
             remedies=[("model.dtype=float32",)],
         )
 
@@ -225,7 +224,7 @@ def check_routing(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_routing_replay(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """To replay routes someone must have recorded them."""
+    """A replay of routes needs recorded routes."""
     rollout = config.rollout
     if not config.megatron_worlds or not config.megatron.replay_routing:
         return
@@ -238,18 +237,18 @@ def check_routing_replay(config: ExperimentConfig) -> Iterator[ConfigError]:
         "megatron.replay_routing",
         got=True,
         rule=f"rollout.engine={rollout.engine} with rollout.routed_experts="
-        f"{to_override(rollout.routed_experts)} does not say which experts it used",
+        f"{to_override(rollout.routed_experts)} does not return the experts that it used",
         remedies=[records, ("megatron.replay_routing=false",)],
     )
 
 
 def check_routes_were_sampled(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Nobody recorded the routes of examples in a file. Of supervised fine-tuning alone."""
+    """Examples in a file have no recorded routes. For supervised fine-tuning alone."""
     if config.megatron_worlds and config.megatron.replay_routing:
         yield ConfigError(
             "megatron.replay_routing",
             got=True,
-            rule="mode=sft learns from a file, which does not say which experts were used",
+            rule="mode=sft learns from a file, which holds no routes of experts",
             remedies=[("megatron.replay_routing=false",)],
         )
 

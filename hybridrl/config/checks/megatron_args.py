@@ -1,4 +1,4 @@
-"""Rules about what is handed on to megatron-core by its own names: what no run of ours can take."""
+"""Rules about arguments passed to megatron-core by its own names: those that no run can use."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ _OF_THE_MODEL = frozenset(
 )
 """Fields of TransformerConfig that follow from the model's config.json."""
 
-_COMPUTED = "weights are loaded, exported and saved in the type that is computed in"
-_GPT_MODEL = "it belongs to megatron-core's whole GPTModel, and embedding and head here are ours"
+_COMPUTED = "weights are loaded, exported and saved in the type that computes"
+_GPT_MODEL = "it belongs to megatron-core's GPTModel, and hybridrl has its own embedding and head"
 _FUNCTION = "it is a function of the engine"
 
 _TRANSFORMER_OURS = by_argument(
@@ -77,26 +77,22 @@ _TRANSFORMER_OURS = by_argument(
             "moe_z_loss_coeff"
         ),
         "its kernel chooses experts by itself, and cannot replay any": "moe_router_fusion",
-        "its tensors of all experts are no tensors of the model's files": (
-            "moe_use_legacy_grouped_gemm"
-        ),
+        "the model's files have no tensors that hold all experts": ("moe_use_legacy_grouped_gemm"),
         "weights are read from the model folder": (
             "perform_initialization use_cpu_initialization init_model_with_meta_device"
         ),
         _COMPUTED: "fp8_param fp4_param",
-        "rollout.sleep moves training state, and it would no longer know where it is": (
-            "cpu_offloading"
-        ),
+        "rollout.sleep moves training state, and it would use the old address": ("cpu_offloading"),
         _GPT_MODEL: (
             "fine_grained_activation_offloading overlap_moe_expert_parallel_comm "
             "delay_wgrad_compute defer_embedding_wgrad_compute cross_entropy_loss_fusion "
             "cross_entropy_fusion_impl num_microbatches_with_partial_activation_checkpoints"
         ),
-        "packs differ in length, and it takes one length": (
+        "micro-batches differ in length, and it needs one length": (
             "tp_comm_overlap cuda_graph_impl enable_cuda_graph external_cuda_graph"
         ),
-        "it takes no packs": "fused_single_qkv_rope",
-        "packs come in groups of pipeline_parallel_size": "microbatch_group_size_per_vp_stage",
+        "it does not support packed rows": "fused_single_qkv_rope",
+        "its size is megatron.pipeline_parallel_size": "microbatch_group_size_per_vp_stage",
         _FUNCTION: (
             "finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func"
         ),
@@ -104,7 +100,7 @@ _TRANSFORMER_OURS = by_argument(
 )
 
 _DISPATCHERS = ("alltoall", "flex")
-"""Those that take other numbers of tokens from each rank."""
+"""Those that need a different number of tokens from each rank."""
 
 _OPTIMIZER_TYPED = by_argument(
     {
@@ -128,7 +124,7 @@ _OPTIMIZER_OURS = by_argument(
         "all weights follow one schedule": "decoupled_lr decoupled_min_lr",
         "weight decay is not applied to vectors": "apply_wd_to_qk_layernorm",
         "data-parallel ranks share the optimizer's state": "use_distributed_optimizer",
-        "a checkpoint holds float32 weights, which other engines and sizes go on from": (
+        "a checkpoint holds float32 weights, from which other engines and sizes resume": (
             "main_params_dtype store_param_remainders"
         ),
         _COMPUTED: "fp8_recipe reuse_grad_buf_for_mxfp8_param_ag",
@@ -156,7 +152,7 @@ _DDP_OURS = by_argument(
         "actor=fsdp2 is the engine that shards so": (
             "use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy"
         ),
-        "gradients have memory within a step alone, and NCCL would keep the old address": "nccl_ub",
+        "gradient memory lasts for one step, and NCCL would keep the old address": "nccl_ub",
         _COMPUTED: "fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag",
         _GPT_MODEL: "delay_wgrad_compute",
     }
@@ -168,7 +164,7 @@ _SMALL_STATE = ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dt
 
 
 def keys_of_transformer_engine(megatron: MegatronConfig) -> dict[str, ArgumentValue]:
-    """Return what is asked for by key that TransformerEngine alone does."""
+    """Return the requests, by key, that only TransformerEngine can serve."""
     keys: dict[str, ArgumentValue] = {}
     if megatron.layers == "transformer_engine":
         keys["megatron.layers"] = megatron.layers
@@ -183,7 +179,7 @@ def keys_of_transformer_engine(megatron: MegatronConfig) -> dict[str, ArgumentVa
 
 
 def without_transformer_engine(megatron: MegatronConfig) -> MegatronConfig:
-    """Return the section without what ``keys_of_transformer_engine`` names."""
+    """Return the section without the keys of ``keys_of_transformer_engine``."""
     return replace(
         megatron,
         layers="local",
@@ -202,9 +198,9 @@ def without_transformer_engine(megatron: MegatronConfig) -> MegatronConfig:
 
 
 def check_transformer_args(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """What has a key of its own is typed there; else two keys would say different things.
+    """Arguments with a hybridrl key are set by that key alone: else two keys could disagree.
 
-    Names that megatron-core does not know are told by ``mode=check``, which asks it.
+    ``mode=check`` reports names that megatron-core does not know; it asks megatron-core itself.
     """
     if not config.megatron_worlds:
         return
@@ -215,21 +211,21 @@ def check_transformer_args(config: ExperimentConfig) -> Iterator[ConfigError]:
     for name, value in given.items():
         key = f"{section}.{name}"
         if name in _OF_THE_MODEL:
-            rule = "the model's config.json says that"
+            rule = "the model's config.json sets it"
             fix = f"set model.path to a model of that shape, and ~{key}"
             yield ConfigError(key, value, rule, fix, remedies=[(f"~{key}",)])
         elif name == "moe_token_dispatcher_type" and value not in _DISPATCHERS:
             yield ConfigError(
                 key,
                 value,
-                "ranks differ in their numbers of tokens, which of megatron-core's dispatchers "
-                f"{' and '.join(_DISPATCHERS)} alone take",
+                "ranks have different numbers of tokens; of megatron-core's dispatchers only "
+                f"{' and '.join(_DISPATCHERS)} support that",
                 remedies=[(f"~{key}",)],
             )
 
 
 def check_optimizer_args(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Likewise of its OptimizerConfig; and what it keeps is kept where and as we can save it."""
+    """Likewise of its OptimizerConfig; and its state stays in a form that a checkpoint can save."""
     if not config.megatron_worlds:
         return
     given, section = config.megatron.optimizer_args, "megatron.optimizer_args"
@@ -245,7 +241,7 @@ def check_optimizer_args(config: ExperimentConfig) -> Iterator[ConfigError]:
                 f"{section}.{name}",
                 given[name],
                 f"must be {' or '.join(_MOMENT_TYPES)}: of others megatron-core keeps scaled "
-                "values, which no other engine goes on from",
+                "values, from which no other engine resumes",
                 remedies=[(f"~{section}.{name}",)],
             )
 

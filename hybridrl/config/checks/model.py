@@ -1,4 +1,4 @@
-"""Rules about the model: where it comes from, its shape, its context."""
+"""Rules about the model: its source, its shape, its context."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hybridrl.config.paths import flaw_of_file, flaw_of_folder
 from hybridrl.errors import ConfigError, ModelError
 
 _FOLDERS = (".", "..", "models", "model", "weights", "checkpoints", "runs")
-"""First parts of a path that are no owner of a model on the Hugging Face Hub."""
+"""First names of a path that are not owners of models on the Hugging Face Hub."""
 
 
 def check_model_source(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Weights come from a folder or are made, not both, not neither."""
+    """Weights come from a folder or are made: exactly one of them."""
     model = config.model
     if model.path is None and model.starter is None:
         yield ConfigError(
@@ -40,7 +40,7 @@ def check_model_source(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_starter_shape(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Heads of the made model divide, and rotary embedding finds pairs in each."""
+    """Heads of the starter model divide its width, and their size is even for rotary embedding."""
     starter = config.model.starter
     if starter is None:
         return
@@ -66,7 +66,7 @@ def check_starter_shape(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_starter_context(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The longest row fits into the context of the made model."""
+    """The longest row fits into the context of the starter model."""
     starter = config.model.starter
     if starter is None or config.max_row_tokens <= starter.max_position_embeddings:
         return
@@ -81,7 +81,7 @@ def check_starter_context(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_starter_reads_plain_text(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The made tokenizer has no chat template."""
+    """The starter model's tokenizer has no chat template."""
     if config.model.path is None and config.data.use_chat_template:
         yield ConfigError(
             "data.use_chat_template",
@@ -92,7 +92,7 @@ def check_starter_reads_plain_text(config: ExperimentConfig) -> Iterator[ConfigE
 
 
 def check_chat_template(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A model folder has the chat template that prompts are to be wrapped with."""
+    """A model folder has the chat template that ``data.apply_chat_template`` needs."""
     path = config.model.path
     if path is None or not config.data.use_chat_template or flaw_of_folder(path):
         return
@@ -102,7 +102,7 @@ def check_chat_template(config: ExperimentConfig) -> Iterator[ConfigError]:
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return  # of a tokenizer, which says so itself
+        return  # the tokenizer reports its own errors
     if isinstance(settings, dict) and not settings.get("chat_template"):
         yield ConfigError(
             "data.use_chat_template",
@@ -127,7 +127,7 @@ def check_attention_runs_on_device(config: ExperimentConfig) -> Iterator[ConfigE
 
 
 def check_model_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A model folder exists, can be read, and its context holds the longest row."""
+    """A model folder exists, is readable, and its context holds the longest row."""
     path = config.model.path
     if path is None:
         return
@@ -157,7 +157,7 @@ def check_model_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_engines_know_the_model(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """An architecture is known, and one that megatron-core alone trains is given to no other."""
+    """The architecture is supported, by the training engine that is chosen."""
     model_type = _model_type_of(config)
     if model_type is None or model_type in TRANSFORMERS_MODEL_TYPES:
         return
@@ -165,8 +165,8 @@ def check_engines_know_the_model(config: ExperimentConfig) -> Iterator[ConfigErr
         yield ConfigError(
             "model.path",
             config.model.path,
-            f"its model_type={model_type!r} is not supported yet: attention and weights are known "
-            f"of {', '.join(MEGATRON_MODEL_TYPES)}",
+            f"its model_type={model_type!r} is not supported yet: supported "
+            f"are {', '.join(MEGATRON_MODEL_TYPES)}",
             fix="set model.path to such a model",
         )
         return
@@ -180,7 +180,7 @@ def check_engines_know_the_model(config: ExperimentConfig) -> Iterator[ConfigErr
             yield ConfigError(
                 key,
                 engine,
-                f"knows dense models alone ({', '.join(TRANSFORMERS_MODEL_TYPES)}), and "
+                f"supports dense models alone ({', '.join(TRANSFORMERS_MODEL_TYPES)}), and "
                 f"model.path={config.model.path} is a mixture of experts ({model_type}), which "
                 f"{'SGLang serves' if engine == 'hf' else 'megatron-core trains'}",
                 remedies=[(remedy,)],
@@ -193,11 +193,11 @@ def _model_type_of(config: ExperimentConfig) -> str | None:
         path = config.model.path
         return None if path is None else str(read_settings(Path(path))["model_type"])
     except ModelError:
-        return None  # check_model_folder names what is wrong with the file
+        return None  # check_model_folder reports the error in the file
 
 
 def _download(path: str) -> str:
-    """Say how to get the model that ``path`` means: a folder, or a name on the Hugging Face Hub."""
+    """Return how to get the model of ``path``: a folder, or a name on the Hugging Face Hub."""
     name = path.removeprefix("hf://").removeprefix("https://huggingface.co/").rstrip("/")
     owner = name.partition("/")[0]
     if owner in _FOLDERS or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
@@ -207,7 +207,7 @@ def _download(path: str) -> str:
 
 
 def _shorter_rows(config: ExperimentConfig, context: int) -> list[tuple[str, ...]]:
-    """Spell the overrides with which the longest row fits into ``context`` tokens."""
+    """Return the overrides with which the longest row fits into ``context`` tokens."""
     num_response, num_prompt = config.rollout.max_response_tokens, config.data.max_prompt_tokens
     remedies: list[tuple[str, ...]] = []
     if num_prompt < context:

@@ -15,7 +15,7 @@ from hybridrl.config.spelling import to_override
 from hybridrl.errors import ConfigError, instruction
 
 Changes = Mapping[str, int | bool | None]
-"""Other values, by key."""
+"""Changed values, by key."""
 
 _TENSOR = "megatron.tensor_parallel_size"
 _SEQUENCE = "megatron.sequence_parallel"
@@ -39,7 +39,7 @@ _MOST_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class _Broken:
-    """A rule that a key breaks, and changes that may mend it, the nearest first."""
+    """A rule that a key breaks, and changes that may fix it, the nearest first."""
 
     key: str
     rule: str
@@ -65,7 +65,7 @@ def _typed(changes: Changes) -> tuple[str, ...]:
 
 
 def _is_legal(config: ExperimentConfig, model: Architecture | None, changes: Changes) -> bool:
-    """Say whether all sizes divide after changes, and rows over the data-parallel ranks too."""
+    """Return whether all sizes divide after changes, and rows over the data-parallel ranks too."""
     for key, value in changes.items():
         config = with_value(config, key, value)
     if next(_broken_rules(config, model), None) is not None:
@@ -112,7 +112,7 @@ def _worlds(config: ExperimentConfig, model: Architecture | None) -> Iterator[_B
 
 
 def _other_ranks(config: ExperimentConfig, key: str) -> Iterator[Changes]:
-    """Yield numbers of ranks a node that all parallel sizes divide; GPUs are never added."""
+    """Yield numbers of ranks per node that all parallel sizes divide; GPUs are never added."""
     ranks: int = attrgetter(key)(config)
     most = max(_MOST_CPU_RANKS, ranks) if config.cluster.device == "cpu" else ranks
     for number in multiples_near(ranks, config.megatron.world_multiple):
@@ -153,7 +153,7 @@ def _tensor(config: ExperimentConfig, model: Architecture) -> Iterator[_Broken]:
 
 
 def _divides(config: ExperimentConfig, key: str, rule: str, legal: Sequence[int]) -> _Broken:
-    """Name the legal values, and propose the nearest that have ranks enough."""
+    """Name the legal values, and propose the nearest that need no more ranks than there are."""
     size: int = attrgetter(key)(config)
     most = max(config.megatron_worlds.values())
     shown = ", ".join(map(str, legal[:_MOST_SHOWN])) + ", ..." * (len(legal) > _MOST_SHOWN)
@@ -164,7 +164,7 @@ def _divides(config: ExperimentConfig, key: str, rule: str, legal: Sequence[int]
 
 
 def _tensors_apart(config: ExperimentConfig, key: str, size: int) -> Changes:
-    """Return a change; without tensor parallelism there is no sequence parallelism either."""
+    """Return a change; without tensor parallelism sequence parallelism is off, too."""
     ends = key == _TENSOR and size == 1 and config.megatron.sequence_parallel
     return {key: size, _SEQUENCE: False} if ends else {key: size}
 
@@ -194,7 +194,7 @@ def _pipeline(config: ExperimentConfig, model: Architecture) -> Iterator[_Broken
     uneven = [key for key, number in ends.items() if number is not None]
     changes = [*_uneven_stages(num_layers, num_stages, num_virtual), dict.fromkeys(uneven)]
     if uneven:
-        between = f"what is left of the model's {num_layers} layers must divide by the stages in"
+        between = f"the others of the model's {num_layers} layers must divide by the stages in"
         virtual = f", and each number by {num_virtual} virtual stages" if num_virtual > 1 else ""
         alone = "there is one stage, which has all layers"
         rule = alone if num_stages == 1 else f"{between} between{virtual}"
@@ -215,7 +215,7 @@ def _pipeline(config: ExperimentConfig, model: Architecture) -> Iterator[_Broken
 
 
 def _uneven_stages(num_layers: int, num_stages: int, num_virtual: int) -> Iterator[Changes]:
-    """Yield the split that leaves the ends least: they have the embeddings."""
+    """Yield the split with the fewest layers on the first and last stage: they have embeddings."""
     if num_stages < 3:
         return
     each = -(-num_layers // (num_stages * num_virtual)) * num_virtual
@@ -253,10 +253,10 @@ def _experts(config: ExperimentConfig, model: Architecture) -> Iterator[_Broken]
 
 
 def _whole_experts(config: ExperimentConfig, model: Architecture) -> Iterator[_Broken]:
-    """Nobody adds up what grouped experts learn that each tensor-parallel rank has whole.
+    """Grouped experts that every tensor-parallel rank holds in full need their gradients summed.
 
-    For layers of megatron-core's own ``layers.mark_shards`` has it done. On CUDA ``auto`` counts as
-    TransformerEngine wherever this is asked: the ranks may have it where this machine has not.
+    megatron-core's own layers have it done by ``layers.mark_shards``. On CUDA ``auto`` counts as
+    TransformerEngine here: the ranks may have it although this machine has not.
     """
     sizes = config.megatron
     may_be_grouped = config.cluster.device == "cuda" and sizes.layers != "local"
@@ -264,8 +264,7 @@ def _whole_experts(config: ExperimentConfig, model: Architecture) -> Iterator[_B
     if model.experts and may_be_grouped and is_whole and sizes.tensor_parallel_size > 1:
         yield _Broken(
             _EXPERT,
-            "TransformerEngine's experts would be whole on each of "
-            f"{sizes.tensor_parallel_size} tensor-parallel ranks, and learn apart; with "
-            "megatron.layers=local they do not",
+            f"each of {sizes.tensor_parallel_size} tensor-parallel ranks would train its own copy "
+            "of TransformerEngine's experts; megatron.layers=local trains one",
             [{_EXPERT: n} for n in divisors_of(model.experts.num_experts)[1:]],
         )

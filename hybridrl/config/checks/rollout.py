@@ -33,12 +33,12 @@ TYPED: Mapping[str, str] = {
     "max_lora_rank": "lora.rank",
     "lora_target_modules": "lora.target_modules",
 }
-"""Arguments of SGLang that follow from a key of ours."""
+"""Arguments of SGLang that follow from a hybridrl key."""
 
 _OURS: Mapping[str, str] = {
     "host": "the server listens on its own machine alone",
     "port": "each server looks for a free one",
-    "served_model_name": "it tells a server from a stranger on its port",
+    "served_model_name": "it identifies the server on its port",
     "load_format": "weights are sent by the trainer, not read",
     "skip_tokenizer_init": "requests carry token ids in both directions",
     "max_loras_per_batch": "there is one adapter",
@@ -50,24 +50,24 @@ _OURS: Mapping[str, str] = {
     "api_key": "each server gets a random one, which its engine alone knows",
     "admin_api_key": "each server gets a random key, which its engine alone knows",
 }
-"""Arguments of SGLang that are not to be chosen, and why."""
+"""Arguments of SGLang that users may not choose, and why."""
 
 
 _GRAPH_BACKENDS = ("cuda_graph_backend_prefill", "cuda_graph_backend_decode")
 _IN_PIECES = "breakable"
 _FLOAT32_ATTENTION = ("triton", "torch_native", "flex_attention")
-"""Backends of SGLang that are written in Triton or plain torch, for any type of number."""
+"""Backends of SGLang in Triton or plain torch, for any number type."""
 
 
 def check_engine_args(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """What has a key of its own is typed there; else two keys would say different things."""
+    """Arguments with a hybridrl key are set by that key alone: else two keys could disagree."""
     rollout = config.rollout
     if rollout.engine_args and rollout.engine != "sglang":
         reset = resetting("rollout.engine_args", rollout.engine_args, {})
         yield ConfigError(
             "rollout.engine_args",
             dict(rollout.engine_args),
-            f"would be ignored: they are SGLang's, and rollout.engine={rollout.engine}",
+            f"would be ignored: they are arguments of SGLang, and rollout.engine={rollout.engine}",
             remedies=[reset],
             fix=f"{instruction(reset)}, or set rollout=sglang",
         )
@@ -78,7 +78,7 @@ def check_engine_args(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_graphs_can_be_released(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """SGLang captures graphs in pieces only where their memory is never released."""
+    """SGLang captures graphs in pieces only if their memory is never released."""
     rollout = config.rollout
     releases_graphs = rollout.sleep and rollout.cuda_graphs and config.cluster.device == "cuda"
     if rollout.engine != "sglang" or not releases_graphs:
@@ -96,7 +96,7 @@ def check_graphs_can_be_released(config: ExperimentConfig) -> Iterator[ConfigErr
 
 
 def check_server_computes_in(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The attention that SGLang takes on a GPU by itself knows no float32."""
+    """SGLang's default attention on a GPU does not support float32."""
     rollout = config.rollout
     is_on_gpu = rollout.engine == "sglang" and config.cluster.device == "cuda"
     if not is_on_gpu or rollout.dtype == "bfloat16":
@@ -113,7 +113,7 @@ def check_server_computes_in(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_sglang_is_installed(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """SGLang is an extra: a run should not learn that it is missing from its workers."""
+    """SGLang is an extra: a missing one is reported here and not by the workers."""
     if config.rollout.engine == "sglang" and find_spec("sglang") is None:
         yield ConfigError(
             "rollout.engine",
@@ -126,7 +126,7 @@ def check_sglang_is_installed(config: ExperimentConfig) -> Iterator[ConfigError]
 
 
 def check_drain_fits_its_stage(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Ranks wait for a draining one no longer than a stage may take."""
+    """Ranks wait for an engine that drains no longer than for any stage."""
     rollout = config.rollout
     after_s = ABORT_GRACE_S + FLUSH_TIMEOUT_S
     needed_s = rollout.drain_timeout_s + after_s
@@ -145,7 +145,7 @@ def check_drain_fits_its_stage(config: ExperimentConfig) -> Iterator[ConfigError
 
 
 def check_server_reads_the_model(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """SGLang (seen with 0.5.21) leaves a tied head of Qwen3-MoE as it was made: at random."""
+    """SGLang (seen with 0.5.21) leaves a tied output embedding of Qwen3-MoE random."""
     model = find_architecture(config.model)
     if config.rollout.engine != "sglang" or model is None or not model.is_tied:
         return
@@ -160,7 +160,7 @@ def check_server_reads_the_model(config: ExperimentConfig) -> Iterator[ConfigErr
 
 
 def check_certificate(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """A proof bit by bit needs an engine that draws from the seeds that it is given."""
+    """A bitwise comparison needs an engine that draws from the given seeds."""
     rollout = config.rollout
     is_seeded = rollout.engine_args.get("enable_deterministic_inference")
     if config.mode == "certify" and rollout.engine == "sglang" and not is_seeded:
@@ -174,7 +174,7 @@ def check_certificate(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_transport(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Weights travel only to an engine of another process, and NCCL wants a GPU for each end."""
+    """Weights travel only to an engine in another process; NCCL needs a GPU at each end."""
     key, transport = "rollout.transport", config.rollout.transport
     if config.rollout.engine == "hf" and transport != "auto":
         yield ConfigError(
@@ -187,7 +187,7 @@ def check_transport(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             key,
             transport,
-            "NCCL takes one process of a group on a GPU, and engines share theirs with the trainer",
+            "NCCL allows one process of a group per GPU, and engines share GPUs with the trainer",
             remedies=[(f"{key}=auto",), (f"{key}=disk",)],
         )
 
@@ -212,11 +212,11 @@ READ_BY: Mapping[str, tuple[str, str | int | float | bool]] = {
     "start_timeout_s": ("sglang", 600.0),
     "request_timeout_s": ("sglang", 600.0),
 }
-"""Keys of ``rollout`` that one engine alone reads, and their value in hydra_configs/rollout."""
+"""Keys of ``rollout`` that only one engine reads, with their defaults in hydra_configs."""
 
 
 def check_rollout_keys_are_read(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Keys of the other rollout engine are as they were: else a setting would be ignored."""
+    """Keys of the other rollout engine keep their defaults: else a setting would be ignored."""
     engine, values = config.rollout.engine, asdict(config.rollout)
     for name, (reader, usual) in READ_BY.items():
         if reader == engine or values[name] == usual:

@@ -1,4 +1,4 @@
-"""Rules about the packages of trackers. They look at what is installed, and import none of it."""
+"""Rules about tracker packages. They look at installed versions, and import nothing."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ TRACKER_PACKAGES = {
     "wandb": ("wandb", ">=0.26.1,<0.32"),
     "mlflow": ("mlflow-skinny", ">=3.12,<4"),
 }
-"""By tracker: the package and the versions that were tested, as setup.py has them. The package
-mlflow depends on mlflow-skinny of its own version."""
+"""By tracker: the package and the tested versions, as in setup.py. mlflow depends on mlflow-skinny
+of its own version."""
 
 
 def check_trackers(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The package of each tracker is installed, in a version that was tested."""
+    """The package of each tracker is installed, in a tested version."""
     trackers = config.tracking.trackers
     flaws = {name: flaw for name in trackers if (flaw := _flaw_of(name))}
     if flaws:
@@ -44,7 +44,7 @@ def _flaw_of(tracker: str) -> str:
         installed = ""
     if not installed or find_spec(tracker) is None:
         return f"not installed: {tracker}"
-    # A pre-release is what its user chose.
+    # A user chooses a pre-release on purpose.
     if SpecifierSet(versions).contains(installed, prereleases=True):
         return ""
     return f"{package} {installed} is installed, and {versions} was tested"

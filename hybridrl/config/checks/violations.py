@@ -1,6 +1,6 @@
 """All rules that a single field cannot state. Each runs, and yields an error per violation.
 
-Checks only report, they never assign. A remedy is a set of overrides that mends the violation and
+Checks only report, they never assign. A remedy is a set of overrides that fixes the violation and
 breaks no other rule; tests/config/test_checks.py applies every one of them.
 """
 
@@ -46,7 +46,7 @@ def run(rules: tuple[Rule, ...], config: ExperimentConfig) -> list[ConfigError]:
 
 
 def rules_of(mode: str) -> Mapping[str, tuple[Rule, ...]]:
-    """Return the groups of rules by name; ``sft`` samples nothing, so it has fewer."""
+    """Return the groups of rules by name; ``sft`` does not sample, so it has fewer."""
     return {**_COMMON_RULES, **(_SFT_RULES if mode == "sft" else _TRAIN_RULES)}
 
 

@@ -1,1 +1,1 @@
-"""Where metrics go besides the run folder: one module each, imported when asked for."""
+"""Targets of metrics besides the run folder: one module each, imported on request."""

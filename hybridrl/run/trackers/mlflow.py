@@ -21,14 +21,14 @@ _ID = "mlflow_id.txt"
 class MlflowTracker:
     """One run of an experiment, named like the run folder.
 
-    ``MLFLOW_TRACKING_URI`` says where; without it MLflow makes ``mlflow.db`` in the present folder.
+    ``MLFLOW_TRACKING_URI`` sets the store; without it MLflow makes ``mlflow.db`` in this folder.
     """
 
     def __init__(self, folder: Path, *, project: str, settings: Mapping[str, object]) -> None:
-        """Start the run, or go on with the one that the folder had before.
+        """Start the run, or continue the earlier run of this folder.
 
         Raises:
-            TrackerError: MLflow refuses, for example a store that it no longer writes.
+            TrackerError: MLflow refuses, for example a store in an outdated format.
         """
         path = folder / _ID
         former = path.read_text(encoding="utf-8") if path.is_file() else None

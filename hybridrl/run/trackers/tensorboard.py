@@ -1,7 +1,7 @@
 """TensorBoard event files, written without threads and without importing torch's writer.
 
-The only module that imports tensorboard. Its own writer keeps a full disk to itself until a later
-call, and imports TensorFlow if that is installed.
+The only module that imports tensorboard. Its own writer reports a full disk only at a later call,
+and imports TensorFlow if that is installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class TensorBoardTracker:
     """Appends one event per step to a file in ``<run>/tensorboard``."""
 
     def __init__(self, folder: Path, *, project: str, settings: Mapping[str, object]) -> None:
-        """Create the file. ``project`` and ``settings`` have no place in it.
+        """Create the file. ``project`` and ``settings`` are not written to it.
 
         Raises:
             OSError: it cannot be written.
@@ -28,7 +28,7 @@ class TensorBoardTracker:
         folder = folder / "tensorboard"
         folder.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
-        # Unbuffered: an error belongs to the step that met it, and nothing is lost by a crash.
+        # Unbuffered: an error is raised in the step that caused it, and a crash loses nothing.
         self._file = (folder / name).open("wb", buffering=0)
         self._records = RecordWriter(self._file)
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
@@ -45,7 +45,7 @@ class TensorBoardTracker:
         self._write(Event(wall_time=time.time(), step=step, summary=summary))
 
     def rewind(self, step: int) -> None:
-        """Tell the reader to drop events after ``step``, those of former files too.
+        """Write an event that makes readers drop events after ``step``, those of earlier files too.
 
         Raises:
             OSError: the disk is full.

@@ -23,7 +23,7 @@ class WandbTracker:
     """One run of a project, named like the run folder. ``WANDB_MODE=offline`` keeps it local."""
 
     def __init__(self, folder: Path, *, project: str, settings: Mapping[str, object]) -> None:
-        """Start the run, or go on with the one that the folder had before.
+        """Start the run, or continue the earlier run of this folder.
 
         Raises:
             TrackerError: W&B refuses, for example for lack of a key.
@@ -50,7 +50,7 @@ class WandbTracker:
         self._run.log(dict(values), step=step)
 
     def rewind(self, step: int) -> None:
-        """Do nothing: the server keeps the first value that it got for a step."""
+        """Do nothing: the server keeps the first value of a step."""
 
     def close(self) -> None:
         """Finish the run."""
@@ -58,7 +58,7 @@ class WandbTracker:
 
 
 def _run_id(folder: Path) -> str:
-    """Return the id that this run folder's process before used, or a new one."""
+    """Return the id that earlier processes of this run folder used, or a new one."""
     path = folder / _ID
     if not path.is_file():
         path.write_text(secrets.token_hex(4), encoding="utf-8")

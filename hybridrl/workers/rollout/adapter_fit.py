@@ -1,8 +1,8 @@
-"""Whether an adapter fits an engine, held name by name before the engine is handed anything.
+"""Whether an adapter fits an engine, checked name by name before the engine gets any tensor.
 
-SGLang (0.5.21) does not hold it: an adapter none of whose names it knows is loaded without a word
-and the frozen model answers, one that lacks a matrix or has another rank than it says ends the
-server at the next request.
+SGLang (0.5.21) does not check it. If it knows none of an adapter's names, it loads the adapter
+without an error and the frozen model answers. An adapter that lacks a matrix or has another rank
+than it declares ends the server at the next request.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def require_fit(tensors: Mapping[str, Tensor], shapes: Shapes) -> None:
-    """Refuse an adapter that is not exactly what the engine's adapted layers take.
+    """Refuse an adapter that differs from the tensors of the engine's adapted layers.
 
     Args:
         tensors: the adapter, by the names in its file.
-        shapes: what the engine takes, A and B of every adapted layer.
+        shapes: of A and B of every adapted layer of the engine.
 
     Raises:
         EngineError: no tensors, one without an adapter's name, none of this engine's, fewer or more
@@ -46,7 +46,7 @@ def require_fit(tensors: Mapping[str, Tensor], shapes: Shapes) -> None:
 
 
 def built_without_adapters(tensors: Collection[str]) -> EngineError:
-    """Refuse an adapter that comes to an engine without adapted layers."""
+    """Refuse an adapter for an engine without adapted layers."""
     return EngineError(
         f"an adapter of {len(tensors)} tensors came, and this engine was built without; "
         "set lora.enabled=true and lora.sync=adapter"

@@ -20,12 +20,12 @@ def assemble_rollouts(
 
     Args:
         prompts: P prompts.
-        responses: P * G responses, the G siblings of a prompt adjacent, in prompt order.
+        responses: P * G responses in prompt order, the G responses to the same prompt adjacent.
         policy_version: optimizer steps taken by the weights that sampled them.
 
     Raises:
-        EngineError: some responses say which experts their tokens went through and others do not,
-            or say it of another number of tokens.
+        EngineError: some responses list the experts of their tokens and others do not,
+            or list them for another number of tokens.
     """
     num_responses = len(responses) // len(prompts)
     prompt_rows = prompts.token_ids_PL.unbind()

@@ -23,7 +23,7 @@ _SAVER = "torch_memory_saver"
 
 @dataclass(frozen=True, slots=True)
 class TensorSpan:
-    """Where a tensor lies in a flat buffer."""
+    """Position of a tensor in a flat buffer."""
 
     name: str
     """HF name."""
@@ -35,12 +35,12 @@ class TensorSpan:
     """Offset in bytes, a multiple of the item size."""
 
     end: int
-    """Offset in bytes of what follows."""
+    """Offset in bytes of the next tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagedBucket:
-    """A bucket that one rank has made ready for the engine that it shares with its neighbours."""
+    """A bucket that one rank has staged for the engine that it shares with its neighbours."""
 
     spans: tuple[TensorSpan, ...]
     """Its tensors; the same on all ranks, whether they contribute bytes or not."""
@@ -56,15 +56,15 @@ class StagedBucket:
 
 
 def stage_by_reference(bucket: Bucket) -> StagedBucket:
-    """Copy nothing: whoever loads the bucket reads the tensors themselves."""
+    """Stage without a copy: the engine reads the tensors themselves."""
     return StagedBucket(spans=lay_out(bucket), tensors=bucket)
 
 
 def lay_out(bucket: Bucket, *, dtype: torch.dtype | None = None) -> tuple[TensorSpan, ...]:
-    """Place tensors end to end, those with the widest numbers first.
+    """Lay tensors end to end, those with the widest numbers first.
 
-    No padding is needed then: every tensor begins at a multiple of its item size, without which its
-    bytes could not be viewed as numbers.
+    Then no padding is needed: every tensor begins at a multiple of its item size. At other offsets
+    its bytes could not be viewed as numbers.
 
     Args:
         bucket: names and tensors.
@@ -111,7 +111,7 @@ class FlatBuffers:
 
         Returns:
             uint8 [n], the buffer's first n bytes, readable until ``count`` - 1 further buckets are
-            packed; and where each tensor lies. The copies are finished, on a GPU too.
+            staged; and the position of each tensor. The copies are finished, on a GPU too.
         """
         spans = lay_out(bucket, dtype=self._dtype)
         num_bytes = spans[-1].end if spans else 0
@@ -120,12 +120,12 @@ class FlatBuffers:
         for name, tensor in bucket:
             targets[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         if flat.is_cuda:
-            # Another process is about to read, and knows nothing of our streams.
+            # Another process is about to read, and does not know this process's streams.
             torch.cuda.current_stream(flat.device).synchronize()
         return flat, spans
 
     def free(self) -> None:
-        """Let go of the memory. Idempotent."""
+        """Release the memory. Idempotent."""
         self._ring = [None] * len(self._ring)
 
     def _take(self, num_bytes: int) -> Tensor:
@@ -139,7 +139,7 @@ class FlatBuffers:
 
 
 def allocate_shared(num_bytes: int) -> Tensor:
-    """Return memory of the host that other processes can map by its name.
+    """Return host memory that other processes can map by its name.
 
     Raises:
         EngineError: there is not enough.
@@ -160,12 +160,12 @@ def allocator_of(device: torch.device) -> Allocate:
     """Return a function that makes memory on ``device`` which another process can open.
 
     On a GPU cudaMalloc returns such memory. Pages that torch_memory_saver maps cannot be exported.
-    Segments that grow in place cannot either, but weights are streamed where they are off
-    (``ordinary_segments`` in sharding/memory.py): torch then gives out none, not even those that it
-    has kept (CUDACachingAllocator, get_free_block). So training may use them.
+    Neither can segments that grow in place, but weights are streamed while these are off
+    (``ordinary_segments`` in sharding/memory.py). torch then returns none of them, not even cached
+    ones (CUDACachingAllocator, get_free_block), so training may use them.
 
     Raises:
-        EngineError: this process allocates so; the servers alone run under torch_memory_saver.
+        EngineError: this process runs under torch_memory_saver, which is for servers alone.
     """
     if device.type == "cpu":
         return allocate_shared

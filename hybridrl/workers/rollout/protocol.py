@@ -1,7 +1,7 @@
-"""What a rollout engine offers: sampling for workers, edges of its life for the sharding manager.
+"""The interface of a rollout engine: sampling for workers, life cycle for the sharding manager.
 
 Only ``workers/sharding`` calls pause, drain, release, resume and continue_generation; a test reads
-the syntax tree and holds everyone to it.
+the syntax tree to check that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hybridrl.workers.rollout.buckets import Bucket, StagedBucket
 
 
 class MemoryTag(Enum):
-    """Parts of an engine's memory that are released and resumed separately (SGLang's tags)."""
+    """Memory of an engine that is released and resumed separately (SGLang's tags)."""
 
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"
@@ -48,7 +48,7 @@ class SamplingParams:
     """Sample among the k likeliest tokens; 0 is off."""
 
     stop_token_ids: tuple[int, ...] = ()
-    """A response ends with the first of these; the stop token belongs to the response."""
+    """A response ends with the first of these tokens, which belongs to the response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +59,15 @@ class Response:
     """int64 [n], 0 <= n <= max_response_tokens, with the stop token if one ended it."""
 
     logprobs: Tensor
-    """float32 [n] nats, after the temperature and before top-p and top-k, whatever the engine: what
-    the trainer computes of the same tokens."""
+    """float32 [n] nats, after the temperature and before top-p and top-k, for any engine: as the
+    trainer computes them for the same tokens."""
 
     is_truncated: bool
     """True if the length limit ended it."""
 
     routed_experts_LJK: Tensor | None = None
-    """int32 [prompt + response - 1, layers, experts a token], which experts each token went
-    through; the last token was never an input. None unless ``rollout.routed_experts``."""
+    """int32 [prompt + response - 1, layers, experts a token], experts of each token; the last token
+    was never an input. None unless ``rollout.routed_experts``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class WeightMemory:
     """One tensor under the ``weights`` tag."""
 
     name: str
-    """Hugging Face name, that buffers have too; of an adapter's tensor the name in its file."""
+    """Hugging Face name, for buffers too; for an adapter's tensor the name in its file."""
 
     num_bytes: int
 
@@ -94,22 +94,22 @@ class WeightSender(Protocol):
     """
 
     def stage(self, bucket: Bucket) -> StagedBucket:
-        """Make a bucket ready; it stays so until the next one but one.
+        """Stage a bucket; it stays readable until the next one but one.
 
         Its tensors may be reused, unless it is staged by reference.
 
         Raises:
-            EngineError: a name or shape that the engine does not have, or no room for it.
+            EngineError: a name or shape that the engine does not have, or too little memory.
         """
         ...
 
     def release_buffers(self) -> None:
-        """Let go of all buffers; the stream has ended, well or not. Idempotent."""
+        """Release all buffers; the stream has ended, with or without success. Idempotent."""
         ...
 
 
 def mismatch(names: Sequence[str]) -> str:
-    """Say that these weights did not arrive as they were sent."""
+    """Mark these weights as not arrived."""
     return (
         f"{len(names)} weights of the rollout engine are not the trainer's after the first sync: "
         f"{first_of(names)}; every response would be sampled by another model. "
@@ -120,16 +120,15 @@ def mismatch(names: Sequence[str]) -> str:
 class RolloutEngine(WeightSender, Protocol):
     """One sampling engine, life cycle as in ``workers/sharding/lifecycle.py``.
 
-    Starts with every part of its memory resident and weights that are not to be trusted
-    (BOOT counts every tensor as lost). Implementations check nothing about order: the life cycle
-    does.
+    It starts with all its memory resident and with invalid weights (BOOT counts every tensor as
+    lost). Implementations do not check the order of calls: the life cycle does.
     """
 
     frees_memory: bool
-    """False where release and resume are answered and nothing moves (SGLang on a CPU)."""
+    """False if release and resume are answered but free no memory (SGLang on a CPU)."""
 
     def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> list[Response]:
-        """Sample; returns P * G responses, siblings adjacent, in prompt order."""
+        """Sample; returns P * G responses in prompt order, those to the same prompt adjacent."""
         ...
 
     def weight_memory(self) -> tuple[WeightMemory, ...]:
@@ -141,7 +140,7 @@ class RolloutEngine(WeightSender, Protocol):
 
         Args:
             staged: this rank's own.
-            handles: what all ranks of the engine staged for this bucket, in rank order.
+            handles: those that all ranks of the engine staged for this bucket, in rank order.
 
         Raises:
             EngineError: a name or shape that the engine does not have; or the server refuses the
@@ -151,7 +150,7 @@ class RolloutEngine(WeightSender, Protocol):
         ...
 
     def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the whole of an adapter, by the names of its file; they may be reused afterwards.
+        """Load a complete adapter, by the names of its file; its tensors may be reused afterwards.
 
         Comes after the base weights, and after ``unload_adapter``. From here on every generate call
         uses the adapter; an engine built for adapters refuses to generate without one.
@@ -173,9 +172,9 @@ class RolloutEngine(WeightSender, Protocol):
         ...
 
     def load_reference_weights(self, folder: Path) -> None:
-        """Note what the weights in the safetensors of ``folder`` are in this engine; forget them.
+        """Record the weights in the safetensors of ``folder`` in this engine's form; forget them.
 
-        Whatever the weights were before, they are worthless afterwards, until they are sent.
+        The previous weights are lost, until they are sent again.
 
         Raises:
             EngineError: the files cannot be loaded.
@@ -195,21 +194,21 @@ class RolloutEngine(WeightSender, Protocol):
         ...
 
     def drain(self, *, timeout_s: float) -> int:
-        """Wait until nothing is running, abort what is left at the deadline.
+        """Wait until no request runs, abort the others at the deadline.
 
         Returns the number aborted.
         """
         ...
 
     def release(self, part: MemoryTag, *, backup: frozenset[str] = frozenset()) -> None:
-        """Free a part's memory.
+        """Free the memory of a tag.
 
         ``backup`` names the weights to copy to the host first; others are lost.
         """
         ...
 
     def resume(self, part: MemoryTag) -> None:
-        """Allocate a part again and refill what was backed up."""
+        """Allocate a memory tag again and restore the tensors with a backup."""
         ...
 
     def continue_generation(self) -> None:
@@ -217,20 +216,20 @@ class RolloutEngine(WeightSender, Protocol):
         ...
 
     def resident_bytes(self, part: MemoryTag) -> int:
-        """Return the bytes that this part holds on the device now (measured, not remembered).
+        """Return the bytes that this tag holds on the device now (measured, not remembered).
 
-        An engine in another process says what it counts, which may be more than it can give back.
+        An engine in another process returns its own count, which may be more than it can give back.
         """
         ...
 
     def take_metrics(self) -> Metrics:
-        """Return what the generate calls since the last time did, and start anew."""
+        """Return the metrics of the generate calls since the last time, and reset them."""
         ...
 
     def restart(self) -> None:
-        """Throw everything away and boot again: the only way out of BROKEN."""
+        """Free everything and boot again: the only way out of BROKEN."""
         ...
 
     def shutdown(self) -> None:
-        """End for good; idempotent."""
+        """End the engine for good; idempotent."""
         ...

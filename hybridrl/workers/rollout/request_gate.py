@@ -1,4 +1,4 @@
-"""The door of an embedded engine: one generate call at a time, none while paused."""
+"""The gate of an embedded engine: one generate call at a time, none while paused."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _ABORT_GRACE_S = 60.0
 
 
 def _nothing() -> None:
-    """What runs in this process ends at its next check."""
+    """Requests in this process end at their next check."""
 
 
 class GenerateCall:
-    """One admitted generate call; ``check`` is where an abort reaches it."""
+    """One admitted generate call; an abort reaches it in ``check``."""
 
     def __init__(self, num_requests: int) -> None:
         self.num_requests = num_requests
@@ -24,7 +24,7 @@ class GenerateCall:
         self.is_cancelled = False
 
     def check(self, num_unfinished: int) -> None:
-        """Go on, or stop here if the call was aborted. Called once per decode step.
+        """Raise if the call was aborted. Called once per decode step.
 
         Raises:
             EngineError: the engine was drained and the call outlived the deadline.
@@ -68,7 +68,7 @@ class RequestGate:
                 self._changed.notify_all()
 
     def require_idle(self, edge: str) -> None:
-        """Raise PhaseError if a generate call is running; ``edge`` names what was asked for."""
+        """Raise PhaseError if a generate call is running; ``edge`` names the refused request."""
         with self._changed:
             self._require_idle(edge)
 
@@ -80,7 +80,7 @@ class RequestGate:
             )
 
     def pause(self) -> None:
-        """Admit nothing from now on. Idempotent."""
+        """Admit no call from now on. Idempotent."""
         with self._changed:
             self._is_paused = True
 
@@ -100,7 +100,7 @@ class RequestGate:
 
         Args:
             timeout_s: seconds until then.
-            abort: makes requests that run elsewhere end; called at the deadline.
+            abort: ends requests that run elsewhere; called at the deadline.
             grace_s: seconds that an aborted call may take to end.
 
         Returns:

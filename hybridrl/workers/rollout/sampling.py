@@ -23,7 +23,7 @@ def _signed(value: int) -> int:
 
 
 # The increment and the multipliers of splitmix64 (Steele, Lea, Flood: "Fast Splittable Pseudorandom
-# Number Generators", OOPSLA 2014), as int64: torch multiplies those modulo 2**64, as is wanted.
+# Number Generators", OOPSLA 2014), as int64: torch multiplies those modulo 2**64, as required.
 _INCREMENT = _signed(0x9E3779B97F4A7C15)
 _MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = _signed(0x94D049BB133111EB)
@@ -45,7 +45,7 @@ def response_keys(seed_N: Tensor, sibling_N: Tensor) -> Tensor:
 
     Args:
         seed_N: int64 [N], seed of the prompt.
-        sibling_N: int64 [N], place of the response among the prompt's responses, from 0.
+        sibling_N: int64 [N], index of the response among those to the same prompt, from 0.
 
     Returns:
         int64 [N], for ``uniforms``.
@@ -58,7 +58,7 @@ def uniforms(key_N: Tensor, position_N: Tensor) -> Tensor:
 
     Args:
         key_N: int64 [N], from ``response_keys``.
-        position_N: int64 [N], place of the token in prompt + response, from 0.
+        position_N: int64 [N], position of the token in prompt + response, from 0.
 
     Returns:
         float64 [N], multiples of 2**-52 in [0, 1).
@@ -68,7 +68,7 @@ def uniforms(key_N: Tensor, position_N: Tensor) -> Tensor:
 
 
 def check_prompts(prompts: PromptBatch, *, max_context_tokens: int, vocab_size: int) -> None:
-    """Refuse prompts that no model can continue.
+    """Refuse prompts that a model cannot continue.
 
     Raises:
         EngineError: a prompt is empty, too long, or not in the vocabulary.
@@ -92,7 +92,7 @@ def check_prompts(prompts: PromptBatch, *, max_context_tokens: int, vocab_size: 
 
 
 def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
-    """Refuse parameters that mean nothing.
+    """Refuse illegal sampling parameters.
 
     Raises:
         EngineError: names the first parameter at fault, its value and its range.
@@ -119,19 +119,19 @@ def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
 def sample(logits_NV: Tensor, uniform_N: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
     """Draw one token per row by inverting the cumulative distribution at ``uniform_N``.
 
-    The order is that of Hugging Face and vLLM: temperature, then top-k, then top-p over what
-    top-k left.
+    The order is that of Hugging Face and vLLM: temperature, then top-k, then top-p over the result
+    of top-k.
 
     Args:
         logits_NV: [N, V], any float type.
-        uniform_N: float64 [N] in [0, 1); not looked at when greedy.
+        uniform_N: float64 [N] in [0, 1); not read if greedy.
         sampling: temperature, top_p and top_k are used.
 
     Returns:
         Tokens, int64 [N]; and their log-probs, float32 [N] nats, at the sampling temperature (1
-        when greedy), *before* top-k and top-p took anything away: what the trainer computes, and
-        SGLang returns. Logits with NaN give some token of the vocabulary and a log-prob that is not
-        finite.
+        if greedy), *before* top-k and top-p remove tokens: as the trainer computes them, and
+        SGLang returns them. Logits with NaN give some token of the vocabulary and a log-prob that
+        is not finite.
     """
     logits_NV = logits_NV.float()
     if sampling.temperature == 0.0:
@@ -175,6 +175,6 @@ def _invert(probs_NK: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
     choice_N1 = torch.searchsorted(sums_NK, uniform_N[:, None] * total_N1, right=True)
     choice_N1.clamp_(
         max=probs_NK.shape[1] - 1
-    )  # only NaN gets there; it must not index past the end
+    )  # only NaN needs this; it must not index past the end
     logprob_N1 = (probs_NK.gather(1, choice_N1) / total_N1).log()
     return choice_N1[:, 0], logprob_N1[:, 0].float()

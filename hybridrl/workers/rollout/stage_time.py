@@ -1,7 +1,7 @@
 """How long one rank may wait for its engine within a stage of sleep or wake.
 
-Ranks wait for each other half as long again (``workers/sharding/control.py``). So whatever a rank
-waits for has ended, well or not, while the others still listen, and all hear how it went.
+Ranks wait for each other half as long again (``workers/sharding/control.py``). So every wait of a
+rank has ended, with or without success, while the others still wait, and all get the status.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 LEAST_WAIT_S = 0.5
-"""What a wait gets at the end of its stage: enough for an answer that is there already."""
+"""Seconds of a wait at the end of its stage: enough for an answer that has already arrived."""
 
 _ends_at: ContextVar[float | None] = ContextVar("stage_ends_at", default=None)
 
 
 @contextmanager
 def stage_time(timeout_s: float) -> Iterator[None]:
-    """Within this all waits of this thread together take at most ``timeout_s`` seconds."""
+    """In the block all waits of this thread together take at most ``timeout_s`` seconds."""
     token = _ends_at.set(time.monotonic() + timeout_s)
     try:
         yield
@@ -28,7 +28,7 @@ def stage_time(timeout_s: float) -> Iterator[None]:
 
 
 def left_s(at_most_s: float) -> float:
-    """Return the seconds that one wait may take: what is left of the stage, if one has begun."""
+    """Return the seconds that one wait may take: those left in the stage, if one has begun."""
     ends_at = _ends_at.get()
     if ends_at is None:
         return at_most_s

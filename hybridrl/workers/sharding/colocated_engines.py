@@ -1,4 +1,4 @@
-"""The training side of the device: all roles' training state, which leaves and returns together."""
+"""The training side of the device: the training state of all roles, which moves together."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from hybridrl.workers.sharding.memory import DeviceMemory, Holder
 from hybridrl.workers.train.protocol import OffloadableModel, TrainState
 
 _MAY_STAY_BYTES = 2**30
-"""Of torch's memory, besides what tenants list: tables, workspaces of cuBLAS and of kernels."""
+"""Part of torch's memory besides the listed tensors: tables, workspaces of cuBLAS and kernels."""
 
 
 class ColocatedEngines:
-    """All tenants of this process's device; each verb runs on all ranks and fails on all alike."""
+    """All training engines of this device; each verb runs on all ranks and fails on all alike."""
 
     def __init__(self, *, device: torch.device, control: ControlGroup) -> None:
         self._tenants: dict[str, OffloadableModel] = {}
         self._control = control
         self._metrics: Metrics = {}
         self.memory = DeviceMemory(device)
-        """Of the device, as torch's allocator sees it."""
+        """Of the device, as torch's allocator counts it."""
         self.engine_bytes: Callable[[], int] = int
-        """What a rollout engine in this very process holds of torch's memory."""
+        """Torch memory of a rollout engine in the same process."""
 
     def register(self, name: str, tenant: OffloadableModel) -> None:
-        """Add a tenant.
+        """Add a colocated engine.
 
         Raises:
             PhaseError: the name is taken.
@@ -39,7 +39,7 @@ class ColocatedEngines:
         self._tenants[name] = tenant
 
     def holders(self) -> list[Holder]:
-        """Return what each tenant holds on the device, part by part."""
+        """Return the memory of each engine on the device, item by item."""
         return [
             Holder(f"{name} {part.value}", tenant.resident_bytes(part))
             for name, tenant in self._tenants.items()
@@ -47,20 +47,20 @@ class ColocatedEngines:
         ]
 
     def offload_optimizer(self) -> None:
-        """Gradients and optimizer state leave."""
+        """Offload gradients and optimizer state."""
         self._control.everywhere("offload_optimizer", self._offload_all_but_parameters)
 
     def offload_parameters(self) -> None:
-        """Parameters leave.
+        """Offload parameters.
 
         Raises:
-            StageError: on all ranks, if anything of any tenant is still on a device, or more of
-                torch's memory than anybody lists.
+            StageError: on all ranks, if any engine still has tensors on a device, or torch holds
+                more memory than the engines list.
         """
         self._control.everywhere("offload_parameters", self._offload_parameters)
 
     def onload_training(self) -> None:
-        """Everything returns; what never left stays."""
+        """Bring everything back; state that never left stays."""
         self._control.everywhere("onload_training", self._restore)
 
     def _offload_all_but_parameters(self) -> None:
@@ -86,7 +86,7 @@ class ColocatedEngines:
         self._require_nothing_unlisted()
 
     def _require_nothing_unlisted(self) -> None:
-        """Hold what tenants list against torch's own count: a list forgets what it never knew."""
+        """Compare the engines' lists with torch's own count: a list may be incomplete."""
         allocated = self.memory.allocated_bytes()
         if allocated is None:
             return
@@ -104,7 +104,7 @@ class ColocatedEngines:
             )
 
     def take_metrics(self) -> Metrics:
-        """Return what was left since the last call, and start anew."""
+        """Return the bytes left since the last call, and reset them."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 

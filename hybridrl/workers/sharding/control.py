@@ -1,7 +1,7 @@
-"""The control group: ranks tell each other how a stage went, so that all leave it together.
+"""The control group: ranks exchange the status of each stage, so that all leave it together.
 
-It is a gloo group of its own. A failing rank must be able to say so while the training group waits
-in a collective, and on GPUs a status must not queue behind NCCL kernels.
+It is a gloo group of its own. A failing rank must report while the training group waits in a
+collective, and on GPUs a status must not queue behind NCCL kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 Failures = Mapping[int, str]
 
 _PATIENCE = 1.5
-"""Ranks wait for each other so many times as long as each may wait for its engine."""
+"""Ranks wait for each other this many times as long as each may wait for its engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Limit:
     """Seconds that the first rank waits for the last."""
 
     key: str
-    """Of the configuration, to raise if that is not enough."""
+    """Configuration key to raise if that is too short."""
 
 
 class StageError(EngineError):
@@ -58,8 +58,8 @@ class ControlGroup:
 
         Args:
             timeout_s: seconds that a rank's own work in a stage may take
-                (``rollout.stage_timeout_s``). The others wait half as long again: who is late can
-                still say why.
+                (``rollout.stage_timeout_s``). The others wait half as long again, so that a late
+                rank can still report the reason.
         """
         self.timeout_s = timeout_s
         self._wait_s = timeout_s * _PATIENCE
@@ -75,12 +75,12 @@ class ControlGroup:
     def exchange(
         self, stage: str, error: BaseException | None, *, limit: Limit | None = None
     ) -> Failures:
-        """Tell the others how this rank fared, and learn how they did.
+        """Exchange this rank's status with the others.
 
         Args:
-            stage: what was done.
-            error: what became of it here.
-            limit: how long to wait for ranks that do what takes longer than a stage.
+            stage: name of the work.
+            error: the failure of this rank, or None.
+            limit: how long to wait for ranks whose work takes longer than a stage.
 
         Returns:
             Failed ranks with their reasons, the same on every rank; empty if all is well.
@@ -91,7 +91,7 @@ class ControlGroup:
         """
         reason = None if error is None else f"{type(error).__name__}: {error}"
         if error is not None:
-            # The others, and the error that all raise, know the reason but not the traceback.
+            # The other ranks, and the error that all raise, have the reason but not the traceback.
             log.warning("stage failed here: stage=%s error=%s", stage, reason, exc_info=error)
         if limit is not None:
             self.meet(stage, timeout_s=limit.timeout_s, key=limit.key)
@@ -109,7 +109,7 @@ class ControlGroup:
 
         Raises:
             DeadlineError: a rank did not answer in time.
-            PhaseError: another rank is at another stage: it did not take the same way.
+            PhaseError: another rank is at another stage: it took another branch.
         """
         if self._group is None:
             return value
@@ -150,17 +150,17 @@ class ControlGroup:
         """Wait until all ranks have done ``work``, which may take them longer than a stage.
 
         Args:
-            work: what they come from, for the message.
+            work: its name, for the message.
             timeout_s: seconds that the first rank waits for the last.
-            key: of the configuration, that holds ``timeout_s``.
+            key: configuration key of ``timeout_s``.
 
         Raises:
-            DeadlineError: a rank did not come in time.
+            DeadlineError: a rank did not arrive in time.
         """
         if self._group is None:
             return
-        # Not dist.barrier, which has no timeout of its own, nor dist.monitored_barrier, where all
-        # wait for rank 0 no longer than the group's.
+        # Not dist.barrier, which has no timeout of its own. Nor dist.monitored_barrier, where all
+        # ranks wait for rank 0 no longer than the group's timeout.
         options = dist.BarrierOptions()
         options.timeout = timedelta(seconds=timeout_s)
         with self.deadline(work, timeout_s=timeout_s, key=key):
@@ -195,7 +195,7 @@ class ControlGroup:
 
 
 class Neighbours:
-    """The ranks that share an engine: adjacent ones, of which the first leads."""
+    """The ranks that share an engine: adjacent ones; the first owns the engine."""
 
     def __init__(self, control: ControlGroup, *, size: int) -> None:
         """Create the groups of all engines; a collective call of all ranks the first time.
@@ -214,7 +214,7 @@ class Neighbours:
                 self._group = group
 
     def gather(self, item: str) -> list[str]:
-        """Return, on the leader, what each of the ranks gave, in rank order; elsewhere nothing.
+        """Return, on the engine's rank, the values of all ranks in rank order; elsewhere nothing.
 
         Raises:
             DeadlineError: a rank did not come in time.
@@ -229,7 +229,7 @@ class Neighbours:
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Run ``action`` and hand back its error: others must hear of it before it is raised."""
+    """Run ``action`` and return its error: the others must get it before it is raised."""
     try:
         return action(), None
     except Exception as err:

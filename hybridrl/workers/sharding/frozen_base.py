@@ -1,4 +1,4 @@
-"""Measures what ``lora.base=auto`` is decided by, and decides it for all ranks alike."""
+"""Measures the inputs of the choice ``lora.base=auto``, and chooses for all ranks alike."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def resolve_lora_base(
     control: ControlGroup,
     num_ranks_per_node: int,
 ) -> LoraConfig:
-    """Replace ``base=auto`` by what it means here, and log why. A collective call.
+    """Replace ``base=auto`` by the chosen value, and log the reason. A collective call.
 
     Call it before any engine is built: free memory is that of an empty device.
 
     Args:
-        lora: the section as configured; returned as it is where nothing is to be chosen.
-        plan: what the driver computed.
+        lora: the section as configured; returned unchanged if there is no choice.
+        plan: numbers from the driver.
         device: of this rank.
         control: the control group of all ranks.
-        num_ranks_per_node: that share the host's memory.
+        num_ranks_per_node: ranks that share the host's memory.
     """
     if lora.base != "auto":
         return lora
@@ -50,14 +50,14 @@ def resolve_lora_base(
         facts = control.gather("measure lora.base", measured)
     base, why = choose_base(plan, facts)
     if lora.sends_adapters and control.rank == 0:
-        # Of a worker's log only warnings reach the user, and copies cost seconds of every step.
+        # Users see only warnings of a worker's log, and copies cost seconds of every step.
         level = logging.INFO if base == "resident" else logging.WARNING
         log.log(level, "lora.base=auto: %s, because %s", base, why)
     return replace(lora, base=base)
 
 
 def _measure(device: torch.device, num_ranks_per_node: int) -> RankFacts:
-    """Copy a probe both ways. Unproved: it ran on no GPU yet."""
+    """Copy a probe both ways. Not yet run on a GPU."""
     on_device = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
     on_host = torch.empty(_PROBE_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
     away = _bytes_per_s(lambda: on_host.copy_(on_device), device)
@@ -72,7 +72,7 @@ def _measure(device: torch.device, num_ranks_per_node: int) -> RankFacts:
 
 
 def _resender(probe: torch.Tensor) -> Callable[[], object]:
-    """What a byte that is sent again goes through: gathered from the ranks, copied once."""
+    """Cost of a byte that is sent again: gathered from the ranks, copied once."""
     target = torch.empty_like(probe)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if world_size == 1:
@@ -83,7 +83,7 @@ def _resender(probe: torch.Tensor) -> Callable[[], object]:
 
 
 def _bytes_per_s(copy: Callable[[], object], device: torch.device) -> float:
-    copy()  # the first pays for what is set up once
+    copy()  # the first call pays for one-time set-up
     empty_cache(device)
     begin = time.perf_counter()
     copy()
@@ -92,7 +92,7 @@ def _bytes_per_s(copy: Callable[[], object], device: torch.device) -> float:
 
 
 def _free_host_bytes() -> int:
-    """Return what a new process can take; 0 where the kernel does not say."""
+    """Return the memory that a new process can take; 0 if the kernel does not report it."""
     try:
         lines = _MEMINFO.read_text(encoding="ascii").splitlines()
     except OSError:

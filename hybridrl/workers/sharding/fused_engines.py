@@ -38,8 +38,8 @@ _START = "start of the rollout engines"
 class FusedEngines:
     """An ``EngineSet`` whose members live in the ranks of one worker group.
 
-    ``tensor_parallel_size`` adjacent ranks share an engine and its first rank leads it. Ranks that
-    lead none take part in every status exchange and every gather all the same.
+    ``tensor_parallel_size`` adjacent ranks share an engine, and the first of them owns it. The
+    others still take part in every status exchange and every gather.
     """
 
     def __init__(
@@ -52,20 +52,20 @@ class FusedEngines:
         follower: WeightSender | None = None,
         resends_base: bool = True,
     ) -> None:
-        """Put the set together.
+        """Assemble the set.
 
         Args:
-            managed: this rank's engine; None on a rank that leads none.
-            config: how many ranks share an engine, how large a bucket is, and whether the first
-                sync to an engine that has started is compared with the same weights from files.
+            managed: this rank's engine; None on a rank without one.
+            config: ranks per engine, size of a bucket, and whether the first sync to a new engine
+                is compared with the same weights from files.
             device: where the buckets lie.
             control: the control group of all ranks.
-            follower: stages the bytes of a rank that leads no engine; None where none are needed.
-            resends_base: weights that no step changes are sent again after they were released,
+            follower: stages the bytes of a rank without an engine; None if none are needed.
+            resends_base: weights that no step changes are sent again after their release,
                 instead of being kept on the host.
 
         Raises:
-            EngineError: a leader has no engine, or another rank has one.
+            EngineError: an engine's first rank has none, or another rank has one.
         """
         tensor_parallel_size = config.tensor_parallel_size
         is_leader = control.rank % tensor_parallel_size == 0
@@ -91,7 +91,7 @@ class FusedEngines:
         self._metrics: Metrics = {}
 
     def attach(self, source: TrainEngine) -> None:
-        """Make ``source`` the engine whose weights a sync sends."""
+        """Make ``source`` the training engine whose weights a sync sends."""
         self._source = source
         self._names = {
             part: frozenset(spec.name for spec in source.weight_specs(part))
@@ -104,7 +104,7 @@ class FusedEngines:
     def run(
         self, stage: str, action: Callable[[ManagedEngine], None], *, members: Collection[int]
     ) -> Failures:
-        """Do ``action`` on the engines ``members``; every rank gets the failed ones."""
+        """Run ``action`` on the engines ``members``; every rank gets the failed ones."""
         managed, error = self.managed, None
         limit = start_limit(self._config) if stage == RESTART.name else None
         if managed is not None and self._control.rank // self._ranks_per_engine in members:
@@ -113,7 +113,7 @@ class FusedEngines:
         return self._of_engines(self._control.exchange(stage, error, limit=limit))
 
     def require_source(self) -> TrainEngine:
-        """Return the engine whose weights a sync sends.
+        """Return the training engine whose weights a sync sends.
 
         Raises:
             PhaseError: there is none yet.
@@ -123,7 +123,7 @@ class FusedEngines:
         return self._source
 
     def sync(self) -> Failures:
-        """Stream what the engines lack of the training weights; the first time with a proof."""
+        """Stream the training weights that engines lack; the first time with a comparison."""
         unproved = self._unproved()
         if not unproved:
             return self._stream()
@@ -131,10 +131,10 @@ class FusedEngines:
         return failures or self.run("compare_weights", _compare, members=unproved)
 
     def _stream(self) -> Failures:
-        """Stream part by part, base before adapter.
+        """Stream the weight sets one by one, base before adapter.
 
-        The last part is what steps change: it is sent unless all engines hold this version. The one
-        before it is sent where an engine has lost it or never had it.
+        The last set changes in every step: it is sent unless all engines hold this version. The set
+        before it is sent if an engine has lost it or never had it.
         """
         source = self.require_source()
         due = [part for part in source.weight_sets if self._is_due(part, source.weight_sets[-1])]
@@ -159,14 +159,14 @@ class FusedEngines:
         return failures
 
     def take_metrics(self) -> Metrics:
-        """Return what the syncs since the last call moved, and start anew."""
+        """Return the metrics of the syncs since the last call, and reset them."""
         metrics, self._metrics = self._metrics, {}
         if self.managed is not None:
             metrics |= self.managed.take_metrics()
         return metrics
 
     def _unproved(self) -> list[int]:
-        """Return, alike on all ranks, the engines that were never compared since they started."""
+        """Return, alike on all ranks, the engines that were not compared since they started."""
         is_unproved = self.managed is not None and not self.managed.is_proved
         stage = "proof needed"
         if not self._config.check_first_sync or not self._control.is_true_anywhere(
@@ -177,7 +177,7 @@ class FusedEngines:
         return [rank // self._ranks_per_engine for rank, flag in enumerate(flags) if flag]
 
     def _load_reference(self, source: TrainEngine, unproved: Sequence[int]) -> Failures:
-        """Write what is about to be sent to files, and have engines load it from there."""
+        """Write the weights to files first, and let engines load them from there."""
         leaders = [engine * self._ranks_per_engine for engine in unproved]
         dtype = DTYPES[self._config.dtype]
         with folder_on_each_node(leaders, dtype=dtype, control=self._control) as (folder, path):
@@ -187,7 +187,7 @@ class FusedEngines:
                 return self._of_engines(report.failures)
 
             def load(managed: ManagedEngine) -> None:
-                if path is not None:  # it is on every rank with an unproved engine
+                if path is not None:  # every rank with an unverified engine has the path
                     managed.load_reference_weights(path)
 
             return self.run("load_reference_weights", load, members=unproved)
@@ -225,21 +225,21 @@ class FusedEngines:
         managed.finish_update(version=self.trained_version)
 
     def _bucket_bytes(self) -> int:
-        """The size for which all ranks have the memory: they must cut the stream alike."""
+        """The size for which all ranks have the memory: all must divide the stream alike."""
         own_bytes = bucket_bytes_for(self._config.bucket_mib, self._device)
         return -self._control.largest("bucket size", -own_bytes)
 
     def _is_due(self, part: WeightSet, trained: WeightSet) -> bool:
-        """Return, alike on all ranks, whether an engine of any rank lacks the part."""
+        """Return, alike on all ranks, whether an engine of any rank lacks the weight set."""
         ledger = None if self.managed is None else self.managed.ledger
         is_due = ledger is not None and not ledger.covers(self._names[part])
         if part is trained:
             is_due |= self._synced_version != self.trained_version
-            is_due |= ledger is not None and not ledger.is_covered  # finish_sync will say what
+            is_due |= ledger is not None and not ledger.is_covered  # finish_sync raises the error
         return self._control.is_true_anywhere(f"sync of {part.value} needed", flag=is_due)
 
     def _of_engines(self, failures: Failures) -> Failures:
-        """Name engines instead of ranks; of several failed ranks of one engine the first speaks."""
+        """Name engines instead of ranks; of several failed ranks of one engine the first counts."""
         return {
             rank // self._ranks_per_engine: failures[rank]
             for rank in sorted(failures, reverse=True)
@@ -253,9 +253,9 @@ def _compare(managed: ManagedEngine) -> None:
 
 
 def start_limit(config: RolloutConfig) -> Limit:
-    """Return how long ranks wait for one that starts or restarts its engine.
+    """Return how long ranks wait for a rank that starts or restarts its engine.
 
-    An engine has ended its start, well or not, within ``start_timeout_s``; what comes before and
+    An engine has ended its start, with or without success, within ``start_timeout_s``. Before and
     after it are control calls of one stage.
     """
     return Limit(config.start_timeout_s + config.stage_timeout_s, "rollout.start_timeout_s")
@@ -264,17 +264,17 @@ def start_limit(config: RolloutConfig) -> Limit:
 def start_engine(
     build: Callable[[], RolloutEngine] | None, *, config: RolloutConfig, control: ControlGroup
 ) -> RolloutEngine | None:
-    """Start the engine that this rank leads, and wait until all have started. A collective call.
+    """Start the engine of this rank, and wait until all have started. A collective call.
 
     Args:
-        build: starts it; None on a rank that leads no engine.
+        build: starts it; None on a rank without an engine.
         config: the rollout section.
         control: the control group of all ranks.
 
     Raises:
-        Exception: on all ranks, what ``build`` raised on the first that could not start its engine:
-            whoever hears of it first knows whether to try again. Engines that did start are ended.
-        DeadlineError: a rank was not there ``rollout.start_timeout_s`` after the first.
+        Exception: on all ranks, the error of ``build`` from the first rank that failed; the caller
+            decides whether to try again. Engines that did start are ended.
+        DeadlineError: a rank did not arrive within ``rollout.start_timeout_s`` after the first.
     """
     # Now, while all ranks are here: to make a group, ranks wait for each other no longer than a
     # stage, and to start a server takes longer.

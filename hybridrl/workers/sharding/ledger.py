@@ -48,13 +48,13 @@ class WeightLedger:
             self._invalid[name] = "lost when the engine released its weights"
 
     def begin_sync(self, names: Collection[str]) -> None:
-        """A sync is about to send these: a torn one must not look whole."""
+        """A sync is about to send these: each is invalid until it has arrived."""
         for name in names:
             if name in self._tensors:
                 self._invalid.setdefault(name, "the last sync broke off before it")
 
     def receive(self, names: Collection[str]) -> None:
-        """These tensors have arrived whole.
+        """Mark these tensors as valid: they have arrived completely.
 
         Raises:
             LedgerError: the engine has no tensor of that name.

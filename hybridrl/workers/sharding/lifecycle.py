@@ -1,7 +1,7 @@
-"""The life cycle of rollout engines: the one order in which the edges of ``states.py`` are taken.
+"""The life cycle of rollout engines: the only order in which the edges of ``states.py`` are taken.
 
-Every edge is done by all engines of a set before any starts the next. In a fused worker group each
-rank runs this same code and the set exchanges statuses, so all ranks see the same states.
+All engines of a set complete an edge before any of them starts the next. In a fused worker group
+each rank runs this same code and the set exchanges statuses, so all ranks see the same states.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class EngineSet(Protocol):
     num_engines: int
 
     def run(self, stage: str, action: Action, *, members: Collection[int]) -> Failures:
-        """Do ``action`` on the engines ``members``, wait for all; return the failed ones."""
+        """Run ``action`` on the engines ``members``, wait for all; return the failed ones."""
         ...
 
     def sync(self) -> Failures:
@@ -56,20 +56,20 @@ class EngineSet(Protocol):
 
 
 class SleepLevel(Enum):
-    """How deep engines sleep while the trainer works."""
+    """Memory that engines release while the trainer works."""
 
     KEEP_ALL = "keep_all"
-    """They stop serving and keep their memory."""
+    """Engines stop serving and keep their memory."""
 
     RELEASE_CACHE = "release_cache"
-    """KV cache and graphs go, weights stay."""
+    """Release KV cache and graphs; keep the weights."""
 
     RELEASE_ALL = "release_all"
-    """Weights go too."""
+    """Release the weights, too."""
 
 
 class LifeCycle:
-    """Drives one set of engines along the edges. The only caller of an engine's edges."""
+    """Moves one set of engines along the edges. The only caller of an engine's edges."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class LifeCycle:
         Args:
             engines: the set; all its engines are at BOOT.
             host: the training engines that share the device with them.
-            depth: how deep they sleep.
+            depth: memory that they release.
             observe: called with a stage's name; wraps the stage to time and trace it.
         """
         self._engines = engines
@@ -102,12 +102,12 @@ class LifeCycle:
 
     @property
     def may_train(self) -> bool:
-        """True if all engines rest and the training state is back: training may use the device."""
+        """True if all engines sleep and the training state is resident: training may compute."""
         is_whole = self._open_stage is None
         return is_whole and self._is_host_home and set(self._states) <= RESTING
 
     def describe(self) -> str:
-        """Say which engine is where, and whether the training state is."""
+        """Describe the state of each engine, and of the training state."""
         engines = ", ".join(f"{index}: {state.name}" for index, state in enumerate(self._states))
         broken_off = "" if self._open_stage is None else f"; {self._open_stage} did not end"
         home = "in" if self._is_host_home else "out"
@@ -118,13 +118,13 @@ class LifeCycle:
         self._transition(START, ManagedEngine.start, members=self._where(State.BOOT))
 
     def sleep(self) -> None:
-        """Stop serving and give the device back. Idempotent.
+        """Stop serving and return the device to training. Idempotent.
 
         Raises:
             PhaseError: a stage is open, or has ended in another error than a StageError.
-            StageError: an engine did not pause or drain: nothing was released, and all serve again
-                that can. Or a broken engine did not restart: the training state is back all the
-                same. Or the training state did not come back. Calling again tries again.
+            StageError: an engine did not pause or drain: nothing was released, and all engines that
+                can serve again do. Or a broken engine did not restart: the training state is
+                resident nevertheless. Or the training state did not return. Call again to retry.
         """
         self._require_whole()
         if self.may_train:
@@ -149,18 +149,18 @@ class LifeCycle:
         Each stage ends on all ranks before the next begins, so that the KV cache never shares the
         device with training state:
 
-        1. optimizer state and gradients leave
+        1. offload optimizer state and gradients
         2. engines resume their weights: both copies are resident now, the peak
-        3. weights are streamed, bucket by bucket
-        4. training parameters leave
+        3. stream the weights, bucket by bucket
+        4. offload training parameters
         5. engines resume KV cache and graphs
         6. engines serve
 
         Raises:
-            PhaseError: an engine still serves or is half-way, after a sleep that failed; or a stage
-                is open, or has ended in another error than a StageError.
-            StageError: a stage failed. Completed stages were unwound: the training state is back,
-                and engines are asleep or, if they did not restart, BROKEN.
+            PhaseError: an engine still serves or is between states, after a sleep that failed; or a
+                stage is open, or has ended in another error than a StageError.
+            StageError: a stage failed. Completed stages were undone: the training state is
+                resident, and engines are asleep or, if they did not restart, BROKEN.
         """
         self._require_whole()
         if set(self._states) == {State.READY}:
@@ -187,10 +187,10 @@ class LifeCycle:
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
-        """Run a stage that ends well, or in a StageError, which all ranks raise and can handle.
+        """Run a stage that succeeds, or ends in a StageError, which all ranks raise and can handle.
 
-        After any other error (a deadline, ranks on different ways) ranks know nothing of each
-        other: the stage stays open for good, so nobody serves and nobody trains.
+        After any other error (a deadline, ranks at different stages) ranks do not know each other's
+        state: the stage stays open for good, so no rank serves or trains.
         """
         self._open_stage = name
         try:
@@ -211,7 +211,7 @@ class LifeCycle:
     # -- engines: one edge each ------------------------------------------------------------------
 
     def _transition(self, edge: Edge, action: Action, *, members: Collection[int]) -> None:
-        """Move ``members`` along ``edge``; those that fail go where the edge says."""
+        """Move ``members`` along ``edge``; those that fail take the edge's failure state."""
         if not members:
             return
         self._require(edge, members)
@@ -223,7 +223,7 @@ class LifeCycle:
             raise StageError(edge.name, failures, of="engine")
 
     def _try_transition(self, edge: Edge, action: Action, *, members: Collection[int]) -> list[int]:
-        """Move ``members`` while a failure is handled; a second is logged. Returns who arrived."""
+        """Move ``members`` while a failure is handled; a second is logged. Returns the arrivals."""
         try:
             self._transition(edge, action, members=members)
         except StageError as error:
@@ -235,7 +235,7 @@ class LifeCycle:
         self._require(SYNC, self._everyone)
         with self._stage(SYNC.name):
             failures = self._engines.sync()
-        if failures:  # the others may be half-sent, so they stay where they are: nobody is SYNCED
+        if failures:  # the others may be half-sent, so they keep their state: none is SYNCED
             self._break(failures)
             raise StageError(SYNC.name, failures, of="engine")
         self._states = [SYNC.target] * len(self._states)
@@ -251,7 +251,7 @@ class LifeCycle:
                 )
 
     def _release(self, members: Collection[int]) -> None:
-        """Release to the configured depth. Who fails is BROKEN: there is no way back from here."""
+        """Release to the configured depth. An engine that fails is BROKEN: it must restart."""
         if self._depth is SleepLevel.RELEASE_ALL:
             self._try_transition(RELEASE, ManagedEngine.release_all, members=members)
         elif self._depth is SleepLevel.RELEASE_CACHE:
@@ -265,7 +265,7 @@ class LifeCycle:
             self._leave()
             try:
                 self._transition(RESTART, ManagedEngine.restart, members=broken)
-            finally:  # those that did boot may not be left admitting requests
+            finally:  # engines that did boot must not keep admitting requests
                 self._transition(START, ManagedEngine.start, members=self._where(State.BOOT))
 
     def _break(self, members: Collection[int]) -> None:
@@ -294,7 +294,7 @@ class LifeCycle:
     # -- after a failure -------------------------------------------------------------------------
 
     def _unwind(self) -> None:
-        """After a failed wake-up: engines put down what they took up, then training returns."""
+        """After a failed wake-up: engines release what they resumed, then training returns."""
         serving = self._where(State.READY)
         for edge, action in ((PAUSE, ManagedEngine.pause), (DRAIN, ManagedEngine.drain)):
             stopped = self._try_transition(edge, action, members=serving)
@@ -304,14 +304,14 @@ class LifeCycle:
         risen = self._where(State.WEIGHTS_UP, State.SYNCED, State.CACHE_UP)
         if (
             self._depth is SleepLevel.RELEASE_CACHE
-        ):  # whose weights stay has no copy of them to come back to
+        ):  # weights that stay resident have no copy to be restored from
             self._release(risen)
         else:
             self._try_transition(UNWIND, ManagedEngine.release_all, members=risen)
         for mend in (self._restart_broken, self._come_back):
             try:
                 mend()
-            except StageError as error:  # the first failure is the one to raise
+            except StageError as error:  # raise the first failure
                 log.warning("the next rollout phase will try again: %s", error)
 
     # -- who is where ----------------------------------------------------------------------------

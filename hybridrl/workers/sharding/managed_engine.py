@@ -1,4 +1,4 @@
-"""One rollout engine together with its ledger: what an edge of the life cycle does to it."""
+"""One rollout engine with its ledger: the effect of an edge of the life cycle on both."""
 
 from __future__ import annotations
 
@@ -53,28 +53,28 @@ class ManagedEngine:
         self.is_proved = False
         """Whether its weights were compared with the trainer's since it started."""
         self.neighbours: Callable[[], Sequence[Holder]] = tuple
-        """Who else holds memory of the device, for the error of an engine that finds no room."""
+        """Other holders of device memory, for the error of an engine that lacks memory."""
         self.memory = DeviceMemory(device)
-        """Of the device, as its driver sees it."""
+        """Of the device, as its driver counts it."""
         self._config = config
         self._device = device
         self._metrics: Metrics = {}
         self._adapter: dict[str, Tensor] = {}
         """Tensors of an adapter that have arrived so far."""
         self._released: dict[MemoryTag, int] = {}
-        """Parts that are away, and the bytes that each will take again at least."""
+        """Released memory tags, and the bytes that each needs again at least."""
 
     def take_metrics(self) -> Metrics:
-        """Return aborted requests and bytes moved since the last call, and start anew."""
+        """Return aborted requests and bytes moved since the last call, and reset them."""
         metrics, self._metrics = self._metrics, {}
         return metrics | self.engine.take_metrics()
 
     def resident_bytes(self) -> int:
-        """Return what the engine holds on the device, as it counts it."""
+        """Return the engine's memory on the device, as it counts it."""
         return sum(self.engine.resident_bytes(part) for part in MemoryTag)
 
     def start(self) -> None:
-        """Take an engine that has just booted from the road: it admits nothing, holds nothing."""
+        """Put a newly booted engine to sleep: it admits no request and holds no memory."""
         self.pause()
         self.release_all()
 
@@ -96,13 +96,13 @@ class ManagedEngine:
         self.engine.continue_generation()
 
     def release_all(self) -> None:
-        """Free KV cache, graphs, then weights; keep a host copy of what no sync will send."""
+        """Free KV cache, graphs, then weights; keep a host copy of those that no sync will send."""
         self.release_cache()
         if not self._config.sleep or MemoryTag.WEIGHTS in self._released:
             return
         keeps_all = self._config.backup_weights == "always"
         backup = self.ledger.backup_for(frozenset() if keeps_all else self.sent_names)
-        # Before the fact: a release that fails half-way must not leave lost weights in good books.
+        # Before the release: one that fails half-way must not leave lost weights marked valid.
         self.ledger.release(backup)
         self._release(MemoryTag.WEIGHTS, backup)
         kept = self.ledger.bytes_of(backup)
@@ -116,7 +116,7 @@ class ManagedEngine:
                 self._release(part, frozenset())
 
     def resume_weights(self) -> None:
-        """Allocate the weights; those with a host copy hold their values again."""
+        """Allocate the weights; those with a host copy have their values again."""
         self._resume(MemoryTag.WEIGHTS)
 
     def resume_cache(self) -> None:
@@ -125,7 +125,7 @@ class ManagedEngine:
             self._resume(part)
 
     def begin_part(self, names: Collection[str]) -> None:
-        """A pass of a sync is about to send these; tensors of a pass that broke off are dropped."""
+        """A pass of a sync is about to send these; tensors of an interrupted pass are dropped."""
         self._adapter = {}
         self.ledger.begin_sync(names)
 
@@ -135,13 +135,13 @@ class ManagedEngine:
         self.ledger.receive([span.name for span in staged.spans])
 
     def keep_adapter(self, staged: StagedBucket, handles: Sequence[str]) -> None:
-        """Keep one bucket of an adapter until all of it is there: engines load it as a whole.
+        """Keep one bucket of an adapter until it is complete: engines load all of it at once.
 
-        Copies, to fresh memory of the engine's device: the trainer's tensors may lie on the host,
-        or in memory that no other process can open, and are reused for the next bucket.
+        Copies to fresh memory of the engine's device: the trainer's tensors may be on the host, or
+        in memory that no other process can open, and are reused for the next bucket.
 
         Raises:
-            EngineError: a tensor that is no adapter's.
+            EngineError: a tensor that does not belong to an adapter.
         """
         for name, tensor in staged.tensors:
             if not is_adapter_name(name):
@@ -152,10 +152,10 @@ class ManagedEngine:
             self._adapter[name] = tensor.detach().to(self._device, copy=True)
 
     def load_adapter(self) -> None:
-        """Replace the engine's adapter by the one that has arrived, and enter it in the ledger.
+        """Replace the engine's adapter by the received one, and enter it in the ledger.
 
         Raises:
-            EngineError: nothing has arrived, or the engine cannot load it.
+            EngineError: no tensor was received, or the engine cannot load it.
         """
         adapter, self._adapter = self._adapter, {}
         if not adapter:
@@ -177,12 +177,12 @@ class ManagedEngine:
         self.engine.finish_update(version=version)
 
     def load_reference_weights(self, folder: Path) -> None:
-        """Let the engine note what the weights in ``folder`` are; they are lost until sent."""
+        """Let the engine record the weights in ``folder``; they are lost until sent."""
         self.ledger.boot()
         self.engine.load_reference_weights(folder)
 
     def verify_weights(self) -> None:
-        """Compare what was sent with what was noted; this start of the engine is proved then.
+        """Compare sent weights with recorded ones; this start of the engine is verified then.
 
         Raises:
             LedgerError: names the tensors that differ.
@@ -191,9 +191,9 @@ class ManagedEngine:
         self.is_proved = True
 
     def restart(self) -> None:
-        """Boot the engine anew."""
+        """Boot the engine again."""
         self.is_proved = False
-        self.ledger.boot()  # before the fact, as on release
+        self.ledger.boot()  # before the boot, as on release
         self.engine.restart()
         self._adapter = {}
         self._released.clear()
@@ -216,7 +216,7 @@ class ManagedEngine:
             free_before=before,
             timeout_s=left_s(self._config.stage_timeout_s),
         )
-        # Others may have freed memory meanwhile: what is needed again is no more than was said.
+        # Others may have freed memory meanwhile: the need is at most the engine's own figure.
         self._released[part] = min(seen, said) if demanded_bytes(part, said) else 0
         self._add("memory/released_bytes", seen)
         if seen < said:
@@ -227,7 +227,7 @@ class ManagedEngine:
             self._metrics = merge([self._metrics, metrics])
 
     def _resume(self, part: MemoryTag) -> None:
-        """Allocate what was released, and nothing else: an engine may refuse, or leak, the rest."""
+        """Allocate released memory only: an engine may refuse, or leak, a second allocation."""
         if part in self._released:
             self.memory.empty_cache()
             try:
@@ -238,7 +238,7 @@ class ManagedEngine:
             del self._released[part]
 
     def _memory(self, wanted: MemoryTag) -> str:
-        """Say who holds the memory in which ``wanted`` may not have found room."""
+        """Describe the holders of the memory that ``wanted`` may lack."""
         return memory_table(
             f"the rollout engine could not resume its {wanted.value}; memory of {self._device}",
             [Holder(f"engine {p.value}", self.engine.resident_bytes(p)) for p in MemoryTag],

@@ -1,4 +1,4 @@
-"""The sharding manager: owns the device that training and rollout engine share in turns."""
+"""The sharding manager: owns the device that training and rollout engine use in turn."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _MOVES_MEMORY = {
     *("start", "restart", "offload_optimizer", "resume_weights", "sync", "offload_parameters"),
     *("resume_cache", "release", "release_cache", "onload_training", "unwind"),
 }
-"""Stages whose peak is measured; of the others only the seconds are. A look at the peak of a CPU's
-process costs some 40 us, and they allocate nothing."""
+"""Stages whose peak is measured; of the others only the seconds are. Reading the peak of a CPU's
+process costs some 40 us, and the others allocate nothing."""
 
 
 class ShardingManager:
@@ -52,13 +52,13 @@ class ShardingManager:
         device.
 
         Args:
-            engine: this rank's rollout engine; None on a rank that leads none.
+            engine: this rank's rollout engine; None on a rank without one.
             config: the rollout section.
             device: the device that all share.
             control: the control group of all ranks.
-            meter: measures each stage; one made before the engine knows what the engine takes.
-            lora: given where the engine applies an adapter: says how its frozen weights sleep.
-            follower: stages the bytes of a rank that leads no engine; None where none are needed.
+            meter: measures each stage; one made before the engine includes the engine's memory.
+            lora: given if the engine applies an adapter: how its frozen weights sleep.
+            follower: stages the bytes of a rank without an engine; None if none are needed.
         """
         self.meter = meter or PeakMeter(device)
         self._control = control
@@ -88,12 +88,12 @@ class ShardingManager:
         self._life.start()
 
     def attach_policy(self, source: TrainEngine) -> None:
-        """Make ``source`` the engine whose weights are streamed, and the tenant ``actor``."""
+        """Make ``source`` the engine whose weights are streamed; register it as ``actor``."""
         self._engines.attach(source)
         self.register("actor", source)
 
     def register(self, name: str, tenant: OffloadableModel) -> None:
-        """Add a tenant: its state leaves the device while the rollout engine has it.
+        """Add a colocated engine: its state leaves the device while the rollout engine has it.
 
         Raises:
             PhaseError: a rollout phase is open, or the name is taken.
@@ -105,13 +105,13 @@ class ShardingManager:
     def rollout_phase(self) -> Iterator[RolloutEngine | None]:
         """Lend the device to the rollout engine, loaded with the newest weights. A collective call.
 
-        The order of the stages is written in ``LifeCycle.wake`` and ``LifeCycle.sleep``. Yields
-        this rank's engine, or None on a rank that leads none.
+        ``LifeCycle.wake`` and ``LifeCycle.sleep`` list the order of the stages. Yields this rank's
+        engine, or None on a rank without one.
 
         Raises:
             PhaseError: a rollout phase is already open, or no policy is attached.
-            StageError: a stage failed on some rank; the same on all. ``wake`` and ``sleep`` say
-                what state that leaves. The next rollout phase begins by mending it.
+            StageError: a stage failed on some rank; the same on all. ``wake`` and ``sleep``
+                describe the state after it. The next rollout phase begins with the recovery.
         """
         if self._is_rollout_open:
             raise PhaseError("a rollout phase is already open; generate and evaluate take turns")
@@ -134,7 +134,7 @@ class ShardingManager:
         """Refuse to compute while the rollout engine has the device.
 
         Raises:
-            PhaseError: says who has it and how it comes back.
+            PhaseError: names the owner of the device, and how to get it back.
         """
         if not self._life.may_train:
             raise PhaseError(
@@ -153,7 +153,7 @@ class ShardingManager:
         return self._life.states
 
     def take_metrics(self) -> Metrics:
-        """Return what the stages since the last call cost, and start anew."""
+        """Return the costs of the stages since the last call, and reset them."""
         stages, self._stages = self._stages, {}
         left = self._tenants.take_metrics()
         return stages | left | self._engines.take_metrics() | self.meter.take_metrics()
@@ -164,7 +164,7 @@ class ShardingManager:
             self._engines.managed.engine.shutdown()
 
     def _wait_for_ranks(self) -> None:
-        """Responses differ in length, so ranks in time: no stage's deadline may bound that."""
+        """Wait for all ranks without a stage's deadline: their responses differ in length."""
         with self._observe("skew"):
             self._control.meet(
                 "generate", timeout_s=self._skew_timeout_s, key="rollout.skew_timeout_s"
@@ -186,7 +186,7 @@ class ShardingManager:
     def _count(self, stage: str, *, seconds: float) -> None:
         name = f"time/{stage}_s"
         before = self._stages[name].value if name in self._stages else 0.0  # this rank's two phases
-        self._stages[name] = Max(before + seconds)  # of the ranks the slowest: all wait for it
+        self._stages[name] = Max(before + seconds)  # the slowest rank counts: all wait for it
 
 
 def _depth_of_sleep(config: RolloutConfig, lora: LoraConfig | None) -> SleepLevel:

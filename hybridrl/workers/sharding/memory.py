@@ -1,4 +1,4 @@
-"""Device memory: what the driver and torch's allocator say of it, and who holds it."""
+"""Device memory: the figures of the driver and of torch's allocator, and its holders."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MIB = 2**20
 def empty_cache(device: torch.device) -> None:
     """Give cached blocks back to the driver, after all kernels are done.
 
-    Precedes every resume: an engine maps memory past torch's allocator and cannot use what that
-    caches. Blocks that were shared with another process are cached only when they were collected,
-    after that process has closed them.
+    Precedes every resume: an engine maps memory outside torch's allocator and cannot use torch's
+    cached blocks. Blocks that were shared with another process are cached only after that process
+    has closed them and they were collected.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -32,10 +32,10 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def residue_bytes(device: torch.device) -> int | None:
-    """Return what of the device is neither free nor torch's in this process; None on a CPU.
+    """Return the device memory that is neither free nor torch's in this process; None on a CPU.
 
-    While engines sleep nobody can give it back: contexts and NCCL's buffers of all processes on
-    the device, and what an engine keeps beside its weights and cache.
+    It cannot be freed while engines sleep: contexts and NCCL's buffers of all processes on the
+    device, and an engine's memory besides weights and cache.
     """
     if device.type != "cuda":
         return None
@@ -44,7 +44,7 @@ def residue_bytes(device: torch.device) -> int | None:
 
 
 class DeviceMemory:
-    """One device as its driver and torch's allocator see it; of a CPU they say nothing."""
+    """One device as its driver and torch's allocator count it; a CPU has no such figures."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -59,7 +59,7 @@ class DeviceMemory:
         return torch.cuda.mem_get_info(self.device)[1] if is_cuda else None
 
     def allocated_bytes(self) -> int | None:
-        """Return what tensors of this process take, whoever holds them; None on a CPU."""
+        """Return the bytes of this process's tensors, whoever owns them; None on a CPU."""
         is_cuda = self.device.type == "cuda"
         return torch.cuda.memory_allocated(self.device) if is_cuda else None
 
@@ -70,11 +70,11 @@ class DeviceMemory:
 
 @contextmanager
 def ordinary_segments() -> Iterator[None]:
-    """Within this torch's expandable segments are off: it allocates in ordinary memory.
+    """Switch torch's expandable segments off in the block: it then allocates ordinary memory.
 
     Memory that grows in place is mapped piece by piece: no other process can open it through CUDA
-    IPC, and torch_memory_saver cannot unmap it. Training is better off with it, so it comes back.
-    Unproved on a GPU.
+    IPC, and torch_memory_saver cannot unmap it. Training benefits from it, so it is restored.
+    Not yet run on a GPU.
     """
     # The calls behind torch.cuda.memory._set_allocator_settings, which is deprecated.
     settings: str = torch._C._accelerator_getAllocatorSettings()
@@ -99,7 +99,7 @@ class Holder:
 
 
 def device_figures(device: torch.device) -> tuple[Holder, ...]:
-    """Return what torch's allocator and the driver say; nothing on a CPU."""
+    """Return the figures of torch's allocator and the driver; nothing on a CPU."""
     if device.type != "cuda":
         return ()
     free, total = torch.cuda.mem_get_info(device)
@@ -116,7 +116,7 @@ def memory_table(title: str, *sections: Sequence[Holder]) -> str:
 
     Args:
         title: first line.
-        sections: lines that belong together; what holds nothing is left out, and an empty section.
+        sections: lines that belong together; empty holders and empty sections are left out.
     """
     shown = [
         sorted((h for h in section if h.num_bytes), key=lambda h: -h.num_bytes)

@@ -1,4 +1,4 @@
-"""Peak memory of nested stretches of work: torch's count on CUDA, the process's own on a CPU."""
+"""Peak memory of nested scopes: torch's count on CUDA, the process's own on a CPU."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _KIB = 1024
 
 
 class PeakMeter:
-    """Measures the largest memory in use within each of several nested scopes.
+    """Measures the peak memory within each of several nested scopes.
 
-    On CUDA that is what torch's allocator handed out; on a CPU the resident memory of the process
-    above what it was when the meter was made, so make it right before the engines. Where the
-    kernel cannot reset its own peak (no /proc, or a sandbox), memory is looked at when a scope
-    begins and ends: peaks in between go unseen, and figures are too low.
+    On CUDA that is the memory that torch's allocator handed out. On a CPU it is the resident memory
+    of the process above its size when the meter was made, so make it right before the engines. If
+    the kernel cannot reset its own peak (no /proc, or a sandbox), memory is read when a scope
+    begins and ends: peaks in between are missed, and figures are too low.
 
-    On a CPU malloc keeps what is freed, so a scope looks as large as the largest one before it.
-    After ``settle`` the next opening of each outermost scope gives that memory back first; only
-    that one, because to give back and take again costs up to half a second per GB.
+    On a CPU malloc keeps freed memory, so a scope looks as large as the largest one before it.
+    After ``settle`` the next opening of each outermost scope gives that memory back first. Only
+    that one does, because to give back and take again costs up to half a second per GB.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Take what the process holds now as the zero of a CPU's figures."""
+        """Take the process's present memory as the zero of a CPU's figures."""
         is_cuda = device.type == "cuda"
         self._take_peak = _cuda_peak(device) if is_cuda else _resident_peak()
         self._trim: Callable[[], None] = _keep if is_cuda else _malloc_trim()
@@ -42,7 +42,7 @@ class PeakMeter:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Measure what is done inside as ``memory/<name>_peak_bytes/max``. May be nested."""
+        """Measure the block's peak as ``memory/<name>_peak_bytes/max``. May be nested."""
         self.begin(name)
         try:
             yield
@@ -65,16 +65,16 @@ class PeakMeter:
         self._metrics = merge([self._metrics, metrics])
 
     def settle(self) -> None:
-        """Everything that lasts is allocated now: measure each scope once on its own."""
+        """All lasting memory is allocated now: measure each scope once on its own."""
         self._is_settled = True
 
     def take_metrics(self) -> Metrics:
-        """Return the peaks of the scopes that closed since the last call, and start anew."""
+        """Return the peaks of the scopes that closed since the last call, and reset them."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
     def _look(self) -> None:
-        """What was reached since the last look was reached within every open scope."""
+        """Count the peak since the last reading for every open scope."""
         peak = self._take_peak()
         self._open = [(name, max(before, peak)) for name, before in self._open]
 
@@ -89,7 +89,7 @@ def _cuda_peak(device: torch.device) -> Callable[[], int]:
 
 
 def _resident_peak() -> Callable[[], int]:
-    """Return what tells the process's peak since it was last asked, in bytes above now."""
+    """Return a function for the process's peak since its last call, in bytes above now."""
     field = b"VmHWM:" if _reset_peak() else b"VmRSS:"
     start = _read_status(field)
 
@@ -102,7 +102,7 @@ def _resident_peak() -> Callable[[], int]:
 
 
 def _reset_peak() -> bool:
-    """Set the kernel's peak of this process to its present size, if there is such a thing."""
+    """Set the kernel's peak of this process to its present size, if the kernel can."""
     try:
         file = os.open(_CLEAR_REFS, os.O_WRONLY)
     except OSError:
@@ -116,7 +116,7 @@ def _reset_peak() -> bool:
 
 
 def _read_status(field: bytes) -> int:
-    """Read a field of /proc/self/status in bytes; 0 where there is none."""
+    """Read a field of /proc/self/status in bytes; 0 if it does not exist."""
     try:
         file = os.open(_STATUS, os.O_RDONLY)
     except OSError:
@@ -130,7 +130,7 @@ def _read_status(field: bytes) -> int:
 
 
 def _malloc_trim() -> Callable[[], None]:
-    """Return what makes malloc give free memory back; nothing where libc is not glibc."""
+    """Return the function that makes malloc give free memory back; a no-op without glibc."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError):

@@ -1,8 +1,8 @@
-"""What must be seen of a release before it counts, and whether a resume has room again.
+"""Checks of memory: a release must free enough, and a resume must have enough.
 
-An engine in another process says how much a part holds, from its own figures, of which some lie
-outside of what it can give back: SGLang takes the fall of free memory around the capture of graphs,
-and its buffer of logits, page tables and workspaces stay.
+An engine in another process reports the size of a memory tag from its own figures. Some of that
+memory cannot be released: SGLang takes the drop of free memory around the capture of graphs, but
+its buffer of logits, page tables and workspaces stay.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from hybridrl.workers.sharding.memory import DeviceMemory
 log = logging.getLogger(__name__)
 
 _DEMANDED = {MemoryTag.WEIGHTS: 0.8, MemoryTag.KV_CACHE: 0.8, MemoryTag.CUDA_GRAPH: 0.0}
-"""Share of what a part is said to hold by which free memory must rise."""
+"""Fraction of a tag's reported bytes by which free memory must rise."""
 
 _HOPED = 0.97
-"""Share below which it is told."""
+"""Fraction below which a warning is logged."""
 
 _POLL_S = 0.02
 _GRACE_S = 0.5
-"""How long what is enough may take to become what was hoped for."""
+"""How long a sufficient rise may take to become the full one."""
 
 _MIB = 2**20
 
 
 def demanded_bytes(part: MemoryTag, said_bytes: int) -> int:
-    """Return how many of the bytes that a part is said to hold must be seen to come back."""
+    """Return how many of a tag's reported bytes must come back."""
     return int(_DEMANDED[part] * said_bytes)
 
 
@@ -46,11 +46,11 @@ def await_release(
     free_before: int | None,
     timeout_s: float,
 ) -> int:
-    """Return what was seen to come back, once that is enough.
+    """Return the measured rise of free memory, once it is sufficient.
 
     Args:
-        part: what was released.
-        said_bytes: what the engine said that it held.
+        part: the released memory tag.
+        said_bytes: the engine's figure before the release.
         resident_bytes: what the engine itself still counts; must reach 0.
         memory: of the device.
         free_before: free bytes before the release; None where only storage can be counted.
@@ -97,13 +97,13 @@ def _not_back(timeout_s: float, *, still: int, short: int) -> EngineError:
 def require_room(
     part: MemoryTag, needed_bytes: int, *, memory: DeviceMemory, config: RolloutConfig
 ) -> None:
-    """Refuse a resume that finds less free memory than the part gave back: a server dies of asking.
+    """Refuse a resume with less free memory than the tag gave back: the server would die.
 
     Args:
-        part: to be resumed.
-        needed_bytes: that it will take at least.
-        memory: of the device; a CPU has no figures and is not judged.
-        config: the rollout section, for what to type.
+        part: the memory tag to resume.
+        needed_bytes: that it takes at least.
+        memory: of the device; a CPU has no figures and is not checked.
+        config: the rollout section, for the remedy.
 
     Raises:
         EngineError: bytes needed and free, the key, and what to type.

@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class State(Enum):
-    """Where an engine is in its life."""
+    """State of an engine in its life cycle."""
 
     BOOT = "boot"
     READY = "ready"
@@ -26,7 +26,7 @@ class State(Enum):
 
 
 RESTING = frozenset({State.ASLEEP, State.KV_ASLEEP, State.DRAINED, State.BROKEN})
-"""States in which an engine serves nobody and is not on its way to."""
+"""States of an engine that neither serves nor is about to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Edge:
     sources: frozenset[State]
     target: State
     if_failed: State
-    """Where an engine is when the move failed: as far as can be trusted, whatever it did."""
+    """State of an engine whose move failed: only as much as can be trusted."""
 
 
 def _edge(

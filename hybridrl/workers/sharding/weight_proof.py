@@ -1,8 +1,9 @@
-"""The proof of the first sync: what came by the stream is what the same weights are from files.
+"""The comparison of the first sync: streamed weights must equal the same weights from files.
 
-An engine fuses tensors and cuts them over its ranks, so no hash of ours equals one of its. It loads
-the weights from files, as it would those of any model, keeps a copy, forgets them, gets them by the
-stream, and compares. A tensor that the stream dropped, mixed up or tore is found by name.
+An engine fuses tensors and splits them over its ranks, so no hash of the trainer equals one of the
+engine. The engine loads the weights from files, as it would those of any model. It keeps a copy,
+forgets them, gets them by the stream, and compares. A tensor that the stream dropped, mixed up or
+corrupted is found by name.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The one stream of weights from a training engine to rollout engines: buckets of HF-named tensors.
 
-N training engines and M rollout engines need N + M pieces of code: a training engine yields
-``(name, tensor)``, a rollout engine stages and loads buckets, this file moves one to the other.
-Into another process a bucket travels while the next is gathered: memory of the bucket that is
-gathered and of two flat ones. Within a process it is loaded at once: memory of one bucket.
+N training engines and M rollout engines need N + M adapters instead of N x M: a training engine
+yields ``(name, tensor)``, a rollout engine stages and loads buckets, this file connects them. Into
+another process a bucket travels while the next is gathered: memory of the bucket that is gathered
+and of two flat ones. Within a process it is loaded at once: memory of one bucket.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _DEFAULT_BUCKET_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class StreamReport:
-    """What one stream moved."""
+    """Tensors, buckets and bytes of one stream, and its failures."""
 
     num_tensors: int = 0
     num_buckets: int = 0
     num_bytes: int = 0
-    """As they travelled, in the engine's type."""
+    """Bytes as sent, in the engine's type."""
 
     failures: Failures = field(default_factory=dict)
 
@@ -59,7 +59,7 @@ def bucket_bytes_for(configured_mib: int, device: torch.device) -> int:
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], *, bucket_bytes: int) -> Iterator[Bucket]:
-    """Gather tensors until the next would exceed ``bucket_bytes``; a larger one goes alone."""
+    """Gather tensors until the next would exceed ``bucket_bytes``; a larger one is sent alone."""
     bucket: list[tuple[str, Tensor]] = []
     filled = 0
     for name, tensor in weights:
@@ -83,10 +83,10 @@ def stream_weights(
 ) -> StreamReport:
     """Send all weights, bucket by bucket; every bucket ends in a status exchange of all ranks.
 
-    Gathering a sharded tensor is a collective, so every rank iterates, also one that loads nothing.
-    One exchange says of all ranks how a bucket was loaded and how the next was staged. Only then do
-    neighbours gather handles, so a rank that fails leaves none waiting for it. All ranks stop at
-    the same exchange when one fails.
+    Gathering a sharded tensor is a collective, so every rank iterates, even one that loads nothing.
+    One exchange carries the status of all ranks: of loading one bucket and staging the next. Only
+    then do neighbours gather handles, so no rank waits for a failed one. All ranks stop at the same
+    exchange when one fails.
 
     Args:
         weights: (HF name, full tensor), the same names in the same order on all ranks.
@@ -113,7 +113,7 @@ def stream_weights(
                     return report
                 sent = sent.plus(staged)
                 loader.start(staged, neighbours.gather(staged.handle))
-                del staged  # else its memory would stay while the next one is gathered
+                del staged  # otherwise its memory would stay while the next one is gathered
     finally:
         if sender is not None:
             sender.release_buffers()
@@ -144,19 +144,19 @@ class _Loader:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        self._pool.shutdown()  # waits: buffers must not go while a server reads them
+        self._pool.shutdown()  # waits: buffers must not be freed while a server reads them
 
     def start(self, staged: StagedBucket, handles: Sequence[str]) -> None:
         """Begin to load a bucket."""
         if self._load is None:
             return
-        if staged.tensors:  # the next is not gathered beside it
+        if staged.tensors:  # so that the next is not gathered beside it
             self._error = self._run(self._load, staged, handles)
         else:
             self._error = self._pool.submit(self._run, self._load, staged, handles)
 
     def wait(self) -> Exception | None:
-        """Return why the bucket that was started last could not be loaded."""
+        """Return why the last started bucket could not be loaded, or None."""
         error, self._error = self._error, None
         return error.result() if isinstance(error, Future) else error
 

@@ -1,8 +1,8 @@
 """The adapter of an embedded engine, applied beside the frozen weights at every step.
 
-Not merged into a copy of the weights: that copy would double the memory of the adapted layers, and
-in bfloat16 its rounding would swallow small updates, so that log-probs were not the trainer's. It
-would spare 10% of the sampling time at rank 8, 15% at rank 32 (1.7 M parameters, 1 thread).
+Not merged into a copy of the weights. The copy would double the memory of the adapted layers, and
+in bfloat16 its rounding would drop small updates: log-probs would differ from the trainer's. A
+merge would save 10% of the sampling time at rank 8, 15% at rank 32 (1.7 M parameters, 1 thread).
 
 Legend: R rank, I inputs, O outputs of a layer.
 """
@@ -36,12 +36,12 @@ class AdaptedLinear(nn.Module):
         return outputs
 
     def add_adapter(self, inputs_TI: Tensor, outputs_TO: Tensor) -> None:
-        """Add what the adapter makes of the inputs to the outputs, in place."""
+        """Add the adapter's result for the inputs to the outputs, in place."""
         outputs_TO.addmm_(inputs_TI @ self.a_RI.T, self.b_OR.T, alpha=self._scaling)
 
 
 class LoadedAdapter:
-    """Puts room for one adapter beside the layers of a model, and says whether one is in it."""
+    """Adds memory for an adapter beside the layers of a model, and tracks whether one is loaded."""
 
     tensors: dict[str, Tensor]
     """A and B of every adapted layer, by their names in the adapter's file; no values before
@@ -73,7 +73,7 @@ class LoadedAdapter:
         self._is_loaded = True
 
     def unload(self) -> None:
-        """Nothing is to be generated with these values any more."""
+        """These values must not be used for generation any more."""
         self._is_loaded = False
 
     def lose_all_but(self, backup: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""One generate call: prompts are prefilled once, their responses decode in slots that never idle.
+"""One generate call: prompts are prefilled once, and responses decode in slots that never idle.
 
 Legend: P prompts, G responses per prompt, B = P * G, S slots, N slots in use (always rows 0 ..
 N-1), V vocabulary.
@@ -23,18 +23,18 @@ from hybridrl.workers.rollout.sampling import response_keys, sample, uniforms
 
 # Rows of the slot table: one column per slot.
 _TOKEN = 0  # newest token, not yet in the cache
-_LENGTH = 1  # tokens in the cache, which is the place of the newest token
-_CURSOR = 2  # where the newest token stands in the flat output [B * max_response_tokens]
-_LAST = 3  # where the last permitted token would stand
+_LENGTH = 1  # tokens in the cache, which is the position of the newest token
+_CURSOR = 2  # index of the newest token in the flat output [B * max_response_tokens]
+_LAST = 3  # index of the last permitted token
 
-# Rows of a decode step are a multiple of this: oneDNN generates code for each number of rows that
-# it meets, which takes longer than the rows in vain do.
+# Rows of a decode step are a multiple of this: oneDNN generates code for each new number of rows,
+# which takes longer than some unused rows do.
 _ROW_MULTIPLE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutStats:
-    """What one generate call did."""
+    """Counts of one generate call."""
 
     num_prefill_tokens: int
     """Prompt tokens run through the model; a group shares its prompt."""
@@ -63,8 +63,8 @@ class RolloutStats:
 class Decoding:
     """Samples all responses to a batch of prompts. Used once.
 
-    The host keeps a mirror of the slot table (who sits where, and since when), so that a step waits
-    for the device once: to learn which responses have ended.
+    The host keeps a mirror of the slot table (response and first step of each slot), so that a step
+    waits for the device only once: to learn which responses have ended.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Decoding:
             vocab_size: V of the logits.
             prompts: at least one.
             sampling: how to draw, and when to stop.
-            on_step: is told the number of unfinished responses before each step.
+            on_step: gets the number of unfinished responses before each step.
         """
         device = slots.kv_YSJCD.device
         group_size = sampling.num_responses_per_prompt
@@ -125,7 +125,7 @@ class Decoding:
         return torch.stack([no_token_B, length_B, cursor_B, cursor_B + room_B - 1])
 
     def _draw_uniforms(self, length_B: Tensor, seed_P: Tensor) -> Tensor:
-        """Return the random number of each place of the flat output: all at once costs least."""
+        """Return the random number of each index of the flat output: all at once costs least."""
         group_size = self._sampling.num_responses_per_prompt
         sibling_B = torch.arange(len(length_B), device=length_B.device) % group_size
         key_B = response_keys(seed_P.repeat_interleave(group_size), sibling_B)
@@ -137,7 +137,7 @@ class Decoding:
         """Sample until every response has ended.
 
         Raises:
-            EngineError: a logit is not finite, or ``on_step`` says stop.
+            EngineError: a logit is not finite, or ``on_step`` raises.
         """
         logits_NV, num_slots_used = None, 0
         while (logits_NV := self._fill_free_slots(logits_NV)) is not None:
@@ -156,7 +156,7 @@ class Decoding:
         )
 
     def describe_queue(self) -> str:
-        """Say how many responses run and wait; for another thread, while this one samples."""
+        """Report how many responses run and wait; for another thread, while this one samples."""
         num_waiting = len(self._num_tokens) - self._next_response
         return (
             f"{len(self._seated)} responses running, {num_waiting} waiting, "
@@ -164,7 +164,7 @@ class Decoding:
         )
 
     def responses(self) -> list[Response]:
-        """Return what was sampled, on the CPU: views of two tensors that nobody else writes.
+        """Return the responses, on the CPU: views of two tensors without another writer.
 
         Not under ``inference_mode``, whose tensors autograd refuses.
         """
@@ -180,7 +180,7 @@ class Decoding:
         return responses
 
     def _fill_free_slots(self, logits_NV: Tensor | None) -> Tensor | None:
-        """Seat waiting responses behind the N seated ones; None when there is nobody left at all.
+        """Give slots to waiting responses, behind the N used ones; None if no response is left.
 
         Their first token is drawn from the prompt's last logits, in the same step as the next token
         of the others: a slot is never idle.
@@ -199,7 +199,7 @@ class Decoding:
         return torch.cat(logits) if logits else None
 
     def _seat(self, num_new: int) -> Tensor:
-        """Give the next responses the next free slots; returns their prompts, int64 [num_new]."""
+        """Give the next responses the next free slots; return their prompts, int64 [num_new]."""
         begin, end, first_row = (
             self._next_response,
             self._next_response + num_new,
@@ -213,7 +213,7 @@ class Decoding:
         return response_N // self._sampling.num_responses_per_prompt
 
     def _draw(self, logits_NV: Tensor) -> Tensor:
-        """Draw and note one token for each seated response; returns which ended, bool [N]."""
+        """Draw and store one token for each running response; return which ended, bool [N]."""
         table_4N = self._table_4S[:, : len(self._seated)]
         cursor_N = table_4N[_CURSOR]
         token_N, logprob_N = sample(logits_NV, self._uniforms[cursor_N], self._sampling)
@@ -243,16 +243,16 @@ class Decoding:
         del self._seated[num_left:]
 
     def _decode(self) -> Tensor:
-        """Run the newest token of each seated response; returns the next logits, [N, V]."""
+        """Run the newest token of each running response; return the next logits, [N, V]."""
         num_seated = len(self._seated)
         num_rows = min(-(-num_seated // _ROW_MULTIPLE) * _ROW_MULTIPLE, self._slots.num_slots)
-        table_4R = self._table_4S[:, :num_rows]  # whoever sat in the last ones decodes in vain
+        table_4R = self._table_4S[:, :num_rows]  # the last rows may be unused: they decode in vain
         kv_step = self._slots.decode_step(table_4R[_LENGTH], self._longest())
         logits_RV = self._forward(table_4R[_TOKEN], kv_step)
         table_4R[_LENGTH : _CURSOR + 1, :num_seated] += 1
         return logits_RV[:num_seated]
 
     def _longest(self) -> int:
-        """Return the length, in tokens, of the longest seated response with its prompt."""
+        """Return the length, in tokens, of the longest running response with its prompt."""
         starts = [self._prompt_lengths[r] - self._first_steps[r] for r in self._seated]
         return max(starts) + self._step + 1

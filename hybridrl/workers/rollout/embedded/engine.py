@@ -1,8 +1,8 @@
 """The embedded rollout engine: a Hugging Face causal model that samples in this process.
 
-Runs everywhere, on one device. Tokens do not depend on neighbours, slots or batch size as far as
-random numbers go; logits do, by rounding (about 1e-6 in float32), because matrix kernels are not
-batch-invariant. So equal calls give equal bits, and other batches the same tokens unless a random
+Runs everywhere, on one device. Random numbers do not depend on neighbours, slots or batch size.
+Logits do, by rounding (about 1e-6 in float32), because matrix kernels are not batch-invariant. So
+equal calls give bitwise identical results, and other batches the same tokens unless a random
 number falls within that rounding of the border between two tokens.
 """
 
@@ -72,7 +72,7 @@ class HFRolloutEngine:
             model_folder: a Hugging Face folder; only its config.json is read.
             config: ``num_slots`` and ``dtype`` are used; sampling comes with each call.
             max_context_tokens: longest prompt + response of a run, in tokens.
-            device: where everything lies; any device of torch.
+            device: of all tensors; any device of torch.
             lora: the adapter that must be loaded before each generate call; None: there is none.
 
         Raises:
@@ -87,7 +87,7 @@ class HFRolloutEngine:
         self._metrics: Metrics = {}
         self._expected: dict[str, int] = {}
         self.last_stats: RolloutStats | None = None
-        """Of the last generate call that ended well."""
+        """Counts of the last generate call that succeeded."""
         self.version = -1
         """Policy version of the weights, from the last ``finish_update``; -1 before the first."""
         self._boot()
@@ -110,20 +110,20 @@ class HFRolloutEngine:
         self._memory = {
             MemoryTag.WEIGHTS: TensorMemory("weights", self._all_tensors, lost_value=float("nan")),
             MemoryTag.KV_CACHE: TensorMemory("the KV cache", {"kv": kv}, lost_value=0.0),
-            # No graphs are captured: a part of no bytes, with the same rules as the others.
+            # No graphs are captured: a memory tag of no bytes, with the same rules as the others.
             MemoryTag.CUDA_GRAPH: TensorMemory("CUDA graphs", {}, lost_value=0.0),
         }
         self._gate = RequestGate()
 
     def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> list[Response]:
-        """Sample; returns P * G responses on the CPU, siblings adjacent, in prompt order.
+        """Sample; returns P * G responses on the CPU in prompt order, those to one prompt adjacent.
 
         A response is also cut (and truncated) where it and its prompt fill ``max_context_tokens``.
 
         Raises:
-            PhaseError: paused, already generating, or a part of the memory is released.
-            EngineError: a prompt is empty, too long or not in the vocabulary; sampling parameters
-                mean nothing; logits are not finite; or the call was aborted by ``drain``.
+            PhaseError: paused, already generating, or a memory tag is released.
+            EngineError: a prompt is empty, too long or not in the vocabulary; a sampling
+                parameter is illegal; logits are not finite; or the call was aborted by ``drain``.
         """
         num_responses = len(prompts) * sampling.num_responses_per_prompt
         with self._gate.admit(num_responses) as call:
@@ -152,7 +152,7 @@ class HFRolloutEngine:
                 ):
                     self.last_stats = decoding.run()
             except BaseException:
-                # Whatever went wrong, no NaN stays behind in a slot: KVSlots says why.
+                # After any error no NaN stays in a slot: see KVSlots.
                 self._memory[MemoryTag.KV_CACHE].fill_lost()
                 raise
             self._count(self.last_stats, seconds=time.perf_counter() - begin)
@@ -164,7 +164,7 @@ class HFRolloutEngine:
         return self._fused.begin(self._max_context_tokens)
 
     def take_metrics(self) -> Metrics:
-        """Return what the generate calls since the last time did, and start anew."""
+        """Return the metrics of the generate calls since the last time, and reset them."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
@@ -189,7 +189,7 @@ class HFRolloutEngine:
         return {name: checksum(tensor) for name, tensor in self._all_tensors.items()}
 
     def stage(self, bucket: Bucket) -> StagedBucket:
-        """Hand the tensors on as they are: they are loaded in this process."""
+        """Stage the tensors by reference: they are loaded in this process."""
         return stage_by_reference(bucket)
 
     @torch.no_grad()
@@ -284,18 +284,18 @@ class HFRolloutEngine:
         self._gate.pause()
 
     def drain(self, *, timeout_s: float) -> int:
-        """Wait until nothing is running; at the deadline abort the rest, and return its number.
+        """Wait until no call runs; at the deadline abort the others, and return their number.
 
         The thread inside ``generate`` gets an EngineError then, at its next decode step.
         """
         return self._gate.drain(timeout_s)
 
     def release(self, part: MemoryTag, *, backup: frozenset[str] = frozenset()) -> None:
-        """Free a part's storages; tensors named in ``backup`` are copied to the host first.
+        """Free the storages of a memory tag; tensors in ``backup`` are copied to the host first.
 
         Raises:
-            PhaseError: the part is released already, or requests are running.
-            EngineError: ``backup`` names what the part does not have; nothing was freed.
+            PhaseError: the tag is released already, or requests are running.
+            EngineError: ``backup`` names tensors that the tag does not have; nothing was freed.
         """
         self._gate.require_idle(f"release of {part.name}")
         self._memory[part].release(backup)
@@ -303,11 +303,11 @@ class HFRolloutEngine:
             self._adapter.lose_all_but(backup)
 
     def resume(self, part: MemoryTag) -> None:
-        """Allocate a part again; what was backed up returns, lost weights become NaN.
+        """Allocate a memory tag again; tensors with a backup return, lost weights become NaN.
 
         Raises:
-            PhaseError: the part is not released.
-            EngineError: there is no room.
+            PhaseError: the tag is not released.
+            EngineError: the device lacks memory.
         """
         self._memory[part].resume()
 
@@ -316,17 +316,17 @@ class HFRolloutEngine:
         self._gate.resume()
 
     def resident_bytes(self, part: MemoryTag) -> int:
-        """Measure the storages of a part, in bytes; tied weights count once."""
+        """Measure the storages of a memory tag, in bytes; tied weights count once."""
         return self._memory[part].resident_bytes()
 
     def restart(self) -> None:
-        """Abort what is running, throw everything away and build it anew; weights are NaN again."""
+        """Abort the running call, free everything and build it again; weights are NaN again."""
         self.shutdown()
         self.version = -1
         self._boot()
 
     def shutdown(self) -> None:
-        """Abort what is running and free all memory; idempotent."""
+        """Abort the running call and free all memory; idempotent."""
         self.pause()
         self.drain(timeout_s=0.0)
         for memory in self._memory.values():
@@ -335,7 +335,7 @@ class HFRolloutEngine:
 
 @contextmanager
 def _threads(num_threads: int) -> Iterator[None]:
-    """Use so many threads of this process for CPU kernels, meanwhile; 0 leaves them."""
+    """Use this many threads of the process for CPU kernels in the block; 0 leaves them."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads or before)
     try:

@@ -2,11 +2,11 @@
 
 Transformers' own pass takes 300 small operations a layer, most of which cost more than they
 compute when 128 rows of one token go through. Here matrices that read the same inputs are one
-matrix in memory, of which the model's parameters are parts: whoever writes a parameter writes
-there. So nothing is derived from weights, and nothing goes stale.
+matrix in memory, and the model's parameters are views of it: a write to a parameter is a write to
+the matrix. So nothing is derived from weights, and nothing becomes stale.
 
 Legend: T tokens, W width of the hidden state, H query heads, J key-value heads, D size of a head, C
-places of a slot, N tokens whose logits are wanted, V vocabulary.
+tokens of a slot, N tokens whose logits are wanted, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
 @dataclass(frozen=True, slots=True)
 class FusedLinear:
-    """Linear layers of the same inputs as one, with the adapters of those that have one."""
+    """Linear layers of the same inputs as one, with their adapters."""
 
     weight_OI: Tensor
     bias_O: Tensor | None
     adapters: tuple[tuple[int, AdaptedLinear], ...]
-    """Adapted layers, each with the place of its first output."""
+    """Adapted layers, each with the index of its first output."""
 
     @classmethod
     def of(cls, layers: Sequence[nn.Module]) -> FusedLinear:
@@ -86,7 +86,7 @@ class FusedModel:
     """A transformers model of a known family, whose matrices were joined."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Join; to be done before anybody notes where the parameters lie."""
+        """Join; call it before other code stores addresses of the parameters."""
         self._model = model
         self._layers = [_fuse_layer(layer) for layer in model.model.layers]
 
@@ -102,7 +102,7 @@ class FusedModel:
         rotary: Any = self._model.model.rotary_emb
         cos_1CD, sin_1CD = rotary(embedded_1CW, place_C[None])
         half = cos_1CD.shape[-1] // 2
-        sin_1CD[..., :half].neg_()  # of the half that is turned and subtracted
+        sin_1CD[..., :half].neg_()  # of the half that is rotated and subtracted
         head_counts = (config.num_attention_heads, config.num_key_value_heads)
         scales = [_head_scales(layer, head_counts) for layer in self._layers]
         return FusedForward(
@@ -111,7 +111,7 @@ class FusedModel:
 
 
 def fuse(model: PreTrainedModel) -> FusedModel | None:
-    """Join the matrices of a model; None, and nothing is done, for a family that is not known."""
+    """Join the matrices of a model; of an unknown family return None, and change nothing."""
     config = model.config
     is_known = config.model_type in _MODEL_TYPES and config.hidden_act == "silu"
     return FusedModel(model) if is_known else None
@@ -143,7 +143,7 @@ def _head_scales(layer: _Layer, head_counts: tuple[int, int]) -> Tensor | None:
 
 
 class FusedForward:
-    """The forward passes of one generate call; weights do not change meanwhile."""
+    """The forward passes of one generate call; weights must not change meanwhile."""
 
     def __init__(
         self,
@@ -153,14 +153,14 @@ class FusedForward:
         head_counts: tuple[int, int],
         rotary_C2D: Tensor,
     ) -> None:
-        """Take what ``FusedModel.begin`` prepared.
+        """Store the preparations of ``FusedModel.begin``.
 
         Args:
             model: has the embedding, the last norm and the output embedding.
             layers: in order.
             head_scales: of each layer, [H + J, D]; None: its heads have no norm.
             head_counts: H and J.
-            rotary_C2D: of each place the cosines, and the sines with the sign of their half.
+            rotary_C2D: of each position the cosines, and the sines with the sign of their half.
         """
         self._model = model
         self._layers = layers
@@ -197,7 +197,7 @@ class FusedForward:
         rotary: tuple[Tensor, Tensor],
         kv_step: KVStep,
     ) -> Tensor:
-        """Return what the heads of a layer saw, [T, H * D]."""
+        """Return the attention outputs of a layer's heads, [T, H * D]."""
         num_tokens, num_turned = len(hidden_TW), self._num_heads + self._num_kv_heads
         states = layer.query_key_value(self._norm(layer.before_attention, hidden_TW))
         states = states.view(num_tokens, num_turned + self._num_kv_heads, -1)

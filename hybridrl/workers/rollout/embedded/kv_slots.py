@@ -16,10 +16,10 @@ ATTENTION_NAME = "hybridrl_kv_slots"
 
 
 class KVStep:
-    """Where one forward pass puts its keys and values, and what its queries may look at.
+    """Targets of one forward pass's keys and values, and the range that its queries attend to.
 
-    Two kinds: *prefill* (``mask`` is None) runs whole prompts, which see themselves alone; *decode*
-    runs one token for each of rows 0 .. R-1 over what these rows have cached.
+    Two kinds: *prefill* (``mask`` is None) runs full prompts, which attend to themselves alone;
+    *decode* runs one token for each of rows 0 .. R-1 over the cached tokens of these rows.
     """
 
     def __init__(
@@ -34,11 +34,11 @@ class KVStep:
         """Describe one forward pass.
 
         Args:
-            kv_YSJCD: [Y, 2, S, J, C, D], keys and values; written at the tokens' places.
-            position_T: int64 [T], place of each token in its row.
+            kv_YSJCD: [Y, 2, S, J, C, D], keys and values; written at the tokens' positions.
+            position_T: int64 [T], position of each token in its row.
             row_T: int64 [T], row of each token. In decode T = R and this counts up from 0.
-            longest: L, places that are looked at, from 0.
-            mask_R11L: float [R, 1, 1, L], added to the scores; None: causal, from place 0.
+            longest: L, positions that are read, from 0.
+            mask_R11L: float [R, 1, 1, L], added to the scores; None: causal, from position 0.
         """
         _, _, num_rows, num_kv_heads, num_places, head_dim = kv_YSJCD.shape
         num_used = num_rows if mask_R11L is None else len(mask_R11L)
@@ -131,14 +131,14 @@ def _attend(
     return out_TX.view(1, *query_THD.shape), None
 
 
-# No mask function goes with it: transformers then makes no mask, and hands `None` down.
+# No mask function belongs to it: transformers then makes no mask, and passes `None` down.
 AttentionInterface.register(ATTENTION_NAME, _attend)
 
 
 class KVSlots:
-    """S rows of keys and values; who uses which row is for the caller to know.
+    """S rows of keys and values; the caller assigns rows to responses.
 
-    Every value is finite at all times: a masked place has weight 0, and 0 * NaN would be NaN.
+    Every value is finite at all times: a masked position has weight 0, and 0 * NaN would be NaN.
     """
 
     def __init__(self, kv_YSJCD: Tensor) -> None:
@@ -155,7 +155,7 @@ class KVSlots:
         """Prepare one token for each of the first R rows.
 
         Args:
-            length_R: int64 [R], tokens cached so far, which is the place of the new one.
+            length_R: int64 [R], tokens cached so far, which is the position of the new one.
             longest: largest length after this step; attention reads no further.
         """
         is_later_RL = self._place_C[:longest] > length_R[:, None]

@@ -23,7 +23,7 @@ def load_config(folder: Path, *, max_context_tokens: int) -> PretrainedConfig:
         ModelError: it is not usable, the architecture is not supported, or its context is shorter
             than ``max_context_tokens``.
     """
-    read_model_type(folder)  # names what transformers would stumble over
+    read_model_type(folder)  # names the errors that transformers would raise without a cause
     config = load_model_config(folder)
     settings = config.to_dict()
     layer_types = set(settings.get("layer_types") or ()) - {"full_attention"}
@@ -50,7 +50,7 @@ def build_model(
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=ATTENTION_NAME
         )
-    model.tie_weights()  # part of the initialisation that was left out
+    model.tie_weights()  # a step of the initialisation that was left out
     return model.to(device).eval().requires_grad_(requires_grad=False)
 
 
@@ -80,7 +80,7 @@ class Forward(Protocol):
 
         Args:
             token_T: int64 [T].
-            kv_step: rows and places of the tokens.
+            kv_step: rows and positions of the tokens.
             logits_at: int64 [N], the tokens whose next-token logits are wanted; None: all.
 
         Returns:

@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots, KVStep
 from hybridrl.workers.rollout.embedded.model import Forward, require_finite
 
-# Of one pass, padding included. Bounds the memory of prompts that wait for a slot: 0.2 GB for a
+# Of one pass, with padding. Limits the memory of prompts that wait for a slot: 0.2 GB for a
 # 7B model (57 kB of keys and values a token in bfloat16). The default task's 16 prompts fit in one.
 _MAX_PASS_TOKENS = 4096
 
@@ -38,9 +38,9 @@ class PromptQueue:
 
         Args:
             forward: runs them.
-            slots: their keys and values will go there; says type and size.
+            slots: their keys and values will be copied there; gives type and size.
             token_T: int64 [T], all prompts end to end, on the model's device.
-            offsets: P + 1 places in ``token_T``; prompt p is [offsets[p], offsets[p + 1]).
+            offsets: P + 1 indices into ``token_T``; prompt p is [offsets[p], offsets[p + 1]).
         """
         self._forward = forward
         self._slots = slots

@@ -1,4 +1,4 @@
-"""Named tensors whose memory is given back and taken again while the tensors themselves live on."""
+"""Named tensors whose memory is freed and allocated again while the tensors themselves stay."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class TensorMemory:
     """The storages behind a set of tensors, freed and allocated again as one.
 
     Modules keep their references: a released tensor has its shape but no bytes, and must not be
-    read. What was not backed up comes back as ``lost_value``.
+    read. Tensors without a backup come back filled with ``lost_value``.
     """
 
     def __init__(self, what: str, tensors: Mapping[str, Tensor], *, lost_value: float) -> None:
-        """Take over ``tensors``; ``what`` names the part in errors.
+        """Take over ``tensors``; ``what`` names the group in errors.
 
         Args:
             what: for example "weights".
@@ -45,7 +45,7 @@ class TensorMemory:
 
         Raises:
             PhaseError: already released.
-            EngineError: ``backup`` names something unknown; nothing was freed.
+            EngineError: ``backup`` names an unknown tensor; nothing was freed.
         """
         if not self.is_resident:
             raise PhaseError(f"{self._what} are released already; resume them before the next one")
@@ -69,7 +69,7 @@ class TensorMemory:
 
         Raises:
             PhaseError: not released.
-            EngineError: the device has no room; all storages are free again.
+            EngineError: the device lacks memory; all storages are free again.
         """
         if self.is_resident:
             raise PhaseError(f"{self._what} are resident already; release them before resuming")

@@ -1,4 +1,4 @@
-"""From the rollout section to the arguments of SGLang: typed keys first, then what passes through.
+"""From the rollout section to the arguments of SGLang: typed keys first, then others unchanged.
 
 Only names and values; nothing here imports SGLang.
 """
@@ -27,7 +27,7 @@ _CPU: Arguments = {
     "disable_overlap_schedule": True,
     "sleep_on_idle": True,  # else an idle scheduler keeps a core busy while the trainer works
 }
-"""What SGLang needs where there is no GPU; measured to work."""
+"""Arguments that SGLang needs without a GPU; measured to work."""
 
 _WITH_MEMORY_SAVER: Arguments = {"cuda_graph_backend_prefill": "disabled"}
 """On CUDA SGLang captures prefill graphs by default, in pieces (``breakable``), and the class that
@@ -35,15 +35,15 @@ does so refuses to be made where the memory of graphs can be released
 (model_executor/runner_backend/breakable_cuda_graph_backend.py, 0.5.17 to 0.5.23)."""
 
 _CONTEXT_SLACK = 8
-"""SGLang ends a response some tokens before the context that it is told is full."""
+"""SGLang ends a response some tokens before its context limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerSpec:
-    """What one server serves, and on what."""
+    """Model and device of one server."""
 
     model_folder: Path
-    """Hugging Face folder; of its weights nothing is trusted, they are sent."""
+    """Hugging Face folder; none of its weights is used, they are sent."""
 
     rollout: RolloutConfig
 
@@ -66,14 +66,14 @@ class ServerSpec:
     def keeps_backup(self) -> bool:
         """Whether a host copy of the weights survives their release.
 
-        Only where the ledger needs one: frozen weights that no sync sends again, or on demand.
+        Only if the ledger needs one: frozen weights that no sync sends again, or on demand.
         """
         adapter_sleeps = self.lora is not None and self.lora.base == "backup"
         return self.rollout.sleep and (adapter_sleeps or self.rollout.backup_weights == "always")
 
 
 def server_spec(config: ExperimentConfig, model_folder: Path) -> ServerSpec:
-    """Say what a server of this configuration serves."""
+    """Return the server spec of this configuration."""
     return ServerSpec(
         model_folder=model_folder,
         rollout=config.rollout,
@@ -88,10 +88,10 @@ def build_arguments(spec: ServerSpec, *, name: str, port: int, key: str) -> Argu
     """Return the arguments of one server by their Python names.
 
     Args:
-        spec: what it serves.
-        name: under which it answers, to tell it from a stranger on the same port.
-        port: where it listens, on this machine only.
-        key: what a caller must know, for other users of this machine can reach the port.
+        spec: model and device.
+        name: served name, to recognise the server on its port.
+        port: on which it listens, on this machine only.
+        key: a secret of the callers, because other users of this machine can reach the port.
     """
     rollout = spec.rollout
     arguments: Arguments = {
@@ -120,7 +120,7 @@ def build_arguments(spec: ServerSpec, *, name: str, port: int, key: str) -> Argu
     if spec.device == "cpu":
         arguments |= _CPU | {
             "max_total_tokens": rollout.num_slots * (spec.max_context_tokens + _CONTEXT_SLACK),
-            "mem_fraction_static": 0.1,  # of the host's memory; the line above is what counts
+            "mem_fraction_static": 0.1,  # of the host's memory; the line above sets the limit
         }
     if spec.lora is not None:
         arguments |= _adapter_arguments(spec.lora, spec.device)
@@ -132,14 +132,14 @@ def environment(spec: ServerSpec) -> Mapping[str, str]:
     variables = {
         "HF_HUB_OFFLINE": "1",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the slack, which no token fills
-        # Else log-probs are those at temperature 1, which no weight of an update is computed from.
+        # Else log-probs are those at temperature 1, which do not match the trainer's.
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
     }
     if spec.device == "cpu":
         # 30 times slower with as many threads as cores: they spin (measured, 2 cores).
         variables |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
         ranks = [str(rank) for rank in range(spec.rollout.tensor_parallel_size)]
-        # With several ranks SGLang wants to be told a core for each.
+        # With several ranks SGLang requires a core for each as an argument.
         return variables | ({"SGLANG_CPU_OMP_THREADS_BIND": "|".join(ranks)} if ranks[1:] else {})
     return variables | {
         "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true" if spec.rollout.sleep else "false",
@@ -150,7 +150,7 @@ def environment(spec: ServerSpec) -> Mapping[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """Name this process's GPU as other processes of the node know it; empty on a CPU.
+    """Return this process's GPU by the name that other processes of the node use; empty on a CPU.
 
     Ray shows each rank its own GPU alone, under the number 0.
     """
@@ -162,7 +162,7 @@ def device_name(device: torch.device) -> str:
 
 
 def show_devices(names: Sequence[str]) -> Mapping[str, str]:
-    """Return the variable that shows a server these GPUs, and no other; nothing on a CPU.
+    """Return the variable that shows a server these GPUs alone; nothing on a CPU.
 
     Args:
         names: of the ranks that share the server, in rank order, by ``device_name``.

@@ -25,7 +25,7 @@ _LOCAL_HOST = "127.0.0.1"
 
 
 JoinGroup = Callable[..., dist.ProcessGroup]
-"""Makes a process group beside the default one, as the server makes its end."""
+"""Makes a process group beside the default one, as the server does at its end."""
 
 
 class BroadcastTransport(Transport):
@@ -67,10 +67,10 @@ class BroadcastTransport(Transport):
         self._group: dist.ProcessGroup | None = None
 
     def load(self, server: Server, staged: StagedBucket, handles: Sequence[str]) -> None:
-        """Broadcast a bucket while the server is told what comes.
+        """Broadcast a bucket while the server gets its description.
 
         A server that refuses does not take part, so its answer is watched from the beginning. After
-        any refusal the group is left: what it holds half-sent would be taken for the next bucket.
+        any refusal the group is left: a half-sent bucket in it would be taken for the next one.
 
         Raises:
             EngineError: the server refuses, or is gone.
@@ -99,7 +99,7 @@ class BroadcastTransport(Transport):
             raise
 
     def forget(self) -> None:
-        """Drop the group; the other end is gone or about to be."""
+        """Drop the group; the server is gone or about to end."""
         self.release_buffers()
         if self._group is not None:
             group, self._group = self._group, None
@@ -136,7 +136,7 @@ class BroadcastTransport(Transport):
         return group
 
     def _leave(self, server: Server, work: dist.Work, *, asks: bool) -> None:
-        """End both ends of the group, and with the server's whatever ours still waits for."""
+        """End both ends of the group, and the pending operations of this end with the server's."""
         if asks:
             with suppress(EngineError, DeadlineError):  # gone, and its sockets with it
                 server.require_success("/destroy_weights_update_group", group_name=self._name)

@@ -1,8 +1,8 @@
-"""What an SGLang server can do, read once at its start from its own answers.
+"""Capabilities of an SGLang server, read once at its start from its own answers.
 
-Releases of SGLang differ where an RL loop touches them. Routes are read from ``/openapi.json``;
-behaviour that no answer shows goes by version, as read in the sources of the tested releases and
-seen on running servers (docs/sglang-versions.md).
+Releases of SGLang differ in the functions of an RL loop. Routes are read from ``/openapi.json``.
+Behaviour that no answer shows follows from the version, as read in the sources of the tested
+releases and seen on running servers (docs/sglang-versions.md).
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from hybridrl.workers.rollout.sglang.arguments import ServerSpec
 log = logging.getLogger(__name__)
 
 OPENAPI_ROUTE = "/openapi.json"
-"""Where a server tells its routes; 404 if it was started with ``DISABLE_OPENAPI_DOC``."""
+"""Route of a server's list of routes; 404 if it was started with ``DISABLE_OPENAPI_DOC``."""
 
 TESTED_VERSIONS = ("0.5.17", "0.5.21", "0.5.23")
 """Releases that the table of behaviours was read from; the first is the oldest accepted."""
 
 PAUSE_MODE = "abort"
-"""Of ``/pause_generation``, which ends all requests: under the others some stay, and the server
-asserts that there are none when its memory is released."""
+"""Mode of ``/pause_generation`` that ends all requests: with other modes some stay, and the
+server asserts that there are none when its memory is released."""
 
 _KEPT = (
     *("model_path", "dtype", "tp_size", "context_length", "enable_memory_saver"),
     *("enable_weights_cpu_backup", "enable_return_routed_experts", "enable_lora", "max_lora_rank"),
 )
-"""Arguments that the trainer relies on; others SGLang may adapt to the machine."""
+"""Arguments that the trainer relies on; SGLang may adapt others to the machine."""
 
 Json = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """What one capability is and where it shows; ``what`` completes "SGLang X cannot ..."."""
+    """One capability and its evidence; ``what`` completes "SGLang X cannot ..."."""
 
     what: str
     since: str = TESTED_VERSIONS[0]
@@ -49,7 +49,7 @@ class _Need:
 
 
 class Capability(Enum):
-    """What the trainer may need of a server."""
+    """Capabilities that the trainer may need of a server."""
 
     UPDATE_FROM_TENSOR = _Need("take weights from tensors", route="/update_weights_from_tensor")
     UPDATE_FROM_DISTRIBUTED = _Need(
@@ -61,7 +61,7 @@ class Capability(Enum):
         since="0.5.21",
         route="/begin_weight_update",
     )
-    """Where it exists it is mandatory: an update outside of it is answered with 400."""
+    """Where it exists it is mandatory: an update without it is answered with 400."""
 
     CHECK_WEIGHTS = _Need("compare its weights", route="/weights_checker")
     PAUSE = _Need("pause generation", route="/pause_generation")
@@ -105,11 +105,11 @@ class ServerCapabilities:
         return capability in self.available
 
     def require(self, capability: Capability) -> None:
-        """Refuse to go on without a capability.
+        """Raise if the server lacks a capability.
 
         Raises:
-            EngineError: one sentence with what is asked for, the server's version, and the version
-                or the argument that gives it.
+            EngineError: one sentence with the capability, the server's version, and the version
+                or the argument that provides it.
         """
         if capability in self.available:
             return
@@ -131,10 +131,10 @@ class ServerCapabilities:
         )
 
     def require_for(self, spec: ServerSpec) -> None:
-        """Refuse a server that cannot do what its life cycle and its requests will ask of it.
+        """Refuse a server that lacks a capability of its life cycle and its requests.
 
         Raises:
-            EngineError: what it cannot do, and the version or the argument that can.
+            EngineError: the capability, and the version or the argument that provides it.
         """
         rollout = spec.rollout
         sleeps_on_gpu = rollout.sleep and spec.device == "cuda"
@@ -178,8 +178,8 @@ def read_capabilities(server_info: Json, openapi: Json | None) -> ServerCapabili
 
     Args:
         server_info: answer of ``/server_info``.
-        openapi: answer of ``OPENAPI_ROUTE``; None if the server hides it, and routes and modes are
-            then taken to be those of its version.
+        openapi: answer of ``OPENAPI_ROUTE``; None if the server hides it: routes and modes are then
+            assumed to be those of its version.
 
     Raises:
         EngineError: no version in ``server_info``, or one older than the oldest tested.
@@ -219,7 +219,7 @@ def require_as_asked(arguments: Json, info: Json) -> None:
         info: the server's answer to ``/server_info``.
 
     Raises:
-        EngineError: each differing argument, with what was asked for and what is in effect.
+        EngineError: each differing argument, with the requested and the effective value.
     """
     differing = [
         f"{name}={info[name]!r} instead of {arguments[name]!r}"

@@ -15,9 +15,9 @@ _STATUS_REFUSED = 3
 
 
 def serve(file: Path) -> None:
-    """Be a server with the arguments in ``file``, until the parent is gone."""
+    """Run a server with the arguments in ``file``, until the parent is gone."""
     end_with_parent()
-    # By name: these take seconds and prepare a process to serve, which a client must not be.
+    # By name: they take seconds and change the process, which a client must avoid.
     run_server = import_module("sglang.launch_server").run_server
     server_args = load_server_args()
     arguments = json.loads(file.read_text(encoding="utf-8"))

@@ -21,7 +21,7 @@ T = TypeVar("T")
 Body = dict[str, Any]
 
 _KEEP_ALIVE_S = 2.0
-"""The server drops a connection that was idle for 5 s; one that goes just then loses a request."""
+"""The server drops a connection that was idle for 5 s; a request sent just then is lost."""
 
 _NOT_SENT = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
 
@@ -36,7 +36,7 @@ class ServerError(EngineError):
 
 
 class ConnectionLostError(EngineError):
-    """No answer came: the connection broke, or the request was cut off."""
+    """No answer arrived: the connection broke, or the request was cut off."""
 
 
 class ServerClient:
@@ -49,9 +49,9 @@ class ServerClient:
 
         Args:
             base_url: as ``http://127.0.0.1:30000``.
-            name: what messages call the server.
+            name: of the server in messages.
             require_alive: raises if the server's process is gone; asked when a connection breaks.
-            key: that the server asks for; empty where it asks for none.
+            key: that the server requires; empty if it requires none.
         """
         self._base_url = base_url
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -81,7 +81,7 @@ class ServerClient:
         return self.start(work).result()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the client's loop, and go on meanwhile.
+        """Run a coroutine on the client's loop, without waiting.
 
         Raises:
             EngineError: the client was closed.
@@ -117,7 +117,7 @@ class ServerClient:
     async def settle(
         self, work: Sequence[Coroutine[Any, Any, T]]
     ) -> list[T | EngineError | DeadlineError]:
-        """Await all, and return for each its result or the error of ours that it raised.
+        """Await all, and return for each its result or its hybridrl error.
 
         What ``cut_off`` cancelled counts as a lost connection.
         """
@@ -128,13 +128,13 @@ class ServerClient:
         return [_known(result) for result in results]
 
     def cut_off(self, *, after_s: float) -> None:
-        """Stop waiting for everything that is settled, unless it ends within ``after_s``.
+        """Stop waiting for all requests of ``settled``, unless they end within ``after_s``.
 
         A server that sees a connection close aborts its request.
         """
 
         def arrange() -> None:
-            # Only what is open now: the timer may outlive the drain, and meet the next call.
+            # Only the requests open now: the timer may outlive the drain, and meet the next call.
             for task in self._open_work:
                 self._loop.call_later(after_s, task.cancel)
 
@@ -152,7 +152,7 @@ class ServerClient:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # No limit: the server queues, and knows best what to run next.
+            # No limit: the server queues, and knows best the order of requests.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         return self._session

@@ -38,15 +38,15 @@ class SGLangEngine(ServedWeights):
 
         Args:
             spec: what it serves.
-            variables: environment of the server, as the devices that it may see.
+            variables: environment of the server, for example its visible devices.
             device: of this process; None is the first of its kind.
 
         Raises:
             EngineError: it did not start, or its process cannot share memory with it.
             DeadlineError: not in time.
             ConfigErrors: ``rollout.engine_args`` names an argument that SGLang does not have.
-            ModelError: the folder has no weights, a broken file, or another vocabulary than it
-                says.
+            ModelError: the folder has no weights, a broken file, or another vocabulary than its
+                config.json.
         """
         super().__init__(spec, device=device or torch.device(spec.device))
         self._variables = dict(variables)
@@ -66,12 +66,12 @@ class SGLangEngine(ServedWeights):
     # -- sampling --------------------------------------------------------------------------------
 
     def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> list[Response]:
-        """Sample; returns P * G responses on the CPU, siblings adjacent, in prompt order.
+        """Sample; returns P * G responses on the CPU in prompt order, those to one prompt adjacent.
 
         A response is also cut (and truncated) where it and its prompt fill the context.
 
         Raises:
-            PhaseError: paused, already generating, or a part of the memory is released.
+            PhaseError: paused, already generating, or a memory tag is released.
             EngineError: a prompt or parameter is refused; the server is gone; the call was aborted
                 by ``drain``; or responses were cut off again and again.
             DeadlineError: a request took longer than ``rollout.request_timeout_s``.
@@ -101,7 +101,7 @@ class SGLangEngine(ServedWeights):
             return responses
 
     def take_metrics(self) -> Metrics:
-        """Return what happened since the last time, and start anew."""
+        """Return the metrics since the last time, and reset them."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
@@ -112,7 +112,7 @@ class SGLangEngine(ServedWeights):
         self._gate.pause()
 
     def drain(self, *, timeout_s: float) -> int:
-        """Wait until nothing runs, abort what is left at the deadline, and empty the server.
+        """Wait until no request runs, abort the others at the deadline, and empty the server.
 
         Raises:
             EngineError: the server is gone.
@@ -124,16 +124,16 @@ class SGLangEngine(ServedWeights):
         return aborted
 
     def _cut_off(self) -> None:
-        """End our requests, also those that the server does not answer or does not know yet."""
+        """End this process's requests, also those that the server has not received yet."""
         self._server.client.cut_off(after_s=ABORT_GRACE_S / 2)
         self._server.post("/abort_request", abort_all=True)
 
     def release(self, part: MemoryTag, *, backup: frozenset[str] = frozenset()) -> None:
-        """Free a part's memory. What ``backup`` names survives where the server keeps a copy.
+        """Free the memory of a tag. Tensors in ``backup`` survive if the server keeps a copy.
 
         Raises:
-            PhaseError: the part is released already, or requests are running.
-            EngineError: the server keeps no copy and one is asked for; nothing was freed.
+            PhaseError: the tag is released already, or requests are running.
+            EngineError: the server keeps no copy and one is needed; nothing was freed.
         """
         self._gate.require_idle(f"release of {part.name}")
         if part in self._released:
@@ -148,11 +148,11 @@ class SGLangEngine(ServedWeights):
         self._released.add(part)
 
     def resume(self, part: MemoryTag) -> None:
-        """Allocate a part again.
+        """Allocate a memory tag again.
 
         Raises:
-            PhaseError: the part is not released.
-            EngineError: there is no room, or the server is gone.
+            PhaseError: the tag is not released.
+            EngineError: too little memory, or the server is gone.
         """
         if part not in self._released:
             raise PhaseError(f"{part.name} is resident; only what was released can be resumed")
@@ -161,7 +161,7 @@ class SGLangEngine(ServedWeights):
         self._released.remove(part)
 
     def _can_release(self, part: MemoryTag) -> bool:
-        """Whether a part survives its release: older servers lose what captured graphs read."""
+        """Whether a tag survives its release: older servers lose what captured graphs read."""
         is_graph = part is MemoryTag.CUDA_GRAPH
         return not is_graph or self._server.capabilities.can(Capability.KEEP_CUDA_GRAPHS)
 
@@ -171,7 +171,7 @@ class SGLangEngine(ServedWeights):
         self._gate.resume()
 
     def resident_bytes(self, part: MemoryTag) -> int:
-        """Return at least how many bytes a part holds; 0 where the server cannot free it."""
+        """Return at least how many bytes a tag holds; 0 if the server cannot free it."""
         if part in self._released or not self.frees_memory or not self._can_release(part):
             return 0
         return held_bytes(self._server.info, part)
@@ -192,7 +192,7 @@ class SGLangEngine(ServedWeights):
             raise
 
     def shutdown(self) -> None:
-        """Kill the server with all that it runs; idempotent."""
+        """Kill the server with all its processes; idempotent."""
         self._gate.pause()
         self._server.end()
         self.transport.forget()

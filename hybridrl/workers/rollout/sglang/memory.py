@@ -1,4 +1,4 @@
-"""What a server holds, as another process can know it: names from files, sizes from the server."""
+"""A server's memory as another process can know it: names from files, sizes from the server."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def base_shapes(folder: Path) -> Shapes:
 def list_weights(shapes: Shapes, *, itemsize: int) -> tuple[WeightMemory, ...]:
     """List what must be sent to a server before it may sample.
 
-    Buffers (rotary tables, scales) are not among them: SGLang itself copies them before its weights
-    are released and puts them back afterwards.
+    Buffers (rotary tables, scales) are not listed: SGLang itself copies them before its weights
+    are released and restores them afterwards.
 
     Args:
         shapes: of all weights, and of the matrices of an adapter that the server applies.
@@ -50,7 +50,7 @@ def list_weights(shapes: Shapes, *, itemsize: int) -> tuple[WeightMemory, ...]:
 
 
 def adapter_shapes(base: Shapes, lora: LoraConfig | None) -> Shapes:
-    """Return names and shapes of all that an adapter of this model must have; empty without one."""
+    """Return names and shapes of a complete adapter of this model; empty without an adapter."""
     return {} if lora is None else dict(_matrices(base, lora))
 
 
@@ -65,7 +65,7 @@ def _matrices(shapes: Shapes, lora: LoraConfig) -> Iterator[tuple[str, tuple[int
 
 
 def require_whole_vocabulary(folder: Path) -> None:
-    """Refuse a folder whose embedding has other rows than its config.json says.
+    """Refuse a folder whose embedding has another number of rows than its config.json.
 
     The server takes its size from config.json, the trainer from the tensor.
 
@@ -85,12 +85,12 @@ def require_whole_vocabulary(folder: Path) -> None:
 
 
 def held_bytes(info: Mapping[str, Any], part: MemoryTag) -> int:
-    """Return how many bytes a part holds on a device, as a server counts them.
+    """Return how many bytes a tag holds on a device, as a server counts them.
 
-    They are rounded to a thousandth of a GB: this is the least that they can stand for. Weights and
-    graphs are the fall of free memory while they were made, so they count what was allocated at the
-    same time and cannot be released: of graphs most (the shared buffer of logits alone is 156 MB
-    with 256 slots and 152k tokens), of weights a little.
+    The server rounds to a thousandth of a GB: this is the smallest value before rounding. Weights
+    and graphs are counted as the drop of free memory while they were made. So they include memory
+    that was allocated at the same time and cannot be released: most of the graphs' (the shared
+    buffer of logits alone is 156 MB with 256 slots and 152k tokens), a little of the weights'.
     """
     usage = info["internal_states"][0]["memory_usage"]
     graphs = usage["graph"]

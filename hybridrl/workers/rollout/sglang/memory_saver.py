@@ -1,7 +1,7 @@
-"""What breaks torch_memory_saver, looked for before a server starts. Unproved on a GPU.
+"""Settings that break torch_memory_saver, checked before a server starts. Not yet run on a GPU.
 
-It unmaps memory behind torch's allocator. What it meets there ends in a hang, an illegal access or
-a process that does not start, none of which names its cause.
+It unmaps memory without torch's allocator. A conflict ends in a hang, an illegal access or a
+process that does not start, and none of these names its cause.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hybridrl.errors import EngineError
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 EXPANDABLE_SEGMENTS = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
-"""Found in allocator settings, as in ``PYTORCH_ALLOC_CONF``, that turn them on."""
+"""Text in allocator settings, as in ``PYTORCH_ALLOC_CONF``, that turns them on."""
 
 _LIBRARY = "torch_memory_saver"
 
@@ -30,7 +30,7 @@ def require_no_obstacle(
         is_installed: whether ``torch_memory_saver`` can be imported.
 
     Raises:
-        EngineError: everything that is in the way, each with its remedy.
+        EngineError: every conflict, each with its remedy.
     """
     if device != "cuda":
         obstacles = list(_without_cuda(variables, is_on=is_on))

@@ -1,8 +1,8 @@
 """A server as a child of this process: started, watched, ended with all its own children.
 
-Knows nothing of what is served. A guard ends all of it when its standard input closes: that pipe is
-held by this process alone, so no death of ours leaves anything behind. The child should do so too
-(see ``end_with_parent``), for the case that the guard is killed with this process.
+It is independent of the served model. A guard ends everything when its standard input closes: only
+this process holds that pipe, so its death leaves no process behind. The child should do so too
+(see ``end_with_parent``), in case the guard is killed with this process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NUM_LINES = 25
 _LOCAL_HOST = "127.0.0.1"
 _STDIN = 0
 _NOISE = re.compile(r"Ignore import error|DeprecationWarning|FutureWarning|UserWarning|^\s*warn")
-"""What servers say at every start about packages that they do without."""
+"""Messages of every server start about optional packages."""
 
 _PORTS = (20_000, 32_000)
 
@@ -49,7 +49,7 @@ class ServerProcess:
 
         Args:
             command: program and arguments.
-            name: what messages call it.
+            name: of the server in messages.
             variables: environment on top of this process's.
         """
         self.name = name
@@ -66,11 +66,11 @@ class ServerProcess:
             )
         self._begin = time.monotonic()
         self._num_boring_bytes = 0
-        """Of its log: what was said before it was ready."""
+        """Last lines of its log before it was ready."""
 
     @property
     def pid(self) -> int:
-        """Of the guard (`hybridrl.guard`), which leads the session and ends as the server does."""
+        """The guard (`hybridrl.guard`), which is the session leader and ends as the server does."""
         return self._process.pid
 
     def exit_status(self) -> int | None:
@@ -78,7 +78,7 @@ class ServerProcess:
         return self._process.poll()
 
     def require_alive(self, what: str) -> None:
-        """Refuse to go on with a server that is gone.
+        """Raise if the server is gone.
 
         Raises:
             ServerDiedError: how it ended, and the last lines of its log.
@@ -100,7 +100,7 @@ class ServerProcess:
             took_s = self._wait(is_ready, timeout_s)
             self._num_boring_bytes = self.log_file.stat().st_size
             return took_s
-        except ServerDiedError as error:  # it would do so again: no restart can be expected to help
+        except ServerDiedError as error:  # it would do so again: a restart does not help
             raise EngineError(str(error)) from error
 
     def _wait(self, is_ready: Callable[[], bool], timeout_s: float) -> float:
@@ -121,7 +121,7 @@ class ServerProcess:
         return time.monotonic() - self._begin
 
     def tail(self, num_lines: int = _NUM_LINES) -> str:
-        """Return the last lines of its log; of a server that was ready those since then."""
+        """Return the last lines of its log; of a server that was ready only later lines."""
         try:
             log = self.log_file.read_bytes()[self._num_boring_bytes :]
         except OSError as error:
@@ -131,16 +131,16 @@ class ServerProcess:
         return "\n".join(["last lines of its log:", *(f"  {line}" for line in lines[-num_lines:])])
 
     def end(self) -> None:
-        """Kill it with all its children, and forget its log. Idempotent."""
+        """Kill it with all its children, and delete its log. Idempotent."""
         end_guarded(self._process)
         self.log_file.unlink(missing_ok=True)
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on now; whoever takes it may still come too late.
+    """Return a port without a listener; another process may still take it first.
 
-    It lies below the range from which systems give ports to whoever asks for none: a server binds
-    its own many seconds after it was chosen.
+    It lies below the range of ports that systems assign themselves: a server binds its own port
+    many seconds after the choice.
     """
     while True:
         port = random.randrange(*_PORTS)
@@ -155,7 +155,7 @@ def end_with_parent() -> None:
     """In the child: kill the own session as soon as standard input closes."""
 
     def wait() -> None:
-        while os.read(_STDIN, 1):  # not sys.stdin, whose lock an ending interpreter asks for
+        while os.read(_STDIN, 1):  # not sys.stdin, whose lock an ending interpreter needs
             pass
         os.killpg(os.getpgid(0), signal.SIGKILL)
 

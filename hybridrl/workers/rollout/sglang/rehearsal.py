@@ -1,7 +1,7 @@
-"""Shows SGLang the arguments of its servers before a run starts: what it refuses is said now.
+"""Checks the arguments of SGLang servers before a run starts, so that refusals are early.
 
-The arguments are those that a start sends (``arguments.py``), and what is made of them is
-SGLang's own code (``start.py``), in a child process: importing it takes seconds.
+The arguments are those of a start (``arguments.py``). SGLang's own code (``start.py``) processes
+them in a child process, because its import takes seconds.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def rehearse_server(config: ExperimentConfig) -> str:
     """Have SGLang complete and check the arguments of this configuration's servers.
 
     Returns:
-        One line that says what was shown, and what was not.
+        One line that names the checked arguments, and the unchecked ones.
 
     Raises:
-        ConfigErrors: SGLang refuses them; under our keys.
+        ConfigErrors: SGLang refuses them; under hybridrl's keys.
         EngineError: SGLang ended the rehearsal; with the end of its log.
         DeadlineError: it took longer than ``rollout.start_timeout_s``.
     """
@@ -65,7 +65,7 @@ def rehearse_server(config: ExperimentConfig) -> str:
 
 
 def case_of(spec: ServerSpec) -> dict[str, Any]:
-    """Write down what the child is asked: all arguments, and those that are not the user's own."""
+    """Write the case for the child: all arguments, and those without the user's own."""
     given = replace(spec, rollout=replace(spec.rollout, engine_args={}))
     port = free_port()
     return {
@@ -92,7 +92,7 @@ def _run(spec: ServerSpec, case: Mapping[str, object], folder: Path) -> Any:  # 
 
 
 def violation_of(refusal: Mapping[str, Any], arguments: Arguments, version: str) -> ConfigError:
-    """Word a refusal under the key that the first argument at fault comes from."""
+    """Report a refusal under the key of the first argument at fault."""
     names = refusal["names"]
     rule = f"SGLang {version} refuses it: {refusal['reason']}"
     if not names:
@@ -108,7 +108,7 @@ def violation_of(refusal: Mapping[str, Any], arguments: Arguments, version: str)
 
 
 def _model_folder(config: ExperimentConfig, scratch: Path) -> Path:
-    """Return the model's folder; of a model that is yet to be made, one with its config.json."""
+    """Return the model's folder; of a model that is not made yet, one with its config.json."""
     if config.model.path is not None:
         return Path(config.model.path).absolute()
     if config.model.starter is not None:
@@ -118,7 +118,7 @@ def _model_folder(config: ExperimentConfig, scratch: Path) -> Path:
 
 
 def _starter_values(starter: StarterConfig, *, dtype: str) -> dict[str, object]:
-    """Write config.json as far as SGLang reads it; run/starter.py makes the whole model."""
+    """Write config.json as far as SGLang reads it; run/starter.py makes the real model."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

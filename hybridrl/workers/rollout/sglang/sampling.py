@@ -1,4 +1,4 @@
-"""A generate call on a server: all groups at once, what was cut off again, nothing torn scored.
+"""A generate call on a server: all groups at once; responses that were cut off are sampled again.
 
 Token ids travel in both directions: text is never tokenised twice.
 """
@@ -41,7 +41,7 @@ class ExpertShape:
 
 @dataclass(slots=True)
 class Group:
-    """The responses to one prompt: those that are there, and the others still to be sampled."""
+    """The responses to one prompt: those that have arrived, and those still to be sampled."""
 
     token_ids: list[int]
     """Of the prompt."""
@@ -50,7 +50,7 @@ class Group:
     """One a response, in [0, 2**31)."""
 
     responses: dict[int, Response] = field(default_factory=dict)
-    """By their index among the prompt's responses; one that was cut off is never among them."""
+    """By index among the prompt's responses; a response that was cut off is never included."""
 
     @property
     def missing(self) -> list[int]:
@@ -59,7 +59,7 @@ class Group:
 
 
 def build_groups(prompts: PromptBatch, sampling: SamplingParams) -> list[Group]:
-    """Cut a batch into groups, each response with the random stream of the embedded engine."""
+    """Split a batch into groups, each response with the random stream of the embedded engine."""
     tokens: list[int] = prompts.token_ids_PL.values().tolist()
     offsets: list[int] = row_offsets(prompts.token_ids_PL).tolist()
     index_G = torch.arange(sampling.num_responses_per_prompt)
@@ -93,7 +93,7 @@ class GroupSampler:
             weight_version: that every response must come from.
             timeout_s: seconds that one request may take.
             adapter: that every request names.
-            experts: given where each token's experts are asked for.
+            experts: given if each token's experts are requested.
         """
         self._client = client
         self._sampling = sampling
@@ -107,7 +107,7 @@ class GroupSampler:
         self._num_responses = self._num_open = self._num_cached_tokens = 0
 
     def describe(self) -> str:
-        """Say how far it is."""
+        """Report the progress."""
         return f"{self._num_responses} responses there, {self._num_open} requests open"
 
     def run(
@@ -117,15 +117,15 @@ class GroupSampler:
 
         Args:
             groups: of ``build_groups``.
-            on_cut_off: gets the number of responses that are missing before they are asked for
-                again; raises if they were cut off on purpose.
+            on_cut_off: gets the number of missing responses before they are requested again; raises
+                if they were cut off on purpose.
 
         Returns:
             Responses, those to one prompt adjacent, in prompt order; and metrics of the call.
 
         Raises:
             EngineError: the server is gone, refuses a request, or cut the same one off three times.
-            DeadlineError: a request took longer than it may.
+            DeadlineError: a request exceeded ``timeout_s``.
         """
         num_retried, reason = 0, ""
         num_responses = num_missing = sum(len(group.seeds) for group in groups)
@@ -153,7 +153,7 @@ class GroupSampler:
         }
 
     async def _round(self, groups: Sequence[Group]) -> str:
-        """Ask for all groups; return why the last of those that failed did."""
+        """Request all groups; return the reason of the last failed one."""
         self._num_open = len(groups)
         results = await self._client.settle([self._sample(group) for group in groups])
         reason = ""
@@ -169,7 +169,7 @@ class GroupSampler:
         return reason
 
     async def _sample(self, group: Group) -> str:
-        """Ask for one group; return why a response of it was cut off, or an empty text."""
+        """Request one group; return why a response of it was cut off, or an empty text."""
         missing = group.missing
         try:
             if len(missing) > 1:
@@ -198,12 +198,12 @@ class GroupSampler:
         return answer
 
     def prefill_body(self, group: Group) -> Body:
-        """Ask for no token: the prompt's keys and values come to lie in the cache, once a group."""
+        """Request no token: this caches the prompt's keys and values once per group."""
         no_tokens = self._parameters(num_tokens=0, seed=group.seeds[group.missing[0]])
         return {"input_ids": group.token_ids, "sampling_params": no_tokens, **self._fields}
 
     def group_body(self, group: Group) -> Body:
-        """Ask for all missing responses of a group at once."""
+        """Request all missing responses of a group at once."""
         num_tokens = min(
             self._sampling.max_response_tokens, self._max_context_tokens - len(group.token_ids)
         )
@@ -218,7 +218,7 @@ class GroupSampler:
         }
 
     def _parameters(self, *, num_tokens: int, seed: int) -> Body:
-        """Spell how to sample one response of at most ``num_tokens``."""
+        """Return the sampling parameters of one response of at most ``num_tokens``."""
         return {
             "temperature": self._sampling.temperature,
             "top_p": self._sampling.top_p,
@@ -243,7 +243,7 @@ def read_response(item: Mapping[str, Any], *, experts: ExpertShape | None = None
 
     Args:
         item: the answer.
-        experts: given where the experts of each token were asked for.
+        experts: given if the experts of each token were requested.
 
     Raises:
         EngineError: log-probs and tokens do not match in number, or experts are missing.

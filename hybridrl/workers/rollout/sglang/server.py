@@ -1,7 +1,7 @@
 """One SGLang server: its process, and the control calls that a rollout engine makes.
 
-What a call means, and when it is legal, is the life cycle's matter; here is how it is spelled, how
-long it may take, and what a refusal says.
+The life cycle decides when a call is legal. This file holds the form of each call, its time limit,
+and the text of a refusal.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class Server:
 
         Args:
             spec: what it serves.
-            variables: environment besides what every server gets, as the devices that it sees.
+            variables: environment besides that of every server, for example its visible devices.
 
         Raises:
-            EngineError: it did not start, with the last lines of its log; or it cannot do, or did
-                not do, what it was asked for.
+            EngineError: it did not start, with the last lines of its log; or it lacks a capability,
+                or runs with other arguments.
             DeadlineError: it did not answer within ``rollout.start_timeout_s``.
             ConfigErrors: it has no argument of a name in ``rollout.engine_args``.
         """
@@ -140,13 +140,13 @@ class Server:
         return capabilities
 
     def _answers(self) -> bool:
-        """Whether it is there and has served a request of its own; a stranger is not waited for."""
-        if any(text in self.process.tail() for text in _IN_USE):  # it lives on, deaf
+        """Whether it answers and has served its own request; another server is not waited for."""
+        if any(text in self.process.tail() for text in _IN_USE):  # it lives but does not listen
             raise EngineError(f"the port of SGLang is taken: {_IN_USE[0]}")
         try:
             info = self.server_info()
             self.client.call("/health", timeout_s=_PROBE_TIMEOUT_S, method="GET")
-        except (EngineError, DeadlineError):  # whoever waits for it sees if it is gone
+        except (EngineError, DeadlineError):  # the caller's wait detects that it is gone
             return False
         if info.get("served_model_name") != self.name:
             raise EngineError(f"another server answers on the port of SGLang: {_IN_USE[0]}")
@@ -160,7 +160,7 @@ class Server:
         return info
 
     def post(self, path: str, **body: object) -> Any:  # noqa: ANN401 - as ServerClient.call
-        """Do one control call within ``rollout.stage_timeout_s``, and what is left of its stage.
+        """Do one control call within ``rollout.stage_timeout_s``, and the time left of its stage.
 
         Raises:
             EngineError: it was refused, or the server is gone.
@@ -169,16 +169,16 @@ class Server:
         return self.client.call(path, body, timeout_s=left_s(self._timeout_s))
 
     def require_success(self, path: str, **body: object) -> Body:
-        """Do one control call whose answer says itself whether it succeeded.
+        """Do one control call whose answer contains its own success.
 
         Raises:
-            EngineError: it says no, and why.
+            EngineError: the answer is a failure, with its reason.
         """
         return _successful(path, self.post(path, **body))
 
     def start(self, path: str, **body: object) -> Future[Body]:
-        """Begin what ``require_success`` does, and go on meanwhile."""
-        timeout_s = left_s(self._timeout_s)  # here: the client's own thread knows of no stage
+        """Begin the call of ``require_success``, without waiting."""
+        timeout_s = left_s(self._timeout_s)  # here: the client's own thread has no stage
 
         async def call() -> Body:
             answer = await self.client.request(path, body, timeout_s=timeout_s)
@@ -187,10 +187,10 @@ class Server:
         return self.client.start(call())
 
     def hold(self, *, timeout_s: float) -> None:
-        """Let nobody in any more, and see that nothing runs and no cache of old weights is left.
+        """Admit no request, and verify that none runs and no cache of old weights is left.
 
-        Requests that are still running are cut off, whoever sent them, also those that somebody
-        else's pause keeps.
+        Requests that still run are cut off, whatever their sender, also those kept by the pause of
+        another client.
 
         Raises:
             DeadlineError: it is still busy at the deadline; how many run and wait.
@@ -206,12 +206,12 @@ class Server:
                         f"SGLang is still busy {timeout_s:g} s after its requests were aborted "
                         f"({self.load()}), so its memory cannot be released: {error}"
                     ) from error
-                self.post("/continue_generation")  # what is paused cannot end
+                self.post("/continue_generation")  # paused requests cannot end
             else:
                 return
 
     def _empty(self, deadline: float) -> None:
-        """Abort all, close the door, and have the server itself prove that it is idle.
+        """Abort all, stop admission, and let the server itself verify that it is idle.
 
         In this order because ``/pause_generation`` looks only once a second whether all requests
         have ended (0.5.17 to 0.5.23); on an idle server it returns at once.
@@ -229,11 +229,11 @@ class Server:
         path = f"/flush_cache?timeout={wait_s:.2f}"
         self.client.call(path, timeout_s=wait_s + until_deadline_s())
         self.client.call("/pause_generation", {"mode": PAUSE_MODE}, timeout_s=until_deadline_s())
-        # Once more: a request may have come in before the door was closed.
+        # Again: a request may have arrived before the admission stopped.
         self.client.call("/flush_cache", timeout_s=until_deadline_s())
 
     def load(self) -> str:
-        """Say how many requests run and wait, for a message: the figures may be seconds old."""
+        """Describe how many requests run and wait, for a message: figures may be seconds old."""
         try:
             answer = self.client.call("/v1/loads", timeout_s=_PROBE_TIMEOUT_S, method="GET")
         except (EngineError, DeadlineError) as error:
@@ -262,10 +262,10 @@ def _successful(path: str, answer: Any) -> Body:  # noqa: ANN401 - as ServerClie
 
 
 def refused_arguments(log_text: str, arguments: Mapping[str, object]) -> list[ConfigError]:
-    """Find in a server's log which arguments it does not have; ``refusal_of`` wrote the lines.
+    """Find the arguments that a server does not have in its log; ``refusal_of`` wrote the lines.
 
     Args:
-        log_text: what the server wrote.
+        log_text: the server's output.
         arguments: that it was started with.
     """
     lines = [line.strip() for line in log_text.splitlines()]

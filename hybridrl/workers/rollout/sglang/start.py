@@ -34,10 +34,10 @@ _SAVER = "sglang.srt.utils.torch_memory_saver_adapter"
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What SGLang does not accept, and why."""
+    """A refusal by SGLang, and its reason."""
 
     names: tuple[str, ...]
-    """Arguments at fault; empty where SGLang's words name none that it was sent."""
+    """Arguments at fault; empty if SGLang's message names none of the sent ones."""
 
     reason: str
     fix: str = ""
@@ -50,7 +50,7 @@ def load_server_args() -> Any:  # noqa: ANN401 - SGLang's class, of another kind
 
 
 def unknown_names(server_args: Any, arguments: Mapping[str, object]) -> list[Refusal]:  # noqa: ANN401
-    """Return the arguments that this version does not have, each with what is perhaps meant."""
+    """Return the arguments that this version does not have, each with similar names."""
     known = list(inspect.signature(server_args).parameters)
     return [
         Refusal((name,), "the installed SGLang has no such argument", suggest_name(name, known))
@@ -60,10 +60,10 @@ def unknown_names(server_args: Any, arguments: Mapping[str, object]) -> list[Ref
 
 
 def foreign_values(server_args: Any, arguments: Mapping[str, object]) -> list[Refusal]:  # noqa: ANN401
-    """Return the arguments whose value is none of those that SGLang's command line offers.
+    """Return the arguments with values outside the choices of SGLang's command line.
 
-    Built in Python, as our servers' are, arguments are not held against them by SGLang itself: a
-    server then ends in the middle of its start, or does something else.
+    SGLang does not check this for arguments built in Python, as hybridrl's are. A server then ends
+    in the middle of its start, or behaves differently.
     """
     parser = argparse.ArgumentParser()
     server_args.add_cli_args(parser)
@@ -79,24 +79,24 @@ def resolve(server_args: Any, arguments: Mapping[str, object]) -> None:  # noqa:
     """Build the arguments and let SGLang complete and check them, as `_launch_subprocesses` does.
 
     Raises:
-        Exception: whatever SGLang raises, of any type, for what it does not accept.
+        Exception: any exception of SGLang, of any type, for a refused argument.
     """
     record = server_args(**arguments)
     if hasattr(record, "resolve_once"):  # 0.5.17 does it when it is built
         record.resolve_once()
-    import_module("sglang.srt.entrypoints.engine")._set_envs_and_config(record)  # its kernels
+    import_module("sglang.srt.entrypoints.engine")._set_envs_and_config(record)  # SGLang's kernels
     record.check_server_args()
     if _resolved(record, "enable_memory_saver"):
         _make_memory_saver(record)
 
 
 def refusals(server_args: Any, case: Mapping[str, Any]) -> list[Refusal]:  # noqa: ANN401
-    """Run all of a start that needs neither a model nor a device, and return what is refused.
+    """Run the steps of a start that need neither a model nor a device, and return the refusals.
 
     Args:
         server_args: SGLang's class.
-        case: as for ``rehearse``. SGLang's words may name another argument than the one at fault:
-            each of the user's own is left out once to see whether the rest is accepted.
+        case: as for ``rehearse``. SGLang's message may name another argument than the one at fault:
+            each of the user's own is left out once to see whether SGLang accepts the others.
     """
     arguments, own = case["arguments"], case["own"]
     impossible = unknown_names(server_args, arguments) + foreign_values(server_args, arguments)
@@ -112,7 +112,7 @@ def refusals(server_args: Any, case: Mapping[str, Any]) -> list[Refusal]:  # noq
 
 
 def rehearse(case: Mapping[str, Any]) -> Mapping[str, object]:
-    """Return what became of a case, as ``rehearsal.py`` reads it.
+    """Return the result of a case, in the form that ``rehearsal.py`` reads.
 
     Args:
         case: ``arguments`` of the server; ``own``, the names that the user chose among them;
@@ -121,7 +121,7 @@ def rehearse(case: Mapping[str, Any]) -> Mapping[str, object]:
     try:
         server_args = load_server_args()
         version = import_module("sglang").__version__
-    except Exception as error:  # whatever a package for GPUs meets on this machine
+    except Exception as error:  # any error of a GPU package on this machine
         return {"unimportable": f"{type(error).__name__}: {error}"}
     arguments = case["arguments"]
     has_device = case["device"] == "cpu" or torch.cuda.is_available()
@@ -147,7 +147,7 @@ def _failure(server_args: Any, arguments: Mapping[str, object]) -> str | None:  
 
 
 def _make_memory_saver(record: Any) -> None:  # noqa: ANN401
-    """Make what the scheduler makes where memory is to be released, as far as no device is needed.
+    """Make the scheduler's objects for releasable memory, as far as no device is needed.
 
     Raises:
         ImportError: torch_memory_saver is missing.
@@ -168,20 +168,20 @@ def _make_memory_saver(record: Any) -> None:  # noqa: ANN401
 
 
 def _resolved(record: Any, name: str) -> Any:  # noqa: ANN401
-    """Return what SGLang made of an argument."""
+    """Return SGLang's value of an argument."""
     if not hasattr(record, "resolve_once"):
         return getattr(record, name)
     return import_module("sglang.srt.arg_groups.overrides").resolution_result(record, name)
 
 
 def _without(case: Mapping[str, Any], *names: str) -> dict[str, object]:
-    """Return the arguments as they were had the user not given these."""
+    """Return the arguments as they were without these of the user."""
     kept = {name: value for name, value in case["arguments"].items() if name not in names}
     return kept | {name: case["ours"][name] for name in names if name in case["ours"]}
 
 
 def _named_in(reason: str, arguments: Mapping[str, object]) -> Iterator[str]:
-    """Yield the arguments that SGLang's words name, in Python's or the command line's spelling."""
+    """Yield the arguments in SGLang's message, in Python's or the command line's spelling."""
     words = reason.replace("-", "_")
     for name in arguments:
         if "_" in name and name in words:
@@ -189,7 +189,7 @@ def _named_in(reason: str, arguments: Mapping[str, object]) -> Iterator[str]:
 
 
 def main(case_file: Path, result_file: Path) -> None:
-    """Rehearse, write what became of it, and wait until the parent ends this process."""
+    """Rehearse, write the result, and wait until the parent ends this process."""
     end_with_parent()
     result = rehearse(json.loads(case_file.read_text(encoding="utf-8")))
     staged = result_file.with_suffix(".staged")

@@ -1,7 +1,7 @@
-"""How buckets of weights get into a server: one class per value of ``rollout.transport``.
+"""How buckets of weights reach a server: one class per value of ``rollout.transport``.
 
-Every rank of an engine has one; ``load`` and ``finish`` are the leader's. The broadcast has a file
-of its own.
+Every rank of an engine has one; only the engine's own rank calls ``load`` and ``finish``. The
+broadcast has a file of its own.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Encode = Callable[[Tensor, Sequence[TensorSpan]], str]
 
 
 class Transport:
-    """One rank's share in feeding one server: packs buckets, so that the leader can have them read.
+    """One rank's end of the stream to one server: copies buckets to flat buffers for the server.
 
-    Memory, on a rank that packs: the bucket that is gathered and ``count`` flat ones.
+    Memory, on a rank that copies: the bucket that is gathered and ``count`` flat ones.
     """
 
     in_session = True
-    """Whether the server wants its update opened before the first bucket and closed at the end."""
+    """Whether the server needs its update opened before the first bucket and closed at the end."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class Transport:
         """Allocate nothing yet.
 
         Args:
-            packs: whether bytes of this rank are needed.
+            packs: whether this rank's bytes are needed.
             allocate: makes memory that is read while the next bucket is gathered.
             dtype: of the server's weights, in which they travel.
             count: buckets that stay readable at the same time.
-            encode: makes handles; None where the server needs none.
+            encode: makes handles; None if the server needs none.
         """
         self._packs = packs
         self._dtype = dtype
@@ -67,7 +67,7 @@ class Transport:
         self._encode = encode
 
     def stage(self, bucket: Bucket) -> StagedBucket:
-        """Make this rank's share of a bucket ready; see ``WeightSender``."""
+        """Stage this rank's bytes of a bucket; see ``WeightSender``."""
         if not self._packs:
             return StagedBucket(spans=lay_out(bucket, dtype=self._dtype))
         flat, spans = self._buffers.pack(bucket)
@@ -75,7 +75,7 @@ class Transport:
         return StagedBucket(spans=spans, flat=flat, handle=handle)
 
     def load(self, server: Server, staged: StagedBucket, handles: Sequence[str]) -> None:
-        """Have ``server`` load a bucket, or do what it needs in order to.
+        """Let ``server`` load a bucket, or make the preparations for it.
 
         Raises:
             EngineError: the server refuses, or is gone.
@@ -87,7 +87,7 @@ class Transport:
         """All buckets were loaded. Without any since the last time it does nothing."""
 
     def release_buffers(self) -> None:
-        """Let go of all buffers. Idempotent."""
+        """Release all buffers. Idempotent."""
         self._buffers.free()
 
     def forget(self) -> None:
@@ -112,9 +112,9 @@ class SharedTransport(Transport):
         Raises:
             EngineError: this process allocates memory that cannot be shared.
         """
-        # The answer of a server comes from its first rank, whose copies are done: torch waits for
-        # them before it closes what it opened (torch/csrc/StorageSharing.cpp). Other ranks may
-        # still copy, but have done so when the answer to the bucket after it comes.
+        # A server answers from its first rank, whose copies are done: torch waits for them before
+        # it closes the opened memory (torch/csrc/StorageSharing.cpp). Other ranks may still copy,
+        # but have finished when the server answers the next bucket.
         super().__init__(
             packs=True,
             allocate=allocator_of(device),
@@ -134,7 +134,7 @@ class SharedTransport(Transport):
 
 
 class DiskTransport(Transport):
-    """Files, loaded in one go when all are there: the slowest, and the one that works anywhere."""
+    """Files, loaded at once when all are written: the slowest way, and one that always works."""
 
     in_session = False
 
@@ -154,12 +154,12 @@ class DiskTransport(Transport):
         """Write a file.
 
         Raises:
-            EngineError: there is no room for it.
+            EngineError: the disk lacks space for it.
         """
         if staged.flat is None:
             return
         if not self._written.isdisjoint(span.name for span in staged.spans):
-            self.forget()  # files of a sync that broke off
+            self.forget()  # files of an interrupted sync
         self._parent = self._parent or Path(tempfile.mkdtemp(prefix="hybridrl-weights-"))
         unfinished = self._unfinished(self._parent)
         unfinished.mkdir(exist_ok=True)
@@ -178,7 +178,7 @@ class DiskTransport(Transport):
         self._written |= {span.name for span in staged.spans}
 
     def finish(self, server: Server) -> None:
-        """Give the folder its name and have the server load it; it is removed afterwards."""
+        """Give the folder its final name and let the server load it; it is removed afterwards."""
         if self._parent is None:
             return
         folder = self._parent / "weights"
@@ -194,7 +194,7 @@ class DiskTransport(Transport):
             self.forget()
 
     def forget(self) -> None:
-        """Remove what was written."""
+        """Remove the written files."""
         if self._parent is not None:
             shutil.rmtree(self._parent, ignore_errors=True)
         self._parent, self._written, self._num_files = None, set(), 0

@@ -48,7 +48,7 @@ except ImportError as err:
     ) from err
 
 ADAPTER = "policy"
-"""What our one adapter is called at the server."""
+"""Name of the only adapter at the server."""
 
 _NO_SUCH_ADAPTER = "does not exist"
 
@@ -64,13 +64,13 @@ class ServedWeights:
         """Read names and shapes of the model's weights.
 
         Args:
-            spec: what is served.
+            spec: model and device of the server.
             device: of this process.
 
         Raises:
             EngineError: this process cannot share memory with a server.
-            ModelError: the folder has no weights, a broken file, or another vocabulary than it
-                says.
+            ModelError: the folder has no weights, a broken file, or another vocabulary than its
+                config.json.
         """
         self._spec = spec
         require_whole_vocabulary(spec.model_folder)
@@ -91,7 +91,7 @@ class ServedWeights:
         return list_weights(shapes, itemsize=DTYPES[self._spec.rollout.dtype].itemsize)
 
     def stage(self, bucket: Bucket) -> StagedBucket:
-        """Make a bucket ready; see ``WeightSender``."""
+        """Stage a bucket; see ``WeightSender``."""
         for name, tensor in bucket:
             shape = self._shapes.get(name)
             if shape != tuple(tensor.shape):  # SGLang would end itself
@@ -103,7 +103,7 @@ class ServedWeights:
         return self.transport.stage(bucket)
 
     def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
-        """Have the server load a bucket; see ``RolloutEngine``.
+        """Let the server load a bucket; see ``RolloutEngine``.
 
         Raises:
             PhaseError: the weights are released, or requests are running.
@@ -116,7 +116,7 @@ class ServedWeights:
         self.transport.load(self._server, staged, handles)
 
     def release_buffers(self) -> None:
-        """Let go of all buffers. Idempotent."""
+        """Release all buffers. Idempotent."""
         self.transport.release_buffers()
 
     def finish_update(self, *, version: int) -> None:
@@ -131,7 +131,7 @@ class ServedWeights:
         self.version = version
 
     def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the whole adapter; every request names it from here on.
+        """Load a complete adapter; every request names it from here on.
 
         Raises:
             PhaseError: the weights are released, or requests are running.
@@ -147,7 +147,7 @@ class ServedWeights:
         # and to open a handle of GPU 0 leaves each rank of a server a CUDA context on it.
         on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
         num_ranks = self._spec.rollout.tensor_parallel_size
-        self._may_have_adapter = True  # also should the answer be lost
+        self._may_have_adapter = True  # even if the answer is lost
         self._server.require_success(
             "/load_lora_adapter_from_tensors",
             lora_name=ADAPTER,
@@ -195,10 +195,10 @@ class ServedWeights:
             self._server.require_success("/weights_checker", action=action)
 
     def verify_weights(self) -> None:
-        """Let the server compare its weights with the copy, bit by bit, in its own layout.
+        """Let the server compare its weights with the copy bitwise, in its own layout.
 
         Raises:
-            LedgerError: names the tensors that differ, fused and cut as the server has them.
+            LedgerError: names the tensors that differ, fused and split as the server has them.
         """
         try:
             self._server.require_success("/weights_checker", action="compare")
@@ -221,21 +221,21 @@ class ServedWeights:
 
 
 def build_transport(rollout: RolloutConfig, *, device: torch.device, leads: bool) -> Transport:
-    """Make the transport that ``rollout.transport`` asks for, on one rank of an engine.
+    """Make the transport of ``rollout.transport`` on one rank of an engine.
 
     Args:
         rollout: the rollout section.
         device: of this rank.
-        leads: whether this rank has the engine; the others only stage.
+        leads: whether this rank owns the engine; the others only stage.
 
     Raises:
         EngineError: this process cannot share its memory.
     """
-    # Handles of host memory are names then, which a server's ranks can open that are no children of
-    # ours: buckets on a CPU, adapters everywhere.
+    # Handles of host memory are names then, which a server's ranks can open although they are not
+    # children of this process: buckets on a CPU, adapters everywhere.
     torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     if device.type != "cpu":
-        # Handles name a GPU by its serial number: a server numbers only those that it sees.
+        # Handles name a GPU by its serial number: a server numbers only its visible GPUs.
         monkey_patch_torch_reductions()
     num_ranks, dtype = rollout.tensor_parallel_size, DTYPES[rollout.dtype]
     if rollout.transport == "disk":
