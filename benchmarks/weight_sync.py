@@ -129,7 +129,7 @@ def use(engine: SGLangEngine, transport: Transport) -> None:
     """Let weights take another way from here on."""
     engine.transport.forget()
     rollout = replace(rollout_config(), transport=transport)
-    engine.transport = build_transport(rollout, device=CPU, leads=True)
+    engine.transport = build_transport(rollout, device=CPU, is_sender=True)
 
 
 def send(engine: SGLangEngine, weights: dict[str, Tensor], *, bucket_bytes: int) -> None:

@@ -46,7 +46,7 @@ def single_stage(bench: Bench, rank: Rank) -> tuple[float, int | None]:
     Goes past the life cycle, which has no such edge, from asleep to asleep.
     """
     sharding = rank.worker.sharding
-    host, engines, managed = sharding._tenants, sharding._engines, rank.managed
+    host, engines, managed = sharding._colocated, sharding._engines, rank.managed
     trace.take()
     begin = time.perf_counter()
     with DeviceWatch(bench.device) as watch, trace.span("single stage"):

@@ -18,7 +18,7 @@ def main() -> None:
     """Run the command line. Exit status: 0 done, 2 not a run folder or not writable."""
     parser = argparse.ArgumentParser(
         prog="python -m hybridrl.report",
-        description="Makes one page about a run, also while it goes on; of several, a comparison.",
+        description="Makes one page about a run, also while it trains; of several, a comparison.",
     )
     parser.add_argument("run_folder", type=Path, nargs="+", help="has config.yaml, metrics.jsonl")
     parser.add_argument(

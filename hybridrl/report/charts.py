@@ -39,7 +39,7 @@ Responses | How responses end | rollout/truncated_fraction=cut at the limit, rol
 Time | Where a step's time goes | time/generate_s=generate, time/reward_s=reward, time/logprobs_s=log-probs, time/advantage_s=advantages, time/update_s=update, time/eval_s=evaluation | stack
 Time | Inside generate: stages of the life cycle | time/offload_optimizer_s=offload optimizer, time/resume_weights_s=resume weights, time/sync_s=sync, time/offload_parameters_s=offload parameters, time/resume_cache_s=resume cache, time/continue_s=continue, time/sample_s=sample, time/skew_s=skew, time/pause_s=pause, time/drain_s=drain, time/release_s=release, time/release_cache_s=release cache, time/onload_training_s=onload training, time/roll_back_s=roll back, time/unwind_s=unwind, time/restart_s=restart, time/start_s=start | stack
 Time | Work of the critic | time/critic_values_s=values, time/critic_update_s=update |
-Time | Throughput | throughput/response_tokens_per_s=sampling, throughput/train_tokens_per_s=training, throughput/tokens_per_s=whole step |
+Time | Throughput | throughput/response_tokens_per_s=sampling, throughput/train_tokens_per_s=training, throughput/tokens_per_s=step |
 Time | Busy decoding slots | rollout/slot_occupancy=busy |
 Memory | Peak memory by stage | memory/*_peak_bytes/max=* |
 Memory | Memory moved in a step | memory/synced_bytes=weights sent to engines, memory/released_bytes=given back by engines, memory/weight_backup_bytes=copied to the host |

@@ -63,7 +63,7 @@ def rewards_do_not_differ(run: Run) -> Finding | None:
     highest = max(run.history.get("reward/max").finite, default=0.0)
     text = f"For {share:.0%} of the recent prompts all responses got the same reward, "
     if reward >= FLAT_GROUPS * highest > 0:
-        text += "nearly always the highest: use harder prompts to go on."
+        text += "nearly always the highest: continue with harder prompts."
         return Finding("The task is solved", text, severity="note")
     text += "so nothing is learned. Read the responses below: either the reward function does not "
     text += "recognise a right answer, or the task is too hard for this model."

@@ -54,7 +54,7 @@ def certify(config: ExperimentConfig, *, record: RunFolder) -> None:
     report = {"killed_at": killed_at, "findings": [asdict(finding) for finding in findings]}
     atomic_write_text(record.folder / "certificate.json", to_json_text(report, indent=1))
     if any(finding.differences for finding in findings):
-        raise CertificateError(f"resuming was not bit by bit:\n{text}")
+        raise CertificateError(f"the resumed run is not bitwise identical:\n{text}")
     sys.stdout.write(text)
 
 
@@ -71,7 +71,7 @@ def describe(
     weights = f"LoRA ({config.lora.sync})" if config.lora.enabled else "all weights"
     engines = f"{config.actor.engine} and {config.rollout.engine}"
     lines = [
-        f"# {'Certificate: resumed bit by bit' if is_same else 'NOT bit by bit'}",
+        f"# {'Certificate: resumed, bitwise identical' if is_same else 'NOT bitwise identical'}",
         "",
         f"{config.algorithm.name}, {weights}, {engines}, seed {config.seed}. {2 * k} steps without "
         f"a break, against {2 * k} steps {killed_at} and resumed from step {k}.",

@@ -117,24 +117,24 @@ class Checkpointer:
         """
         self._shelf.discard_unfinished()
         while (checkpoint := self._shelf.newest()) is not None:
-            torn = [name for role in self._savers for name in self._find_torn(checkpoint, role)]
-            if not torn:
+            changed = [name for role in self._savers for name in self._find_torn(checkpoint, role)]
+            if not changed:
                 for role, saver in self._savers.items():
                     saver.load(checkpoint.folder / role)
                 self._last_begun = checkpoint.manifest.run.step
                 return checkpoint.manifest.run
             log.warning(
-                "%s is torn: the bytes of %s have changed since they were written; it is set "
+                "%s is corrupt: the bytes of %s have changed since they were written; it is set "
                 "aside and the checkpoint before it is used",
-                *(checkpoint.folder, ", ".join(torn)),
+                *(checkpoint.folder, ", ".join(changed)),
             )
             self._shelf.quarantine(checkpoint.folder)
         return None
 
     def _find_torn(self, checkpoint: Checkpoint, role: str) -> list[str]:
         files = [entry for entry in checkpoint.manifest.files if entry.name.startswith(f"{role}/")]
-        torn = self._savers[role].find_torn(checkpoint.folder, files)
-        return [name for names in torn for name in names]
+        changed = self._savers[role].find_torn(checkpoint.folder, files)
+        return [name for names in changed for name in names]
 
     def _begin(self, step: int, metrics: Metrics) -> None:
         try:
@@ -186,10 +186,10 @@ class Checkpointer:
         if self._num_failed == _MAX_FAILED_SAVES:
             raise CheckpointError(
                 f"{what}\n{_MAX_FAILED_SAVES} checkpoints in a row could not be written; free "
-                "space or mend the disk and give the same command again: it goes on from the last "
-                "whole checkpoint"
+                "space or repair the disk and give the same command again: it continues from the "
+                "last complete checkpoint"
             )
-        log.warning("%s; training goes on, the next checkpoint tries again", what)
+        log.warning("%s; training continues, the next checkpoint tries again", what)
 
 
 def _score(metrics: Metrics) -> float | None:

@@ -43,7 +43,7 @@ def describe_end(
     rows += [(label, str(path)) for label, path in places.items() if path.exists()]
     if command and (steps or config.checkpoint.every_num_steps):
         more = () if error else (f"{config.num_steps_key}={2 * config.num_steps}",)
-        rows.append(("to go on", resume_command(command, run_dir=str(folder), changes=more)))
+        rows.append(("to continue", resume_command(command, run_dir=str(folder), changes=more)))
     return "".join(f"{label:<20} {text}\n" for label, text in rows)
 
 

@@ -46,8 +46,8 @@ def finished_message(config: ExperimentConfig) -> str:
     if newest_step(config) < num_steps or lacks_export:
         return ""
     return (
-        f"the run in {folder} is finished: step {num_steps} of {num_steps}. Raise {key} to go on, "
-        "or set trainer.run_dir to a new folder"
+        f"the run in {folder} is finished: step {num_steps} of {num_steps}. Raise {key} to "
+        "continue, or set trainer.run_dir to a new folder"
     )
 
 
@@ -71,7 +71,7 @@ def should_resume(config: ExperimentConfig) -> bool:
     begun, _ = read_config(yaml.safe_load(former.read_text(encoding="utf-8")) or {})
     if begun is None or not begun.checkpoint.every_num_steps:
         raise RunFolderError(
-            f"run folder {folder} holds a run without checkpoints, which cannot go on; set "
+            f"run folder {folder} holds a run without checkpoints, which cannot be resumed; set "
             "trainer.run_dir to a new folder, or trainer.overwrite=true to replace it"
         )
     check_recipe(recipe_of(begun), recipe_of(config), where=folder, accept=accept)
@@ -123,13 +123,13 @@ def check_resumable(
             raise DataError(
                 f"{where}: the data has changed ({changes[-1]}); bring the old data.train_files "
                 "back, set trainer.run_dir to a new folder, or set checkpoint.accept_changes=true "
-                "to go on at the same place of the new rows"
+                "to continue at the same position of the new rows"
             )
     changes += _check_lines(checkpoint.manifest.run, Path(config.trainer.run_dir), accept=accept)
     for change in changes:
         log.warning("resuming with a change that was accepted: %s", change)
     for change in differences(saved.environment, origin.environment):
-        log.warning("resuming, but not bit by bit: %s", change)
+        log.warning("resuming, but not bitwise identical: %s", change)
 
 
 def _check_lines(run: RunState, folder: Path, *, accept: bool) -> list[str]:
@@ -138,7 +138,7 @@ def _check_lines(run: RunState, folder: Path, *, accept: bool) -> list[str]:
         raise RunFolderError(
             f"run folder {folder} has lost lines that were written before the checkpoint of step "
             f"{run.step}: {'; '.join(lost)}. Bring the files back from a copy, set "
-            "checkpoint.accept_changes=true to go on with the whole lines that are left, or set "
-            "trainer.run_dir to a new folder"
+            "checkpoint.accept_changes=true to continue with the complete lines that are left, or "
+            "set trainer.run_dir to a new folder"
         )
     return lost

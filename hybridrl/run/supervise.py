@@ -183,7 +183,7 @@ def with_restarts(
                 raise
             explain(error)
             log.warning(
-                "%s: %s\nworkers are started again and go on from step %d (restart %d of %d)",
+                "%s: %s\nworkers are started again and continue from step %d (restart %d of %d)",
                 *(type(error).__name__, "\n".join([str(error), *error_notes(error)])),
                 *(step, num_in_a_row, max_in_a_row),
             )

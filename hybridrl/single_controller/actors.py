@@ -239,7 +239,7 @@ class RankActors:
             return self._get(refs, method, _FETCH_S)
         fact = f"ranks {late} of {len(refs)} have not answered {method}() within"
         if not is_final:
-            raise DeadlineError(f"{fact} {wait_s:g} s; it goes on: call get(timeout_s=) again")
+            raise DeadlineError(f"{fact} {wait_s:g} s; it still runs: call get(timeout_s=) again")
         reports = self._watch.examine()
         self.stop(f"{method}() was late on ranks {late}")
         error = DeadlineError(

@@ -276,8 +276,9 @@ class Padding:
         results_per_row, remainder = divmod(num_rows(result), self.rows_per_slice)
         if remainder:
             raise DispatchError(
-                f"{num_rows(result)} result rows for {self.rows_per_slice} padded rows: which are "
-                "padding cannot be told; return a fixed number per row, or register with pad=False"
+                f"{num_rows(result)} result rows for {self.rows_per_slice} padded rows: rows of "
+                "padding cannot be identified; return a fixed number per row, or register with "
+                "pad=False"
             )
         num_real = min(
             self.rows_per_slice, max(0, self.num_real_rows - dp_rank * self.rows_per_slice)
@@ -302,7 +303,7 @@ def pad_arguments(values: Sequence[object], dp_size: int) -> tuple[list[object],
     if len(counts) > 1:
         raise DispatchError(
             f"cannot pad arguments of {sorted(counts)} rows together; give each the same number, "
-            "or wrap what every rank needs whole: Whole(argument)"
+            "or wrap an argument that every rank needs in full: Whole(argument)"
         )
     padding = Padding(counts.pop(), dp_size)
     target = padding.rows_per_slice * dp_size

@@ -79,14 +79,14 @@ class ActorRolloutWorker(CheckpointedWorker):
         self._policy_version = 0
         self._carried: Metrics = {}
         tensor_parallel_size = config.rollout.tensor_parallel_size
-        leads = self.rank % tensor_parallel_size == 0
+        has_engine = self.rank % tensor_parallel_size == 0
         gpus = control.gather("devices", device_name(device))
         own_gpus = gpus[self.rank : self.rank + tensor_parallel_size]
         build = partial(build_rollout_engine, config, model_folder, device, gpus=own_gpus)
-        engine = start_engine(build if leads else None, config=config.rollout, control=control)
+        engine = start_engine(build if has_engine else None, config=config.rollout, control=control)
         self.sharding = ShardingManager(
             engine=engine,
-            follower=None if leads else build_follower(config.rollout, device),
+            follower=None if has_engine else build_follower(config.rollout, device),
             config=config.rollout,
             device=device,
             control=control,
@@ -105,7 +105,7 @@ class ActorRolloutWorker(CheckpointedWorker):
             "rollout",
             dp_rank=self.rank // tensor_parallel_size,
             dp_size=self.world_size // tensor_parallel_size,
-            is_output_rank=leads,
+            is_output_rank=has_engine,
         )
         meter.end()
 

@@ -119,7 +119,7 @@ def build_follower(rollout: RolloutConfig, device: torch.device) -> WeightSender
     if rollout.engine == "hf":
         return None
     transport: WeightSender = import_module(_SGLANG_WEIGHTS).build_transport(
-        rollout, device=device, leads=False
+        rollout, device=device, is_sender=False
     )
     return transport
 

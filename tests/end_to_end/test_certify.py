@@ -32,7 +32,7 @@ def test_a_certificate_is_printed_and_its_comparison_sees_one_bit(tmp_path: Path
         timeout=380,
     )
     assert result.returncode == 0, result.stderr
-    assert "# Certificate: resumed bit by bit" in result.stdout
+    assert "# Certificate: resumed, bitwise identical" in result.stdout
     assert "same: optimizer" in (folder / "certificate.md").read_text()
     report = json.loads((folder / "certificate.json").read_text())
     assert all(not finding["differences"] for finding in report["findings"])

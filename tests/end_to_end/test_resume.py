@@ -79,7 +79,7 @@ def test_a_rank_that_is_killed_is_started_again_and_no_bit_is_different(tmp_path
     _run(folder, "trainer.num_steps=6", *TWO_RANKS)
     killer.join()
     told = (folder / "log.txt").read_text()
-    assert "workers are started again and go on from step" in told
+    assert "workers are started again and continue from step" in told
     assert "WorkerDiedError" in told
     assert _metrics(folder) == _metrics(whole)
     assert _samples(folder) == _samples(whole)
@@ -92,7 +92,7 @@ def test_onto_another_number_of_ranks_a_run_goes_on_and_says_that_bits_may_diffe
 ) -> None:
     _run(begun, "trainer.num_steps=4", "cluster.num_ranks_per_node=2")
     told = (begun / "log.txt").read_text()
-    assert "not bit by bit: cluster.num_ranks_per_node: '1' there, '2' here" in told
+    assert "not bitwise identical: cluster.num_ranks_per_node: '1' there, '2' here" in told
     _run(begun, "trainer.num_steps=5")
     assert [line["step"] for line in read_metrics(begun)] == [0, 1, 2, 3, 4, 5]
     ours, theirs = (_drawn(folder) for folder in (begun, whole))
@@ -138,7 +138,7 @@ def test_what_came_after_the_checkpoint_is_rolled_back_and_done_again(
 @pytest.mark.shows("R1.6")
 def test_a_torn_checkpoint_is_named_and_the_one_before_it_used(repeated: Path) -> None:
     log = (repeated / "log.txt").read_text()
-    assert "step-000000005 is torn: the bytes of actor/rank-00000" in log
+    assert "step-000000005 is corrupt: the bytes of actor/rank-00000" in log
     assert "going on from the checkpoint of step 4" in log
 
 

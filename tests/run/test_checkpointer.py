@@ -202,7 +202,7 @@ def test_two_saves_without_room_are_warnings_and_a_third_in_a_row_ends_the_run(
     assert steps_on(tmp_path) == [2]
     ranks.fault = no_room()
     list(take(saving, ranks, range(4, 9)))
-    assert caplog.text.count("training goes on, the next checkpoint tries again") == 2
+    assert caplog.text.count("training continues, the next checkpoint tries again") == 2
     with pytest.raises(CheckpointError, match=r"3 checkpoints in a row.*same command again"):
         list(take(saving, ranks, (9,)))
     assert steps_on(tmp_path) == [2]

@@ -177,7 +177,7 @@ def test_a_rank_with_a_gpu_names_its_host_memory_too(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sglang_weights, patch, lambda: prepared.append("ipc"))
     torch.multiprocessing.set_sharing_strategy("file_descriptor")
     try:
-        build_transport(sglang_config(), device=torch.device("cuda"), leads=True)
+        build_transport(sglang_config(), device=torch.device("cuda"), is_sender=True)
         assert torch.multiprocessing.get_sharing_strategy() == "file_system"
     finally:
         torch.multiprocessing.set_sharing_strategy("file_system")

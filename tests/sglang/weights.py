@@ -26,7 +26,7 @@ def use_transport(engine: SGLangEngine, transport: str) -> None:
     """Let a server that serves many tests get its weights by another way from here on."""
     engine.transport.forget()
     config = sglang_config(transport=transport)
-    engine.transport = build_transport(config, device=torch.device("cpu"), leads=True)
+    engine.transport = build_transport(config, device=torch.device("cpu"), is_sender=True)
 
 
 def stream(

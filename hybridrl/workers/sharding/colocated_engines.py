@@ -20,7 +20,7 @@ class ColocatedEngines:
     """All training engines of this device; each verb runs on all ranks and fails on all alike."""
 
     def __init__(self, *, device: torch.device, control: ControlGroup) -> None:
-        self._tenants: dict[str, OffloadableModel] = {}
+        self._engines: dict[str, OffloadableModel] = {}
         self._control = control
         self._metrics: Metrics = {}
         self.memory = DeviceMemory(device)
@@ -28,21 +28,21 @@ class ColocatedEngines:
         self.engine_bytes: Callable[[], int] = int
         """Torch memory of a rollout engine in the same process."""
 
-    def register(self, name: str, tenant: OffloadableModel) -> None:
+    def register(self, name: str, engine: OffloadableModel) -> None:
         """Add a colocated engine.
 
         Raises:
             PhaseError: the name is taken.
         """
-        if name in self._tenants:
-            raise PhaseError(f"tenant {name!r} is registered already; one training engine per role")
-        self._tenants[name] = tenant
+        if name in self._engines:
+            raise PhaseError(f"training engine {name!r} is registered already; a role has one")
+        self._engines[name] = engine
 
     def holders(self) -> list[Holder]:
         """Return the memory of each engine on the device, item by item."""
         return [
-            Holder(f"{name} {part.value}", tenant.resident_bytes(part))
-            for name, tenant in self._tenants.items()
+            Holder(f"{name} {part.value}", engine.resident_bytes(part))
+            for name, engine in self._engines.items()
             for part in TrainState
         ]
 
@@ -64,14 +64,14 @@ class ColocatedEngines:
         self._control.everywhere("onload_training", self._restore)
 
     def _offload_all_but_parameters(self) -> None:
-        for tenant in self._tenants.values():
-            tenant.offload(TrainState.GRADIENTS)
-            tenant.offload(TrainState.OPTIMIZER)
+        for engine in self._engines.values():
+            engine.offload(TrainState.GRADIENTS)
+            engine.offload(TrainState.OPTIMIZER)
         self.memory.empty_cache()
 
     def _offload_parameters(self) -> None:
-        for tenant in self._tenants.values():
-            tenant.offload(TrainState.PARAMETERS)
+        for engine in self._engines.values():
+            engine.offload(TrainState.PARAMETERS)
         self.memory.empty_cache()
         left = [
             f"{holder.name} {holder.num_bytes / 2**20:.1f} MiB"
@@ -96,7 +96,7 @@ class ColocatedEngines:
         if unlisted > _MAY_STAY_BYTES:
             raise PhaseError(
                 "the KV cache may not wake while training state is on the device: "
-                f"{', '.join(self._tenants)} list nothing, and torch has {unlisted / 2**20:,.1f} "
+                f"{', '.join(self._engines)} list nothing, and torch has {unlisted / 2**20:,.1f} "
                 f"MiB of {self.memory.device} allocated, of which {_MAY_STAY_BYTES / 2**20:,.0f} "
                 "may stay (tables, workspaces). Something keeps tensors that offload() does not "
                 "know: see torch.cuda.memory_snapshot(), or set rollout.sleep=false and a lower "
@@ -109,6 +109,6 @@ class ColocatedEngines:
         return metrics
 
     def _restore(self) -> None:
-        for tenant in self._tenants.values():
+        for engine in self._engines.values():
             for part in TrainState:
-                tenant.restore(part)
+                engine.restore(part)

@@ -205,7 +205,7 @@ class LifeCycle:
         if self._open_stage is not None:
             raise PhaseError(
                 f"stage {self._open_stage} did not end, so no rank knows where the engines of the "
-                f"others are ({self.describe()}); end the worker group and start it anew"
+                f"others are ({self.describe()}); end the worker group and start a new one"
             )
 
     # -- engines: one edge each ------------------------------------------------------------------
@@ -308,9 +308,9 @@ class LifeCycle:
             self._release(risen)
         else:
             self._try_transition(UNWIND, ManagedEngine.release_all, members=risen)
-        for mend in (self._restart_broken, self._come_back):
+        for recover in (self._restart_broken, self._come_back):
             try:
-                mend()
+                recover()
             except StageError as error:  # raise the first failure
                 log.warning("the next rollout phase will try again: %s", error)
 

@@ -66,7 +66,7 @@ class ShardingManager:
         self._sleeps = config.sleep
         self._stages: Metrics = {}
         self._is_rollout_open = False
-        self._tenants = ColocatedEngines(device=device, control=control)
+        self._colocated = ColocatedEngines(device=device, control=control)
         self._engines = FusedEngines(
             None if engine is None else ManagedEngine(engine, config=config, device=device),
             config=config,
@@ -76,12 +76,12 @@ class ShardingManager:
             resends_base=lora is None or lora.base == "resend",
         )
         if self._engines.managed is not None:
-            self._engines.managed.neighbours = self._tenants.holders
+            self._engines.managed.neighbours = self._colocated.holders
             if config.engine == "hf":  # it allocates from torch, in this process
-                self._tenants.engine_bytes = self._engines.managed.resident_bytes
+                self._colocated.engine_bytes = self._engines.managed.resident_bytes
         self._life = LifeCycle(
             self._engines,
-            host=self._tenants,
+            host=self._colocated,
             depth=_depth_of_sleep(config, lora),
             observe=self._observe,
         )
@@ -92,14 +92,14 @@ class ShardingManager:
         self._engines.attach(source)
         self.register("actor", source)
 
-    def register(self, name: str, tenant: OffloadableModel) -> None:
+    def register(self, name: str, model: OffloadableModel) -> None:
         """Add a colocated engine: its state leaves the device while the rollout engine has it.
 
         Raises:
             PhaseError: a rollout phase is open, or the name is taken.
         """
         self.require_training()
-        self._tenants.register(name, tenant)
+        self._colocated.register(name, model)
 
     @contextmanager
     def rollout_phase(self) -> Iterator[RolloutEngine | None]:
@@ -155,7 +155,7 @@ class ShardingManager:
     def take_metrics(self) -> Metrics:
         """Return the costs of the stages since the last call, and reset them."""
         stages, self._stages = self._stages, {}
-        left = self._tenants.take_metrics()
+        left = self._colocated.take_metrics()
         return stages | left | self._engines.take_metrics() | self.meter.take_metrics()
 
     def shutdown(self) -> None:

@@ -59,7 +59,7 @@ class DeviceMemory:
         return torch.cuda.mem_get_info(self.device)[1] if is_cuda else None
 
     def allocated_bytes(self) -> int | None:
-        """Return the bytes of this process's tensors, whoever owns them; None on a CPU."""
+        """Return the bytes of this process's tensors, of any owner; None on a CPU."""
         is_cuda = self.device.type == "cuda"
         return torch.cuda.memory_allocated(self.device) if is_cuda else None
 

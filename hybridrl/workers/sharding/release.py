@@ -72,8 +72,8 @@ def await_release(
         elif seen >= _HOPED * said_bytes or not demanded or now - enough_at > _GRACE_S:
             break
         time.sleep(_POLL_S)
-    tell = log.warning if demanded and seen < _HOPED * said_bytes else log.info
-    tell(
+    write = log.warning if demanded and seen < _HOPED * said_bytes else log.info
+    write(
         "released: part=%s said_mib=%.1f seen_mib=%.1f",
         *(part.value, said_bytes / _MIB, seen / _MIB),
     )

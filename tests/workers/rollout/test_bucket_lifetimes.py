@@ -32,9 +32,9 @@ def _shared(num_ranks: int) -> Transport:
 TRANSPORTS = {
     "shared": lambda: _shared(1),
     "shared by two ranks": lambda: _shared(2),
-    "disk": lambda: DiskTransport(leads=True, dtype=torch.float32),
+    "disk": lambda: DiskTransport(is_sender=True, dtype=torch.float32),
     "broadcast": lambda: BroadcastTransport(
-        device=CPU, leads=True, num_ranks=1, timeout_s=5.0, join=_never, dtype=torch.float32
+        device=CPU, is_sender=True, num_ranks=1, timeout_s=5.0, join=_never, dtype=torch.float32
     ),
 }
 

@@ -428,5 +428,5 @@ def test_when_a_rank_hangs_in_a_wake_up_no_rank_goes_on(sleep: bool) -> None:
     for missed, again, training in run_ranks(2, _one_rank_hangs_in_a_sync, sleep):
         assert missed.startswith("DeadlineError: stream: not all 2 ranks answered within 1.5 s")
         assert again.startswith("PhaseError: stage sync did not end, so no rank knows where the ")
-        assert again.endswith("; end the worker group and start it anew")
+        assert again.endswith("; end the worker group and start a new one")
         assert "sync did not end" in training

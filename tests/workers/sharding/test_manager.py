@@ -114,7 +114,7 @@ def test_the_engine_ends_with_the_manager() -> None:
 
 def test_an_engine_of_this_process_is_not_counted_as_training() -> None:
     device = recording_device()
-    tenants = device.manager._tenants
+    tenants = device.manager._colocated
     assert tenants.engine_bytes() == 0
     with device.manager.rollout_phase():
         assert tenants.engine_bytes() == ENGINE_BYTES

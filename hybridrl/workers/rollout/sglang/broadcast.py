@@ -38,7 +38,7 @@ class BroadcastTransport(Transport):
         self,
         *,
         device: torch.device,
-        leads: bool,
+        is_sender: bool,
         num_ranks: int,
         timeout_s: float,
         join: JoinGroup,
@@ -48,7 +48,7 @@ class BroadcastTransport(Transport):
 
         Args:
             device: of this rank.
-            leads: whether this rank is the one that sends.
+            is_sender: whether this rank is the one that sends.
             num_ranks: of the server.
             timeout_s: seconds that one broadcast may take.
             join: makes the group.
@@ -58,7 +58,7 @@ class BroadcastTransport(Transport):
         def allocate(num_bytes: int) -> Tensor:
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
-        super().__init__(packs=leads, allocate=allocate, dtype=dtype)
+        super().__init__(stages_bytes=is_sender, allocate=allocate, dtype=dtype)
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
         self._join = join

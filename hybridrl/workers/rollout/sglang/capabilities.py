@@ -257,7 +257,7 @@ def _version_of(server_info: Json) -> str:
     version = server_info.get("version")
     if not isinstance(version, str) or not re.match(r"\d+\.\d+\.\d+", version):
         raise EngineError(
-            f"the rollout server tells version {version!r} in /server_info, which is none of "
+            f"the rollout server reports version {version!r} in /server_info, which is none of "
             "SGLang: is another program on its port?"
         )
     return version

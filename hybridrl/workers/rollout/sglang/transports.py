@@ -46,7 +46,7 @@ class Transport:
     def __init__(
         self,
         *,
-        packs: bool,
+        stages_bytes: bool,
         allocate: Allocate,
         dtype: torch.dtype,
         count: int = 2,
@@ -55,20 +55,20 @@ class Transport:
         """Allocate nothing yet.
 
         Args:
-            packs: whether this rank's bytes are needed.
+            stages_bytes: whether this rank's bytes are needed.
             allocate: makes memory that is read while the next bucket is gathered.
             dtype: of the server's weights, in which they travel.
             count: buckets that stay readable at the same time.
             encode: makes handles; None if the server needs none.
         """
-        self._packs = packs
+        self._stages_bytes = stages_bytes
         self._dtype = dtype
         self._buffers = FlatBuffers(count=count, allocate=allocate, dtype=dtype)
         self._encode = encode
 
     def stage(self, bucket: Bucket) -> StagedBucket:
         """Stage this rank's bytes of a bucket; see ``WeightSender``."""
-        if not self._packs:
+        if not self._stages_bytes:
             return StagedBucket(spans=lay_out(bucket, dtype=self._dtype))
         flat, spans = self._buffers.pack(bucket)
         handle = "" if self._encode is None else self._encode(flat, spans)
@@ -116,7 +116,7 @@ class SharedTransport(Transport):
         # it closes the opened memory (torch/csrc/StorageSharing.cpp). Other ranks may still copy,
         # but have finished when the server answers the next bucket.
         super().__init__(
-            packs=True,
+            stages_bytes=True,
             allocate=allocator_of(device),
             dtype=dtype,
             count=2 if num_ranks == 1 else 3,
@@ -138,14 +138,14 @@ class DiskTransport(Transport):
 
     in_session = False
 
-    def __init__(self, *, leads: bool, dtype: torch.dtype) -> None:
+    def __init__(self, *, is_sender: bool, dtype: torch.dtype) -> None:
         """Write nothing yet.
 
         Args:
-            leads: whether this rank is the one that writes.
+            is_sender: whether this rank is the one that writes.
             dtype: of the server's weights.
         """
-        super().__init__(packs=leads, allocate=_on_the_host, dtype=dtype)
+        super().__init__(stages_bytes=is_sender, allocate=_on_the_host, dtype=dtype)
         self._parent: Path | None = None
         self._written: set[str] = set()
         self._num_files = 0

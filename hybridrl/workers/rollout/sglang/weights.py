@@ -76,7 +76,7 @@ class ServedWeights:
         require_whole_vocabulary(spec.model_folder)
         self._shapes = base_shapes(spec.model_folder)
         self._adapter_shapes = adapter_shapes(self._shapes, spec.lora)
-        self.transport = build_transport(spec.rollout, device=device, leads=True)
+        self.transport = build_transport(spec.rollout, device=device, is_sender=True)
         self._forget_weights()
 
     def _forget_weights(self) -> None:
@@ -220,13 +220,13 @@ class ServedWeights:
             raise no_adapter_loaded()
 
 
-def build_transport(rollout: RolloutConfig, *, device: torch.device, leads: bool) -> Transport:
+def build_transport(rollout: RolloutConfig, *, device: torch.device, is_sender: bool) -> Transport:
     """Make the transport of ``rollout.transport`` on one rank of an engine.
 
     Args:
         rollout: the rollout section.
         device: of this rank.
-        leads: whether this rank owns the engine; the others only stage.
+        is_sender: whether this rank owns the engine; the others only stage.
 
     Raises:
         EngineError: this process cannot share its memory.
@@ -239,11 +239,11 @@ def build_transport(rollout: RolloutConfig, *, device: torch.device, leads: bool
         monkey_patch_torch_reductions()
     num_ranks, dtype = rollout.tensor_parallel_size, DTYPES[rollout.dtype]
     if rollout.transport == "disk":
-        return DiskTransport(leads=leads, dtype=dtype)
+        return DiskTransport(is_sender=is_sender, dtype=dtype)
     if rollout.transport == "broadcast":
         return BroadcastTransport(
             device=device,
-            leads=leads,
+            is_sender=is_sender,
             num_ranks=num_ranks,
             timeout_s=rollout.stage_timeout_s,
             join=init_custom_process_group,
