@@ -1,6 +1,6 @@
 """Predicted against measured memory: the table of docs/memory.md.
 
-``python -m benchmarks.memory_plan`` runs every case, ``... memory_plan CASE ...`` those named. Each
+``python -m benchmarks.memory_plan`` runs some cases, ``... memory_plan CASE ...`` those named. Each
 runs in processes of its own, one a rank: two steps of the real worker on a random model, which
 hardly ever draws the stop token, so that all rows have their full length, as the plan assumes.
 Only the second step counts: moments exist, and malloc has returned what the start had freed. The
@@ -81,12 +81,18 @@ CASES = {
     "ppo_cpu": ("recipes=ppo_cpu", *_shape(SMALL)),
 }
 
+PUBLISHED = (
+    *("default", "default, long rows, checkpointing", "middle, sleep", "middle, two ranks"),
+    *("large", "large, LoRA", "ppo_cpu"),
+)
+"""One of each kind, in some five minutes."""
+
 
 def main() -> None:
-    """Run the cases named on the command line, or all of them; print the table."""
+    """Run the cases named on the command line, or those of the table; print it."""
     print("| case | phase | predicted MiB | without malloc's heap | with it |")
     print("|---|---|---:|---:|---:|", flush=True)
-    for name in sys.argv[1:] or CASES:
+    for name in sys.argv[1:] or PUBLISHED:
         overrides = CASES[name]
         without_heap, with_heap = run_case(overrides, NO_HEAP), run_case(overrides, {})
         plan = plan_of(overrides, with_heap)
