@@ -31,24 +31,22 @@ help:
 	@echo "make bench         run every script of benchmarks/"
 	@echo 'ARGS="..." is handed on: make train ARGS="recipes=cpu_sleep trainer.num_steps=5"'
 
-# Modules are compiled when they are first imported: most of 27,000 never are.
-PIP_INSTALL = $(BIN)/python -m pip install --no-compile
 # torch goes first and alone, so that nothing else pulls another build of it.
 $(STAMP): setup.py constraints.txt
 	@$(or $(PYTHON),false) -c '$(IS_NEW_ENOUGH)' 2>/dev/null || { \
 		echo "hybridrl needs Python 3.11 or newer, and none was found as '$(or $(PYTHON),python3)'."; \
 		echo "Install one, then: make PYTHON=/path/to/python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) --constraint constraints.txt torch
-	$(PIP_INSTALL) --constraint constraints.txt --editable '.[dev,docs,megatron]'
+	$(BIN)/python -m pip install --constraint constraints.txt torch
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev,docs,megatron]'
 	@touch $@
 
 # SGLang, torchvision and triton go in without their dependencies: those pull CUDA. The stand-ins
 # take the place of SGLang's compiled kernels, which no index has for a CPU.
 SGLANG := tests/sglang
 $(SGLANG_STAMP): $(STAMP) $(SGLANG)/requirements.txt $(wildcard $(SGLANG)/stand_ins/*.py $(SGLANG)/stand_ins/site/*.py $(SGLANG)/stand_ins/site/*/*.py)
-	$(PIP_INSTALL) --constraint constraints.txt --no-deps sglang torchvision triton
-	$(PIP_INSTALL) --constraint constraints.txt --requirement $(SGLANG)/requirements.txt
+	$(BIN)/python -m pip install --constraint constraints.txt --no-deps sglang torchvision triton
+	$(BIN)/python -m pip install --constraint constraints.txt --requirement $(SGLANG)/requirements.txt
 	$(BIN)/python $(SGLANG)/stand_ins/install.py
 	@touch $@
 
@@ -84,8 +82,8 @@ NEXT_SGLANG := sglang==0.5.23
 NEXT_TRANSFORMERS := transformers==5.19.0
 test-sglang-next:
 	@$(MAKE) sglang-cpu VENV=$(NEXT_VENV)
-	$(NEXT_VENV)/bin/python -m pip install --no-compile --no-deps $(NEXT_SGLANG)
-	$(NEXT_VENV)/bin/python -m pip install --no-compile --quiet $(NEXT_TRANSFORMERS)
+	$(NEXT_VENV)/bin/python -m pip install --no-deps $(NEXT_SGLANG)
+	$(NEXT_VENV)/bin/python -m pip install --quiet $(NEXT_TRANSFORMERS)
 	@$(TEST_ENVIRONMENT) $(NEXT_VENV)/bin/python -m pytest tests/sglang $(ARGS)
 
 lint: $(STAMP)
