@@ -29,7 +29,9 @@ def write_run(folder: Path, rewards: Sequence[float], *places: str) -> None:
 
 
 def rows_of(text: str) -> dict[str, str]:
-    return dict(line.split(maxsplit=1) for line in text.replace("to go on", "go_on").splitlines())
+    return dict(
+        line.split(maxsplit=1) for line in text.replace("to continue", "continue").splitlines()
+    )
 
 
 def test_a_finished_run_says_what_it_learned_and_where_all_is(tmp_path: Path) -> None:
@@ -44,7 +46,7 @@ def test_a_finished_run_says_what_it_learned_and_where_all_is(tmp_path: Path) ->
     assert rows["model"] == str(folder / "hf")
     assert rows["report"] == str(folder / "report.html")
     assert rows["checkpoint"] == str(folder / "checkpoints" / "step-000000003")
-    assert shlex.split(rows["go_on"]) == [
+    assert shlex.split(rows["continue"]) == [
         *COMMAND[:4],
         f"trainer.run_dir={folder}",
         "trainer.num_steps=6",
@@ -57,7 +59,7 @@ def test_a_stopped_run_says_the_command_that_resumes_it(tmp_path: Path) -> None:
     write_run(folder, [0.5, 0.8], "checkpoints/step-000000001")
     rows = rows_of(describe_end(config, command=COMMAND, error=KeyboardInterrupt()))
     assert rows["stopped"] == "after step 1 of 3, 2 s"
-    assert shlex.split(rows["go_on"]) == [*COMMAND[:4], f"trainer.run_dir={folder}"]
+    assert shlex.split(rows["continue"]) == [*COMMAND[:4], f"trainer.run_dir={folder}"]
     assert "model" not in rows
 
 
@@ -70,7 +72,7 @@ def test_a_run_stopped_in_its_start_says_so(tmp_path: Path) -> None:
 def test_a_run_without_checkpoints_promises_no_way_to_go_on(tmp_path: Path) -> None:
     config = config_in(tmp_path / "run", "checkpoint.every_num_steps=0")
     write_run(tmp_path / "run", [0.5, 0.8])
-    assert "to go on" not in describe_end(config, command=COMMAND, error=KeyboardInterrupt())
+    assert "to continue" not in describe_end(config, command=COMMAND, error=KeyboardInterrupt())
 
 
 def test_a_command_is_quoted_where_a_shell_would_change_it() -> None:

@@ -55,7 +55,7 @@ def test_a_driver_that_dies_is_named_kept_and_started_again(tmp_path: Path, deat
     assert done.returncode == 0, done.stderr
     assert done.stdout == "False\nTrue\n"
     assert "DriverDiedError: the driver (process " in done.stderr
-    assert "go on from step 0 (restart 1 of 3)" in done.stderr
+    assert "continue from step 0 (restart 1 of 3)" in done.stderr
     assert "DriverDiedError" in (tmp_path / "run" / "log.txt").read_text()
     [folder] = (tmp_path / "run" / "postmortem").iterdir()
     assert "restartable: yes" in (folder / "what.txt").read_text()
