@@ -39,6 +39,7 @@ setup(
         "peft>=0.21,<0.22",
         "safetensors>=0.5",
         "filelock",
+        "httpx>=0.27,<1",  # comes with transformers; asks reward servers
         "numpy>=2",
         "packaging",
         "plotly>=6,<8",

@@ -202,6 +202,10 @@ class RewardError(HybridRLError, RuntimeError):
     """A reward function raised, hung, or returned something that is not a reward."""
 
 
+class SandboxError(HybridRLError, RuntimeError):
+    """A program cannot be held in a sandbox on this machine."""
+
+
 class MetricError(HybridRLError, ValueError):
     """A metric's name is not declared in ``hybridrl/metrics.py``."""
 

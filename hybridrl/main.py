@@ -49,7 +49,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.foreign_names import answer_choice
 from hybridrl.config.help_text import help_text
 from hybridrl.config.interpolation import check_lengths, leaves, unresolved
-from hybridrl.config.load import load_config, unknown_key
+from hybridrl.config.load import free_keys, load_config, unknown_key
 from hybridrl.config.summary import summarize
 from hybridrl.config.yaml_text import flaw_of_yaml
 from hybridrl.errors import (
@@ -61,7 +61,6 @@ from hybridrl.errors import (
     suggest_name,
 )
 from hybridrl.planning.page import peak_line, plan_page
-from hybridrl.rewards.rehearsal import check_reward_loads
 from hybridrl.run.sweep import SweepJob, build_jobs, run_sweep
 from hybridrl.trainer.interrupt import RunInterrupted, exit_status
 from hybridrl.workers.rollout.sglang.rehearsal import rehearse_server
@@ -72,7 +71,10 @@ _ROOT = _PACKAGE if (_PACKAGE / "hydra_configs").is_dir() else _PACKAGE.parent
 _CONFIG_DIR = str(_ROOT / "hydra_configs")
 _BY_NAME_TO_KEEP_RAY_OUT = "hybridrl.run.launch"
 _MEGATRON_REHEARSAL = "hybridrl.run.megatron_rehearsal"
+_REWARD_REHEARSAL = "hybridrl.rewards.rehearsal"  # torch takes a second
 _ROWS_REHEARSAL = "hybridrl.data.rehearsal"  # pyarrow takes a quarter of a second
+_DOCTOR = "hybridrl.run.doctor"  # it imports torch
+_STARTS_NOTHING = ("check", "plan", "doctor")
 _SEARCH_PATH = "hydra.searchpath="
 _EXIT_CONFIG = 2
 _HELP_FLAGS = {"--help", "-h"}
@@ -135,9 +137,11 @@ class RecipesSearchPath(SearchPathPlugin):
 def main() -> None:
     """Run the command line.
 
-    Exit status: 0 done, 2 configuration refused, 1 the run failed; 128 + the number of the signal
-    that stopped it before its last step (Ctrl-C 130, SIGTERM 143, SIGHUP 129).
+    Exit status: 0 done, 2 configuration refused, 1 the run failed or mode=doctor has bad rows;
+    128 + the number of the signal that stopped it before its last step (Ctrl-C 130, SIGTERM 143,
+    SIGHUP 129).
     """
+    sys.argv[1:] = with_free_keys_added(sys.argv[1:])
     if _HELP_FLAGS & set(sys.argv[1:]):
         _print_help(sys.argv[1:])
         return
@@ -198,7 +202,7 @@ class _Sweep:
         """Run a composed configuration, or keep it for `run`."""
         self.has_begun = True
         settings = HydraConfig.get()
-        if settings.mode != RunMode.MULTIRUN or composed.mode in ("check", "plan"):
+        if settings.mode != RunMode.MULTIRUN or composed.mode in _STARTS_NOTHING:
             _run_or_stop(composed, command=_command_typed(settings))
             return
         overrides = list(settings.overrides.task)
@@ -268,17 +272,21 @@ def _run_or_stop(composed: DictConfig, *, command: Sequence[str]) -> None:
 
 def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:
     config = load_config(_as_mapping(composed))
-    starts_nothing = config.mode in ("check", "plan")
+    starts_nothing = config.mode in _STARTS_NOTHING
     launch = None if starts_nothing else import_module(_BY_NAME_TO_KEEP_RAY_OUT)
     if signal.getsignal(signal.SIGINT) is _end_quietly:  # the run ends in order from now on
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.mode == "check":
-        check_reward_loads(config.reward)
-        import_module(_ROWS_REHEARSAL).check_rows_are_read(config.data)
+        import_module(_REWARD_REHEARSAL).check_reward_loads(config.reward)
+        import_module(_ROWS_REHEARSAL).check_rows_are_read(config)
         sys.stdout.write(f"{summarize(config)}\n{peak_line(config)}\n")
         sys.stdout.flush()
         for line in _rehearse(config):
             sys.stdout.write(f"{'rehearsal':<12} {line}\n")
+    elif config.mode == "doctor":
+        page, is_bad = import_module(_DOCTOR).examine(config)
+        sys.stdout.write(page)
+        sys.exit(int(is_bad))
     elif launch is None:
         sys.stdout.write(plan_page(config))
     else:
@@ -304,7 +312,13 @@ def compose(overrides: Sequence[str]) -> Mapping[str, object]:
     """
     _register_sources()
     with hydra.initialize_config_dir(_CONFIG_DIR, version_base="1.3"):
-        return _as_mapping(hydra.compose("config", list(overrides)))
+        return _as_mapping(hydra.compose("config", with_free_keys_added(overrides)))
+
+
+def with_free_keys_added(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides as Hydra needs them: ``++`` before keys that a file need not list."""
+    free = tuple(f"{key}." for key in free_keys())
+    return [f"++{override}" if override.startswith(free) else override for override in overrides]
 
 
 def _as_mapping(composed: DictConfig) -> Mapping[str, object]:
@@ -372,7 +386,7 @@ def _explain(refusal: Exception, overrides: Sequence[str]) -> ConfigError:
     names = sorted(file.stem for file in _folder_of(key).glob("*.yaml")) if key else []
     if names and not isinstance(refusal, _REFUSALS):  # a number or a list instead of a name
         rule = "a section is chosen by the name of one of its files"
-        return ConfigError(key, value, rule, suggest_name(value, names))
+        return ConfigError(key, value, rule, f"set {key}=NAME; {suggest_name(value, names)}")
     return ConfigError(key, value, f"it cannot be read: {text}", "correct it, or see --help")
 
 

@@ -45,9 +45,7 @@ def refusal_of(*arguments: str, folder: Path) -> str:
 
 
 def test_cfg_job_prints_the_configuration_of_a_recipe_with_overrides(tmp_path: Path) -> None:
-    done = call_main(
-        "--cfg", "job", "recipes=clip_higher_kl_cpu", "rollout.top_k=5", folder=tmp_path
-    )
+    done = call_main("--cfg", "job", "recipes=dapo_cpu", "rollout.top_k=5", folder=tmp_path)
     printed = yaml.safe_load(done.stdout)
     assert printed["algorithm"]["clip_high"] == 0.28
     assert printed["rollout"]["top_k"] == 5
@@ -104,10 +102,10 @@ def test_neither_torch_nor_ray_is_imported_before_the_checks_passed(
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
-        ("recipes=clip_higher_cpu", ["recipes='clip_higher_cpu'", "'clip_higher_kl_cpu'"]),
+        ("recipes=dapo_cpo", ["recipes='dapo_cpo'", "'dapo_cpu'"]),
         ("actor=fdsp2", ["actor='fdsp2'", "'fsdp2'"]),
-        ("recipes=dapo_cpu", ["it is called recipes=clip_higher_kl_cpu now"]),
-        ("algorithm=rloo", ["not supported yet; set algorithm=grpo"]),
+        ("recipes=clip_higher_kl_cpu", ["set recipes=dapo_cpu"]),
+        ("algorithm=dpo", ["DPO is not supported yet"]),
         ("rollout.n=8", ["set rollout.num_responses_per_prompt"]),
         ("rollout.temprature=1", ["rollout.temprature='1'", "'temperature'"]),
         ("rollot.temperature=1", ["rollot.temperature", "'rollout.temperature'"]),
@@ -132,7 +130,7 @@ def test_a_mistyped_argument_is_one_short_message_with_what_was_meant(
 def test_what_hydra_refuses_and_what_the_rules_refuse_come_together(tmp_path: Path) -> None:
     message = refusal_of(
         "rollout.temprature=1",
-        "recipes=clip_higher_cpu",
+        "recipes=dapo_cpo",
         "cluster.num_ranks_per_node=2",
         "trainer.num_prompts_per_step=15",
         folder=tmp_path,
@@ -147,7 +145,8 @@ def test_what_hydra_cannot_read_is_explained_without_traceback(
 ) -> None:
     expected = {
         "trainer=5": "trainer='5': a section is chosen by the name of one of its files",
-        "recipes=null": "known: clip_higher_kl_cpu, cpu_sleep",
+        "lora=true": "Fix: set lora=NAME; known: default, none",
+        "recipes=null": "known: bypass_pg_is_cpu, ",
         "rollout=[1]": "known: hf, sglang",
         f"actor={'a' * 300}": "there is no such file in this group",
         f"seed={'9' * 5000}": "a number of thousands of digits",
@@ -250,7 +249,7 @@ def test_multirun_runs_the_configuration_of_each_value(tmp_path: Path) -> None:
 
 def test_help_lists_the_recipes(tmp_path: Path) -> None:
     done = call_main("--help", folder=tmp_path)
-    assert "recipes: clip_higher_kl_cpu, cpu_sleep" in done.stdout
+    assert "recipes: bypass_pg_is_cpu, " in done.stdout
     assert "recipes/cluster" not in done.stdout  # files for clusters, and no recipes
     assert "kuberay" not in done.stdout
     assert ".venv" not in done.stdout
@@ -292,7 +291,7 @@ def test_the_wheel_brings_recipes_and_configuration_inside_the_package(
 
 
 def test_the_wheel_checks_a_recipe_from_another_folder(installed: Path, tmp_path: Path) -> None:
-    done = start_main("mode=check", "recipes=clip_higher_kl_cpu", folder=tmp_path, root=installed)
+    done = start_main("mode=check", "recipes=dapo_cpu", folder=tmp_path, root=installed)
     assert done.returncode == 0, done.stderr
     assert "checked, nothing started" in done.stdout
     assert list(tmp_path.iterdir()) == []

@@ -1,11 +1,22 @@
-"""The ``algorithm`` section."""
+"""The ``algorithm`` section: which parts an algorithm is made of, and their numbers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Literal
 
-from hybridrl.config.limits import Epochs, NotNegative, Rows, Within
+from hybridrl.config import parts
+from hybridrl.config.limits import ArgumentValue, Epochs, NotNegative, Rows, TokensOrZero, Within
+from hybridrl.config.parts import PartKind
+
+_ClipRange = Annotated[
+    float, Within(above=0.0, at_most=1e6, usual=0.2, why="it clips nothing any more")
+]
+_KLTarget = Annotated[
+    float, Within(above=0.0, at_most=1e3, usual=0.1, why="no policy differs by more nats a token")
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,56 +24,67 @@ class KLConfig:
     """Penalty for leaving the reference policy."""
 
     placement: Literal["none", "loss", "reward"]
-    """``loss`` adds it to the policy loss; ``reward`` subtracts it from the reward of each
-    response, with ppo token by token."""
+    """``loss`` adds it to the policy loss; ``reward`` subtracts it from the rewards, token by
+    token."""
 
-    estimator: Literal["k1", "k2", "k3"]
-    """Schulman's estimators (joschu.net/blog/kl-approx.html)."""
+    estimator: str
+    """``k1``, ``k2``, ``k3`` (joschu.net/blog/kl-approx.html), ``absolute``, or FILE.py:NAME."""
+
+    gradient: Literal["value", "k2", "ratio"]
+    """Of a penalty in the loss. ``value`` differentiates the estimate. ``k2`` keeps its value and
+    takes the gradient of k2, which is unbiased on-policy. ``ratio`` multiplies by the probability
+    ratio of current and old policy, which with k3 is unbiased off-policy (arXiv:2512.02556)."""
 
     coefficient: NotNegative
     """Weight of the penalty; above 0 if and only if it has a placement."""
 
+    target_nats: (
+        Annotated[float, Within(above=0.0, at_most=1e6, usual=0.1, why="no KL is as large")] | None
+    )
+    """Adapt the coefficient after each step, to hold the KL per token near this value
+    (arXiv:1909.08593). Null: the coefficient is fixed."""
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GAEConfig:
-    """Generalized advantage estimation (arXiv:1506.02438). Read by ppo alone."""
-
-    gamma: Annotated[float, Within(at_least=0.0, at_most=1.0)]
-    """Discount per token. 1: a reward counts the same however long the response."""
-
-    lam: Annotated[float, Within(at_least=0.0, at_most=1.0)]
-    """1 trusts the sampled rewards (no bias, high variance), 0 the critic's next value."""
-
-    whiten: bool
-    """Shift and scale the advantages of a step to mean 0 and standard deviation 1 over tokens."""
+    horizon: Rows
+    """With a target: responses over which the coefficient may change by a factor of about 1.2."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlgorithmConfig:
-    """The objective. Mirrors hydra_configs/algorithm/*.yaml key by key."""
+    """The objective. Mirrors hydra_configs/algorithm/*.yaml key by key.
 
-    name: Literal["grpo", "ppo"]
-    """``grpo`` compares responses to the same prompt; ``ppo`` uses the critic's values instead."""
+    Parts are functions: each is named by its built-in name (see docs/algorithms.md), or by
+    ``path/to/file.py:function``.
+    """
 
-    divide_by_std: bool
-    """With grpo: True is GRPO (arXiv:2402.03300), False Dr. GRPO (arXiv:2503.20783)."""
+    advantage: str
+    """How rewards become advantages, as grpo, rloo or gae, which needs a critic."""
 
-    clip_low: Annotated[float, Within(above=0.0, below=1.0, usual=0.2)]
-    """Lower clip range of the probability ratio: ratio >= 1 - clip_low."""
+    advantage_args: Mapping[str, ArgumentValue]
+    """Numbers of the advantage; those not given have its own defaults."""
 
-    clip_high: Annotated[
-        float, Within(above=0.0, at_most=1e6, usual=0.2, why="it clips nothing any more")
-    ]
-    """Upper clip range: ratio <= 1 + clip_high. Above clip_low it is clip-higher
-    (arXiv:2503.14476)."""
+    policy_loss: str
+    """The loss of each token, as ppo_clip, gspo or cispo."""
 
-    loss_aggregation: Literal[
-        "token_mean",
-        "sequence_mean_token_mean",
-        "sequence_mean_token_sum",
-        "sequence_mean_fixed_length",
-    ]
-    """How token losses become one number; see algorithms/aggregate.py."""
+    policy_loss_args: Mapping[str, ArgumentValue]
+    """Numbers of the policy loss, except for its clip range."""
+
+    clip_low: _ClipRange | None
+    """Lower clip range of the policy loss; ppo_clip: ratio >= 1 - clip_low. Null: its own."""
+
+    clip_high: _ClipRange | None
+    """Upper clip range; ppo_clip: ratio <= 1 + clip_high. Above clip_low it is clip-higher
+    (arXiv:2503.14476). Null: the policy loss's own."""
+
+    token_mask: str | None
+    """Leaves tokens out of the policy loss: off_policy_mask (arXiv:2512.02556), top_entropy_mask
+    (arXiv:2506.01939). Null: none."""
+
+    token_mask_args: Mapping[str, ArgumentValue]
+    """Numbers of the token mask."""
+
+    loss_aggregation: str
+    """How token losses become one number: token_mean, token_sum, sequence_mean_token_mean,
+    sequence_mean_token_sum, sequence_mean_fixed_length, prompt_mean_token_mean."""
 
     entropy_coefficient: NotNegative
     """Weight of the entropy bonus."""
@@ -73,23 +95,92 @@ class AlgorithmConfig:
     num_minibatches: Rows
     """Optimizer steps per pass; divides the rows of a step."""
 
-    old_logprobs: Literal["recompute", "current"]
+    old_logprobs: Literal["recompute", "current", "sampler"]
     """``recompute`` asks the training engine before the update. ``current`` uses the detached
     log-probs of the update's own forward pass: the same numbers with one pass less. It is legal
-    only with one optimizer step per rollout."""
+    only with one optimizer step per rollout. ``sampler`` takes those of the rollout engine, so that
+    the policy loss's ratio corrects for the sampler too (bypass mode)."""
 
-    sampler_ratio_cap: NotNegative
-    """Cap of the importance weight between trainer and rollout engine (arXiv:2510.18855 style), at
-    least 1; 0 is off. Both sides take log-probs at ``rollout.temperature``. The effect of
-    ``rollout.top_p`` and ``rollout.top_k`` is not corrected."""
+    rollout_correction: str | None
+    """Weights for tokens that trainer and rollout engine find unequally likely, as importance.
+    Both take log-probs at ``rollout.temperature``. The effect of ``rollout.top_p`` and
+    ``rollout.top_k`` is not corrected. Null: none."""
+
+    rollout_correction_args: Mapping[str, ArgumentValue]
+    """Numbers of the rollout correction."""
+
+    group_filter: str | None
+    """Which groups of responses to a prompt are learned from, as zero_variance. Null: all."""
+
+    group_filter_args: Mapping[str, ArgumentValue]
+    """Numbers of the group filter."""
+
+    max_sampling_rounds: Annotated[
+        int, Within(at_least=1, at_most=100, why="a step that fills so slowly will not end")
+    ]
+    """With a group filter: times that a step samples, to replace the groups that were left out
+    (dynamic sampling, arXiv:2503.14476, 3.2). 1: they are not replaced."""
+
+    soft_overlong_tokens: TokensOrZero
+    """The reward falls, by up to 1, over the last tokens before ``rollout.max_response_tokens``
+    (arXiv:2503.14476, eq. 13). 0: it does not."""
+
+    mask_truncated: bool
+    """Do not learn from responses that the length limit ended; their rewards still count for their
+    group."""
+
+    teacher_path: str | None
+    """Hugging Face folder of a teacher with the policy's vocabulary, for an advantage that reads
+    its log-probs (distillation). Null: none."""
 
     kl: KLConfig
     """Penalty for leaving the reference policy."""
-
-    gae: GAEConfig
-    """How ppo turns rewards and values into advantages."""
 
     @property
     def num_updates_per_step(self) -> int:
         """Optimizer steps per rollout batch."""
         return self.num_epochs * self.num_minibatches
+
+    @property
+    def parts(self) -> tuple[tuple[PartKind, str, Mapping[str, ArgumentValue]], ...]:
+        """The parts that this algorithm uses: kind, name, and the numbers that were given."""
+        clip = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+        given = {name: end for name, end in clip.items() if end is not None}
+        named: list[tuple[PartKind, str | None, Mapping[str, ArgumentValue]]] = [
+            (parts.ADVANTAGE, self.advantage, self.advantage_args),
+            (parts.POLICY_LOSS, self.policy_loss, {**given, **self.policy_loss_args}),
+            (parts.TOKEN_MASK, self.token_mask, self.token_mask_args),
+            (parts.AGGREGATION, self.loss_aggregation, {}),
+            (parts.KL, self.kl.estimator, {}),
+            (parts.ROLLOUT_CORRECTION, self.rollout_correction, self.rollout_correction_args),
+            (parts.GROUP_FILTER, self.group_filter, self.group_filter_args),
+        ]
+        return tuple((kind, name, args) for kind, name, args in named if name is not None)
+
+    @property
+    def scores_rollouts(self) -> bool:
+        """Whether ranks score the rollouts before the update: the policy, or a frozen model."""
+        has_frozen = self.kl.placement != "none" or self.teacher_path is not None
+        return has_frozen or self.old_logprobs == "recompute"
+
+    def reads(self, name: str) -> bool:
+        """Return whether a part asks for the input ``name``."""
+        return any(kind.reads(part, name) for kind, part, _ in self.parts)
+
+    def with_absolute_files(self) -> AlgorithmConfig:
+        """Return the same algorithm with absolute paths of its files, for any working folder."""
+
+        correction, group_filter = self.rollout_correction, self.group_filter
+        teacher_path = self.teacher_path and str(Path(self.teacher_path).absolute())
+        kl = replace(self.kl, estimator=parts.absolute(self.kl.estimator))
+        return replace(
+            self,
+            advantage=parts.absolute(self.advantage),
+            policy_loss=parts.absolute(self.policy_loss),
+            token_mask=self.token_mask and parts.absolute(self.token_mask),
+            loss_aggregation=parts.absolute(self.loss_aggregation),
+            rollout_correction=correction and parts.absolute(correction),
+            group_filter=group_filter and parts.absolute(group_filter),
+            teacher_path=teacher_path,
+            kl=kl,
+        )

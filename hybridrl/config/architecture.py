@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.families import FAMILIES, Family, rope_of, unsupported_settings
 from hybridrl.config.model import ModelConfig, StarterConfig
 from hybridrl.config.model_folder import read_settings
 from hybridrl.errors import ModelError, shown, suggest_name
 
-ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP_MODULES = ("gate_proj", "up_proj", "down_proj")
+ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
+MLP_MODULES = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +59,7 @@ class MoEConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
-    """A decoder of the llama family: grouped queries, gated MLPs (SiLU), RMS norms, rotary."""
+    """A decoder of the llama family: grouped queries, gated MLPs, RMS norms, rotary."""
 
     model_type: str
     num_layers: int
@@ -88,6 +89,15 @@ class Architecture:
 
     has_head_norms: bool
     """Whether queries and keys are normalised head by head (Qwen3)."""
+
+    norms_all_heads: bool = False
+    """Whether all queries of a token are normalised together, and all keys (OLMo 2)."""
+
+    num_norms: int = 2
+    """Norms of the residual stream in a block."""
+
+    has_fused_layers: bool = False
+    """Whether queries, keys and values are one linear layer, and gate and up another (Phi-3)."""
 
     norm_eps: float = 1e-6
     """Added to the mean square in RMS norms."""
@@ -123,6 +133,13 @@ class Architecture:
     def linear_sizes(self) -> Mapping[str, tuple[int, int]]:
         """(outputs, inputs) of each linear layer of a dense block, by the end of its name."""
         hidden, query, inner = self.hidden_size, self.query_size, self.intermediate_size
+        if self.has_fused_layers:
+            return {
+                "qkv_proj": (query + 2 * self.key_size, hidden),
+                "o_proj": (hidden, query),
+                "gate_up_proj": (2 * inner, hidden),
+                "down_proj": (hidden, inner),
+            }
         return {
             "q_proj": (query, hidden),
             "k_proj": (self.key_size, hidden),
@@ -134,51 +151,8 @@ class Architecture:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """Values of transformers' class of a family, for fields that config.json lacks."""
-
-    sizes: Mapping[str, int]
-    has_head_norms: bool = False
-    always_has_qkv_bias: bool = False
-    has_output_bias: bool = True
-
-
-_QWEN = {
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "vocab_size": 151936,
-    "max_position_embeddings": 32768,
-}
-_LLAMA = {
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "vocab_size": 32000,
-    "max_position_embeddings": 2048,
-}
-_QWEN_MOE = {
-    **_QWEN,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 4,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "decoder_sparse_step": 1,
-}
-_MOST = {"num_hidden_layers": 10_000, "max_position_embeddings": 2**40}
-_FAMILIES = {
-    "llama": _Family(_LLAMA),
-    "qwen2": _Family(_QWEN, always_has_qkv_bias=True, has_output_bias=False),
-    "qwen3": _Family({**_QWEN, "head_dim": 128}, has_head_norms=True),
-    "qwen3_moe": _Family(_QWEN_MOE, has_head_norms=True),
-}
+_POSITIONS = ("max_position_embeddings", "original_max_position_embeddings")
+_MOST = {"num_hidden_layers": 10_000, **dict.fromkeys(_POSITIONS, 2**40)}
 
 
 def architecture_of(model: ModelConfig) -> Architecture:
@@ -214,13 +188,16 @@ def read_architecture(folder: Path) -> Architecture:
     file = folder / "config.json"
     values = read_settings(folder)
     model_type = values["model_type"]
-    if model_type not in _FAMILIES:
+    if model_type not in FAMILIES:
         raise ModelError(
             f"{file}: model_type={model_type!r} is not supported: "
-            f"{suggest_name(model_type, list(_FAMILIES))} Set model.path to such a model"
+            f"{suggest_name(model_type, list(FAMILIES))} Set model.path to such a model"
         )
+    family = FAMILIES[model_type]
+    for problem in unsupported_settings(values, family):
+        raise ModelError(f"{file}: {problem}. Set model.path to another model")
     try:
-        return _of_values(values, _FAMILIES[model_type])
+        return _of_values({**family.defaults, **values}, family)
     except (ValueError, TypeError, KeyError, ArithmeticError) as err:
         raise ModelError(
             f"{file}: a size is not an integer above 0 ({err}); download the folder again"
@@ -232,17 +209,17 @@ class _SizeReader:
     """Integers of config.json, or of the family where config.json has none."""
 
     values: Mapping[str, Any]
-    family: _Family
+    family: Family
 
     def __call__(self, name: str, otherwise: int = 0) -> int:
         value = self.values.get(name)
-        number = self.family.sizes.get(name, otherwise) if value is None else int(str(value))
+        number = self.family.defaults.get(name, otherwise) if value is None else int(str(value))
         if not 0 <= number <= _MOST.get(name, 2**24):
             raise ValueError(f"{name}={shown(number)} is beyond any model")
         return number
 
 
-def _of_values(values: Mapping[str, Any], family: _Family) -> Architecture:
+def _of_values(values: Mapping[str, Any], family: Family) -> Architecture:
     size = _SizeReader(values, family)
     num_heads, hidden_size = size("num_attention_heads"), size("hidden_size")
     has_bias = bool(values.get("attention_bias"))
@@ -256,25 +233,32 @@ def _of_values(values: Mapping[str, Any], family: _Family) -> Architecture:
         head_size=size("head_dim", hidden_size // num_heads),
         intermediate_size=size("intermediate_size"),
         vocab_size=size("vocab_size"),
-        max_positions=size("max_position_embeddings"),
+        max_positions=_max_positions(rope, size),
         is_tied=bool(values.get("tie_word_embeddings")),
         has_qkv_bias=has_bias or family.always_has_qkv_bias,
         has_output_bias=has_bias and family.has_output_bias,
         has_mlp_bias=bool(values.get("mlp_bias")),
         has_head_norms=family.has_head_norms,
+        norms_all_heads=family.norms_all_heads,
+        num_norms=family.num_norms,
+        has_fused_layers=family.has_fused_layers,
         norm_eps=float(values.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope["rope_theta"]),
         rope_scaling=_scaling(rope, size) if rope["rope_type"] == "llama3" else None,
-        experts=_experts(values, size) if "num_experts" in family.sizes else None,
+        experts=_experts(values, size) if "num_experts" in family.defaults else None,
     )
 
 
-def rope_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary settings of config.json, as transformers 5 or an older one wrote them."""
-    rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
-    rope.setdefault("rope_theta", values.get("rope_theta", 10_000.0))
-    rope.setdefault("rope_type", rope.get("type", "default"))
-    return rope
+def _max_positions(rope: Mapping[str, Any], size: _SizeReader) -> int:
+    """Return the context; with longrope that of the pre-training.
+
+    Longer rows have other angles, which a shorter row would get from a neighbour in its batch.
+    """
+    longest = size("max_position_embeddings")
+    if rope["rope_type"] != "longrope":
+        return longest
+    given = rope.get("original_max_position_embeddings")
+    return min(longest, int(given or size("original_max_position_embeddings")))
 
 
 def _scaling(rope: Mapping[str, Any], size: _SizeReader) -> RopeScaling:

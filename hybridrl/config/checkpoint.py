@@ -19,8 +19,14 @@ class CheckpointConfig:
     """Newest checkpoints to keep."""
 
     keep_best: CountOrZero
-    """Further checkpoints to keep: those with the highest ``eval/reward/mean``; for supervised
-    fine-tuning the lowest ``eval/loss_nats``."""
+    """Further checkpoints to keep: the best by ``checkpoint.best_metric``."""
+
+    best_metric: str | None
+    """Metric of a step, by which its checkpoint is judged: ``eval/math/pass_at_8``. Null: the
+    highest ``eval/reward/mean``; for supervised fine-tuning the lowest ``eval/loss_nats``."""
+
+    best_is: Literal["highest", "lowest"]
+    """Which values of ``checkpoint.best_metric`` are good."""
 
     resume: Literal["auto", "never"]
     """``auto`` resumes from the newest complete checkpoint in ``trainer.run_dir``; ``never``

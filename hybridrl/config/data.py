@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from hybridrl.config.limits import Tokens, Within
+from hybridrl.config.limits import CountOrZero, Tokens, Within
 
 Digits = Annotated[
     int, Within(at_least=1, at_most=640, why="Python may refuse to write longer ones")
 ]
 """Digits of a number. 640 is the lowest limit that ``PYTHONINTMAXSTRDIGITS`` can set."""
+
+
+_SHARES = "they are shares"
+
+MOST_SOURCES = 1000
+"""Rows of a mix are drawn in blocks of this many, in which each source has its share."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceConfig:
+    """One source of ``data.sources``: a key that is left out, or null, is that of ``data``."""
+
+    files: tuple[str, ...]
+    """Files of the source, as in ``data.train_files``."""
+
+    weight: Annotated[float, Within(above=0.0, at_most=1e6, usual=1.0, why=_SHARES)] | None = None
+    """Weight in the mix: share of drawn rows times the sum of all weights. Null: 1."""
+
+    prompt_key: str | None = None
+    """Column of the prompt."""
+
+    answer_key: str | None = None
+    """Column of the reference answer."""
+
+    source_key: str | None = None
+    """Column of the data source's name; a row without one gets the name of the source."""
+
+    difficulty_key: str | None = None
+    """Column of the difficulty."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,10 +51,15 @@ class DataConfig:
     """A built-in task that makes its own rows. Null reads ``data.train_files``."""
 
     train_files: tuple[str, ...]
-    """jsonl or parquet files with columns prompt, answer and optionally source."""
+    """Files with columns prompt, answer and optionally source: jsonl, json, csv, parquet, or a
+    folder that ``save_to_disk`` of Hugging Face datasets wrote."""
 
     eval_files: tuple[str, ...]
     """Files for evaluation, same columns. Empty: no evaluation on files."""
+
+    sources: Mapping[str, SourceConfig]
+    """A weighted mix instead of ``data.train_files``: ``data.sources.NAME.files=[FILE]``. Keys of
+    a source: files, weight, prompt_key, answer_key, source_key, difficulty_key."""
 
     num_task_rows: Annotated[int, Within(at_least=1, at_most=10**7, why="they are held in memory")]
     """Training rows that a built-in task makes; evaluation rows are added to them."""
@@ -38,11 +73,22 @@ class DataConfig:
     prompt_key: str
     """Column of the prompt: text, or a list of chat messages with role and content."""
 
-    answer_key: str
-    """Column of the reference answer for the reward function."""
+    answer_key: str | None
+    """Column of the reference answer for the reward function. Null: the answer is the last message
+    of the prompt, which is the assistant's."""
 
     source_key: str
     """Column of the data source's name; may be missing."""
+
+    difficulty_key: str | None
+    """Column of a row's difficulty, a number, for ``data.curriculum``."""
+
+    curriculum: Literal["none", "easy_first", "hard_first"]
+    """Order within an epoch by difficulty. Rows of equal difficulty are shuffled, if ``shuffle``.
+    In a mix each source has its own order."""
+
+    num_shown_rows: CountOrZero
+    """``mode=doctor``: rows whose tokens are shown."""
 
     use_chat_template: bool
     """Wrap prompts with the tokenizer's chat template. A text prompt becomes one user message."""

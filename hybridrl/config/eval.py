@@ -2,11 +2,77 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
 
 from hybridrl.config.limits import CountOrZero, Rows, Within
 from hybridrl.config.rollout import TOO_HOT
+
+EvalTemperature = Annotated[float, Within(at_least=0.0, at_most=100.0, why=TOO_HOT)]
+EvalTopP = Annotated[float, Within(above=0.0, at_most=1.0, usual=1.0, why="it is a probability")]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalSetConfig:
+    """One set of ``eval.sets``: a key that is left out, or null, is that of the section."""
+
+    files: tuple[str, ...] | None = None
+    """Files of the set. Null: ``data.eval_files``, or the built-in task."""
+
+    num_prompts: Rows | None = None
+    """Held-out prompts: the first rows of the files."""
+
+    num_responses_per_prompt: Rows | None = None
+    """Responses per prompt."""
+
+    temperature: EvalTemperature | None = None
+    """0 is greedy decoding."""
+
+    top_p: EvalTopP | None = None
+    """Nucleus."""
+
+    pass_at_k: tuple[Rows, ...] | None = None
+    """Numbers k of pass@k."""
+
+    majority_at_k: tuple[Rows, ...] | None = None
+    """Numbers k of majority@k."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalSet:
+    """One set with all its values."""
+
+    name: str
+    """Empty for the set of the section's own keys."""
+
+    files: tuple[str, ...] | None
+    """As in ``EvalSetConfig``."""
+
+    num_prompts: int
+    """As in ``EvalConfig``."""
+
+    num_responses_per_prompt: int
+    """As in ``EvalConfig``."""
+
+    temperature: float
+    """As in ``EvalConfig``."""
+
+    top_p: float
+    """As in ``EvalConfig``."""
+
+    pass_at_k: tuple[int, ...]
+    """As in ``EvalConfig``."""
+
+    majority_at_k: tuple[int, ...]
+    """As in ``EvalConfig``."""
+
+    @property
+    def key(self) -> str:
+        """The configuration key of the set, or of the section that it is made of."""
+        return f"eval.sets.{self.name}" if self.name else "eval"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,11 +82,65 @@ class EvalConfig:
     every_num_steps: CountOrZero
     """Evaluate before the first step, every this many steps, and after the last. 0: never."""
 
+    checkpoint: str | None
+    """``mode=eval``: a run folder, or one of its ``checkpoints/step-N``, whose policy is evaluated,
+    the newest of a folder. Null: the model of ``model.path``, with the adapter of
+    ``lora.init_from`` if ``lora.enabled``."""
+
     num_prompts: Rows
     """Held-out prompts: made by a built-in task, or the first rows of the files."""
 
     num_responses_per_prompt: Rows
     """Responses per prompt; the mean reward is taken over all of them."""
 
-    temperature: Annotated[float, Within(at_least=0.0, at_most=100.0, why=TOO_HOT)]
+    temperature: EvalTemperature
     """0 is greedy decoding; any other value is at least 0.001, or logits would overflow."""
+
+    top_p: EvalTopP
+    """Sample among the likeliest tokens that together have this probability; 1 is all tokens."""
+
+    pass_at_k: tuple[Rows, ...]
+    """Numbers k of pass@k, the probability that one of k responses is correct: its unbiased
+    estimate from all responses to a prompt (arXiv:2107.03374). Empty: not measured."""
+
+    majority_at_k: tuple[Rows, ...]
+    """Numbers k of majority@k: whether the most frequent answer of k responses is correct."""
+
+    correct_reward: Annotated[
+        float, Within(at_least=-1e6, at_most=1e6, why="float32 keeps seven digits")
+    ]
+    """A response is correct, for pass@k and majority@k, with at least this reward."""
+
+    num_resamples: Annotated[
+        int, Within(at_least=0, at_most=100_000, why="an interval needs no more")
+    ]
+    """Bootstrap samples of prompts for the 95 % intervals of means; 0: no intervals."""
+
+    sets: Mapping[str, EvalSetConfig]
+    """Several sets instead of one, by name: ``eval.sets.NAME.files=[FILE]``. Keys of a set: files,
+    num_prompts, num_responses_per_prompt, temperature, top_p, pass_at_k, majority_at_k. A key that
+    is left out is that of ``eval``."""
+
+    def all_sets(self) -> list[EvalSet]:
+        """Return the named sets, or the one of this section's own keys, with all values."""
+        usual: dict[str, Any] = asdict(self.own_set())
+        given = {
+            name: {key: value for key, value in asdict(of_set).items() if value is not None}
+            for name, of_set in self.sets.items()
+        }
+        named = [EvalSet(**usual | keys | {"name": name}) for name, keys in given.items()]
+        return named or [self.own_set()]
+
+    def own_set(self) -> EvalSet:
+        """Return the set of this section's own keys."""
+        values: dict[str, Any] = asdict(self) | {"name": "", "files": None}
+        return EvalSet(**{field.name: values[field.name] for field in fields(EvalSet)})
+
+
+def split_checkpoint(name: str) -> tuple[Path, int | None]:
+    """Return run folder and step of ``RUN_FOLDER[/checkpoints/step-N]``; no step is the newest."""
+    path = Path(name)
+    match = re.fullmatch(r"step-(\d+)", path.name)
+    if match and path.parent.name == "checkpoints":
+        return path.parent.parent, int(match[1])
+    return path, None

@@ -29,10 +29,11 @@ from hybridrl.config.trainer import TrainerConfig
 class ExperimentConfig:
     """Mirrors hydra_configs/config.yaml: one field per section."""
 
-    mode: Literal["train", "check", "plan", "sft", "certify"]
+    mode: Literal["train", "check", "plan", "sft", "certify", "eval", "doctor"]
     """``train`` runs reinforcement learning, ``sft`` supervised fine-tuning. ``check`` validates
-    and ``plan`` predicts the memory of ``train``; both start nothing. ``certify`` verifies that
-    this training resumes bitwise identical."""
+    ``train``, ``plan`` predicts its memory, ``doctor`` examines its rows; they start nothing.
+    ``certify`` verifies that this training resumes bitwise identical. ``eval`` evaluates a model
+    and trains nothing."""
 
     seed: Annotated[int, Within(at_least=0, at_most=2**31 - 1, why="SGLang takes seeds of 31 bits")]
     """Seed of all randomness: model init, data order, sampling."""
@@ -44,7 +45,7 @@ class ExperimentConfig:
     """How the policy is trained."""
 
     critic: CriticConfig
-    """How the critic is trained. It is built only with ``algorithm.name=ppo``."""
+    """How the critic is trained. It is built only for an advantage that reads its values."""
 
     megatron: MegatronConfig
     """How megatron-core splits models."""
@@ -98,7 +99,22 @@ class ExperimentConfig:
     @property
     def num_steps(self) -> int:
         """Steps of the run in this mode."""
+        if self.mode == "eval":
+            return 1
         return self.sft.num_steps if self.mode == "sft" else self.trainer.num_steps
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether responses to held-out prompts are sampled."""
+        return self.mode == "eval" or (self.mode != "sft" and self.eval.every_num_steps > 0)
+
+    @property
+    def files_by_key(self) -> dict[str, tuple[str, ...]]:
+        """Data files of the run, by the key that lists them."""
+        own = {"data.train_files": self.data.train_files, "data.eval_files": self.data.eval_files}
+        sources = {f"data.sources.{name}.files": s.files for name, s in self.data.sources.items()}
+        sets = {f"eval.sets.{name}.files": one.files or () for name, one in self.eval.sets.items()}
+        return own | sources | sets
 
     @property
     def exports_model(self) -> bool:
@@ -117,8 +133,8 @@ class ExperimentConfig:
 
     @property
     def has_critic(self) -> bool:
-        """Whether the algorithm uses a critic."""
-        return self.algorithm.name == "ppo"
+        """Whether the algorithm uses a critic. ``mode=eval`` starts none."""
+        return self.mode != "eval" and self.algorithm.reads("values_BL")
 
     @property
     def has_critic_pool(self) -> bool:

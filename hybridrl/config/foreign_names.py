@@ -12,7 +12,7 @@ _RESPONSES = "set rollout.num_responses_per_prompt"
 _PROMPTS = "set trainer.num_prompts_per_step, which counts prompts"
 _KL = "set algorithm.kl.placement=loss algorithm.kl.coefficient"
 _MICROBATCH = "set actor.max_tokens_per_microbatch, which counts tokens"
-_ADVANTAGES = "set algorithm=grpo, algorithm=dr_grpo or algorithm=ppo"
+_ADVANTAGES = "set algorithm=grpo, algorithm=rloo, algorithm=ppo or another of --help algorithm"
 _REWARD = "set reward.function=FILE.py:NAME"
 _STEPS = "set trainer.num_steps, which counts steps"
 _MODEL = "set model=hf_folder model.path=FOLDER"
@@ -22,15 +22,12 @@ _TRACKERS = "set tracking.trackers=[tensorboard,wandb]"
 _GPUS = "set cluster=one_gpu cluster.num_ranks_per_node"
 _REWARD_MODEL = f"reward models are not supported yet; {_REWARD} to score with Python"
 _TURNS = f"tools and several turns are not supported yet; {_REWARD} to score one response"
-_NOT_DAPO = (
-    "all of DAPO is not supported yet: groups without a signal are not sampled again. For its "
-    "clip-higher set algorithm.clip_high=0.28, as recipes=clip_higher_kl_cpu does"
-)
-_NOT_YET = f"it is not supported yet; {_ADVANTAGES}"
 
 _KEYS: Mapping[str, str] = {
     **dict.fromkeys(("rollout.n", "num_generations", "n_samples_per_prompt"), _RESPONSES),
-    **dict.fromkeys(("train_batch_size", "rollout_batch_size", "gen_batch_size"), _PROMPTS),
+    **dict.fromkeys(
+        ("batch_size", "train_batch_size", "rollout_batch_size", "gen_batch_size"), _PROMPTS
+    ),
     **dict.fromkeys(("kl_coef", "kl_loss_coef", "init_kl_coef", "use_kl_loss", "beta"), _KL),
     **dict.fromkeys(("use_kl_in_reward", "kl_ctrl"), "set algorithm.kl.placement=reward"),
     **dict.fromkeys(("kl_loss_type", "kl_estimator"), "set algorithm.kl.estimator"),
@@ -52,13 +49,28 @@ _KEYS: Mapping[str, str] = {
             *("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "micro_train_batch_size"),
             *("per_device_train_batch_size", "ppo_max_token_len_per_gpu", "use_dynamic_bsz"),
             *("log_prob_micro_batch_size_per_gpu", "max_tokens_per_gpu"),
+            "gradient_accumulation_steps",
         ),
         _MICROBATCH,
     ),
     **dict.fromkeys(("entropy_coeff", "entropy_coef"), "set algorithm.entropy_coefficient"),
     **dict.fromkeys(("loss_agg_mode", "loss_type"), "set algorithm.loss_aggregation"),
-    **dict.fromkeys(("norm_adv_by_std_in_grpo", "scale_rewards"), "set algorithm.divide_by_std"),
-    **dict.fromkeys(("filter_groups", "dynamic_sampling_filter_path"), _NOT_DAPO),
+    **dict.fromkeys(
+        ("norm_adv_by_std_in_grpo", "scale_rewards", "algorithm.divide_by_std"),
+        "set algorithm.advantage_args.scale=group or none",
+    ),
+    **dict.fromkeys(
+        ("filter_groups", "dynamic_sampling_filter_path"),
+        "set algorithm.group_filter=zero_variance algorithm.max_sampling_rounds=10",
+    ),
+    "algorithm.name": _ADVANTAGES,
+    **{
+        f"gae.{name}": f"set algorithm.advantage_args.{name}" for name in ("gamma", "lam", "whiten")
+    },
+    **dict.fromkeys(
+        ("sampler_ratio_cap", "tis_imp_ratio_cap", "rollout_is", "use_tis"),
+        "set algorithm.rollout_correction=importance algorithm.rollout_correction_args.high=2",
+    ),
     **dict.fromkeys(
         ("max_response_length", "max_completion_length", "max_new_tokens", "generate_max_len"),
         "set rollout.max_response_tokens",
@@ -74,7 +86,7 @@ _KEYS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("free_cache_engine", "vllm_enable_sleep"), "set rollout.sleep"),
     **dict.fromkeys(("rollout.name", "use_vllm"), "set rollout=sglang or rollout=hf"),
-    **dict.fromkeys(("optim.lr", "learning_rate", "lr"), "set actor.optimizer.lr"),
+    **dict.fromkeys(("optim.lr", "actor.lr", "learning_rate", "lr"), "set actor.optimizer.lr"),
     **dict.fromkeys(
         ("enable_gradient_checkpointing", "gradient_checkpointing"),
         "set actor.gradient_checkpointing=true",
@@ -82,10 +94,12 @@ _KEYS: Mapping[str, str] = {
     "attn_implementation": "set model.attention",
     **dict.fromkeys(("param_offload", "optimizer_offload"), "set actor.fsdp2.cpu_offload=true"),
     **dict.fromkeys(
-        ("total_training_steps", "total_epochs", "max_steps", "num_train_epochs", "num_rollout"),
+        ("total_training_steps", "max_steps", "num_rollout"),
         _STEPS,
     ),
+    **dict.fromkeys(("total_epochs", "num_train_epochs", "epochs"), "set trainer.num_epochs"),
     **dict.fromkeys(("n_gpus_per_node", "num_gpus_per_node"), _GPUS),
+    **dict.fromkeys(("temperature", "sampling_params.temperature"), "set rollout.temperature"),
     "nnodes": "set cluster.num_nodes cluster.ray_address",
     **dict.fromkeys(("save_freq", "save_steps"), "set checkpoint.every_num_steps"),
     **dict.fromkeys(("test_freq", "eval_steps"), "set eval.every_num_steps"),
@@ -108,17 +122,16 @@ _KEYS: Mapping[str, str] = {
 """By key, or by its last words; a key of one word without ``_`` is known only by itself."""
 
 _CHOICES: Mapping[tuple[str, str], str] = {
-    ("recipes", "dapo_cpu"): "it is called recipes=clip_higher_kl_cpu now, since it adds a KL term",
-    **{("recipes", name): _NOT_DAPO for name in ("dapo", "dapo_gpu")},
-    ("algorithm", "dapo"): _NOT_DAPO,
+    ("recipes", "clip_higher_kl_cpu"): "set recipes=dapo_cpu, which adds no KL term",
+    **{("recipes", name): "set recipes=dapo_cpu" for name in ("dapo", "dapo_gpu")},
+    ("algorithm", "reinforce++"): "set algorithm=reinforce_plus_plus",
+    ("algorithm", "geo_mean"): "set algorithm=gmpo",
     **{
-        ("algorithm", name): _NOT_YET
-        for name in (
-            *("rloo", "reinforce", "reinforce_plus_plus", "reinforce++", "remax", "gspo", "opo"),
-            *("gpg", "cispo", "dpo", "grpo_passk"),
-        )
+        ("algorithm", name): "set algorithm=optimal_token_baseline"
+        for name in ("otb", "tir_optimal_token_baseline")
     },
-    ("algorithm", "gae"): "set algorithm=ppo, whose section is algorithm.gae",
+    ("algorithm", "gae"): "set algorithm=ppo",
+    ("algorithm", "dpo"): "DPO is not supported yet; set algorithm=grpo",
     ("rollout", "vllm"): "it is not supported yet; set rollout=sglang or rollout=hf",
     **{("actor", name): "set actor=fsdp2 or actor=megatron" for name in ("fsdp", "deepspeed")},
     **{("tracking", name): _TRACKERS for name in ("wandb", "mlflow", "swanlab")},
@@ -147,4 +160,6 @@ def answer_choice(group: str, name: str) -> str:
         return f"{_MODEL}; `hf download NAME --local-dir FOLDER` makes it"
     if group == "data":
         return _DATA
+    if group == "reward":
+        return f"{_REWARD}, or reward=exact_match"
     return _CHOICES.get((group, name.lower()), "")

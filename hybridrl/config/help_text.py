@@ -6,10 +6,12 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from hybridrl.config.foreign_names import answer_key
 from hybridrl.config.reference import KeyReference, SectionReference, read_sections
 from hybridrl.errors import ConfigError, suggest_name
 
 _WIDTH = 100
+_MOST_CHOICES = 4
 _HEADER = """\
 python -m hybridrl.main [recipes=NAME] [SECTION=CHOICE ...] [SECTION.KEY=VALUE ...]
 
@@ -51,18 +53,27 @@ def _overview(sections: Sequence[SectionReference], recipes: Sequence[str]) -> I
         yield from _key_lines(key)
     yield "\nSections, and the choices of each, the default first:"
     for section in named:
-        choices = f"{section.name}={' | '.join(section.choices)}"
+        choices = f"{section.name}={_shortened(section.choices)}"
         yield f"  {choices:<36} {_first_sentence(section.meaning)}"
     yield ""
     yield from _wrap(f"recipes: {', '.join(recipes)}", "", "         ")
     yield f"\n{_FOOTER}"
 
 
+def _shortened(choices: Sequence[str]) -> str:
+    """List choices, or the first of many."""
+    if len(choices) <= _MOST_CHOICES:
+        return " | ".join(choices)
+    return f"{choices[0]} | {choices[1]} | ... {len(choices)} in all"
+
+
 def _describe(name: str, sections: Sequence[SectionReference]) -> Iterator[str]:
     keys = {key.name: key for section in sections for key in section.keys}
     section = next((section for section in sections if section.name == name), None)
     if section is not None:
-        yield f"{name}: {section.meaning} Choose with {name}={' | '.join(section.choices)}\n"
+        choices = f"{section.meaning} Choose with {name}={' | '.join(section.choices)}"
+        yield from _wrap(f"{name}: {choices}", "", "")
+        yield ""
         for key in section.keys:
             yield from _key_lines(key)
     elif name in keys:
@@ -72,7 +83,7 @@ def _describe(name: str, sections: Sequence[SectionReference]) -> Iterator[str]:
     else:
         names = [*(section.name for section in sections), *keys]
         rule = "there is no such section or key"
-        raise ConfigError("--help", name, rule, suggest_name(name, names))
+        raise ConfigError("--help", name, rule, answer_key(name) or suggest_name(name, names))
 
 
 def _key_lines(key: KeyReference) -> Iterator[str]:

@@ -86,6 +86,10 @@ Threads = Annotated[int, Within(at_least=0, at_most=1024, why="no processor has 
 Tokens = Annotated[int, Within(at_least=1, at_most=2**24, why="no model has a longer context")]
 """Tokens of a prompt or of a response."""
 
+TokensOrZero = Annotated[
+    int, Within(at_least=0, at_most=2**24, why="no model has a longer context")
+]
+
 PackedTokens = Annotated[
     int, Within(at_least=1, at_most=2**31 - 1, why="attention counts packed tokens in 31 bits")
 ]
@@ -105,6 +109,56 @@ MebibytesOrZero = Annotated[
 
 NotNegative = Annotated[float, Within(at_least=0.0, at_most=1e6, why=_IN_FLOAT32)]
 """A weight of a term in a float32 sum."""
+
+Discount = Annotated[float, Within(at_least=0.0, at_most=1.0, why="sums over tokens would grow")]
+"""Factor per token of the rewards to come."""
+
+StdFloor = Annotated[
+    float, Within(above=0.0, at_most=1.0, usual=1e-6, why="rewards differ by less than it")
+]
+"""Reward units, added to a standard deviation before something is divided by it."""
+
+ClipLow = Annotated[float, Within(above=0.0, below=1.0, usual=0.2)]
+"""Lower clip range of a probability ratio: ratio >= 1 - clip_low."""
+
+ClipHigh = Annotated[
+    float, Within(above=0.0, at_most=1e6, usual=0.2, why="it clips nothing any more")
+]
+"""Upper clip range of a probability ratio: ratio <= 1 + clip_high."""
+
+DualClip = Annotated[
+    float, Within(at_least=0.0, at_most=1e6, usual=3.0, why="it clips nothing any more")
+]
+"""Bound of the ratio of tokens with a negative advantage; 0 is off."""
+
+Share = Annotated[float, Within(above=0.0, at_most=1.0, usual=0.2, why="there are no more tokens")]
+"""Of the tokens of a micro-batch."""
+
+Exponent = Annotated[float, Within(at_least=0.0, at_most=100.0, why="float32 overflows")]
+"""Of a probability ratio, or of e."""
+
+Covariance = Annotated[float, Within(at_least=-1e6, at_most=1e6, why=_IN_FLOAT32)]
+"""Nats times the unit of advantages."""
+
+GateTemperature = Annotated[
+    float, Within(above=0.0, at_most=1e3, usual=1.0, why="the gate is a step by then")
+]
+"""Of a sigmoid of a probability ratio."""
+
+Probability = Annotated[
+    float, Within(above=0.0, at_most=1.0, usual=0.2, why="no probability is above 1")
+]
+
+RatioCap = Annotated[float, Within(above=0.0, at_most=1e6, usual=2.0, why="it bounds nothing")]
+"""Largest weight of a token or response, from a probability ratio."""
+
+Veto = Annotated[float, Within(at_least=0.0, at_most=1.0, usual=1e-4, why="equal policies have 1")]
+"""Smallest probability ratio; 0 is off."""
+
+LogRange = Annotated[
+    float, Within(above=0.0, at_most=20.0, usual=0.2, why="log-ratios are clamped to 20 nats")
+]
+"""Nats that a log-prob, or a divergence, may move."""
 
 Seconds = Annotated[
     float,

@@ -13,8 +13,8 @@ LINEAR_MODULES = (
     *("q_proj", "k_proj", "v_proj", "o_proj"),
     *("gate_proj", "up_proj", "down_proj"),
 )
-"""Linear layers of every block of every supported architecture. The output embedding is not
-among them: it is applied to scored tokens only, without any adapter."""
+"""Linear layers of every block of every supported architecture but Phi-3. The output embedding is
+not among them: it is applied to scored tokens only, without any adapter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,8 @@ class LoraConfig:
     ratios would be noise."""
 
     target_modules: tuple[str, ...]
-    """Adapted layers by the last word of their name, as q_proj; [all-linear] is all seven."""
+    """Adapted layers by the last word of their name, as q_proj; [all-linear] is all seven. Those of
+    Phi-3 are qkv_proj, o_proj, gate_up_proj and down_proj."""
 
     sync: Literal["adapter", "merged"]
     """Weights sent to rollout engines. ``adapter``: the frozen weights once, then A and B alone.

@@ -7,12 +7,24 @@ from typing import Annotated, Literal
 
 from hybridrl.config.limits import CountOrZero, Heads, Layers, Rows, Width, Within
 
-TRANSFORMERS_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+TRANSFORMERS_MODEL_TYPES = (
+    *("llama", "qwen2", "qwen3"),
+    *("gemma3_text", "mistral", "olmo2", "phi3", "smollm3"),
+)
 """Architectures of the engines that run transformers' own code, ``fsdp2`` and ``hf``: those
 whose packed forward pass is shown equal to a pass of single rows."""
 
-MEGATRON_MODEL_TYPES = (*TRANSFORMERS_MODEL_TYPES, "qwen3_moe")
+LIGER_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+"""Those of them whose norms and MLPs Liger's kernels replace."""
+
+CRITIC_MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "smollm3")
+"""Those of them that transformers has with a value head (``...ForTokenClassification``)."""
+
+MEGATRON_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Architectures that are converted to megatron-core and back."""
+
+SGLANG_MODEL_TYPES = MEGATRON_MODEL_TYPES
+"""Architectures whose samples from SGLang are shown to have the trainer's log-probs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,6 +15,8 @@ from hybridrl.errors import ModelError
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -68,6 +70,27 @@ def problem_of(folder: Path) -> str:
     except ModelError as error:
         return str(error)
     return ""
+
+
+def missing_file_of(folder: Path) -> str:
+    """Return which file of weights or tokenizer a folder lacks; empty if it has them.
+
+    Raises:
+        ModelError: the index of the weights is malformed.
+    """
+    if flaw := missing_tokenizer_of(folder):
+        return flaw
+    has_index = (folder / INDEX).exists()
+    weights = sorted(set(read_weight_map(folder).values())) if has_index else [WEIGHTS]
+    missing = [name for name in weights if not (folder / name).is_file()]
+    return f"it has no {missing[0]}" if missing else ""
+
+
+def missing_tokenizer_of(folder: Path) -> str:
+    """Return that a folder has no tokenizer: transformers would make one without tokens."""
+    if any((folder / name).is_file() for name in _TOKENIZERS):
+        return ""
+    return f"it has no tokenizer: none of {', '.join(_TOKENIZERS)}"
 
 
 def _read(

@@ -26,6 +26,7 @@ from hybridrl.config.load import known_keys
 
 _DOTTED = re.compile(r"(?:[a-z_]+|\*)(?:\.[a-z_0-9]+)+")
 _BY_DEVICE = "bfloat16 on cuda, float32 on cpu"
+_MOST_FILES = 4
 _TYPE_NAMES = {int: "int", float: "float", bool: "bool", str: "text"}
 
 
@@ -53,10 +54,13 @@ class KeyReference:
 
     @property
     def default_text(self) -> str:
-        """The default, or one for each file where files differ."""
+        """The default, or one for each file where files differ; of many files only the first."""
         values = list(dict.fromkeys(self.defaults.values()))
         if len(values) == 1:
             return values[0]
+        if len(self.defaults) > _MOST_FILES:
+            num_other = sum(value != values[0] for value in self.defaults.values())
+            return f"{values[0]}; another with {num_other} of {len(self.defaults)} choices"
         return ", ".join(f"{value} ({name})" for name, value in self.defaults.items())
 
 
@@ -92,7 +96,8 @@ def read_sections(folder: Path) -> list[SectionReference]:
         if not (isinstance(hint, type) and dataclasses.is_dataclass(hint)):
             top_keys.append(_describe(name, hint, meanings.get(name, ""), defaults))
             continue
-        paths = sorted(folder.glob(f"{name}/*.yaml"), key=lambda file: file.stem != chosen[name])
+        paths = sorted(folder.glob(f"{name}/*.yaml"))
+        paths.sort(key=lambda file: file.stem != chosen[name])
         files = {file.stem: _read_choice(file) for file in paths}
         values = {choice: _flatten(content, f"{name}.") for choice, content in files.items()}
         keys = tuple(_describe_fields(hint, f"{name}.", values))
@@ -129,7 +134,7 @@ def _describe_fields(
     meanings = field_meanings(section)
     for name, hint in get_type_hints(section, include_extras=True).items():
         yield _describe(prefix + name, hint, meanings.get(name, ""), defaults)
-        for inner in (hint, *get_args(hint)):
+        for inner in (hint, *get_args(hint)) if get_origin(hint) is not Mapping else ():
             if isinstance(inner, type) and dataclasses.is_dataclass(inner):
                 yield from _describe_fields(inner, f"{prefix}{name}.", defaults)
 
@@ -141,10 +146,25 @@ def _describe(
         name=key,
         type_text=_type_text(hint),
         interval=_interval_of(hint),
-        defaults={choice: values[key] for choice, values in defaults.items() if key in values},
+        defaults={
+            choice: text for choice, values in defaults.items() if (text := _default(key, values))
+        },
         meaning=meaning,
         rules=tuple(rules_by_key().get(key, ())),
     )
+
+
+def _default(key: str, values: Mapping[str, str]) -> str:
+    """Return a default as it is typed; entries of a mapping together. Empty if there is none."""
+    if key in values:
+        return values[key]
+    prefix = f"{key}."
+    entries = [
+        f"{name.removeprefix(prefix)}: {text}"
+        for name, text in values.items()
+        if name.startswith(prefix) and "." not in name.removeprefix(prefix)
+    ]
+    return f"{{{', '.join(entries)}}}" if entries else ""
 
 
 def _type_text(hint: object) -> str:
@@ -176,7 +196,7 @@ def _interval_of(hint: object) -> str:
 def rules_by_key() -> Mapping[str, Sequence[str]]:
     """Return, for each key, the first sentence of every rule of checks.py that names it."""
     sentences: dict[str, list[str]] = {}
-    rules = {rule: None for mode in ("train", "sft") for rule in _rules(mode)}
+    rules = {rule: None for mode in ("train", "sft", "eval") for rule in _rules(mode)}
     for rule in rules:
         sentence = " ".join((rule.__doc__ or "").split("\n\n")[0].split())
         for name in sorted(_names_in(rule)):

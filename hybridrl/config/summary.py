@@ -38,7 +38,7 @@ def _numbers(config: ExperimentConfig) -> list[str]:
         f"{config.num_policy_updates // num_updates} steps)",
         "tokens": f"at most {config.max_row_tokens} a row, "
         f"{num_rows * config.max_row_tokens} a step",
-        "data": config.data.task or ", ".join(config.data.train_files),
+        "data": config.data.task or ", ".join(config.data.sources or config.data.train_files),
         **_of_critic(config),
         "model": config.model.path or "made on the spot (model.starter)",
         "run folder": config.trainer.run_dir,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from hybridrl.config.limits import Count, CountOrZero, Rows
+from hybridrl.config.limits import Count, CountOrZero, Rows, Within
+
+_PASSES = "no run counts so far"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,6 +16,10 @@ class TrainerConfig:
 
     num_steps: Count
     """Steps: one rollout batch and its updates each."""
+
+    num_epochs: Annotated[float, Within(above=0.0, at_most=1e6, usual=1.0, why=_PASSES)] | None
+    """End after this many passes over the rows, if that is before ``num_steps`` (with ``mode=sft``
+    before ``sft.num_steps``). Null: the steps alone count."""
 
     num_prompts_per_step: Rows
     """Prompts P per step; P x rollout.num_responses_per_prompt responses are sampled."""

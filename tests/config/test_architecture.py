@@ -10,11 +10,16 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 from hybridrl.config.architecture import architecture_of, read_architecture
@@ -53,15 +58,23 @@ def num_real_parameters(config: PretrainedConfig) -> int:
         LlamaConfig(**SIZES, head_dim=24),
         LlamaConfig(**{**SIZES, "num_key_value_heads": None}),
         Qwen2Config(**SIZES),
+        Qwen2Config(**SIZES, attention_bias=True),
         Qwen3Config(**SIZES, head_dim=32),
         Qwen3Config(**SIZES, attention_bias=True),
+        MistralConfig(**SIZES),
+        Gemma3TextConfig(**SIZES, head_dim=24),
+        Phi3Config(**SIZES, pad_token_id=None),
+        SmolLM3Config(**SIZES, attention_bias=True, mlp_bias=True, pad_token_id=None),
+        Olmo2Config(**SIZES),
+        Olmo2Config(**SIZES, attention_bias=True),
         Qwen3MoeConfig(**{**SIZES, **EXPERTS}),
         Qwen3MoeConfig(**{**SIZES, **EXPERTS}, mlp_only_layers=[0, 3]),
         Qwen3MoeConfig(**{**SIZES, **EXPERTS}, decoder_sparse_step=2),
         Qwen3MoeConfig(**{**SIZES, **EXPERTS}, mlp_only_layers=[0, 1, 2, 3, 4]),
     ],
     ids=[
-        *("llama", "llama-bias", "llama-heads", "llama-mha", "qwen2", "qwen3", "qwen3-bias"),
+        *("llama", "llama-bias", "llama-heads", "llama-mha", "qwen2", "qwen2-bias", "qwen3"),
+        *("qwen3-bias", "mistral", "gemma3", "phi3", "smollm3-bias", "olmo2", "olmo2-bias"),
         *("moe", "moe-some-dense", "moe-every-second", "moe-none"),
     ],
 )
@@ -71,6 +84,17 @@ def test_parameters_are_counted_as_transformers_counts_them(
     config.tie_word_embeddings = is_tied
     config.save_pretrained(tmp_path)
     assert count_parameters(read_architecture(tmp_path)) == num_real_parameters(config)
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "gemma3_text", "phi3", "smollm3", "olmo2"])
+def test_a_family_without_sizes_has_those_of_transformers(model_type: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    config: Any = AutoConfig.from_pretrained(tmp_path)
+    architecture = read_architecture(tmp_path)
+    assert count_parameters(architecture) == num_real_parameters(config)
+    assert architecture.max_positions == config.max_position_embeddings
+    assert architecture.is_tied == config.tie_word_embeddings
+    assert architecture.norm_eps == config.rms_norm_eps
 
 
 def test_published_models_have_their_published_sizes(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from hybridrl.config.checks.megatron import UNUSED
-from hybridrl.config.checks.rollout import READ_BY
+from hybridrl.config.checks.rollout import READ_BY, check_sglang_is_installed
 from hybridrl.config.checks.violations import rules_of, run
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config, read_config
-from hybridrl.config.reward import REWARD_COLUMNS
+from hybridrl.config.reward import BATCH_COLUMNS, ROW_COLUMNS
 from hybridrl.errors import ConfigError, ConfigErrors, instruction
 from hybridrl.rewards import child
 from tests.config.values import config_of, values_of, with_overrides
@@ -32,14 +32,30 @@ PP2 = ("megatron.pipeline_parallel_size=2",)
 TP2 = ("megatron.tensor_parallel_size=2",)
 WIDE = (*FOUR, "model.starter.num_attention_heads=8", "model.starter.hidden_size=256")
 SGLANG = ("rollout=sglang",)
+CORRECTED = ("algorithm.rollout_correction=importance",)
 SERVED = (*SGLANG, "cluster=one_gpu", "rollout.dtype=bfloat16", "rollout.sleep=true")
 ADAPTER = (
     *("lora=default", "lora.init_from=adapter", "lora.rank=2", "lora.alpha=2"),
     *("lora.target_modules=[o_proj,q_proj]", "model.starter.num_layers=1"),
 )
+_FOLDER = ("model.starter=null", "data.use_chat_template=false")
+_GEMMA = (*_FOLDER, "model.path=gemma")
 
 # What the user typed, the key that is named, and a word of the rule.
 BROKEN: list[tuple[tuple[str, ...], str, str]] = [
+    (
+        (
+            "algorithm.rollout_correction=importance",
+            "algorithm.rollout_correction_args.reject=token_k1",
+        ),
+        "algorithm.rollout_correction_args.reject",
+        "'token_k1' is no rule; write it as 0.5 <= token_k1 <= 2",
+    ),
+    (
+        ("algorithm=ppo", "algorithm.loss_aggregation=prompt_mean_token_mean"),
+        "algorithm.loss_aggregation",
+        "the critic's loss cannot be a mean over prompts",
+    ),
     (("model.starter=null",), "model.path", "needs a model folder"),
     (("model.path=model",), "model.starter", "ignored"),
     (("model.starter=null", "model.path=nowhere"), "model.path", "does not exist"),
@@ -59,6 +75,15 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
             "wide": "head_dim='wide' is not an integer",
             "endless": "eos_token_id=9 is not in the vocabulary of 9",
             "torn": "weight_map is None",
+        }.items()
+    ),
+    *(
+        (("model.starter=null", f"model.path={name}", *LORA, "mode=check"), "model.path", word)
+        for name, word in {
+            "model": "it has no tokenizer: none of tokenizer.json",
+            "wordless": "it has no tokenizer",
+            "weightless": "it has no model.safetensors",
+            "half": "it has no model-00002-of-00002.safetensors",
         }.items()
     ),
     (("model.starter.hidden_size=200",), "model.starter.hidden_size", "multiple of 12"),
@@ -149,7 +174,40 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "algorithm.kl.estimator",
         "expected gradient is 0",
     ),
-    (("algorithm.sampler_ratio_cap=0.5",), "algorithm.sampler_ratio_cap", "at least 1"),
+    (("algorithm.advantage=grpoo",), "algorithm.advantage", "neither a built-in advantage"),
+    (("algorithm.group_filter_args={floor: 1}",), "algorithm.group_filter_args", "ignored"),
+    (
+        (*CORRECTED, "algorithm.rollout_correction_args={reject: token_k4 <= 1}"),
+        "algorithm.rollout_correction_args.reject",
+        "'token_k4' is no statistic",
+    ),
+    (
+        (*CORRECTED, "algorithm.rollout_correction_args={normalize: true}"),
+        "algorithm.rollout_correction_args.normalize",
+        "before the update",
+    ),
+    (
+        ("algorithm.kl.gradient=k2",),
+        "algorithm.kl.gradient",
+        "ignored",
+    ),
+    (
+        ("algorithm.advantage='own.py:distance'", "algorithm.old_logprobs=recompute"),
+        "algorithm.kl.placement",
+        "reads the log-probs of a reference",
+    ),
+    (("algorithm.kl.target_nats=0.1",), "algorithm.kl.target_nats", "no coefficient to adapt"),
+    (("algorithm.teacher_path=model",), "algorithm.teacher_path", "reads no teacher"),
+    (
+        ("algorithm.soft_overlong_tokens=90",),
+        "algorithm.soft_overlong_tokens",
+        "at most rollout.max_response_tokens",
+    ),
+    (
+        ("algorithm=ppo", "algorithm.group_filter=zero_variance"),
+        "algorithm.group_filter",
+        "compares responses with a critic",
+    ),
     (("rollout.engine_args={chunked_prefill_size: 512}",), "rollout.engine_args", "ignored"),
     (
         (*SGLANG, "rollout.engine_args={port: 1, chunked_prefill_size: 512}"),
@@ -260,6 +318,65 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "same entry twice",
     ),
     (("eval.temperature=0.0001",), "eval.temperature", "0 (greedy decoding) or at least 0.001"),
+    (
+        ("eval.sets={hot: {temperature: 0.0001}}",),
+        "eval.sets.hot.temperature",
+        "0 (greedy decoding) or at least 0.001",
+    ),
+    (
+        ("eval.temperature=1.0", "eval.pass_at_k=[1, 8]"),
+        "eval.pass_at_k",
+        "k=8 is above eval.num_responses_per_prompt=1",
+    ),
+    (
+        ("eval.sets={math: {num_responses_per_prompt: 4, majority_at_k: [3]}}",),
+        "eval.sets.math.majority_at_k",
+        "gives k equal responses",
+    ),
+    (("eval.sets={reward: {num_prompts: 5}}",), "eval.sets.reward", "metrics have this word"),
+    (
+        ("data.task=null", "data.train_files=[train.jsonl]", "eval.sets={a: {files: null}}"),
+        "eval.every_num_steps",
+        "(and eval.sets.a.files)",
+    ),
+    (("eval.sets={a: {files: [no.jsonl]}}",), "eval.sets.a.files", "does not exist"),
+    (("mode=eval", "data.task=null"), "data.eval_files", "nothing to evaluate on"),
+    (("checkpoint.best_metric=eval/pass_at_8",), "checkpoint.best_metric", "does not measure it"),
+    (
+        ("checkpoint.best_metric=eval/reward/mean", "eval.every_num_steps=0"),
+        "checkpoint.best_metric",
+        "does not measure it",
+    ),
+    (("mode=eval", "eval.checkpoint=nowhere"), "eval.checkpoint", "it is no run folder"),
+    (
+        ("mode=eval", "eval.checkpoint=old", "model.path=model"),
+        "model.path",
+        "the model is that of the checkpoint",
+    ),
+    (
+        ("mode=eval", "eval.checkpoint=old/checkpoints/step-000000004", *LORA),
+        "lora.enabled",
+        "is merged into its weights",
+    ),
+    (
+        (*FILES, "data.train_files=[train.jsonl]", "data.sources={a: {files: [train.jsonl]}}"),
+        "data.train_files",
+        "because data.sources has the rows",
+    ),
+    (
+        ("eval.every_num_steps=0", "data.sources={a: {files: [train.jsonl]}}"),
+        "data.task",
+        "because data.sources has",
+    ),
+    (
+        (
+            *FILES,
+            "data.sources={a: {files: [train.jsonl]}, b: {files: [train.jsonl], weight: 10000}}",
+        ),
+        "data.sources.a.weight",
+        "less than a thousandth",
+    ),
+    (("data.curriculum=easy_first",), "data.curriculum", "data.difficulty_key, which is null"),
     (("data.min_digits=21",), "data.min_digits", "at most data.max_digits=20"),
     (("data.max_digits=40",), "data.max_digits", "one more than digits"),
     (("data.max_digits=300",), "data.max_digits", "one more than digits"),
@@ -286,9 +403,49 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("reward.function=reward.py:scoer",), "reward.function", "no function 'scoer'"),
     (("reward.function=broken.py:score",), "reward.function", "not a Python file"),
     (("reward.function=outside.py:score",), "reward.function", "'return' outside function"),
-    (("reward.function=rewards.py:few",), "reward.function", "unexpected keyword argument"),
-    (("reward.function=rewards.py:many",), "reward.function", "missing a required argument: 'n'"),
-    (("reward.function=rewards.py:later",), "reward.function", "is asynchronous"),
+    (("reward.function=rewards.py:many",), "reward.function", "asks for 'n'; it gets responses"),
+    (("reward.function=rewards.py:mixed",), "reward.function", "asks for 'answers'; it gets resp"),
+    (("reward.function=rewards.py:placed",), "reward.function", "positional-only parameter 'resp"),
+    (("reward.function=null",), "reward.function", "needs a function, or several"),
+    (
+        ("reward.functions={a: {function: exact_match}}",),
+        "reward.function",
+        "reward.functions gives a",
+    ),
+    (
+        ("reward.function=null", "reward.functions={a: {function: exact_mach}}"),
+        "reward.functions.a.function",
+        "neither",
+    ),
+    (
+        ("reward.function=null", "reward.functions={kl_charge: {function: exact_match}}"),
+        "reward.functions.kl_charge",
+        "another metric",
+    ),
+    (
+        (
+            *("reward.function=null", "reward.args={n: 1}"),
+            "reward.functions={a: {function: exact_match}}",
+        ),
+        "reward.args",
+        "each of reward.functions",
+    ),
+    (("reward.args={n: 1}",), "reward.args.n", "exact_match has no such number"),
+    (("reward.function=format",), "reward.args.pattern", "format needs it"),
+    (
+        ("reward.function=numeric", "reward.args={relative_tolerance: 2}"),
+        "reward.args.relative_tolerance",
+        "must be >= 0 and <= 1",
+    ),
+    (
+        (
+            "reward.function=null",
+            "reward.functions={a: {function: length, args: {tokens: 9, mode: budgit}}}",
+        ),
+        "reward.functions.a.args.mode",
+        "must be one of budget, target",
+    ),
+    (("reward.function=rewards.py:scaled", "reward.args={by: 3}"), "reward.args.by", "<= 2"),
     (("reward.function=rewards.py:Score",), "reward.function", "is a class, not a function"),
     (("reward.function=rewards.py:json",), "reward.function", "is a module, not a function"),
     (("reward.function=rewards.txt:score",), "reward.function", "must end in .py"),
@@ -341,6 +498,14 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         ),
         "megatron.tensor_parallel_size",
         "divide the model's 2 key-value heads, or be a multiple",
+    ),
+    (
+        (
+            *(*MEGATRON, "cluster.num_ranks_per_node=6", "megatron.tensor_parallel_size=6"),
+            *("trainer.num_prompts_per_step=12", "model.starter.intermediate_size=510"),
+        ),
+        "megatron.tensor_parallel_size",
+        "rows of queries, keys and values together; legal: 1, 2",
     ),
     (
         (*FOUR, "megatron.tensor_parallel_size=4"),
@@ -565,8 +730,23 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "megatron.transformer_args.attention_dropout",
         "not be the one that sampled",
     ),
-    ((*MOE, "actor=fsdp2"), "actor.engine", "a mixture of experts (qwen3_moe), which megatron"),
-    ((*MOE, "rollout=hf"), "rollout.engine", "(qwen3_moe), which SGLang serves"),
+    ((*MOE, "actor=fsdp2"), "actor.engine", "smollm3, and model.path=moe is qwen3_moe"),
+    ((*_GEMMA, "rollout=sglang"), "rollout.engine", "model.path=gemma is gemma3_text"),
+    ((*_GEMMA, "actor=megatron"), "actor.engine", "model.path=gemma is gemma3_text"),
+    ((*_GEMMA, "algorithm=ppo"), "algorithm.advantage", "no gemma3_text with a value head"),
+    (
+        (*_FOLDER, "model.path=capped"),
+        "model.path",
+        "softcapping=30.0 is not supported",
+    ),
+    ((*_FOLDER, "model.path=dynamic"), "model.path", "rope_type='dynamic' is not supported"),
+    ((*_FOLDER, "model.path=phi", *LORA), "lora.target_modules", "matches no linear layer"),
+    (
+        (*_FOLDER, "model.path=long", "rollout.max_response_tokens=100"),
+        "model.path",
+        "its context is 64 tokens",
+    ),
+    ((*MOE, "rollout=hf"), "rollout.engine", "smollm3, and model.path=moe is qwen3_moe"),
     (
         (
             *(*FOUR, *TP2, "trainer.num_prompts_per_step=4", "rollout.num_responses_per_prompt=9"),
@@ -615,6 +795,9 @@ REWARDS = """# -*- coding: latin-1 -*-
 import json
 def few(responses): ...
 def many(responses, answers, prompts, sources, n): ...
+def mixed(response, answers): ...
+def placed(responses, /): ...
+def scaled(response, *, by: Annotated[float, Within(at_least=0, at_most=2, why="test")] = 1): ...
 async def later(**_): ...
 class Score: ...
 if json:
@@ -626,7 +809,9 @@ def decorated(): ...
 BROKEN_FILES = [
     ("nowhere.jsonl", "does not exist"),
     ("empty.jsonl", "0 bytes"),
-    ("train.csv", "must end in"),
+    ("train.txt", "must end in"),
+    ("empty", "is a folder without state.json"),
+    ("splits", "holds several splits: test, train"),
 ]
 
 
@@ -638,6 +823,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "deep/config.json": '{"a":' * 100_000,
         "unknown/config.json": '{"model_type": "mamba2"}',
         "chatless/config.json": '{"model_type": "qwen3"}',
+        "own.py": "def distance(old_logprobs_BL, reference_logprobs_BL):\n    return None\n",
         "chatless/tokenizer_config.json": '{"eos_token": "<end>"}',
         "small/config.json": '{"model_type": "qwen3", "vocab_size": 9, "pad_token_id": 9}',
         "wide/config.json": '{"model_type": "llama", "hidden_size": 64, "head_dim": "wide"}',
@@ -645,10 +831,37 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "endless/generation_config.json": '{"eos_token_id": [1, 9]}',
         "torn/config.json": '{"model_type": "qwen3"}',
         "torn/model.safetensors.index.json": "{}",
+        "wordless/config.json": '{"model_type": "qwen3"}',
+        "wordless/model.safetensors": "",
+        "wordless/tokenizer_config.json": "{}",
+        "weightless/config.json": '{"model_type": "qwen3"}',
+        "weightless/tokenizer.json": "{}",
+        "half/config.json": '{"model_type": "qwen3"}',
+        "half/tokenizer.json": "{}",
+        "half/model-00001-of-00002.safetensors": "",
+        "half/model.safetensors.index.json": json.dumps(
+            {"weight_map": {f"w{n}": f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}}
+        ),
         "tied_moe/config.json": '{"model_type": "qwen3_moe", "tie_word_embeddings": true}',
         "moe/config.json": json.dumps(QWEN3_MOE),
+        "gemma/config.json": '{"model_type": "gemma3_text"}',
+        "capped/config.json": '{"model_type": "gemma3_text", "final_logit_softcapping": 30.0}',
+        "dynamic/config.json": json.dumps(
+            {"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}
+        ),
+        "phi/config.json": '{"model_type": "phi3"}',
+        "long/config.json": json.dumps(
+            {
+                "model_type": "phi3",
+                "rope_scaling": {"type": "su"},
+                "original_max_position_embeddings": 64,
+            }
+        ),
         "empty/README": "",
         "train.jsonl": '{"prompt": "1", "answer": "1"}\n',
+        "splits/dataset_dict.json": "{}",
+        "splits/train/state.json": "{}",
+        "splits/test/state.json": "{}",
         "empty.jsonl": "",
         "reward.py": "def score(responses, **_):\n    return [0.0 for _ in responses]\n",
         "broken.py": "def score(:\n",
@@ -658,7 +871,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "old/config.yaml": "mode: train\n",
         "old/metrics.jsonl": "{}\n",
     }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(text)
     adapters: dict[str, dict[str, object]] = {"adapter": {}, "dora": {"use_dora": True}}
     for name, changes in adapters.items():
@@ -702,6 +915,16 @@ def test_a_broken_rule_is_named_and_each_remedy_mends_it(
         assert load_config(mended) is not None, remedy
 
 
+def test_a_plan_needs_neither_data_nor_reward_nor_sglang() -> None:
+    keys = ("data.train_files=[nowhere.jsonl]", "reward.function=nowhere.py:f")
+    overrides = (*FILES, *keys, "trainer.run_dir=old", "checkpoint.resume=never")
+    missing = {violation.key for violation in violations_of(*overrides, "mode=check")}
+    assert missing == {"data.train_files", "reward.function", "trainer.run_dir"}
+    assert config_of(*overrides, "mode=plan").mode == "plan"
+    planned = [rule for rules in rules_of("plan").values() for rule in rules]
+    assert check_sglang_is_installed not in planned
+
+
 @pytest.mark.parametrize(("file", "word"), BROKEN_FILES)
 def test_an_unusable_data_file_is_named(file: str, word: str) -> None:
     violations = violations_of(*FILES, f"data.train_files=[train.jsonl,{file}]")
@@ -721,7 +944,10 @@ def test_every_rule_has_an_example_that_breaks_it() -> None:
     examples = [_broken(overrides) for overrides, _, _ in BROKEN]
     examples.append(_broken((*FILES, "data.train_files=[empty.jsonl]")))
     rules = {
-        rule for mode in ("train", "sft") for group in rules_of(mode).values() for rule in group
+        rule
+        for mode in ("train", "sft", "eval")
+        for group in rules_of(mode).values()
+        for rule in group
     }
     silent = {rule.__name__ for rule in rules if not any(run((rule,), e) for e in examples)}
     # Their tests take SGLang, megatron-core and wandb away.
@@ -913,14 +1139,14 @@ def test_an_existing_run_folder_may_be_replaced_on_request() -> None:
     assert config_of("trainer.run_dir=new").trainer.run_dir == "new"
 
 
-@pytest.mark.parametrize("name", ["within", "made", "decorated"])
+@pytest.mark.parametrize("name", ["few", "later", "within", "made", "decorated"])
 def test_a_function_of_the_reward_file_is_accepted(name: str) -> None:
     assert config_of("reward.function=reward.py:score").reward.function == "reward.py:score"
     assert config_of(f"reward.function=rewards.py:{name}").reward.function == f"rewards.py:{name}"
 
 
 def test_reward_columns_are_those_of_the_process_that_calls() -> None:
-    assert REWARD_COLUMNS == child.COLUMNS
+    assert (BATCH_COLUMNS, ROW_COLUMNS) == (child.BATCH_COLUMNS, child.ROW_COLUMNS)
 
 
 def test_paths_that_cannot_be_looked_at_are_named(folder: Path) -> None:

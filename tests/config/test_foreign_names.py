@@ -1,13 +1,15 @@
 """Names of other frameworks are answered with ours, or with what is not supported yet."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 from hybridrl.config import foreign_names
 from hybridrl.config.foreign_names import answer_choice, answer_key
-from hybridrl.config.load import known_keys, load_config, unknown_key
+from hybridrl.config.load import free_keys, known_keys, load_config, unknown_key
 from hybridrl.errors import ConfigErrors
+from tests.command_line import call_main
 from tests.config.values import values_of
 
 ANSWERS = [*foreign_names._KEYS.values(), *foreign_names._CHOICES.values()]
@@ -27,7 +29,11 @@ OWN = {"recipes", *known_keys()}
         ("data.train_batch_size", "trainer.num_prompts_per_step"),
         ("algorithm.adv_estimator", "algorithm=ppo"),
         ("reward_model.model.path", "reward models are not supported yet"),
-        ("trainer.total_epochs", "trainer.num_steps"),
+        ("trainer.total_epochs", "trainer.num_epochs"),
+        ("batch_size", "trainer.num_prompts_per_step"),
+        ("actor.lr", "actor.optimizer.lr"),
+        ("temperature", "rollout.temperature"),
+        ("gradient_accumulation_steps", "actor.max_tokens_per_microbatch"),
     ],
 )
 def test_a_key_of_another_framework_is_answered(key: str, answer: str) -> None:
@@ -37,17 +43,22 @@ def test_a_key_of_another_framework_is_answered(key: str, answer: str) -> None:
 @pytest.mark.parametrize(
     ("group", "name", "answer"),
     [
-        ("algorithm", "rloo", "not supported yet; set algorithm=grpo"),
-        ("recipes", "dapo_cpu", "called recipes=clip_higher_kl_cpu now"),
-        ("recipes", "dapo", "all of DAPO is not supported yet"),
+        ("algorithm", "reinforce++", "set algorithm=reinforce_plus_plus"),
+        ("recipes", "clip_higher_kl_cpu", "set recipes=dapo_cpu"),
         ("rollout", "vllm", "set rollout=sglang"),
         ("model/Qwen", "Qwen2.5-0.5B", "set model=hf_folder model.path=FOLDER"),
         ("data", "gsm8k", "set data=files"),
+        ("reward", "my_reward.py", "set reward.function=FILE.py:NAME"),
         ("tracking", "wandb", "set tracking.trackers=["),
     ],
 )
 def test_a_choice_of_another_framework_is_answered(group: str, name: str, answer: str) -> None:
     assert answer in answer_choice(group, name)
+
+
+def test_help_answers_a_key_of_another_framework(tmp_path: Path) -> None:
+    done = call_main("--help", "rollout.n", folder=tmp_path)
+    assert "set rollout.num_responses_per_prompt" in done.stderr
 
 
 def test_a_mistyped_key_of_ours_is_no_foreign_name() -> None:
@@ -59,7 +70,7 @@ def test_a_mistyped_key_of_ours_is_no_foreign_name() -> None:
 def test_each_key_that_an_answer_names_exists(answer: str) -> None:
     sections = "|".join(key for key in OWN if "." not in key)
     named = set(re.findall(rf"\b(?:{sections})(?:\.\w+)+", answer))
-    assert named <= OWN
+    assert {name for name in named if name.rpartition(".")[0] not in free_keys()} <= OWN
     assert named or re.search(rf"\b(?:{sections})=\w+", answer)
 
 
@@ -68,6 +79,9 @@ def test_each_key_that_an_answer_names_exists(answer: str) -> None:
     [
         ("algorithm.name=rloo", "set algorithm=grpo"),
         ("rollout.engine=vllm", "set rollout=sglang"),
+        ("reward.function=my_reward.py", "set reward.function=my_reward.py:NAME"),
+        ("data.train_files=[train.jsonl]", "set data=files to read them"),
+        ("model.path=Qwen3-8B", "set model=hf_folder model.path=Qwen3-8B"),
         ("rollout.n=8", "set rollout.num_responses_per_prompt"),
         ("actor_rollout_ref={actor: {lr: 1}}", "actor.optimizer.lr"),
         ("data.train_files=['hf://openai/gsm8k']", "hf download NAME --repo-type dataset"),

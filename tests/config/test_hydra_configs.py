@@ -30,7 +30,7 @@ RECIPES = sorted(path.stem for path in ROOT.glob("recipes/*.yaml"))
 def keys_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for name, value in values.items():
         yield prefix + name
-        if isinstance(value, dict):
+        if isinstance(value, dict) and not name.endswith("_args"):  # those belong to functions
             yield from keys_of(value, f"{prefix}{name}.")
 
 
@@ -86,6 +86,7 @@ def test_a_recipe_is_short_and_known_and_misses_only_files_and_packages(recipe: 
         load_config(compose([f"recipes={recipe}"]))
     except ConfigErrors as errors:
         on_disk = {"model.path", "data.train_files", "data.eval_files", "reward.function"}
+        on_disk |= {"algorithm.teacher_path"}
         packages = {"megatron.optimizer_args.use_precision_aware_optimizer"}  # TransformerEngine's
         missing = {violation.key for violation in errors.violations}
         assert missing <= on_disk | packages, str(errors)
@@ -137,4 +138,4 @@ def test_every_field_has_a_line_of_meaning(section: str) -> None:
 
 
 def test_there_are_not_too_many_keys_to_read() -> None:
-    assert len(list(known_keys())) <= 220  # those of fsdp2 twice: actor and critic
+    assert len(list(known_keys())) <= 240  # those of fsdp2 twice: actor and critic

@@ -1,6 +1,6 @@
 import dataclasses
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
@@ -23,6 +23,8 @@ def violations_of(values: dict[str, Any]) -> tuple[ConfigError, ...]:
 
 def limited_fields(section: type, prefix: str = "") -> Iterator[tuple[str, type, Within]]:
     for name, hint in get_type_hints(section, include_extras=True).items():
+        if get_origin(hint) in (tuple, Mapping):  # a list, or sections under names of the user's
+            continue
         for part in (hint, *get_args(hint)):
             if get_origin(part) is Annotated:
                 yield prefix + name, *get_args(part)
@@ -196,3 +198,38 @@ def test_spelled_values_read_back_as_themselves(value: object) -> None:
 def test_known_keys_hold_sections_and_leaves() -> None:
     keys = set(known_keys())
     assert {"rollout", "rollout.top_p", "actor.optimizer.lr", "model.starter.vocab_size"} <= keys
+
+
+def test_named_sections_take_what_they_leave_out_from_the_section_above() -> None:
+    text = "eval.sets={gsm8k: {}, math: {temperature: 0.5, num_responses_per_prompt: 8}}"
+    plain, changed = config_of(text, "eval.num_prompts=7").eval.all_sets()
+    assert (plain.name, plain.num_prompts, plain.temperature) == ("gsm8k", 7, 0.0)
+    assert (changed.name, changed.num_prompts, changed.num_responses_per_prompt) == ("math", 7, 8)
+    assert [one.name for one in config_of().eval.all_sets()] == [""]
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "words"),
+    [
+        ("eval.sets=[a]", "eval.sets", "must be a mapping"),
+        ("eval.sets={a b: {}}", "eval.sets.a b", "begins with a letter"),
+        ("eval.sets={a: 3}", "eval.sets.a", "must be a section"),
+        ("eval.sets={a: {temprature: 1}}", "eval.sets.a.temprature", "there is no such key"),
+        ("eval.sets={a: {num_prompts: 0}}", "eval.sets.a.num_prompts", ">= 1"),
+        ("data.sources={a: {weight: 2}}", "data.sources.a.files", "it has no default"),
+    ],
+)
+def test_a_bad_named_section_is_named(override: str, key: str, words: str) -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        config_of(override)
+    (violation,) = caught.value.violations
+    assert (violation.key, words in violation.rule) == (key, True)
+    for remedy in violation.remedies:
+        load_config(with_overrides(values_of(override), remedy))
+
+
+def test_a_weight_of_zero_in_a_mix_is_refused() -> None:
+    violations = violations_of(values_of("data.sources={a: {files: [], weight: 0}}"))
+    refused = {violation.key: violation for violation in violations}
+    assert refused["data.sources.a.weight"].rule == "must be > 0 and <= 1000000"
+    assert refused["data.sources.a.weight"].remedies == (("data.sources.a.weight=1.0",),)

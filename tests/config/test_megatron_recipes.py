@@ -30,6 +30,8 @@ GIB = 2**30
 def config_of(name: str, folder: Path, *overrides: str) -> ExperimentConfig:
     """The recipe with a model's config.json, and what it says alone, in the place of its files."""
     (folder / "config.json").write_text(json.dumps(MODELS[name]))
+    for name_of_file in ("tokenizer.json", "model.safetensors"):
+        (folder / name_of_file).touch()
     (folder / "rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
     rows = [f"data.{split}_files=[{folder}/rows.jsonl]" for split in ("train", "eval")]
     given = (f"recipes={name}", f"model.path={folder}", *rows, "mode=check", *overrides)

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config
-from hybridrl.main import compose
+from hybridrl.main import compose, with_free_keys_added
 
 Values = dict[str, Any]
 
@@ -61,7 +61,7 @@ def with_overrides(values: Values, overrides: Sequence[str]) -> Values:
         else:
             config = OmegaConf.create(changed)
             OmegaConf.set_struct(config, True)
-            parsed = OverridesParser.create().parse_overrides([override])
+            parsed = OverridesParser.create().parse_overrides(with_free_keys_added([override]))
             ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
             changed = cast(Values, OmegaConf.to_container(config, resolve=True))
     return changed

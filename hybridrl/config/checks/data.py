@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from hybridrl.config.checks.disk import check_data_files
+from hybridrl.config.data import MOST_SOURCES
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.rollout import COLDEST
 from hybridrl.errors import ConfigError
 
 
 def check_data_source(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Rows come from a built-in task or from files: from exactly one of them."""
     data = config.data
-    if data.task is None and not data.train_files:
+    if data.task is None and not (data.train_files or data.sources) and config.mode != "eval":
         yield ConfigError(
             "data.train_files",
             [],
@@ -33,32 +33,44 @@ def check_data_source(config: ExperimentConfig) -> Iterator[ConfigError]:
                 list(files),
                 f"would be ignored, because data.task={data.task} makes its own rows",
                 remedies=[(f"{key}=[]",)],
-                fix=f"set {key}=[], or data.task=null to read files",
+                fix=f"set data=files to read them, or {key}=[]",
             )
 
 
-def check_eval_has_data(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Evaluation on files needs files."""
+def check_data_mix(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """A mix replaces files and task, and each of its sources has a share that is drawn."""
     data = config.data
-    if config.eval.every_num_steps and data.task is None and not data.eval_files:
-        yield ConfigError(
-            "eval.every_num_steps",
-            config.eval.every_num_steps,
-            "there is nothing to evaluate on: data.eval_files is empty",
-            remedies=[("eval.every_num_steps=0",)],
-            fix="set data.eval_files=[FILE.jsonl], or eval.every_num_steps=0",
-        )
+    for key, value, remedy in (
+        ("data.train_files", data.train_files, "data.train_files=[]"),
+        ("data.task", data.task, "data.task=null"),
+    ):
+        if data.sources and value:
+            rule = "would be ignored, because data.sources has the rows to learn from"
+            yield ConfigError(key, value, rule, remedies=[(remedy,)])
+    total = sum(source.weight or 1.0 for source in data.sources.values())
+    for name, source in data.sources.items():
+        weight = 1.0 if source.weight is None else source.weight
+        if weight * MOST_SOURCES < total:
+            yield ConfigError(
+                f"data.sources.{name}.weight",
+                weight,
+                f"is less than a thousandth of all weights, {total:g}",
+                remedies=[(f"data.sources.{name}.weight={total / 500:g}",)],
+            )
 
 
-def check_eval_temperature(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Logits are divided by the temperature: near 0 they overflow."""
-    key, temperature = "eval.temperature", config.eval.temperature
-    if 0 < temperature < COLDEST:
+def check_curriculum(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """An order by difficulty needs a column, and a column of difficulty has no other use."""
+    data = config.data
+    columns = [source.difficulty_key or data.difficulty_key for source in data.sources.values()]
+    has_column = all(columns) if data.sources else data.difficulty_key is not None
+    if data.curriculum != "none" and (data.task is not None or not has_column):
         yield ConfigError(
-            key,
-            temperature,
-            f"must be 0 (greedy decoding) or at least {COLDEST}",
-            remedies=[(f"{key}=0",), (f"{key}={COLDEST}",)],
+            "data.curriculum",
+            data.curriculum,
+            "rows from files are ordered by the numbers of data.difficulty_key, which is null",
+            remedies=[("data.curriculum=none",)],
+            fix="set data.difficulty_key=COLUMN, or data.curriculum=none",
         )
 
 
@@ -130,10 +142,7 @@ def check_data_columns(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 def check_files_stand_once(config: ExperimentConfig) -> Iterator[ConfigError]:
     """A file that is listed twice would be learned from twice as often as the others."""
-    for key, files in (
-        ("data.train_files", config.data.train_files),
-        ("data.eval_files", config.data.eval_files),
-    ):
+    for key, files in config.files_by_key.items():
         once = {os.path.realpath(file): file for file in reversed(files)}
         if len(once) < len(files):
             yield listed_twice(key, files, tuple(file for file in files if file in once.values()))
@@ -151,5 +160,6 @@ RULES = (
     check_data_files,
     check_files_stand_once,
     check_sort_digits,
+    check_data_mix,
+    check_curriculum,
 )
-EVAL_RULES = (check_eval_has_data, check_eval_temperature)

@@ -1,10 +1,9 @@
-"""Rules about files and packages that must exist. They look; they neither write nor import."""
+"""Rules about files that must exist. They look and do not write."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 from hybridrl.config.experiment import ExperimentConfig
@@ -14,96 +13,45 @@ from hybridrl.config.paths import (
     flaw_of_new_folder,
     is_there,
 )
-from hybridrl.config.python_files import (
-    ANYTHING,
-    flaw_of_function,
-    functions_of,
-    names_at_top_level,
-)
-from hybridrl.config.reward import BUILT_IN_REWARDS, REWARD_COLUMNS
 from hybridrl.config.spelling import to_override
-from hybridrl.errors import ConfigError, suggest_name
+from hybridrl.errors import ConfigError
 
-_DATA_SUFFIXES = (".jsonl", ".parquet")
+_DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+_DATASET, _DATASETS = "state.json", "dataset_dict.json"  # that datasets' save_to_disk writes
 _RUN_FILES = ("config.yaml", "metrics.jsonl")  # written by run/run_folder.py
 _LOCK = ".lock"
 
 
 def check_data_files(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Data files exist, and their suffix shows their format."""
-    for key, files in (
-        ("data.train_files", config.data.train_files),
-        ("data.eval_files", config.data.eval_files),
-    ):
+    for key, files in config.files_by_key.items():
         for name in files:
             file = Path(name)
             if name.startswith("hf://"):
                 rule = "data sets of the Hugging Face Hub are read from downloaded files alone"
                 fix = f"type hf download NAME --repo-type dataset --local-dir data, correct {key}"
                 yield ConfigError(key, name, rule, fix)
+            elif not flaw_of_folder(file):
+                yield from _check_dataset_folder(key, file)
             elif file.suffix not in _DATA_SUFFIXES:
-                yield ConfigError(
-                    key, name, "must end in .jsonl or .parquet", fix="convert or rename the file"
-                )
+                rule = f"must end in one of {', '.join(_DATA_SUFFIXES)}"
+                yield ConfigError(key, name, rule, fix="convert or rename the file")
             elif flaw := flaw_of_file(file):
                 yield ConfigError(key, name, flaw, fix=f"correct {key}=[...]")
             elif file.stat().st_size == 0:
                 yield ConfigError(key, name, "the file is empty, 0 bytes", fix=f"correct {key}")
 
 
-def check_reward_function(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The reward is built in, or a function in a file that can be parsed."""
-    key, spelled = "reward.function", config.reward.function
-    path, colon, name = spelled.rpartition(":")
-    if not colon:
-        if spelled not in BUILT_IN_REWARDS:
-            rule = "neither a built-in reward nor path/to/file.py:function"
-            remedies = [(f"{key}={built_in}",) for built_in in BUILT_IN_REWARDS[:2]]
-            fix = f"{suggest_name(spelled, BUILT_IN_REWARDS)}"
-            yield ConfigError(key, spelled, rule, fix, remedies=remedies)
-        elif spelled == "math" and find_spec("math_verify") is None:
-            yield ConfigError(
-                key,
-                spelled,
-                "needs the package math-verify, which is not installed",
-                fix="pip install 'hybridrl[math]', or set reward.function=exact_match",
-                remedies=[("reward.function=exact_match",)],
-            )
+def _check_dataset_folder(key: str, folder: Path) -> Iterator[ConfigError]:
+    """A folder is one split of a data set that `save_to_disk` of Hugging Face datasets wrote."""
+    if is_there(folder / _DATASET):
         return
-    if flaw := flaw_of_file(path):
-        yield ConfigError(
-            key, spelled, flaw, fix="correct it; the form is path/to/file.py:function"
-        )
-        return
-    yield from _find_function(key, Path(path), name)
-
-
-def _find_function(key: str, file: Path, name: str) -> Iterator[ConfigError]:
-    spelled = f"{file}:{name}"
-    if file.suffix != ".py":
-        yield ConfigError(key, spelled, f"{file} must end in .py", fix="rename the file")
-        return
-    try:
-        names = names_at_top_level(file)
-    except SyntaxError as err:
-        yield ConfigError(key, spelled, f"not a Python file: {err}", fix=f"correct {file}")
-        return
-    functions = functions_of(names)
-    if name not in names and ANYTHING not in names:
-        yield ConfigError(
-            key,
-            spelled,
-            f"{file} defines no function {name!r} at its top level",
-            fix=suggest_name(name, functions) if functions else f"define it in {file}",
-            remedies=[
-                (f"{key}={to_override(f'{file}:{function}')}",)
-                for function in functions
-                if not flaw_of_function(names[function], keywords=REWARD_COLUMNS)
-            ][:2],
-        )
-    elif name in names and (flaw := flaw_of_function(names[name], keywords=REWARD_COLUMNS)):
-        fix = f"write def {name}({', '.join(REWARD_COLUMNS)}): ..., or **_ for those not needed"
-        yield ConfigError(key, spelled, f"it {flaw}", fix=fix)
+    splits = sorted(path.parent.name for path in folder.glob(f"*/{_DATASET}"))
+    rule = f"is a folder without {_DATASET}, so `datasets` did not save it as one split"
+    if is_there(folder / _DATASETS) and splits:
+        rule = f"holds several splits: {', '.join(splits)}"
+    fix = f"set {key}=[{folder / splits[0]}]" if splits else "list its files, or save it again"
+    yield ConfigError(key, str(folder), rule, fix=fix)
 
 
 def check_run_folder(config: ExperimentConfig) -> Iterator[ConfigError]:

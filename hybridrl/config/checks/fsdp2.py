@@ -8,8 +8,10 @@ from dataclasses import asdict
 from importlib.util import find_spec
 
 from hybridrl.config.actor import EngineConfig
+from hybridrl.config.architecture import find_architecture
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.fsdp2 import FSDP2Config
+from hybridrl.config.model import LIGER_MODEL_TYPES
 from hybridrl.errors import ConfigError
 
 UNUSED = FSDP2Config(
@@ -58,6 +60,7 @@ def check_replicas(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 def check_liger_kernels(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Liger's kernels need CUDA and an extra package, and replace a compiler's fusion."""
+    model = find_architecture(config.model)
     for section, engine, _ in _engines(config):
         options, key = engine.fsdp2, f"{section}.fsdp2.liger_kernels"
         if not options.liger_kernels:
@@ -65,6 +68,9 @@ def check_liger_kernels(config: ExperimentConfig) -> Iterator[ConfigError]:
         reset = f"{key}=false"
         if config.cluster.device != "cuda":
             rule = f"runs on CUDA alone, and cluster.device={config.cluster.device}"
+            yield ConfigError(key, got=True, rule=rule, remedies=[(reset,)])
+        elif model is not None and model.model_type not in LIGER_MODEL_TYPES:
+            rule = f"is shown for {', '.join(LIGER_MODEL_TYPES)}, and this is {model.model_type}"
             yield ConfigError(key, got=True, rule=rule, remedies=[(reset,)])
         elif find_spec("liger_kernel") is None:
             yield ConfigError(

@@ -20,14 +20,20 @@ def check_lora_targets(config: ExperimentConfig) -> Iterator[ConfigError]:
     if not lora.enabled:
         return
     key, everything = "lora.target_modules", ("lora.target_modules=[all-linear]",)
+    model = find_architecture(config.model)
+    names = LINEAR_MODULES if model is None else tuple(model.linear_sizes)
+    if model is not None and model.has_fused_layers:
+        everything = (f"lora.target_modules=[{','.join(names)}]",)
+    else:
+        names = (*names, ALL_LINEAR)
     if not lora.target_modules:
         yield ConfigError(key, [], "there must be a layer to adapt", remedies=[everything])
     for name in dict.fromkeys(lora.target_modules):
-        if name not in (*LINEAR_MODULES, ALL_LINEAR):
+        if name not in names:
             yield ConfigError(
                 key,
                 name,
-                f"matches no linear layer of a block ({suggest_name(name, LINEAR_MODULES)})",
+                f"matches no linear layer of a block ({suggest_name(name, names)})",
                 remedies=[everything],
             )
 

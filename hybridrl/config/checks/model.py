@@ -10,13 +10,27 @@ from pathlib import Path
 from hybridrl.config.architecture import find_architecture
 from hybridrl.config.checks.divisors import divisors_of, multiples_near
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.model import MEGATRON_MODEL_TYPES, TRANSFORMERS_MODEL_TYPES
-from hybridrl.config.model_folder import problem_of, read_settings
+from hybridrl.config.families import FAMILIES, unsupported_settings
+from hybridrl.config.model import (
+    CRITIC_MODEL_TYPES,
+    MEGATRON_MODEL_TYPES,
+    SGLANG_MODEL_TYPES,
+    TRANSFORMERS_MODEL_TYPES,
+)
+from hybridrl.config.model_folder import missing_file_of, problem_of, read_settings
 from hybridrl.config.paths import flaw_of_file, flaw_of_folder
+from hybridrl.config.spelling import to_override
 from hybridrl.errors import ConfigError, ModelError
 
 _FOLDERS = (".", "..", "models", "model", "weights", "checkpoints", "runs")
 """First names of a path that are not owners of models on the Hugging Face Hub."""
+
+_MODEL_TYPES = {
+    "fsdp2": TRANSFORMERS_MODEL_TYPES,
+    "megatron": MEGATRON_MODEL_TYPES,
+    "hf": TRANSFORMERS_MODEL_TYPES,
+    "sglang": SGLANG_MODEL_TYPES,
+}
 
 
 def check_model_source(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -35,7 +49,10 @@ def check_model_source(config: ExperimentConfig) -> Iterator[ConfigError]:
             "model.starter",
             "{...}",
             f"would be ignored, because model.path={model.path} gives the weights",
-            remedies=[("model.starter=null",), ("model.path=null",)],
+            remedies=[
+                ("model=hf_folder", f"model.path={to_override(model.path)}"),
+                ("model.path=null",),
+            ],
         )
 
 
@@ -144,6 +161,9 @@ def check_model_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
     if problem := problem_of(Path(path)):
         yield ConfigError("model.path", path, problem, fix="download the folder again")
         return
+    # mode=plan reads config.json alone; a run refuses the folder where it loads it.
+    if config.mode == "check" and (missing := missing_file_of(Path(path))):
+        yield ConfigError("model.path", path, missing, fix="download the folder again")
     model = find_architecture(config.model)
     if model is not None and config.max_row_tokens > (context := model.max_positions):
         yield ConfigError(
@@ -157,34 +177,51 @@ def check_model_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_engines_know_the_model(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The architecture is supported, by the training engine that is chosen."""
-    model_type = _model_type_of(config)
-    if model_type is None or model_type in TRANSFORMERS_MODEL_TYPES:
+    """Each engine that is chosen supports the architecture, with all its settings."""
+    model_type, path = _model_type_of(config), config.model.path
+    if model_type is None or path is None:
         return
-    if model_type not in MEGATRON_MODEL_TYPES:
+    if model_type not in FAMILIES:
         yield ConfigError(
             "model.path",
-            config.model.path,
+            path,
             f"its model_type={model_type!r} is not supported yet: supported "
-            f"are {', '.join(MEGATRON_MODEL_TYPES)}",
+            f"are {', '.join(FAMILIES)}",
             fix="set model.path to such a model",
         )
         return
+    for problem in unsupported_settings(read_settings(Path(path)), FAMILIES[model_type]):
+        yield ConfigError("model.path", path, problem, fix="set model.path to another model")
     samples = config.mode != "sft"
-    for key, engine, remedy, is_asked in (
-        ("actor.engine", config.actor.engine, "actor=megatron", True),
-        ("critic.engine", config.critic.engine, "critic=megatron", samples and config.has_critic),
-        ("rollout.engine", config.rollout.engine, "rollout=sglang", samples),
+    for key, engine, is_asked in (
+        ("actor.engine", config.actor.engine, True),
+        ("critic.engine", config.critic.engine, samples and config.has_critic),
+        ("rollout.engine", config.rollout.engine, samples),
     ):
-        if is_asked and engine in ("fsdp2", "hf"):
-            yield ConfigError(
-                key,
-                engine,
-                f"supports dense models alone ({', '.join(TRANSFORMERS_MODEL_TYPES)}), and "
-                f"model.path={config.model.path} is a mixture of experts ({model_type}), which "
-                f"{'SGLang serves' if engine == 'hf' else 'megatron-core trains'}",
-                remedies=[(remedy,)],
-            )
+        if is_asked and model_type not in _MODEL_TYPES[engine]:
+            yield _engine_lacks_model(key, engine, model_type=model_type, path=path)
+    is_critic_of_transformers = samples and config.has_critic and config.critic.engine == "fsdp2"
+    has_no_critic = model_type in TRANSFORMERS_MODEL_TYPES and model_type not in CRITIC_MODEL_TYPES
+    if is_critic_of_transformers and has_no_critic:
+        yield ConfigError(
+            "algorithm.advantage",
+            config.algorithm.advantage,
+            f"trains a critic, and transformers has no {model_type} with a value head "
+            f"(model.path={path})",
+            fix=f"set algorithm=grpo, or model.path to one of {', '.join(CRITIC_MODEL_TYPES)}",
+        )
+
+
+def _engine_lacks_model(key: str, engine: str, *, model_type: str, path: str) -> ConfigError:
+    section = key.partition(".")[0]
+    others = ("hf", "sglang") if section == "rollout" else ("fsdp2", "megatron")
+    able = [other for other in others if model_type in _MODEL_TYPES[other]]
+    return ConfigError(
+        key,
+        engine,
+        f"supports {', '.join(_MODEL_TYPES[engine])}, and model.path={path} is {model_type}",
+        remedies=[(f"{section}={other}",) for other in able],
+    )
 
 
 def _model_type_of(config: ExperimentConfig) -> str | None:

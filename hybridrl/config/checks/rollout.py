@@ -108,7 +108,7 @@ def check_server_computes_in(config: ExperimentConfig) -> Iterator[ConfigError]:
             "FlashAttention and FlashInfer, which SGLang takes on a GPU by itself, compute in "
             "bfloat16",
             remedies=[("rollout.dtype=bfloat16",)],
-            fix="set rollout.dtype=bfloat16, or +rollout.engine_args.attention_backend=triton",
+            fix="set rollout.dtype=bfloat16, or rollout.engine_args.attention_backend=triton",
         )
 
 
@@ -169,7 +169,7 @@ def check_certificate(config: ExperimentConfig) -> Iterator[ConfigError]:
             "sglang",
             "SGLang draws from a generator of its own, so a resumed run samples other responses",
             remedies=[("rollout=hf",)],
-            fix="set +rollout.engine_args.enable_deterministic_inference=true, or rollout=hf",
+            fix="set rollout.engine_args.enable_deterministic_inference=true, or rollout=hf",
         )
 
 

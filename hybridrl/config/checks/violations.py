@@ -14,16 +14,19 @@ from hybridrl.config.checks import (
     cluster,
     critic,
     data,
+    evaluation,
     fsdp2,
     lora,
     megatron,
     megatron_args,
     model,
+    parts,
+    reward,
     rollout,
     trackers,
 )
 from hybridrl.config.checks.adapter import check_lora_init_from
-from hybridrl.config.checks.disk import check_reward_function, check_run_folder
+from hybridrl.config.checks.disk import check_data_files, check_run_folder
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import ConfigError
 
@@ -35,9 +38,10 @@ def find_violations(config: ExperimentConfig) -> list[ConfigError]:
 
     ``check`` runs the rules of ``train``. Reads the disk, starts nothing.
     """
-    return [
-        violation for rules in rules_of(config.mode).values() for violation in run(rules, config)
-    ]
+    groups = dict(rules_of(config.mode))
+    if config.mode == "eval" and config.eval.checkpoint is not None:
+        del groups["model"]  # of the checkpoint: looked at when it has been exported
+    return [violation for rules in groups.values() for violation in run(rules, config)]
 
 
 def run(rules: tuple[Rule, ...], config: ExperimentConfig) -> list[ConfigError]:
@@ -46,8 +50,23 @@ def run(rules: tuple[Rule, ...], config: ExperimentConfig) -> list[ConfigError]:
 
 
 def rules_of(mode: str) -> Mapping[str, tuple[Rule, ...]]:
-    """Return the groups of rules by name; ``sft`` does not sample, so it has fewer."""
-    return {**_COMMON_RULES, **(_SFT_RULES if mode == "sft" else _TRAIN_RULES)}
+    """Return the groups of rules by name; ``sft`` does not sample, ``eval`` does not train.
+
+    ``plan`` reads a model's config.json alone: it predicts a run before its data, packages and
+    weights are on the machine.
+    """
+    if mode == "doctor":
+        return {name: _ALL_RULES[name] for name in ("model", "data", "reward", "evaluation")}
+    if mode == "eval":
+        return {**_COMMON_RULES, **_EVAL_RULES}
+    of_mode = _SFT_RULES if mode == "sft" else _TRAIN_RULES
+    groups = {**_COMMON_RULES, **_TRAINING_RULES, **of_mode}
+    if mode != "plan":
+        return groups
+    return {
+        name: tuple(rule for rule in rules if rule not in _OF_A_RUN)
+        for name, rules in groups.items()
+    }
 
 
 _COMMON_RULES: Mapping[str, tuple[Rule, ...]] = {
@@ -55,19 +74,38 @@ _COMMON_RULES: Mapping[str, tuple[Rule, ...]] = {
     "fsdp2": fsdp2.RULES,
     "megatron": (*megatron.RULES, *megatron_args.RULES),
     "lora": (*lora.RULES, check_lora_init_from),
-    "schedule": (algorithm.check_lr_warmup,),
     "data": data.RULES,
     "cluster": cluster.RULES,
     "run folder": (check_run_folder, *trackers.RULES),
 }
+_TRAINING_RULES: Mapping[str, tuple[Rule, ...]] = {
+    "schedule": (algorithm.check_lr_warmup,),
+    "checkpoints": (evaluation.check_best_metric,),
+}
 _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
-    "algorithm": algorithm.RULES,
+    "algorithm": (*parts.RULES, *algorithm.RULES),
     "rollout": (*rollout.RULES, lora.check_lora_base, megatron.check_routing_replay),
     "critic": critic.RULES,
     "batch sizes": batch_sizes.RULES,
-    "reward": (check_reward_function,),
-    "evaluation": data.EVAL_RULES,
+    "reward": reward.RULES,
+    "evaluation": evaluation.RULES,
+}
+_EVAL_RULES: Mapping[str, tuple[Rule, ...]] = {
+    "rollout": (*rollout.RULES, lora.check_lora_base),
+    "reward": reward.RULES,
+    "evaluation": (*evaluation.RULES, evaluation.check_eval_checkpoint),
 }
 _SFT_RULES: Mapping[str, tuple[Rule, ...]] = {
     "sft": (batch_sizes.check_sft_batch, megatron.check_routes_were_sampled)
 }
+_OF_A_RUN: frozenset[Rule] = frozenset(
+    {
+        check_data_files,
+        *reward.RULES,
+        check_run_folder,
+        rollout.check_sglang_is_installed,
+        trackers.check_trackers,
+    }
+)
+"""Rules about files and packages that a run needs, and its plan does not."""
+_ALL_RULES = {**_COMMON_RULES, **_TRAIN_RULES}

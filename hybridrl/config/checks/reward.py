@@ -1,0 +1,184 @@
+"""Rules about reward functions: they exist, can be called, and have the arguments that are given.
+
+Files are read, never run.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import hybridrl
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.limits import ArgumentValue
+from hybridrl.config.paths import flaw_of_file
+from hybridrl.config.python_files import ANYTHING, Names, names_at_top_level
+from hybridrl.config.reward import BATCH_COLUMNS, BUILT_IN_REWARDS, ROW_COLUMNS
+from hybridrl.config.signatures import Number, Signature, check_numbers, signature_of
+from hybridrl.config.spelling import to_override
+from hybridrl.errors import ConfigError, suggest_name
+
+_PACKAGE = Path(hybridrl.__file__).parent / "rewards"
+_TIMEOUT = "timeout_s"
+_METRIC_NAMES = ("kl_charge",)
+"""Names below ``reward/`` that are no functions."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Choice:
+    """One function of the configuration, and its key."""
+
+    key: str
+    spelled: str
+    args: Mapping[str, ArgumentValue]
+
+    def arg_key(self, name: str) -> str:
+        return f"{self.key.removesuffix('function')}args.{name}"
+
+    def remove_arg(self, name: str) -> str:
+        return f"~{self.arg_key(name)}"
+
+
+def check_reward_is_one_or_several(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Either one function is given, or several with names."""
+    reward = config.reward
+    if reward.function is None and not reward.functions:
+        rule = "needs a function, or several in reward.functions"
+        remedies = [("reward.function=exact_match",)]
+        yield ConfigError("reward.function", None, rule, remedies=remedies)
+    if reward.function is not None and reward.functions:
+        rule = f"would be ignored, because reward.functions gives {', '.join(reward.functions)}"
+        emptied = tuple(f"~reward.functions.{name}" for name in reward.functions)
+        either: list[tuple[str, ...]] = [("reward.function=null",), emptied]
+        yield ConfigError("reward.function", reward.function, rule, remedies=either)
+    if reward.function is None and reward.args:
+        rule = "would be ignored: each of reward.functions has args of its own"
+        emptied = tuple(f"~reward.args.{name}" for name in reward.args)
+        yield ConfigError("reward.args", dict(reward.args), rule, remedies=[emptied])
+    for name in {*reward.functions} & {*_METRIC_NAMES}:
+        rule = f"reward/{name}/mean is the name of another metric"
+        yield ConfigError(f"reward.functions.{name}", "...", rule, fix="rename it")
+
+
+def check_reward_functions(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """A reward is built in, or a function in a file that can be parsed, and takes its args."""
+    reward = config.reward
+    if reward.function is not None:
+        yield from _check(_Choice(key="reward.function", spelled=reward.function, args=reward.args))
+        return
+    for name, part in reward.functions.items():
+        key = f"reward.functions.{name}.function"
+        yield from _check(_Choice(key=key, spelled=part.function, args=part.args))
+
+
+def _check(choice: _Choice) -> Iterator[ConfigError]:
+    key, spelled = choice.key, choice.spelled
+    path, colon, name = spelled.rpartition(":")
+    if colon:
+        if flaw := flaw_of_file(path):
+            fix = "correct it; the form is path/to/file.py:function"
+            yield ConfigError(key, spelled, flaw, fix=fix)
+        else:
+            yield from _check_in_file(choice, Path(path), name)
+    elif spelled not in BUILT_IN_REWARDS:
+        rule = "neither a built-in reward nor path/to/file.py:function"
+        remedies = [(f"{key}={built_in}",) for built_in in tuple(BUILT_IN_REWARDS)[:2]]
+        fix = suggest_name(spelled, [*BUILT_IN_REWARDS])
+        if spelled.endswith(".py"):
+            fix = f"name the function, too: set {key}={spelled}:NAME"
+        yield ConfigError(key, spelled, rule, fix, remedies=remedies)
+    elif spelled == "math" and find_spec("math_verify") is None:
+        yield ConfigError(
+            key,
+            spelled,
+            "needs the package math-verify, which is not installed",
+            fix=f"pip install 'hybridrl[math]', or set {key}=exact_match",
+            remedies=[(f"{key}=exact_match",)],
+        )
+    else:
+        yield from _check_in_file(choice, _PACKAGE / f"{BUILT_IN_REWARDS[spelled]}.py", spelled)
+
+
+def _check_in_file(choice: _Choice, file: Path, name: str) -> Iterator[ConfigError]:
+    key, spelled = choice.key, choice.spelled
+    if file.suffix != ".py":
+        yield ConfigError(key, spelled, f"{file} must end in .py", fix="rename the file")
+        return
+    try:
+        names = names_at_top_level(file)
+    except SyntaxError as err:
+        yield ConfigError(key, spelled, f"not a Python file: {err}", fix=f"correct {file}")
+        return
+    if name not in names:
+        if ANYTHING not in names:
+            yield _missing_function(choice, file, names)
+        return
+    node = names[name]
+    if flaw := _flaw_of(node):
+        fix = f"write def {name}({', '.join(BATCH_COLUMNS[:2])}): ..., or with other columns"
+        yield ConfigError(key, spelled, f"it {flaw}", fix=fix)
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.decorator_list:
+        yield from check_numbers(
+            _without_columns(signature_of(node)),
+            choice.args,
+            function=name,
+            key_of=choice.arg_key,
+            removing=choice.remove_arg,
+        )
+
+
+def _missing_function(choice: _Choice, file: Path, names: Names) -> ConfigError:
+    functions = [
+        name
+        for name, node in names.items()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _flaw_of(node)
+    ]
+    return ConfigError(
+        choice.key,
+        choice.spelled,
+        f"{file} defines no function {choice.spelled.rpartition(':')[2]!r} at its top level",
+        fix=suggest_name(choice.spelled.rpartition(":")[2], functions) if functions else "",
+        remedies=[(f"{choice.key}={to_override(f'{file}:{function}')}",) for function in functions][
+            :2
+        ]
+        or [(f"{choice.key}=exact_match",)],
+    )
+
+
+def _flaw_of(node: ast.AST) -> str:
+    """Return why a name is not a reward function; empty if it may be one.
+
+    Assigned, imported and decorated names are unknown before the file runs.
+    """
+    if isinstance(node, ast.ClassDef | ast.Import):
+        return f"is a {'class' if isinstance(node, ast.ClassDef) else 'module'}, not a function"
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
+        return ""
+    if node.args.posonlyargs:
+        return f"has the positional-only parameter {node.args.posonlyargs[0].arg!r}"
+    names = [arg.arg for arg in node.args.args]
+    required = names[: len(names) - len(node.args.defaults)]
+    is_per_row = not set(ROW_COLUMNS).isdisjoint(names)
+    columns = ROW_COLUMNS if is_per_row else BATCH_COLUMNS
+    for name in required:
+        if name not in (*columns, _TIMEOUT):
+            return (
+                f"asks for {name!r}; it gets {', '.join(columns)} and {_TIMEOUT}, "
+                "and arguments of its own after a single *"
+            )
+    return ""
+
+
+def _without_columns(signature: Signature) -> Signature:
+    """Leave the arguments: keyword-only parameters that are no columns."""
+    columns = (*BATCH_COLUMNS, *ROW_COLUMNS, _TIMEOUT)
+    numbers: dict[str, Number] = {
+        name: number for name, number in signature.numbers.items() if name not in columns
+    }
+    return Signature(signature.inputs, numbers, signature.meaning)
+
+
+RULES = (check_reward_is_one_or_several, check_reward_functions)

@@ -1,0 +1,170 @@
+"""The model families: values of transformers' classes that config.json may lack, and differences.
+
+A family is one entry here, and its ``model_type`` among those of the engines that compute it
+(``hybridrl/config/model.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Differences from Llama, and values for fields that config.json lacks."""
+
+    defaults: Mapping[str, Any]
+    has_head_norms: bool = False
+
+    norms_all_heads: bool = False
+    """Whether all queries of a token are normalised together, and all keys (OLMo 2)."""
+
+    num_norms: int = 2
+    """Norms of the residual stream in a block."""
+
+    has_fused_layers: bool = False
+    """Whether queries, keys and values are one linear layer, and gate and up another (Phi-3)."""
+
+    always_has_qkv_bias: bool = False
+    has_output_bias: bool = True
+
+    ropes: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    """Kinds of rotary scaling whose angles depend on the position alone."""
+
+    off: tuple[str, ...] = ()
+    """Settings of config.json that must be off: no engine computes them."""
+
+
+_QWEN = {
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+}
+_LLAMA = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+}
+_MISTRAL = {
+    **_LLAMA,
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+_QWEN_MOE = {
+    **_QWEN,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "decoder_sparse_step": 1,
+}
+_GEMMA = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+}
+_OLMO = {**_LLAMA, "vocab_size": 50304, "rms_norm_eps": 1e-5}
+_PHI = {
+    **_LLAMA,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "vocab_size": 32064,
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
+_SMOL = {
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 128256,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+    "rope_theta": 2_000_000.0,
+}
+_ATTENTIONS = ("full_attention", "sliding_attention")
+FAMILIES = {
+    "gemma3_text": Family(
+        _GEMMA,
+        has_head_norms=True,
+        num_norms=4,
+        off=("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"),
+    ),
+    "llama": Family(_LLAMA),
+    "mistral": Family(_MISTRAL, off=("layer_types",)),
+    "olmo2": Family(_OLMO, norms_all_heads=True),
+    "phi3": Family(
+        _PHI,
+        has_fused_layers=True,
+        ropes=("default", "longrope"),
+        off=("resid_pdrop",),
+    ),
+    "qwen2": Family(_QWEN, always_has_qkv_bias=True, has_output_bias=False),
+    "qwen3": Family({**_QWEN, "head_dim": 128}, has_head_norms=True),
+    "qwen3_moe": Family(_QWEN_MOE, has_head_norms=True),
+    "smollm3": Family(_SMOL),
+}
+
+
+def rope_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary settings of config.json, as transformers 5 or an older one wrote them."""
+    rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
+    # Of layers with different angles (Gemma 3) both are null here.
+    rope["rope_theta"] = rope.get("rope_theta") or values.get("rope_theta") or 10_000.0
+    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+    if rope["rope_type"] == "su" or (rope["rope_type"], "short_factor" in rope) == ("yarn", True):
+        rope["rope_type"] = "longrope"  # as the first Phi-3 spelled it
+    return rope
+
+
+def unsupported_settings(values: Mapping[str, Any], family: Family) -> Iterator[str]:
+    """Describe settings of config.json that no engine would compute."""
+    for name in family.off:
+        if values.get(name):
+            yield f"{name}={values[name]!r} is not supported; only a model without it is"
+    yield from _unsupported_layers(values)
+    for name in ("rope_scaling", "rope_parameters"):
+        if values.get(name) and not isinstance(values[name], Mapping):
+            yield f"{name}={values[name]!r} is not a JSON object"
+            return
+    rope = rope_of(values)
+    of_layers = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
+    for kind in dict.fromkeys(str(each.get("rope_type", "default")) for each in of_layers):
+        if kind not in family.ropes:
+            yield (
+                f"rope_type={kind!r} is not supported: rotary angles must not depend on the "
+                f"longest row of a batch; supported are {', '.join(family.ropes)}"
+            )
+
+
+def _unsupported_layers(values: Mapping[str, Any]) -> Iterator[str]:
+    kinds = values.get("layer_types") or []
+    if not isinstance(kinds, list):
+        yield f"layer_types={kinds!r} is not a JSON list"
+        return
+    for kind in dict.fromkeys(map(str, kinds)):
+        if kind not in _ATTENTIONS:
+            yield f"layer_types has {kind!r}; supported are {', '.join(_ATTENTIONS)}"
+    if "sliding_attention" in kinds and values.get("sliding_window", 1) is None:
+        yield "layer_types has 'sliding_attention', and sliding_window is null"
