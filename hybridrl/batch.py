@@ -59,6 +59,8 @@ class LogprobBatch(TensorClass):
 
     old_logprobs_BL: Tensor | None = None  # float32 nats, jagged, of the policy
     reference_logprobs_BL: Tensor | None = None  # float32 nats, jagged
+    teacher_logprobs_BL: Tensor | None = None  # float32 nats, jagged
+    squared_probs_BL: Tensor | None = None  # float32, jagged, sum of p^2 over the vocabulary
 
 
 class TrainBatch(TensorClass):
@@ -71,6 +73,9 @@ class TrainBatch(TensorClass):
     old_logprobs_BL: Tensor | None = None  # float32 nats, jagged; None: the detached current ones
     reference_logprobs_BL: Tensor | None = None  # float32 nats, jagged
     routed_experts_BLJK: Tensor | None = None  # int16, jagged, see RolloutBatch
+    sampler_weights_BL: Tensor | None = None  # float32, jagged, of a rollout correction
+    group_tokens_B: Tensor | None = None  # int64, response tokens of the row's group
+    group_rows_B: Tensor | None = None  # int64, rows of the group that have response tokens
 
 
 class ValueBatch(TensorClass):

@@ -112,7 +112,7 @@ def from_json(values: Mapping[str, Sequence[Any]]) -> Metrics:
 
 AREAS = (
     *("reward", "loss", "policy", "moe", "critic", "rollout", "length"),
-    *("time", "memory", "throughput", "data", "eval"),
+    *("groups", "time", "memory", "throughput", "data", "eval"),
 )
 """First parts of names, a closed list."""
 
@@ -136,8 +136,19 @@ reward/mean | reward | mean over the responses of the step, as scored (before an
 reward/std | reward | standard deviation over the responses of the step
 reward/max | reward | best response of the step
 reward/min | reward | worst response of the step
+reward/by_source/{source} | reward | mean over one data source, if the step has several
 reward/zero_variance_group_fraction | 1 | groups whose responses all got one reward: no signal
 reward/failed_fraction | 1 | responses that the reward function could not score, counted as 0
+reward/{function}/mean | reward | the same of one of several functions, without its weight
+reward/{function}/std | reward | standard deviation of its rewards over the responses of the step
+reward/{function}/failed_fraction | 1 | responses that this function could not score
+reward/{function}/zero_variance_group_fraction | 1 | groups in which it scored all responses equal
+reward/kl_nats/mean | nats | KL to the reference that responses are charged for, per token
+reward/overlong_penalty/mean | reward | mean charge for responses near the length limit
+groups/sampled | groups | prompts that the step sampled, with a group filter
+groups/kept_fraction | 1 | share of them that the group filter kept
+groups/learned | groups | prompts that the step learned from
+groups/surplus | groups | kept prompts beyond those that a step learns from
 reward/kl_charge/mean | reward | mean charge per response for leaving the reference policy
 loss/policy | reward or 1 | clipped surrogate per token, tokens weighed as the loss weighs them
 loss/kl | reward or 1 | KL penalty per token times its coefficient
@@ -153,7 +164,14 @@ policy/clip_low_fraction | 1 | tokens with negative advantage whose ratio lies b
 policy/clip_high_fraction | 1 | tokens with positive advantage whose ratio lies above the clip range
 policy/sampler_mismatch_nats/mean | nats | mean distance of trainer's and sampler's log-probs
 policy/sampler_mismatch_nats/max | nats | largest distance of trainer's and sampler's log-probs
-policy/sampler_weight/mean | 1 | truncated importance weight of trainer over sampler
+policy/sampler_kl_nats/mean | nats | KL(sampler || trainer), never negative (k3)
+policy/sampler_ratio/mean | 1 | probability of the sampled tokens, trainer over sampler
+policy/sampler_ratio/max | 1 | largest probability of a token, trainer over sampler
+policy/sampler_chi_square/mean | 1 | mean square of the ratio of tokens, less 1; 0 where both agree
+policy/effective_sample_fraction | 1 | share of the tokens that, unweighted, would estimate as well
+policy/masked_token_fraction | 1 | response tokens that a token mask leaves out
+policy/kl_coefficient | 1 | weight of the KL penalty, where it adapts to a target
+policy/sampler_weight/mean | 1 | weight of tokens by the rollout correction
 policy/grad_norm | 1 | global L2 norm of the gradient before clipping; largest of the step's updates
 policy/lr | 1 | learning rate of the step's last update
 policy/trained_parameters | 1 | numbers that learn, where only an adapter does
@@ -229,9 +247,11 @@ data/prompts | prompts | prompts drawn since the run began
 data/train_tokens | tokens | tokens through the forward pass of the update, prompts included
 data/loss_tokens | tokens | tokens that carry loss
 data/microbatches | passes | forward and backward passes of all ranks
-eval/reward/mean | reward | mean over the held-out responses
+eval/reward/mean | reward | mean over the held-out responses; with several sets the mean of theirs
 eval/reward/{source} | reward | the same over one data source
 eval/length/response_tokens/mean | tokens | response length on held-out prompts
+eval/pass_at_{k} | 1 | probability that one of k responses is correct, unbiased estimate
+eval/majority_at_{k} | 1 | groups of k responses whose most frequent answer is correct
 eval/truncated_fraction | 1 | held-out responses ended by the length limit
 eval/loss_nats | nats | negative log-likelihood per token on held-out rows, supervised fine-tuning
 """
@@ -250,8 +270,17 @@ _PATTERNS = {
 }
 
 
+_OF_SET = re.compile(r"eval/(?!reward/|length/)[^/]+/")
+_INTERVAL = re.compile(r"/(low|high)$")
+
+
 def find_declaration(name: str) -> Declaration | None:
-    """Return the declaration of a metric; a word in braces in the table stands for any word."""
+    """Return the declaration of a metric; a word in braces in the table stands for any word.
+
+    A metric of a named evaluation set, and an end of an interval, have that of the metric itself.
+    """
+    if name.startswith("eval/"):
+        name = _OF_SET.sub("eval/", _INTERVAL.sub("", name))
     if name in DECLARATIONS:
         return DECLARATIONS[name]
     matching = (wildcard for wildcard, pattern in _PATTERNS.items() if pattern.fullmatch(name))
@@ -282,6 +311,8 @@ def to_markdown() -> str:
         "A metric is logged only in steps that computed it. Seconds are the slowest rank's; bytes",
         "and counts are totals over all ranks; means are weighted by their number of samples.",
         "The cost of sampling is counted from one update to the next, with evaluations in between.",
+        "With `eval.sets`, metrics of a set have its name after `eval/`: `eval/gsm8k/reward/mean`.",
+        "`/low` and `/high` after one are the ends of its 95 % interval by bootstrap over prompts.",
     ]
     area = ""
     for declaration in DECLARATIONS.values():

@@ -5,6 +5,10 @@ Legend: B rows, L tokens of a row (jagged), T packed tokens.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -14,73 +18,109 @@ MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 nats before ``exp``: e^20 = 5e8 is far outside of every clip
 range, and float32 stays finite. Past it no gradient flows."""
 
+KLGradient = Literal["value", "k2", "ratio"]
 
-def estimate_kl(logprobs_T: Tensor, reference_logprobs_T: Tensor, *, estimator: str) -> Tensor:
-    """Estimate KL(policy || reference) per token, for tokens that the policy sampled.
+Estimator = Callable[..., Tensor]
+"""Takes ``logprobs_T`` and ``reference_logprobs_T`` by name; returns nats per token."""
 
-    With ``d = logprob - reference_logprob`` (http://joschu.net/blog/kl-approx.html):
-    ``k1 = d`` (unbiased, of either sign), ``k2 = d^2 / 2`` (biased, low variance),
-    ``k3 = exp(-d) - 1 + d`` (unbiased, never negative; the one of GRPO, arXiv:2402.03300, eq. 4).
 
-    As a *loss* the three differ in another way (arXiv:2506.09477). On-policy, the gradient of k1 is
-    0 in expectation. That of k2 is the true KL gradient, and that of k3 is the gradient of
-    KL(reference || policy). The *reward* carries no gradient, and k1 is the plain choice.
+def k1(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+    """Return ``d = logprob - reference_logprob`` (http://joschu.net/blog/kl-approx.html).
+
+    An unbiased estimate of KL(policy || reference) at a token that the policy sampled, of either
+    sign: the plain choice in the reward. As a loss its gradient is 0 in expectation.
 
     Args:
         logprobs_T: float32 nats, any shape.
         reference_logprobs_T: float32 nats, same shape.
-        estimator: ``k1``, ``k2`` or ``k3``.
 
     Returns:
         float32 nats, same shape.
-
-    Raises:
-        ValueError: unknown estimator.
     """
-    difference_T = logprobs_T - reference_logprobs_T
-    if estimator == "k1":
-        return difference_T
-    if estimator == "k2":
-        return difference_T.square() / 2
-    if estimator == "k3":
-        opposite_T = (-difference_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        # expm1, since exp(x) - 1 of a small x keeps no digit of the x^2 / 2 that is wanted.
-        return torch.expm1(opposite_T) - opposite_T
-    raise ValueError(
-        f"unknown KL estimator {estimator!r}; set algorithm.kl.estimator to k1, k2 or k3"
-    )
+    return logprobs_T - reference_logprobs_T
 
 
-def subtract_sequence_kl(
-    rewards_B: Tensor,
+def k2(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+    """Return ``d^2 / 2``: biased, of low variance, and as a loss with the gradient of the true KL.
+
+    On-policy, that is (arXiv:2506.09477). Arguments as for ``k1``.
+    """
+    return (logprobs_T - reference_logprobs_T).square() / 2
+
+
+def k3(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+    """Return ``exp(-d) - 1 + d``: unbiased and never negative (arXiv:2402.03300, eq. 4).
+
+    As a loss it has the gradient of KL(reference || policy). ``-d`` is clamped to +-20 nats; verl
+    also clamps the value to 10, TRL clamps nothing. Arguments as for ``k1``.
+    """
+    opposite_T = (reference_logprobs_T - logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    # expm1, since exp(x) - 1 of a small x keeps no digit of the x^2 / 2 that is wanted.
+    return torch.expm1(opposite_T) - opposite_T
+
+
+def absolute(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+    """Return ``abs(d)``, biased. Arguments as for ``k1``."""
+    return (logprobs_T - reference_logprobs_T).abs()
+
+
+def kl_penalty(
+    current_logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    reference_logprobs_T: Tensor,
     *,
-    old_logprobs_BL: Tensor,
-    reference_logprobs_BL: Tensor,
-    response_mask_BL: Tensor,
-    estimator: str,
-    coefficient: float,
+    estimator: Estimator,
+    gradient: KLGradient = "value",
 ) -> Tensor:
-    """Charge each response for leaving the reference: ``r_b - coefficient * sum_t kl[b, t]``.
+    """Estimate KL(policy || reference) per token as a loss, with a gradient of choice.
 
-    Done before the advantages, so that responses to a prompt are compared after the charge.
+    ``value``: the estimate's own. ``k2``: that of k2 under the estimate's value, unbiased on-policy
+    (verl's ``k1+`` and ``k3+``, a straight-through estimate). ``ratio``: of the estimate times
+    ``exp(current - old)``, value and gradient. With k3 the gradient is ``ratio d``, that of the KL
+    of the current policy from samples of the old one (arXiv:2512.02556; TRL's
+    ``use_bias_correction_kl``, on by default there; slime's ``use-unbiased-kl``).
 
     Args:
-        rewards_B: float [B].
-        old_logprobs_BL: jagged float32 nats, of the policy that sampled.
-        reference_logprobs_BL: jagged float32 nats.
-        response_mask_BL: jagged bool; other tokens are not charged.
-        estimator: as in ``estimate_kl``.
-        coefficient: reward units per nat, >= 0.
+        current_logprobs_T: float32 nats, with gradient.
+        old_logprobs_T: float32 nats, of the policy that the samples stand for.
+        reference_logprobs_T: float32 nats.
+        estimator: such as ``k3``.
+        gradient: see above.
 
     Returns:
-        float32 [B], without gradient. An empty response is charged nothing.
+        float32 nats [T], with gradient.
     """
-    kl_BL = estimate_response_kl(
-        old_logprobs_BL, reference_logprobs_BL, response_mask_BL, estimator=estimator
-    )
-    lengths_B = row_lengths(response_mask_BL)
-    kl_B = torch.segment_reduce(kl_BL.values(), "sum", lengths=lengths_B, initial=0.0)
-    return rewards_B.float() - coefficient * kl_B
+    reference_T = reference_logprobs_T.detach()
+    estimate_T = estimator(logprobs_T=current_logprobs_T, reference_logprobs_T=reference_T)
+    if gradient == "k2":
+        squares_T = k2(current_logprobs_T, reference_T)
+        return squares_T - squares_T.detach() + estimate_T.detach()
+    if gradient == "ratio":
+        log_ratio_T = current_logprobs_T - old_logprobs_T.detach()
+        return log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * estimate_T
+    return estimate_T
+
+
+def adapt_coefficient(
+    coefficient: float, kl_nats: float, num_rows: int, *, target_nats: float, horizon: float
+) -> float:
+    """Raise the weight of a KL penalty that is exceeded, else lower it (arXiv:1909.08593, 2.2).
+
+    ``coefficient (1 + clip(kl / target - 1, -0.2, 0.2) num_rows / horizon)``, as in verl and
+    OpenRLHF, where the KL is a mean per token. In the paper it is per sequence (unverified), so its
+    targets are larger.
+
+    Args:
+        coefficient: of the step that was measured.
+        kl_nats: measured KL; one that is not finite leaves the coefficient as it is.
+        num_rows: responses of the step.
+        target_nats: > 0, the KL to hold.
+        horizon: responses over which the coefficient changes by up to a fifth.
+    """
+    if not math.isfinite(kl_nats):
+        return coefficient
+    error = min(max(kl_nats / target_nats - 1, -0.2), 0.2)
+    return coefficient * (1 + error * num_rows / horizon)
 
 
 def estimate_response_kl(
@@ -88,21 +128,22 @@ def estimate_response_kl(
     reference_logprobs_BL: Tensor,
     response_mask_BL: Tensor,
     *,
-    estimator: str,
+    estimator: Estimator,
 ) -> Tensor:
-    """Estimate KL(policy || reference) at each response token, as ``estimate_kl`` does.
+    """Estimate KL(policy || reference) at each response token, for a charge in the reward.
 
     Args:
         old_logprobs_BL: jagged float32 nats, of the policy that sampled.
         reference_logprobs_BL: jagged float32 nats.
         response_mask_BL: jagged bool.
-        estimator: as in ``estimate_kl``.
+        estimator: such as ``k1``.
 
     Returns:
         Jagged float32 nats [B, L], without gradient, 0 where the mask is False.
     """
-    kl_T = estimate_kl(
-        old_logprobs_BL.values().detach(), reference_logprobs_BL.values(), estimator=estimator
+    kl_T = estimator(
+        logprobs_T=old_logprobs_BL.values().detach(),
+        reference_logprobs_T=reference_logprobs_BL.values(),
     )
     kl_T = torch.where(response_mask_BL.values(), kl_T, 0.0)
     return jagged_from(kl_T, row_lengths(response_mask_BL))

@@ -30,7 +30,7 @@ _SHAPE = (
 _FREE_KEYS = (
     *_SHAPE,
     *("trainer.run_dir", "trainer.overwrite", "trainer.export_hf"),
-    *("rollout.num_threads", "reward.timeout_s", "reward.on_error"),
+    *("reward.timeout_s", "reward.on_error", "reward.num_processes", "rollout.num_threads"),
     *("rollout.skew_timeout_s", "rollout.drain_timeout_s", "rollout.stage_timeout_s"),
     *("rollout.start_timeout_s", "rollout.request_timeout_s", "rollout.transport"),
     *("rollout.memory_fraction", "rollout.cuda_graphs"),
@@ -56,7 +56,7 @@ def recipe_of(config: ExperimentConfig) -> Recipe:
     flat = dict(flatten(asdict(config)))
     if config.actor.optimizer.schedule == "constant":
         # A longer run begins as a shorter one does.
-        del flat["trainer.num_steps"], flat["sft.num_steps"]
+        del flat["trainer.num_steps"], flat["sft.num_steps"], flat["trainer.num_epochs"]
     kept = {
         key: value
         for key, value in flat.items()

@@ -52,6 +52,9 @@ class RunState:
     log_sizes: Mapping[str, int]
     """Bytes of each file in the run folder that grows by lines; a resume truncates it to them."""
 
+    kl_coefficient: float | None = None
+    """Weight of the KL penalty in the next step; None for a run without one."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFingerprint:

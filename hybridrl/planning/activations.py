@@ -109,11 +109,13 @@ class Activations:
 
     def _block(self, has_experts: bool) -> int:  # noqa: FBT001 - one of two kinds of blocks
         narrow, num_tokens = self.model.narrow, self._local.num_tokens
-        # Both norms, and their results as linear layers take them.
-        stream = 2 * self._by_norm + self._feeds("q_proj", "k_proj", "v_proj")
-        stream = (stream + self._feeds("gate_proj", "up_proj")) * narrow.hidden_size
+        # The norms, and their results as linear layers take them.
+        stream = narrow.num_norms * self._by_norm
+        stream += self._feeds("q_proj", "k_proj", "v_proj", "qkv_proj")
+        stream += self._feeds("gate_proj", "up_proj", "gate_up_proj")
+        stream *= narrow.hidden_size
         heads = narrow.query_size + narrow.key_size
-        per_token = narrow.has_head_norms * self._by_norm * heads
+        per_token = (narrow.has_head_norms or narrow.norms_all_heads) * self._by_norm * heads
         if adapter := self.model.adapter:  # between A and B of each adapted layer
             per_token += len(adapter.modules) * adapter.rank * self._size
         if self.model.is_megatron:

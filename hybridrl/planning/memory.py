@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
-from hybridrl.config.architecture import Architecture, architecture_of
+from hybridrl.config.architecture import Architecture, architecture_of, read_architecture
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.planning.activations import Activations
 from hybridrl.planning.model_memory import ModelMemory
@@ -104,13 +105,15 @@ class _Rank:
     @cached_property
     def _models(self) -> tuple[ModelMemory, ...]:
         """Models with training state on this rank. With LoRA the actor is its own reference."""
-        config, names = self.config, ["actor"]
-        if config.algorithm.kl.placement != "none" and not config.lora.enabled:
-            names.append("reference")
+        config, algorithm, models = self.config, self.config.algorithm, {"actor": self.model}
+        if algorithm.kl.placement != "none" and not config.lora.enabled:
+            models["reference"] = self.model
+        if algorithm.teacher_path is not None:
+            models["teacher"] = read_architecture(Path(algorithm.teacher_path))
         if config.has_critic and not config.has_critic_pool:
-            names.append("critic")
-        names = ["critic"] if self.is_critic_pool else names
-        return tuple(ModelMemory(config, name, self.model, self.stage) for name in names)
+            models["critic"] = self.model
+        models = {"critic": self.model} if self.is_critic_pool else models
+        return tuple(ModelMemory(config, name, model, self.stage) for name, model in models.items())
 
     def phases(self) -> Iterator[Phase]:
         """Yield the phases in the order of a run."""
@@ -126,7 +129,7 @@ class _Rank:
             yield self._phase("generate", self._generate(standing))
         if last.has_value_head:
             yield self._phase("values", [*standing, *self._forward(last)])
-        scores = algorithm.kl.placement != "none" or algorithm.old_logprobs == "recompute"
+        scores = algorithm.scores_rollouts
         if scores and not self.is_critic_pool:
             yield self._phase("logprobs", [*standing, *self._forward(first)])
         if last.has_value_head:

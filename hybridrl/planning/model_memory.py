@@ -28,7 +28,7 @@ class ModelMemory:
 
     config: ExperimentConfig
     name: str
-    """actor, reference or critic."""
+    """actor, reference, teacher or critic."""
 
     architecture: Architecture
     stage: int = 0
@@ -60,7 +60,7 @@ class ModelMemory:
     @property
     def trains_weights(self) -> bool:
         """Whether the weights themselves learn, instead of an adapter beside them."""
-        return self.name != "reference" and self.adapter is None
+        return self.name in ("actor", "critic") and self.adapter is None
 
     @property
     def num_ranks(self) -> int:

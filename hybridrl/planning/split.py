@@ -17,7 +17,7 @@ from hybridrl.config.lora import LoraConfig
 _ROWS_PER_RANK = 8
 """The vocabulary is padded to a multiple of this many rows on each tensor-parallel rank."""
 
-_BY_COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_BY_COLUMNS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj")
 """Linear layers whose outputs tensor-parallel ranks divide; of the others they divide inputs."""
 
 
@@ -140,7 +140,8 @@ class Split:
         num_layers, num_sparse = len(self.layers_of(model)), self.num_sparse(model)
         attention = 2 * hidden * (model.query_size + model.key_size) // size
         attention += model.has_qkv_bias * (model.query_size + 2 * model.key_size) // size
-        norms = 2 * hidden + model.has_head_norms * 2 * model.head_size
+        norms = model.num_norms * hidden + model.has_head_norms * 2 * model.head_size
+        norms += model.norms_all_heads * (model.query_size + model.key_size)
         block = attention + norms + model.has_output_bias * hidden
         mlp = 3 * hidden * inner // size + model.has_mlp_bias * (2 * inner // size + hidden)
         router = expert = 0

@@ -18,7 +18,8 @@ from hybridrl.report.settings import Settings
 
 _PANELS = """
 Learning | Reward | reward/mean=training, eval/reward/mean=held-out prompts |
-Learning | Reward by data source | eval/reward/*=* |
+Learning | Reward by data source | eval/reward/*=*; held-out prompts, reward/by_source/*=* |
+Learning | Evaluation sets | eval/*/reward/mean=* |
 Learning | Prompts that teach nothing | reward/zero_variance_group_fraction=all rewards equal, reward/failed_fraction=not scored |
 Learning | Loss | loss/policy=policy, loss/kl=KL penalty, loss/entropy=entropy bonus, loss/supervised_nats=training, eval/loss_nats=held-out rows, loss/*=* |
 Policy | Entropy | policy/entropy_nats/mean=entropy |

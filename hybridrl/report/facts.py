@@ -54,7 +54,13 @@ def _gpus() -> list[str]:
 def facts_of(run: Run) -> Iterator[tuple[str, str]]:
     """Yield the main facts about a run: a label, and a value."""
     text, is_sft = run.settings.text, run.settings.text("mode") == "sft"
-    yield "algorithm", "supervised fine-tuning" if is_sft else text("algorithm.name")
+    keys = (
+        "algorithm.name",
+        "algorithm.advantage",
+        "algorithm.policy_loss",
+    )
+    algorithm = ", ".join(filter(None, map(text, keys)))
+    yield "algorithm", "supervised fine-tuning" if is_sft else algorithm
     yield "model", _model(run.settings)
     yield "learning rate", text("actor.optimizer.lr")
     yield "seed", text("seed")

@@ -116,7 +116,7 @@ def sampler_differs(run: Run) -> Finding | None:
     mismatch = recent(run, "policy/sampler_mismatch_nats/mean")
     text = f"Their log-probs of the same tokens differ by {mismatch:.3g} nats on average: the "
     text += "rollouts come from another policy than the one that is trained."
-    remedies = ("algorithm.sampler_ratio_cap=2", "rollout.dtype=float32")
+    remedies = ("algorithm.rollout_correction=importance", "rollout.dtype=float32")
     return Finding("Trainer and sampler disagree", text, remedies) if mismatch > 0.02 else None
 
 

@@ -73,6 +73,20 @@ def rewards_do_not_differ(run: Run) -> Finding | None:
     return Finding("Nearly all rewards are equal", text, remedies)
 
 
+def first_rewards_do_not_differ(run: Run) -> Finding | None:
+    """A young run in which no two responses of a step got different rewards."""
+    spreads = run.history.get("reward/std").finite
+    if not 0 < len(spreads) < RECENT_STEPS or max(spreads) > 0.0:
+        return None
+    if min(run.history.get("reward/failed_fraction").finite, default=0.0) == 1.0:
+        text = "No response of the run could be scored: the reward function fails on all of them."
+        return Finding("No response could be scored", text, ("reward.on_error=stop",), "error")
+    text = f"All responses of each of the first {len(spreads)} steps got the same reward, so "
+    text += "nothing is learned. Read the responses below: either the reward function does not "
+    text += "recognise a right answer, or the task is too hard or too easy for this model."
+    return Finding("All rewards are equal so far", text)
+
+
 def reward_does_not_rise(run: Run) -> Finding | None:
     """The last third of the run is no better than the first, beyond chance."""
     values = run.history.get("reward/mean").finite
@@ -204,6 +218,7 @@ def updates_skipped(run: Run) -> Finding | None:
 RULES: tuple[Rule, ...] = (
     *RUNNING_RULES,
     *(training_did_harm, reward_does_not_rise, reward_may_be_gamed, rewards_do_not_differ),
+    first_rewards_do_not_differ,
     *(evaluation_falls, entropy_collapsed, policy_moves_too_fast, far_from_reference),
     *(updates_skipped, responses_are_cut, gradient_far_above_limit),
 )

@@ -70,10 +70,11 @@ def describe(
     k = config.certify.num_steps
     weights = f"LoRA ({config.lora.sync})" if config.lora.enabled else "all weights"
     engines = f"{config.actor.engine} and {config.rollout.engine}"
+    algorithm = f"{config.algorithm.advantage} with {config.algorithm.policy_loss}"
     lines = [
         f"# {'Certificate: resumed, bitwise identical' if is_same else 'NOT bitwise identical'}",
         "",
-        f"{config.algorithm.name}, {weights}, {engines}, seed {config.seed}. {2 * k} steps without "
+        f"{algorithm}, {weights}, {engines}, seed {config.seed}. {2 * k} steps without "
         f"a break, against {2 * k} steps {killed_at} and resumed from step {k}.",
         "",
         *(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,45 +11,50 @@ from typing import cast
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.data.files import Columns, read_rows
-from hybridrl.data.prompts import TokenizedRow, tokenize_rows
-from hybridrl.data.rows import Row, fingerprint
-from hybridrl.data.sampler import RowSampler
-from hybridrl.data.sort_digits import Split, build_sort_digits_rows
-from hybridrl.data.source import PromptSource, PromptStep, build_prompt_step
+from hybridrl.data.prompts import TokenizedRow
+from hybridrl.data.sampler import Sampler
+from hybridrl.data.source import PromptSource
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
-from hybridrl.errors import DataError
+from hybridrl.data.turns import assistant_mask
 from hybridrl.metrics import Mean, Metrics
+from hybridrl.rewards.report import warn_of_useless_rewards
 from hybridrl.rewards.scorer import RewardScorer
+from hybridrl.run.evaluation import build_eval_tasks, build_evaluator, eval_sample_taker
 from hybridrl.run.plan_check import PlanCheck
 from hybridrl.run.record import RunFolder
+from hybridrl.run.rows import load_eval_rows, load_train_rows, within_epochs
 from hybridrl.run.samples import SampleTaker
 from hybridrl.run.workers import Workers
 from hybridrl.trainer.build_algorithm import (
     Algorithm,
-    Parts,
+    Ingredients,
     build_actor_critic,
-    build_group_relative,
+    build_policy_optimization,
 )
-from hybridrl.trainer.evaluate import Evaluator
+from hybridrl.trainer.evaluate import EvalTask
+from hybridrl.trainer.kl_coefficient import KLCoefficient
 from hybridrl.trainer.loop import Loop, StepRecorder, UpdateGuard
 from hybridrl.trainer.policy import Critic, Learner, Policy
 from hybridrl.trainer.reward import TextReward
 from hybridrl.trainer.sft import SupervisedFineTuning
 from hybridrl.workers.rollout.protocol import SamplingParams
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
     """Objects that outlive the workers, which may be lost and started again."""
 
-    stream: PromptSource | RowSampler
+    config: ExperimentConfig
+    """Of the run, with the steps that ``trainer.num_epochs`` allows."""
+
+    stream: PromptSource | Sampler
     """Draws the rows of each step."""
 
     loop_of: Callable[[Workers], Loop]
     """Makes the loop that calls these workers."""
+
+    kl: KLCoefficient | None = None
+    """The coefficient of the KL penalty, which may change from step to step."""
 
     finish: Callable[[], None] = lambda: None
     """Logs the results after the last step."""
@@ -72,17 +76,17 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
     """
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
     stop_token_ids = load_stop_token_ids(folder, tokenizer)
+    train_rows = load_train_rows(config, tokenizer)
+    config = within_epochs(config, len(train_rows.rows))
     source = PromptSource(
-        load_rows(config, tokenizer, split="train"),
+        train_rows.rows,
         num_prompts=config.trainer.num_prompts_per_step,
         seed=config.seed,
-        shuffle=config.data.shuffle,
+        sampler=train_rows.sampler,
     )
-    held_out = None
-    if config.eval.every_num_steps:
-        rows = load_rows(config, tokenizer, split="eval")
-        held_out = build_prompt_step(rows, first_index=0, seed=config.seed, stream="eval")
+    held_out = build_eval_tasks(config, tokenizer, stop_token_ids) if config.evaluates else []
     with RewardScorer(config.reward) as scorer:
+        kl = KLCoefficient(config.algorithm.kl, num_rows=config.num_rows_per_step)
         rl = _ReinforcementLearning(
             config=config,
             record=record,
@@ -91,9 +95,12 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
             source=source,
             held_out=held_out,
             reward=TextReward(scorer, tokenizer),
+            kl=kl,
             plan_check=PlanCheck(config),
         )
-        yield Training(stream=source, loop_of=rl.loop_of, finish=rl.plan_check.report)
+        yield Training(
+            config=config, stream=source, loop_of=rl.loop_of, kl=kl, finish=rl.plan_check.report
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,10 +110,11 @@ class _ReinforcementLearning:
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
     source: PromptSource
-    held_out: PromptStep | None
-    """The prompts of evaluations; None without evaluations."""
+    held_out: Sequence[EvalTask]
+    """The sets of evaluations; empty without evaluations."""
 
     reward: TextReward
+    kl: KLCoefficient
     plan_check: PlanCheck
 
     def loop_of(self, workers: Workers) -> Loop:
@@ -117,7 +125,11 @@ class _ReinforcementLearning:
 
         def take_step(step: int) -> Metrics:
             report = algorithm_of(step).step(self.source.next())
-            self.record.samples(step, samples.take(report.task, report.rollouts, report.scores))
+            sampled = report.sampled
+            taken = samples.take(sampled.task, sampled.rollouts, sampled.scores)
+            self.record.samples(step, taken)
+            if step == 1:
+                warn_of_useless_rewards(sampled.scores)
             metrics = report.metrics() | {
                 "data/epoch": Mean(self.source.epoch),
                 "data/prompts": Mean(self.source.num_drawn),
@@ -136,7 +148,7 @@ class _ReinforcementLearning:
     def _algorithm_of(self, workers: Workers) -> Callable[[int], Algorithm]:
         """Return the function that gives the algorithm of step n, counted from 1."""
         rollout = self.config.rollout
-        parts = Parts(
+        given = Ingredients(
             policy=cast(Policy, workers["actor"]),
             sampling=SamplingParams(
                 num_responses_per_prompt=rollout.num_responses_per_prompt,
@@ -147,36 +159,29 @@ class _ReinforcementLearning:
                 stop_token_ids=self.stop_token_ids,
             ),
             reward=self.reward,
+            kl=self.kl,
+            draw=self.source.next,
             on_phase=self.record.phase,
         )
         if "critic" in workers:
-            return build_actor_critic(self.config, parts, cast(Critic, workers["critic"]))
-        group_relative = build_group_relative(self.config, parts)
-        return lambda step: group_relative
+            return build_actor_critic(self.config, given, cast(Critic, workers["critic"]))
+        algorithm = build_policy_optimization(self.config, given)
+        return lambda step: algorithm
 
     def _evaluation_with(self, workers: Workers) -> Callable[[int], Metrics]:
-        if self.held_out is None:
+        if not self.held_out:
             return lambda step: {}
-        config = self.config
-        evaluator = Evaluator(
-            policy=cast(Policy, workers["actor"]),
-            task=self.held_out,
-            sampling=SamplingParams(
-                num_responses_per_prompt=config.eval.num_responses_per_prompt,
-                max_response_tokens=config.rollout.max_response_tokens,
-                temperature=config.eval.temperature,
-                stop_token_ids=self.stop_token_ids,
-            ),
-            reward=self.reward,
+        evaluator = build_evaluator(
+            self.config, cast(Policy, workers["actor"]), self.reward, self.tokenizer
         )
-        num_samples = config.tracking.num_samples_per_step
-        samples = SampleTaker(self.tokenizer, num_samples=num_samples, split="eval")
+        samples = eval_sample_taker(self.config, self.tokenizer)
 
         def evaluate(step: int) -> Metrics:
             self.record.phase("evaluate")
-            report = evaluator.evaluate()
-            self.record.samples(step, samples.take(evaluator.task, report.rollouts, report.scores))
-            return report.metrics
+            reports, metrics = evaluator.evaluate(self.held_out)
+            for report in reports:
+                self.record.samples(step, samples.take_report(report))
+            return metrics
 
         return evaluate
 
@@ -195,24 +200,24 @@ def open_sft(config: ExperimentConfig, folder: Path, record: StepRecorder) -> It
         ModelError: the tokenizer cannot be used.
     """
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
-    rows = load_rows(config, tokenizer, split="train")
+    train_rows = load_train_rows(config, tokenizer)
+    config = within_epochs(config, len(train_rows.rows))
     held_out: list[TokenizedRow] = []
     if config.sft.eval_every_num_steps:
-        held_out = load_rows(config, tokenizer, split="eval")
-    sampler = RowSampler(
-        len(rows),
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-        fingerprint=fingerprint(row.row for row in rows),
-    )
+        held_out = load_eval_rows(config, config.eval.own_set(), tokenizer)
+
+    if config.sft.turns == "all":  # so that a bad one ends the run before it began
+        for row in (*train_rows.rows, *held_out):
+            assistant_mask(row, tokenizer)
 
     def loop_of(workers: Workers) -> Loop:
         fine_tuning = SupervisedFineTuning(
             learner=cast(Learner, workers["actor"]),
             tokenizer=tokenizer,
-            rows=rows,
-            sampler=sampler,
+            rows=train_rows.rows,
+            sampler=train_rows.sampler,
             batch_size=config.sft.batch_size,
+            learns_all_turns=config.sft.turns == "all",
             dp_size=config.num_train_groups,
             on_phase=record.phase,
         )
@@ -230,51 +235,4 @@ def open_sft(config: ExperimentConfig, folder: Path, record: StepRecorder) -> It
             guard=UpdateGuard(max_skipped=config.trainer.max_skipped_updates),
         )
 
-    yield Training(stream=sampler, loop_of=loop_of)
-
-
-def load_rows(
-    config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase, *, split: Split
-) -> list[TokenizedRow]:
-    """Read or make the rows of a split and tokenize their prompts.
-
-    Files give all rows; evaluation takes the first ``eval.num_prompts``.
-
-    Raises:
-        DataError: bad rows, by file and line; or no rows to learn from or evaluate on.
-    """
-    data = config.data
-    rows = _read(config, split=split)
-    if not rows:
-        raise DataError(
-            f"there are no rows for {split}; set data.{split}_files to files that have some"
-        )
-    return tokenize_rows(
-        rows,
-        tokenizer,
-        use_chat_template=data.use_chat_template,
-        max_prompt_tokens=data.max_prompt_tokens,
-        overlong=data.overlong_prompts,
-    )
-
-
-def _read(config: ExperimentConfig, *, split: Split) -> Sequence[Row]:
-    data = config.data
-    num_rows = data.num_task_rows if split == "train" else config.eval.num_prompts
-    if data.task == "sort_digits":
-        return build_sort_digits_rows(
-            num_rows,
-            split=split,
-            seed=config.seed,
-            min_digits=data.min_digits,
-            max_digits=data.max_digits,
-        )
-    columns = Columns(prompt=data.prompt_key, answer=data.answer_key, source=data.source_key)
-    files = data.train_files if split == "train" else data.eval_files
-    rows = read_rows([Path(file) for file in files], columns=columns, key=f"data.{split}_files")
-    if split == "train":
-        return rows
-    learnt = {Path(file).resolve() for file in data.train_files}
-    if both := [file for file in data.eval_files if Path(file).resolve() in learnt]:
-        log.warning("evaluating on files that are also learnt from: %s", ", ".join(both))
-    return rows[:num_rows]
+    yield Training(config=config, stream=train_rows.sampler, loop_of=loop_of)

@@ -11,8 +11,7 @@ from typing import cast
 
 from hybridrl.checkpoint.manifest import RunFingerprint, RunState
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.data.sampler import RowSampler, SamplerState
-from hybridrl.data.source import PromptSource
+from hybridrl.data.sampler import SamplerState
 from hybridrl.models.folder import require_usable_model
 from hybridrl.run.checkpoints import Checkpointer, Saver
 from hybridrl.run.loops import Training, open_rl, open_sft
@@ -44,8 +43,9 @@ def train(config: ExperimentConfig, *, record: RunFolder) -> None:
     with open_training(config, folder, record) as training:
         origin = run_fingerprint(config, folder)
         check_resumable(config, origin, rows=training.stream.state())
+        record.live.num_steps = training.config.num_steps
         with_restarts(
-            lambda: _train_once(config, folder, training, origin=origin, record=record),
+            lambda: _train_once(training.config, folder, training, origin=origin, record=record),
             explain=record.explain,
             newest_step=lambda: newest_step(config),
             max_in_a_row=config.checkpoint.max_restarts,
@@ -67,7 +67,7 @@ def _train_once(
         savers = {role: cast(Saver, group) for role, group in workers.items()}
         with loop.interrupt.listening():  # until everything is written
             has_learnt = _run_resumable(
-                config, loop, training.stream, savers, origin=origin, record=record
+                config, loop, training, savers, origin=origin, record=record
             )
             training.finish()
             if config.exports_model:
@@ -92,7 +92,7 @@ def _export(write: Callable[[Path], object], folder: Path, *, is_new: bool) -> N
 def _run_resumable(
     config: ExperimentConfig,
     loop: Loop,
-    stream: PromptSource | RowSampler,
+    training: Training,
     savers: Mapping[str, Saver],
     *,
     origin: RunFingerprint,
@@ -103,7 +103,7 @@ def _run_resumable(
     Args:
         config: of the run.
         loop: the complete loop; it enters at the step after the checkpoint.
-        stream: of its rows; restored to the checkpoint.
+        training: of the loop; its state is restored to the checkpoint.
         savers: worker groups by role.
         origin: of the run.
         record: of the run; restored to the checkpoint.
@@ -112,6 +112,8 @@ def _run_resumable(
         Whether a step was done: a finished run has no steps left.
     """
 
+    stream, kl = training.stream, training.kl
+
     def capture(step: int) -> RunState:
         return RunState(
             step=step,
@@ -119,6 +121,7 @@ def _run_resumable(
             num_skipped=loop.guard.num_skipped,
             elapsed_s=record.run_log.elapsed_s,
             log_sizes=record.run_log.sizes(),
+            kl_coefficient=None if kl is None else kl.value,
         )
 
     checkpointer = Checkpointer(
@@ -130,6 +133,8 @@ def _run_resumable(
     sampler = SamplerState(0, fingerprint) if run is None else run.sampler
     stream.restore(replace(sampler, fingerprint=fingerprint))  # other rows were accepted earlier
     loop.guard.num_skipped = 0 if run is None else run.num_skipped
+    if kl is not None:
+        kl.restore(None if run is None else run.kl_coefficient)
     record.rewind(run)
     num_done = 0 if run is None else run.step
     if run is not None:

@@ -49,7 +49,11 @@ def start_workers(config: ExperimentConfig, model_folder: Path) -> Iterator[Work
         RemoteCallError: a constructor raised.
     """
     model_folder = model_folder.absolute()  # ranks have a working folder of their own
-    config = replace(config, model=replace(config.model, path=str(model_folder)))
+    config = replace(
+        config,
+        model=replace(config.model, path=str(model_folder)),
+        algorithm=config.algorithm.with_absolute_files(),
+    )
     variables = rank_variables(config)
     workers: dict[str, WorkerGroup] = {}
     with ExitStack() as opened:

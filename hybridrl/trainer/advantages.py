@@ -1,135 +1,168 @@
-"""From rewards to advantages of tokens, on the driver."""
+"""From rewards to advantages of tokens, on the driver. Legend: B rows, L tokens of a row."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from hybridrl.algorithms.advantages import grpo_advantages
-from hybridrl.algorithms.gae import AdvantageEstimate, generalized_advantages, whiten
-from hybridrl.algorithms.kl import estimate_response_kl, subtract_sequence_kl
+from hybridrl.algorithms.advantages.gae import AdvantageEstimate
+from hybridrl.algorithms.kl import estimate_response_kl
+from hybridrl.algorithms.load import Part
+from hybridrl.algorithms.overlong import overlong_punishment
 from hybridrl.batch import (
     LogprobBatch,
-    RolloutBatch,
     jagged_from,
     place_on_last_tokens,
+    response_lengths,
     row_lengths,
     spread_over_tokens,
 )
-from hybridrl.config.algorithm import GAEConfig, KLConfig
 from hybridrl.errors import TrainingError
 from hybridrl.metrics import Mean, Metrics
+from hybridrl.trainer.collect import Collected, ScoredRollouts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GroupRelative:
-    """GRPO: each response against its group; the same value for all its tokens."""
+class Charges:
+    """Amounts that responses pay before they are compared."""
 
-    num_responses: int
-    """Group size G >= 2."""
+    kl_estimator: Part | None
+    """Of the KL to the reference, paid token by token; None pays none."""
 
-    divide_by_std: bool
-    """True is GRPO, False Dr. GRPO."""
+    soft_overlong_tokens: int
+    """Last tokens over which a long response pays up to 1; 0 pays none."""
 
-    def __call__(self, rewards_B: Tensor, rollouts: RolloutBatch, logprobs: LogprobBatch) -> Tensor:
-        """Return jagged float32 [B, L], 0 outside the response."""
-        advantages_B = grpo_advantages(
-            rewards_B, num_responses=self.num_responses, divide_by_std=self.divide_by_std
-        )
-        return spread_over_tokens(advantages_B, rollouts.response_mask_BL)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupRelativeWithKL:
-    """GRPO in which each response first pays for leaving the reference policy."""
-
-    group: GroupRelative
-    kl: KLConfig
-
-    def __call__(self, rewards_B: Tensor, rollouts: RolloutBatch, logprobs: LogprobBatch) -> Tensor:
-        """Return jagged float32 [B, L], 0 outside the response.
-
-        Raises:
-            TrainingError: old or reference log-probs were not computed.
-        """
-        old_BL, reference_BL = _both_logprobs(logprobs)
-        charged_B = subtract_sequence_kl(
-            rewards_B,
-            old_logprobs_BL=old_BL,
-            reference_logprobs_BL=reference_BL,
-            response_mask_BL=rollouts.response_mask_BL,
-            estimator=self.kl.estimator,
-            coefficient=self.kl.coefficient,
-        )
-        return self.group(charged_B, rollouts, logprobs)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Generalized:
-    """PPO: each token against the critic's value before it."""
-
-    gae: GAEConfig
-    kl: KLConfig
-
-    def __call__(
-        self, rewards_B: Tensor, rollouts: RolloutBatch, logprobs: LogprobBatch, values_BL: Tensor
-    ) -> AdvantageEstimate:
-        """Return advantages and returns, both jagged float32 [B, L], 0 outside the response.
-
-        A response's reward is earned by its last token; with ``kl.placement=reward`` each token
-        pays for leaving the reference where it does so. The returns stay in reward units when the
-        advantages are whitened.
-
-        Raises:
-            TrainingError: a KL charge without old or reference log-probs.
-        """
-        mask_BL = rollouts.response_mask_BL
-        rewards_BL = place_on_last_tokens(rewards_B, mask_BL)
-        if self.kl.placement == "reward":
-            kl_BL = estimate_response_kl(
-                *_both_logprobs(logprobs), mask_BL, estimator=self.kl.estimator
-            )
-            rewards_T = rewards_BL.values() - self.kl.coefficient * kl_BL.values()
-            rewards_BL = jagged_from(rewards_T, row_lengths(mask_BL))
-        estimate = generalized_advantages(
-            rewards_BL,
-            values_BL=values_BL,
-            response_mask_BL=mask_BL,
-            gamma=self.gae.gamma,
-            lam=self.gae.lam,
-        )
-        if not self.gae.whiten:
-            return estimate
-        return replace(estimate, advantages_BL=whiten(estimate.advantages_BL, mask_BL))
+    max_response_tokens: int
+    """Longest response."""
 
 
 @dataclass(frozen=True, slots=True)
-class KLCharge:
-    """Computes the KL penalty on rewards."""
+class Targets:
+    """The values that the updates of a step learn from."""
 
-    kl: KLConfig
+    advantages_BL: Tensor
+    """Jagged float32, 0 outside the response."""
 
-    def __call__(self, rollouts: RolloutBatch, logprobs: LogprobBatch) -> Metrics:
-        """Return the mean over the responses of a step; nothing where none pays.
+    returns_BL: Tensor | None
+    """Jagged float32, targets of a critic's values; None without a critic."""
+
+    charged: Metrics
+    """Mean amounts that rewards were charged."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advantages:
+    """Calls the advantage of the configuration with the inputs that it asks for."""
+
+    part: Part
+    charges: Charges
+
+    def __call__(
+        self,
+        collected: Collected,
+        logprobs: LogprobBatch,
+        *,
+        kl: float,
+        values_BL: Tensor | None = None,
+    ) -> Targets:
+        """Return the targets of the policy, and of the critic if there is one.
+
+        Args:
+            collected: the rows to learn from.
+            logprobs: of these rows.
+            kl: coefficient of the KL that rewards are charged.
+            values_BL: of a critic.
 
         Raises:
-            TrainingError: old or reference log-probs were not computed.
+            TrainingError: an input is missing, or the part's result is not one number per response
+                or per token.
         """
-        if self.kl.placement != "reward":
-            return {}
-        kl_BL = estimate_response_kl(
-            *_both_logprobs(logprobs), rollouts.response_mask_BL, estimator=self.kl.estimator
+        rollouts = collected.rollouts
+        mask_BL = rollouts.response_mask_BL
+        rewards_BL, rewards_B, metrics = self._charge(collected.batch, logprobs, kl)
+        result = self.part(
+            rewards_B=rewards_B,
+            rewards_BL=rewards_BL,
+            group_B=rollouts.prompt_index_B,
+            response_mask_BL=mask_BL,
+            old_logprobs_BL=logprobs.old_logprobs_BL,
+            reference_logprobs_BL=logprobs.reference_logprobs_BL,
+            sampler_logprobs_BL=rollouts.sampler_logprobs_BL,
+            values_BL=values_BL,
+            greedy_rewards_B=collected.greedy_rewards_B,
+            teacher_logprobs_BL=logprobs.teacher_logprobs_BL,
+            squared_probs_BL=logprobs.squared_probs_BL,
+            reward_parts_BK=collected.batch.scores.reward_parts_BK,
+            reward_weights_K=collected.batch.scores.reward_weights_K,
         )
-        total = self.kl.coefficient * float(kl_BL.values().double().sum())
-        return {"reward/kl_charge/mean": Mean(total, len(rollouts))}
+        if isinstance(result, AdvantageEstimate):
+            return Targets(
+                self._per_token(result.advantages_BL, mask_BL), result.returns_BL, metrics
+            )
+        if values_BL is not None:
+            raise TrainingError(
+                f"{self.part.key}={self.part.spelled} reads values_BL, so it must return an "
+                "AdvantageEstimate: a critic learns from the returns"
+            )
+        return Targets(self._per_token(result, mask_BL), None, metrics)
+
+    def _charge(
+        self, scored: ScoredRollouts, logprobs: LogprobBatch, kl: float
+    ) -> tuple[Tensor, Tensor, Metrics]:
+        """Return the rewards of tokens and of rows after all charges, and the mean charges."""
+        mask_BL, rewards_B = scored.rollouts.response_mask_BL, scored.scores.rewards_B
+        metrics: Metrics = {}
+        if self.charges.soft_overlong_tokens:
+            penalty_B = overlong_punishment(
+                response_lengths(mask_BL),
+                max_response_tokens=self.charges.max_response_tokens,
+                buffer_tokens=self.charges.soft_overlong_tokens,
+            )
+            rewards_B = rewards_B + penalty_B
+            metrics["reward/overlong_penalty/mean"] = _mean(-penalty_B)
+        rewards_BL = place_on_last_tokens(rewards_B, mask_BL)
+        if self.charges.kl_estimator is None:
+            return rewards_BL, rewards_B, metrics
+        old_BL, reference_BL = logprobs.old_logprobs_BL, logprobs.reference_logprobs_BL
+        if old_BL is None or reference_BL is None:
+            raise TrainingError(
+                "algorithm.kl.placement=reward needs old and reference log-probs; "
+                "set algorithm.old_logprobs=recompute"
+            )
+        kl_BL = estimate_response_kl(
+            old_BL, reference_BL, mask_BL, estimator=self.charges.kl_estimator
+        )
+        charge_T = kl * kl_BL.values()
+        lengths_B = row_lengths(mask_BL)
+        charge_B = torch.segment_reduce(charge_T, "sum", lengths=lengths_B, initial=0.0)
+        metrics["reward/kl_charge/mean"] = _mean(charge_B)
+        num_tokens = max(int(mask_BL.values().sum()), 1)
+        metrics["reward/kl_nats/mean"] = Mean(float(kl_BL.values().double().sum()), num_tokens)
+        rewards_BL = jagged_from(rewards_BL.values() - charge_T, lengths_B)
+        return rewards_BL, rewards_B - charge_B, metrics
+
+    def _per_token(self, result: object, mask_BL: Tensor) -> Tensor:
+        """Return one advantage for each token, 0 outside the response."""
+        shape = type(result).__name__
+        if isinstance(result, Tensor):
+            shape = str(list(result.shape))
+            if not result.is_nested and result.shape == (len(mask_BL),):
+                return spread_over_tokens(result, mask_BL)
+            if result.is_nested and torch.equal(row_lengths(result), row_lengths(mask_BL)):
+                return result
+        raise TrainingError(
+            f"{self.part.key}={self.part.spelled} returned {shape}; return one number for each of "
+            f"{len(mask_BL)} responses, or a jagged tensor like response_mask_BL"
+        )
 
 
-def describe_values(estimate: AdvantageEstimate, values_BL: Tensor, mask_BL: Tensor) -> Metrics:
+def describe_values(returns_BL: Tensor, values_BL: Tensor, mask_BL: Tensor) -> Metrics:
     """Measure how well the critic predicted the returns of a step's response tokens."""
     mask_T = mask_BL.values()
     values_S = values_BL.values()[mask_T].double()
-    returns_S = estimate.returns_BL.values()[mask_T].double()
+    returns_S = returns_BL.values()[mask_T].double()
     if not len(returns_S):
         return {}
     metrics: Metrics = {
@@ -143,10 +176,5 @@ def describe_values(estimate: AdvantageEstimate, values_BL: Tensor, mask_BL: Ten
     return metrics
 
 
-def _both_logprobs(logprobs: LogprobBatch) -> tuple[Tensor, Tensor]:
-    if logprobs.old_logprobs_BL is None or logprobs.reference_logprobs_BL is None:
-        raise TrainingError(
-            "algorithm.kl.placement=reward needs old and reference log-probs; "
-            "set algorithm.old_logprobs=recompute"
-        )
-    return logprobs.old_logprobs_BL, logprobs.reference_logprobs_BL
+def _mean(values_B: Tensor) -> Mean:
+    return Mean(float(values_B.double().sum()), len(values_B))

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import Protocol
 
-from hybridrl.batch import CriticBatch, LogprobBatch, RolloutBatch, TrainBatch, row_lengths
+from hybridrl.algorithms.load import load_part, require_part
+from hybridrl.batch import LogprobBatch, RolloutBatch
+from hybridrl.config import parts
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.source import PromptStep
-from hybridrl.trainer.advantages import Generalized, GroupRelative, GroupRelativeWithKL, KLCharge
-from hybridrl.trainer.policy import Critic, Policy, WithoutLogprobs, WithoutUpdate
-from hybridrl.trainer.step import ActorCriticOptimization, Advantages, PolicyOptimization, Reward
+from hybridrl.trainer.advantages import Advantages, Charges
+from hybridrl.trainer.collect import Collector, Reward
+from hybridrl.trainer.kl_coefficient import KLCoefficient
+from hybridrl.trainer.policy import (
+    Critic,
+    Policy,
+    SamplerLogprobs,
+    WithoutLogprobs,
+    WithoutUpdate,
+)
+from hybridrl.trainer.step import ActorCriticOptimization, PolicyOptimization
 from hybridrl.trainer.step_metrics import StepReport
+from hybridrl.trainer.train_batch import TrainBatches, balance
 from hybridrl.workers.rollout.protocol import SamplingParams
-from hybridrl.workers.train.microbatch import balance_over_ranks
-
-Rows = TypeVar("Rows", TrainBatch, CriticBatch)
 
 
 class Algorithm(Protocol):
@@ -28,51 +37,61 @@ class Algorithm(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
-    """The ingredients of every algorithm."""
+class Ingredients:
+    """The objects that every algorithm uses."""
 
     policy: Policy
     sampling: SamplingParams
     reward: Reward
+    kl: KLCoefficient
+    draw: Callable[[], PromptStep]
+    """Draws further prompts of a step."""
+
     on_phase: Callable[[str], None]
 
 
-def build_group_relative(config: ExperimentConfig, parts: Parts) -> PolicyOptimization:
-    """Build GRPO and its relatives."""
+def build_policy_optimization(config: ExperimentConfig, given: Ingredients) -> PolicyOptimization:
+    """Build an algorithm without a critic: GRPO and its relatives."""
+    algorithm = config.algorithm
     return PolicyOptimization(
-        policy=parts.policy,
-        sampling=parts.sampling,
-        reward=parts.reward,
-        logprobs=_choose_logprobs(config, parts.policy),
+        policy=given.policy,
+        collect=Collector(
+            policy=given.policy,
+            sampling=given.sampling,
+            reward=given.reward,
+            group_filter=load_part(algorithm, parts.GROUP_FILTER),
+            draw=given.draw,
+            max_rounds=algorithm.max_sampling_rounds,
+            samples_greedily=algorithm.reads("greedy_rewards_B"),
+        ),
+        logprobs=_choose_logprobs(config, given.policy),
         advantages=_build_advantages(config),
-        charge=KLCharge(config.algorithm.kl),
-        balance=_balance_for_policy(config),
-        on_phase=parts.on_phase,
+        kl=given.kl,
+        build_batch=_build_batches(config),
+        on_phase=given.on_phase,
     )
 
 
 def build_actor_critic(
-    config: ExperimentConfig, parts: Parts, critic: Critic
+    config: ExperimentConfig, given: Ingredients, critic: Critic
 ) -> Callable[[int], ActorCriticOptimization]:
     """Build PPO's step function of step n, from 1. In the critic's warm-up the policy is frozen."""
-
-    def balance_for_critic(batch: CriticBatch) -> CriticBatch:
-        return _balance(
-            batch, dp_size=config.num_critic_groups, num_minibatches=config.critic.num_minibatches
-        )
-
     actor_critic = ActorCriticOptimization(
-        policy=parts.policy,
+        policy=given.policy,
         critic=critic,
-        sampling=parts.sampling,
-        reward=parts.reward,
-        logprobs=_choose_logprobs(config, parts.policy),
-        advantages=Generalized(gae=config.algorithm.gae, kl=config.algorithm.kl),
-        charge=KLCharge(config.algorithm.kl),
-        balance=_balance_for_policy(config),
-        balance_critic=balance_for_critic,
-        update_policy=parts.policy.update,
-        on_phase=parts.on_phase,
+        sampling=given.sampling,
+        reward=given.reward,
+        logprobs=_choose_logprobs(config, given.policy),
+        advantages=_build_advantages(config),
+        kl=given.kl,
+        build_batch=_build_batches(config),
+        balance_critic=partial(
+            balance,
+            dp_size=config.num_critic_groups,
+            num_minibatches=config.critic.num_minibatches,
+        ),
+        update_policy=given.policy.update,
+        on_phase=given.on_phase,
     )
     warm_up = replace(actor_critic, update_policy=WithoutUpdate())
     return lambda step: warm_up if step <= config.critic.num_warmup_steps else actor_critic
@@ -82,32 +101,30 @@ def _choose_logprobs(
     config: ExperimentConfig, policy: Policy
 ) -> Callable[[RolloutBatch], LogprobBatch]:
     algorithm = config.algorithm
-    needs_logprobs = algorithm.old_logprobs == "recompute" or algorithm.kl.placement != "none"
-    return policy.compute_logprobs if needs_logprobs else WithoutLogprobs()
+    score = policy.compute_logprobs if algorithm.scores_rollouts else WithoutLogprobs()
+    return SamplerLogprobs(score) if algorithm.old_logprobs == "sampler" else score
 
 
 def _build_advantages(config: ExperimentConfig) -> Advantages:
-    group = GroupRelative(
-        num_responses=config.rollout.num_responses_per_prompt,
-        divide_by_std=config.algorithm.divide_by_std,
+    algorithm = config.algorithm
+    charges_kl = algorithm.kl.placement == "reward"
+    return Advantages(
+        part=require_part(algorithm, parts.ADVANTAGE),
+        charges=Charges(
+            kl_estimator=require_part(algorithm, parts.KL) if charges_kl else None,
+            soft_overlong_tokens=algorithm.soft_overlong_tokens,
+            max_response_tokens=config.rollout.max_response_tokens,
+        ),
     )
-    if config.algorithm.kl.placement == "reward":
-        return GroupRelativeWithKL(group=group, kl=config.algorithm.kl)
-    return group
 
 
-def _balance_for_policy(config: ExperimentConfig) -> Callable[[TrainBatch], TrainBatch]:
-    def balance(batch: TrainBatch) -> TrainBatch:
-        return _balance(
-            batch,
-            dp_size=config.num_train_groups,
-            num_minibatches=config.algorithm.num_minibatches,
-        )
-
-    return balance
-
-
-def _balance(batch: Rows, *, dp_size: int, num_minibatches: int) -> Rows:
-    lengths = row_lengths(batch.token_ids_BL).tolist()
-    order = balance_over_ranks(lengths, dp_size=dp_size, num_minibatches=num_minibatches)
-    return batch if order == list(range(len(batch))) else batch[order]
+def _build_batches(config: ExperimentConfig) -> TrainBatches:
+    algorithm = config.algorithm
+    is_corrected_here = algorithm.old_logprobs == "recompute"
+    return TrainBatches(
+        dp_size=config.num_train_groups,
+        num_minibatches=algorithm.num_minibatches,
+        mask_truncated=algorithm.mask_truncated,
+        correction=load_part(algorithm, parts.ROLLOUT_CORRECTION) if is_corrected_here else None,
+        counts_groups=parts.AGGREGATION.reads(algorithm.loss_aggregation, "group_tokens_B"),
+    )

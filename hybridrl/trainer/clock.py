@@ -20,7 +20,7 @@ class Clock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Time one phase."""
+        """Time one phase; one that comes again adds to its seconds."""
         if self._on_phase is not None:
             self._on_phase(phase)
         begin = time.perf_counter()
@@ -28,7 +28,8 @@ class Clock:
             with trace.span(phase):
                 yield
         finally:
-            self._seconds[phase] = time.perf_counter() - begin
+            took_s = time.perf_counter() - begin
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + took_s
 
     @property
     def elapsed_s(self) -> float:

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
+
+import torch
+from torch import Tensor
 
 from hybridrl.batch import RolloutBatch, response_lengths
+from hybridrl.config.eval import EvalSet
 from hybridrl.data.source import PromptStep
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.rewards.scorer import Scores
 from hybridrl.trainer.clock import Clock
+from hybridrl.trainer.collect import Reward
+from hybridrl.trainer.eval_statistics import bootstrap_intervals, majority_at_k, pass_at_k
 from hybridrl.trainer.policy import Policy
-from hybridrl.trainer.step import Reward
+from hybridrl.trainer.sources import rewards_by_source
 from hybridrl.workers.rollout.protocol import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class EvalReport:
-    """The results of one evaluation."""
+class EvalTask:
+    """One evaluation set: its prompts, and how responses to them are sampled."""
 
+    settings: EvalSet
+    task: PromptStep
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class EvalReport:
+    """The results of one set."""
+
+    task: EvalTask
     rollouts: RolloutBatch
     scores: Scores
     metrics: Metrics
@@ -29,37 +46,80 @@ class Evaluator:
     """Samples the same held-out prompts with the same seeds each time."""
 
     policy: Policy
-    task: PromptStep
-    sampling: SamplingParams
     reward: Reward
+    extract: Callable[[RolloutBatch], list[str]]
+    """Returns the normalised answer of each response; empty if it has none."""
 
-    def evaluate(self) -> EvalReport:
-        """Sample and score; the metrics are mean reward, overall and by source, lengths, seconds.
+    correct_reward: float
+    """A response with at least this reward is correct."""
 
-        Same prompts in the same order each time, so samples of two evaluations can be compared.
+    num_resamples: int
+    """Bootstrap samples for intervals; 0 is no intervals."""
+
+    seed: int
+
+    def evaluate(self, tasks: Sequence[EvalTask]) -> tuple[list[EvalReport], Metrics]:
+        """Sample and score all sets.
+
+        Returns:
+            The report of each set; and all their metrics with seconds, the names of those of a
+            named set with the set's name. ``eval/reward/mean`` of several is the mean of theirs.
         """
         clock = Clock()
         with clock("eval"):
-            rollouts = self.policy.generate(self.task.prompts, self.sampling)
-            scores = self.reward(rollouts, self.task)
-        metrics = self._describe(rollouts, scores)
-        metrics["time/eval_s"] = clock.metrics()["time/eval_s"]
-        return EvalReport(rollouts, scores, metrics)
+            reports = [self._evaluate(task) for task in tasks]
+        metrics: Metrics = {}
+        for report in reports:
+            name = report.task.settings.name
+            prefix = f"eval/{name}/" if name else "eval/"
+            metrics |= {prefix + key[len("eval/") :]: m for key, m in report.metrics.items()}
+        mean = fmean(report.metrics["eval/reward/mean"].value for report in reports)
+        metrics["eval/reward/mean"] = Mean(mean)
+        return reports, metrics | {"time/eval_s": clock.metrics()["time/eval_s"]}
 
-    def _describe(self, rollouts: RolloutBatch, scores: Scores) -> Metrics:
-        rewards = scores.rewards_B.tolist()
-        num_responses = self.sampling.num_responses_per_prompt
-        by_source: dict[str, list[float]] = defaultdict(list)
-        for row, reward in enumerate(rewards):
-            by_source[self.task.rows[row // num_responses].row.source].append(reward)
+    def _evaluate(self, task: EvalTask) -> EvalReport:
+        rollouts = self.policy.generate(task.task.prompts, task.sampling)
+        scores = self.reward(rollouts, task.task)
         lengths_B = response_lengths(rollouts.response_mask_BL)
-        num_rows = float(len(rewards))
+        num_rows = float(len(rollouts))
         metrics: Metrics = {
-            "eval/reward/mean": Mean(sum(rewards), num_rows),
             "eval/length/response_tokens/mean": Mean(float(lengths_B.sum()), num_rows),
             "eval/truncated_fraction": Mean(float(rollouts.is_truncated_B.sum()), num_rows),
+            **{
+                f"eval/reward/{source}": mean
+                for source, mean in rewards_by_source(task.task, scores).items()
+            },
+            **self._quality(task.settings, rollouts, scores),
         }
-        if len(by_source) > 1:
-            for source, values in by_source.items():
-                metrics[f"eval/reward/{source}"] = Mean(sum(values), float(len(values)))
+        return EvalReport(task, rollouts, scores, metrics)
+
+    def _quality(self, settings: EvalSet, rollouts: RolloutBatch, scores: Scores) -> Metrics:
+        """Return mean reward, pass@k and majority@k, with their intervals."""
+        rewards_PG = scores.rewards_B.view(-1, settings.num_responses_per_prompt).double()
+        is_correct_PG = rewards_PG >= self.correct_reward
+        columns: dict[str, Tensor] = {"eval/reward/mean": rewards_PG.mean(dim=1)}
+        for k in settings.pass_at_k:
+            columns[f"eval/pass_at_{k}"] = pass_at_k(is_correct_PG, k=k)
+        if settings.majority_at_k:
+            answer_PG = _number(self.extract(rollouts)).view_as(is_correct_PG)
+            for k in settings.majority_at_k:
+                columns[f"eval/majority_at_{k}"] = majority_at_k(answer_PG, is_correct_PG, k=k)
+        num_prompts = len(rewards_PG)
+        metrics: Metrics = {
+            name: Mean(float(values_P.sum()), num_prompts) for name, values_P in columns.items()
+        }
+        if self.num_resamples and num_prompts > 1:
+            low_M, high_M = bootstrap_intervals(
+                torch.stack(list(columns.values()), dim=1),
+                num_resamples=self.num_resamples,
+                seed=self.seed,
+            )
+            for name, low, high in zip(columns, low_M.tolist(), high_M.tolist(), strict=True):
+                metrics |= {f"{name}/low": Mean(low), f"{name}/high": Mean(high)}
         return metrics
+
+
+def _number(answers: Sequence[str]) -> Tensor:
+    """Give equal answers the same number, int64; -1 stands for no answer."""
+    numbers: dict[str, int] = {"": -1}
+    return torch.tensor([numbers.setdefault(answer, len(numbers) - 1) for answer in answers])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -31,7 +32,7 @@ class Policy(Protocol):
         """Score with the weights before the update, and with the reference."""
         ...
 
-    def update(self, batch: TrainBatch) -> Metrics:
+    def update(self, batch: TrainBatch, *, kl_coefficient: float) -> Metrics:
         """Take the optimizer steps of one rollout batch."""
         ...
 
@@ -96,9 +97,23 @@ class WithoutLogprobs:
         return LogprobBatch(batch_size=[len(rollouts)])
 
 
+class SamplerLogprobs:
+    """Takes the rollout engine's log-probs as the old ones: the policy's ratio corrects for it."""
+
+    def __init__(self, score: Callable[[RolloutBatch], LogprobBatch]) -> None:
+        """Take the reference's log-probs, if there are any, from ``score``."""
+        self._score = score
+
+    def __call__(self, rollouts: RolloutBatch) -> LogprobBatch:
+        """Return the log-probs of the rollouts."""
+        logprobs = self._score(rollouts)
+        logprobs.old_logprobs_BL = rollouts.sampler_logprobs_BL
+        return logprobs
+
+
 class WithoutUpdate:
     """Replaces ``Policy.update`` while only the critic learns: weights do not change."""
 
-    def __call__(self, batch: TrainBatch) -> Metrics:
+    def __call__(self, batch: TrainBatch, *, kl_coefficient: float) -> Metrics:
         """Return no metrics."""
         return {}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.batch import RolloutBatch
+from hybridrl.batch import RolloutBatch, response_lengths
 from hybridrl.data.source import PromptStep
 from hybridrl.data.tokenizer import decode_responses
 from hybridrl.rewards.runner import RewardInputs
@@ -29,5 +29,6 @@ class TextReward:
             answers=[row.row.answer for row in rows],
             prompts=[row.prompt_text for row in rows],
             sources=[row.row.source for row in rows],
+            lengths=response_lengths(rollouts.response_mask_BL).tolist(),
         )
         return self.scorer.score(inputs)

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.batch import SupervisedBatch, row_lengths
 from hybridrl.data.prompts import TokenizedRow
-from hybridrl.data.sampler import RowSampler
+from hybridrl.data.sampler import Sampler
 from hybridrl.data.supervised import build_supervised_batch
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.trainer.clock import Clock
@@ -24,8 +24,9 @@ class SupervisedFineTuning:
     learner: Learner
     tokenizer: PreTrainedTokenizerBase
     rows: Sequence[TokenizedRow]
-    sampler: RowSampler
+    sampler: Sampler
     batch_size: int
+    learns_all_turns: bool
     dp_size: int
     on_phase: Callable[[str], None] | None = None
 
@@ -53,7 +54,7 @@ class SupervisedFineTuning:
         return {**loss, "time/eval_s": clock.metrics()["time/eval_s"]}
 
     def _arrange(self, rows: Sequence[TokenizedRow]) -> SupervisedBatch:
-        batch = build_supervised_batch(rows, self.tokenizer)
+        batch = build_supervised_batch(rows, self.tokenizer, learns_all_turns=self.learns_all_turns)
         lengths = row_lengths(batch.token_ids_BL).tolist()
         order = balance_over_ranks(lengths, dp_size=self.dp_size, num_minibatches=1)
         return batch[order]

@@ -6,51 +6,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
-from hybridrl.algorithms.gae import AdvantageEstimate
 from hybridrl.batch import CriticBatch, LogprobBatch, RolloutBatch, TrainBatch
 from hybridrl.data.source import PromptStep
 from hybridrl.metrics import Metrics
-from hybridrl.rewards.scorer import Scores
-from hybridrl.trainer.advantages import describe_values
+from hybridrl.trainer.advantages import Advantages, describe_values
 from hybridrl.trainer.clock import Clock
+from hybridrl.trainer.collect import Collected, Collector, Reward, ScoredRollouts
+from hybridrl.trainer.kl_coefficient import KLCoefficient
 from hybridrl.trainer.policy import Critic, Policy
 from hybridrl.trainer.step_metrics import StepReport
+from hybridrl.trainer.train_batch import TrainBatches, build_critic_batch
 from hybridrl.workers.rollout.protocol import SamplingParams
 
 
-class Reward(Protocol):
-    """Scores responses on the driver."""
+class UpdatePolicy(Protocol):
+    """``Policy.update``, or its replacement while only the critic learns."""
 
-    def __call__(self, rollouts: RolloutBatch, task: PromptStep) -> Scores:
-        """Return one reward per row."""
-        ...
-
-
-class Advantages(Protocol):
-    """Turns rewards into the weight that each response token has in the loss."""
-
-    def __call__(self, rewards_B: Tensor, rollouts: RolloutBatch, logprobs: LogprobBatch) -> Tensor:
-        """Return jagged float32 [B, L], 0 where the response mask is False."""
-        ...
-
-
-class Charge(Protocol):
-    """Charges responses for a distance to the reference."""
-
-    def __call__(self, rollouts: RolloutBatch, logprobs: LogprobBatch) -> Metrics:
-        """Return metrics of a step."""
-        ...
-
-
-class ValueAdvantages(Protocol):
-    """Computes advantages and returns from rewards and a critic's values."""
-
-    def __call__(
-        self, rewards_B: Tensor, rollouts: RolloutBatch, logprobs: LogprobBatch, values_BL: Tensor
-    ) -> AdvantageEstimate:
-        """Return two columns, jagged float32 [B, L], 0 where the response mask is False."""
+    def __call__(self, batch: TrainBatch, *, kl_coefficient: float) -> Metrics:
+        """Take the optimizer steps of one rollout batch."""
         ...
 
 
@@ -59,30 +32,26 @@ class PolicyOptimization:
     """One policy update, end to end. Owns no tensors on a device and no Ray handles."""
 
     policy: Policy
-    sampling: SamplingParams
-    reward: Reward
+    collect: Collector
     logprobs: Callable[[RolloutBatch], LogprobBatch]
     advantages: Advantages
-    charge: Charge
-    balance: Callable[[TrainBatch], TrainBatch]
+    kl: KLCoefficient
+    build_batch: TrainBatches
     on_phase: Callable[[str], None] | None = None
 
     def step(self, task: PromptStep) -> StepReport:
         """Sample, score, compare responses to the same prompt, update."""
         clock = Clock(self.on_phase)
-        with clock("generate"):
-            rollouts = self.policy.generate(task.prompts, self.sampling)  # syncs weights, samples
-        with clock("reward"):
-            scores = self.reward(rollouts, task)  # driver, CPU
+        collected = self.collect(task, clock)  # syncs weights, samples, scores on the driver
         with clock("logprobs"):
-            logprobs = self.logprobs(rollouts)  # old and reference at once
+            logprobs = self.logprobs(collected.rollouts)  # old and reference at once
         with clock("advantage"):
-            advantages_BL = self.advantages(scores.rewards_B, rollouts, logprobs)
-            charged = self.charge(rollouts, logprobs)
-            batch = self.balance(build_train_batch(rollouts, logprobs, advantages_BL))
+            targets = self.advantages(collected, logprobs, kl=self.kl.value)
+            batch = self.build_batch(collected, logprobs, targets.advantages_BL)
         with clock("update"):
-            update = self.policy.update(batch) | charged
-        return StepReport(task, rollouts, scores, update, clock)
+            update = self.policy.update(batch, kl_coefficient=self.kl.in_loss) | targets.charged
+        metrics = update | collected.metrics | self.kl.adapt(update)
+        return StepReport(collected.everything, metrics, clock)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,11 +63,11 @@ class ActorCriticOptimization:
     sampling: SamplingParams
     reward: Reward
     logprobs: Callable[[RolloutBatch], LogprobBatch]
-    advantages: ValueAdvantages
-    charge: Charge
-    balance: Callable[[TrainBatch], TrainBatch]
+    advantages: Advantages
+    kl: KLCoefficient
+    build_batch: TrainBatches
     balance_critic: Callable[[CriticBatch], CriticBatch]
-    update_policy: Callable[[TrainBatch], Metrics]
+    update_policy: UpdatePolicy
     on_phase: Callable[[str], None] | None = None
 
     def step(self, task: PromptStep) -> StepReport:
@@ -108,46 +77,18 @@ class ActorCriticOptimization:
             rollouts = self.policy.generate(task.prompts, self.sampling)  # syncs weights, samples
         with clock("reward"):
             values_future = self.critic.compute_values(rollouts)  # runs while the driver scores
-            scores = self.reward(rollouts, task)
+            collected = Collected.of(ScoredRollouts(task, rollouts, self.reward(rollouts, task)))
         with clock("logprobs"):
             logprobs = self.logprobs(rollouts)  # old and reference at once
             values_BL = values_future.get().values_BL
         with clock("advantage"):
-            estimate = self.advantages(scores.rewards_B, rollouts, logprobs, values_BL)
-            batch = self.balance(build_train_batch(rollouts, logprobs, estimate.advantages_BL))
-            critic_batch = self.balance_critic(build_critic_batch(rollouts, values_BL, estimate))
-            value_metrics = describe_values(estimate, values_BL, rollouts.response_mask_BL)
-            charged = self.charge(rollouts, logprobs)
+            targets = self.advantages(collected, logprobs, kl=self.kl.value, values_BL=values_BL)
+            batch = self.build_batch(collected, logprobs, targets.advantages_BL)
+            critic_batch = build_critic_batch(rollouts, values_BL, targets)
+            values = describe_values(critic_batch.returns_BL, values_BL, rollouts.response_mask_BL)
         with clock("update"):
-            critic_update = self.critic.update(critic_batch)  # runs while the policy learns
-            update = self.update_policy(batch) | critic_update.get() | value_metrics | charged
-        return StepReport(task, rollouts, scores, update, clock)
-
-
-def build_critic_batch(
-    rollouts: RolloutBatch, values_BL: Tensor, estimate: AdvantageEstimate
-) -> CriticBatch:
-    """Build the batch of the critic's update, [B] rows."""
-    return CriticBatch(
-        token_ids_BL=rollouts.token_ids_BL,
-        response_mask_BL=rollouts.response_mask_BL,
-        old_values_BL=values_BL,
-        returns_BL=estimate.returns_BL,
-        batch_size=[len(rollouts)],
-    )
-
-
-def build_train_batch(
-    rollouts: RolloutBatch, logprobs: LogprobBatch, advantages_BL: Tensor
-) -> TrainBatch:
-    """Build the batch of the update, [B] rows."""
-    return TrainBatch(
-        token_ids_BL=rollouts.token_ids_BL,
-        response_mask_BL=rollouts.response_mask_BL,
-        advantages_BL=advantages_BL,
-        sampler_logprobs_BL=rollouts.sampler_logprobs_BL,
-        old_logprobs_BL=logprobs.old_logprobs_BL,
-        reference_logprobs_BL=logprobs.reference_logprobs_BL,
-        routed_experts_BLJK=rollouts.routed_experts_BLJK,
-        batch_size=[len(rollouts)],
-    )
+            critic_update = self.critic.update(self.balance_critic(critic_batch))  # meanwhile:
+            update = self.update_policy(batch, kl_coefficient=self.kl.in_loss) | targets.charged
+            update = update | critic_update.get() | values
+        metrics = update | self.kl.adapt(update)
+        return StepReport(collected.everything, metrics, clock)

@@ -6,34 +6,53 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hybridrl.algorithms.rollout_correction import effective_sample_fraction
 from hybridrl.batch import RolloutBatch, response_lengths, row_lengths
-from hybridrl.data.source import PromptStep
 from hybridrl.metrics import Max, Mean, Metrics, Min
 from hybridrl.rewards.report import reward_metrics
-from hybridrl.rewards.scorer import Scores
 from hybridrl.trainer.clock import Clock
+from hybridrl.trainer.collect import ScoredRollouts
+from hybridrl.trainer.sources import rewards_by_source
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """All that a step leaves behind."""
 
-    task: PromptStep
-    rollouts: RolloutBatch
-    scores: Scores
+    sampled: ScoredRollouts
+    """All responses of the step, those that it does not learn from included."""
+
     update: Metrics
     clock: Clock
 
     def metrics(self) -> Metrics:
         """Describe the step; see ``hybridrl/metrics.py`` for each name."""
         timings = self.clock.metrics()
+        rollouts = self.sampled.rollouts
         return {
-            **reward_metrics(self.scores, num_responses=len(self.rollouts) // len(self.task.rows)),
-            **describe_lengths(self.rollouts),
+            **reward_metrics(self.sampled.scores, num_responses=self.sampled.num_responses),
+            **{
+                f"reward/by_source/{source}": mean
+                for source, mean in rewards_by_source(
+                    self.sampled.task, self.sampled.scores
+                ).items()
+            },
+            **describe_lengths(rollouts),
             **self.update,
+            **_effective_samples(self.update),
             **timings,
-            **_throughput(self.rollouts, self.update, timings),
+            **_throughput(rollouts, self.update, timings),
         }
+
+
+def _effective_samples(update: Metrics) -> Metrics:
+    """Derive the share from sums over all micro-batches and ranks: it cannot be averaged."""
+    ratio = update.get("policy/sampler_ratio/mean")
+    chi_square = update.get("policy/sampler_chi_square/mean")
+    if ratio is None or chi_square is None:
+        return {}
+    share = effective_sample_fraction(ratio.value, chi_square.value + 1, 1)
+    return {"policy/effective_sample_fraction": Mean(share)}
 
 
 def describe_lengths(rollouts: RolloutBatch) -> Metrics:

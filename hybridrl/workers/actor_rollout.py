@@ -8,7 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hybridrl.algorithms.load import require_part
+from hybridrl.algorithms.squared_probs import squared_probs
 from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, TrainBatch
+from hybridrl.config import parts
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model_folder import read_settings
 from hybridrl.diagnostics import trace
@@ -20,6 +23,7 @@ from hybridrl.workers.build import (
     build_policy_loss,
     build_reference_engine,
     build_rollout_engine,
+    build_teacher_engine,
     build_train_engine,
 )
 from hybridrl.workers.checkpointed import CheckpointedWorker
@@ -76,6 +80,8 @@ class ActorRolloutWorker(CheckpointedWorker):
         meter = PeakMeter(device)
         meter.begin("build")
         self._config = config
+        self._loss = build_policy_loss(config)
+        self._aggregation = require_part(config.algorithm, parts.AGGREGATION)
         self._policy_version = 0
         self._carried: Metrics = {}
         tensor_parallel_size = config.rollout.tensor_parallel_size
@@ -98,6 +104,9 @@ class ActorRolloutWorker(CheckpointedWorker):
         self._reference = build_reference_engine(config, model_folder, device, actor=self._actor)
         if self._reference is not None:
             self.sharding.register("reference", self._reference)
+        self._teacher = build_teacher_engine(config, device)
+        if self._teacher is not None:
+            self.sharding.register("teacher", self._teacher)
         self._vocab_size = int(read_settings(model_folder)["vocab_size"])
         self.start_checkpoints(seed=config.seed)
         self.register_train_mesh(self._actor)
@@ -141,8 +150,8 @@ class ActorRolloutWorker(CheckpointedWorker):
         """Score the rollouts with the weights before the update, and with the reference.
 
         Returns:
-            Old log-probs if ``algorithm.old_logprobs=recompute``, reference log-probs if there is
-            a reference; log-probs that are not computed are None.
+            Old log-probs if ``algorithm.old_logprobs=recompute``, those of a reference and of a
+            teacher if there are any; log-probs that are not computed are None.
         """
         self.sharding.require_training()
         temperature = self._config.rollout.temperature
@@ -151,17 +160,26 @@ class ActorRolloutWorker(CheckpointedWorker):
             if self._config.algorithm.old_logprobs == "recompute":
                 old = self._actor.compute_logprobs(rollouts, temperature=temperature)
                 logprobs.old_logprobs_BL = old.logprobs_BL
+                if self._config.algorithm.reads("squared_probs_BL"):
+                    half = self._actor.compute_logprobs(rollouts, temperature=temperature / 2)
+                    logprobs.squared_probs_BL = squared_probs(
+                        old.logprobs_BL, half.logprobs_BL, rollouts.response_mask_BL
+                    )
             if self._reference is not None:
                 reference = self._reference.compute_logprobs(rollouts, temperature=temperature)
                 logprobs.reference_logprobs_BL = reference.logprobs_BL
+            if self._teacher is not None:
+                teacher = self._teacher.compute_logprobs(rollouts, temperature=temperature)
+                logprobs.teacher_logprobs_BL = teacher.logprobs_BL
         return logprobs
 
     @register(TRAIN_METRICS)
-    def update(self, batch: TrainBatch) -> Metrics:
+    def update(self, batch: TrainBatch, *, kl_coefficient: float) -> Metrics:
         """Take ``num_epochs * num_minibatches`` optimizer steps.
 
         Args:
             batch: this rank's rows, those of each mini-batch adjacent (see balance_over_ranks).
+            kl_coefficient: weight of the KL penalty in the loss; 0 is none.
 
         Returns:
             Metrics of the update, and of the rollout phases since the last one.
@@ -171,12 +189,19 @@ class ActorRolloutWorker(CheckpointedWorker):
         """
         self.sharding.require_training()
         algorithm = self._config.algorithm
-        loss = build_policy_loss(self._config, checks_drift=self._checks_drift())
+        limit_nats = self._config.rollout.canary_max_drift_nats
+        loss = replace(
+            self._loss,
+            kl_coefficient=kl_coefficient,
+            max_drift_nats=limit_nats if self._checks_drift() else None,
+        )
+        # With the sampler's log-probs as old ones, an update moves what the next one is checked by.
+        following = replace(loss, max_drift_nats=None) if loss.is_old_the_sampler else loss
         with self.sharding.meter("update"):
             steps = [
-                self._step(minibatch, loss)
-                for _ in range(algorithm.num_epochs)
-                for minibatch in batch.chunk(algorithm.num_minibatches)
+                self._step(minibatch, following if epoch or number else loss)
+                for epoch in range(algorithm.num_epochs)
+                for number, minibatch in enumerate(batch.chunk(algorithm.num_minibatches))
             ]
         carried, self._carried = self._carried, {}
         version: Metrics = {"policy/version": Last(self._policy_version)}
@@ -191,7 +216,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         metrics = self._actor.update(
             minibatch,
             loss=loss,
-            aggregation=self._config.algorithm.loss_aggregation,
+            aggregation=self._aggregation,
             temperature=self._config.rollout.temperature,
             max_response_tokens=self._config.rollout.max_response_tokens,
         )

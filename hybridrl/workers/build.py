@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from hybridrl.algorithms.load import load_part, require_part
+from hybridrl.config import parts
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.critic import CriticConfig
 from hybridrl.config.experiment import ExperimentConfig
@@ -25,7 +27,6 @@ from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.losses import PolicyGradientLoss
 from hybridrl.workers.train.megatron.context import MegatronContext
 from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
-from hybridrl.workers.train.protocol import TokenLoss
 
 _ADAPTER = "hybridrl.models.adapter"
 """Imported by name on request: peft takes 2 s, which a run without adapters saves."""
@@ -43,13 +44,16 @@ _SGLANG_WEIGHTS = "hybridrl.workers.rollout.sglang.weights"
 def build_train_engine(
     config: ExperimentConfig, model_folder: Path, device: torch.device
 ) -> PolicyEngine:
-    """Start the policy's training engine on this rank; a collective call."""
+    """Start the policy's training engine on this rank; a collective call.
+
+    With ``mode=eval`` it has no optimizer: it holds the weights that engines sample with.
+    """
     backend = _build_backend(
         config,
         model_folder,
         device,
         section=config.actor,
-        num_total_steps=config.num_policy_updates,
+        num_total_steps=None if config.mode == "eval" else config.num_policy_updates,
         lora=config.lora,
     )
     return PolicyEngine(backend)
@@ -62,11 +66,19 @@ def build_reference_engine(
 
     With LoRA it is the actor without its adapter: no second copy.
     """
-    if config.algorithm.kl.placement == "none":
+    if config.algorithm.kl.placement == "none" or config.mode == "eval":
         return None
     if config.lora.enabled:
         return BaseModelReference(actor)
     return PolicyEngine(_build_backend(config, model_folder, device, section=config.actor))
+
+
+def build_teacher_engine(config: ExperimentConfig, device: torch.device) -> PolicyEngine | None:
+    """Start the frozen teacher, if there is one; a collective call."""
+    folder = config.algorithm.teacher_path
+    if folder is None:
+        return None
+    return PolicyEngine(_build_backend(config, Path(folder), device, section=config.actor))
 
 
 def build_critic_engine(
@@ -124,17 +136,23 @@ def build_follower(rollout: RolloutConfig, device: torch.device) -> WeightSender
     return transport
 
 
-def build_policy_loss(config: ExperimentConfig, *, checks_drift: bool = False) -> TokenLoss:
-    """Choose the terms of the policy loss, and whether a drift of the sampler stops it."""
+def build_policy_loss(config: ExperimentConfig) -> PolicyGradientLoss:
+    """Import the parts of the policy loss.
+
+    Raises:
+        ConfigError: a part's file is not on this machine, or cannot be imported.
+    """
     algorithm = config.algorithm
+    is_corrected_before = algorithm.old_logprobs == "recompute"
+    correction = load_part(algorithm, parts.ROLLOUT_CORRECTION)
     return PolicyGradientLoss(
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        kl_estimator=algorithm.kl.estimator,
-        kl_coefficient=algorithm.kl.coefficient if algorithm.kl.placement == "loss" else 0.0,
+        policy_loss=require_part(algorithm, parts.POLICY_LOSS),
+        kl_estimator=require_part(algorithm, parts.KL),
+        kl_gradient=algorithm.kl.gradient,
         entropy_coefficient=algorithm.entropy_coefficient,
-        sampler_ratio_cap=algorithm.sampler_ratio_cap,
-        max_drift_nats=config.rollout.canary_max_drift_nats if checks_drift else None,
+        token_mask=load_part(algorithm, parts.TOKEN_MASK),
+        correction=None if is_corrected_before else correction,
+        is_old_the_sampler=algorithm.old_logprobs == "sampler",
     )
 
 

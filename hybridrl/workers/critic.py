@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from hybridrl.algorithms.load import require_part
 from hybridrl.batch import CriticBatch, RolloutBatch, ValueBatch
+from hybridrl.config import parts
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.single_controller import Dispatch, register
@@ -33,6 +35,8 @@ class CriticWorker(CheckpointedWorker):
             timeout_s=config.cluster.collective_timeout_s,
         )
         self._config = config.critic
+        self._aggregation = require_part(config.algorithm, parts.AGGREGATION)
+        self._max_response_tokens = config.rollout.max_response_tokens
         self._engine = build_critic_engine(config, model_folder, device)
         actor = self.fused.get("actor")
         self._sharding = actor.sharding if isinstance(actor, ActorRolloutWorker) else None
@@ -57,7 +61,11 @@ class CriticWorker(CheckpointedWorker):
         """
         with self._working("update", memory="critic_update"):
             steps = [
-                self._engine.update(minibatch)
+                self._engine.update(
+                    minibatch,
+                    aggregation=self._aggregation,
+                    max_response_tokens=self._max_response_tokens,
+                )
                 for _ in range(self._config.num_epochs)
                 for minibatch in batch.chunk(self._config.num_minibatches)
             ]

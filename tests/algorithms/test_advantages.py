@@ -1,99 +1,100 @@
 from __future__ import annotations
 
 import math
+import random
+from typing import Literal
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from hybridrl.algorithms.advantages import (
-    flat_groups,
-    group_relative_advantages,
-    grpo_advantages,
-)
+from hybridrl.algorithms.advantages.grpo import grpo
 from hybridrl.batch import jagged, spread_over_tokens
 
-rewards = st.floats(-100, 100, width=32)
-groups = st.integers(2, 9).flatmap(
-    lambda size: st.lists(st.lists(rewards, min_size=size, max_size=size), min_size=1, max_size=6)
-)
+Scale = Literal["group", "batch", "none"]
+SCALES: tuple[Scale, ...] = ("group", "batch", "none")
+
+# Rows of (group, reward): groups of any size, groups of one among them.
+row = st.tuples(st.integers(-3, 3), st.floats(-100, 100, width=32))
+batches = st.lists(row, min_size=1, max_size=24)
+
+
+def columns_of(rows: list[tuple[int, float]]) -> tuple[Tensor, Tensor]:
+    return torch.tensor([reward for _, reward in rows]), torch.tensor([group for group, _ in rows])
 
 
 @pytest.mark.shows("4.18")
 def test_advantages_are_what_a_pocket_calculator_says() -> None:
-    rewards_PG = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 4.0]])
-    centered = group_relative_advantages(rewards_PG, divide_by_std=False)
-    assert centered.tolist() == [[0.5, -0.5, -0.5, 0.5], [-1.0, -1.0, -1.0, 3.0]]
-    scaled = group_relative_advantages(rewards_PG, divide_by_std=True, std_floor=0.0)
-    first = 0.5 / math.sqrt(1 / 3)  # squares sum to 1, over G - 1 = 3
-    assert scaled[0].tolist() == pytest.approx([first, -first, -first, first])
-    assert scaled[1].tolist() == pytest.approx([-0.5, -0.5, -0.5, 1.5])  # std is 2
+    rewards_B = torch.tensor([1.0, 0.0, 0.0, 0.0, 4.0, 0.0, 1.0, 0.0, 7.0])
+    group_B = torch.tensor([5, 5, -1, 5, -1, -1, 5, -1, 9])
+    centered = [0.5, -0.5, -1.0, -0.5, 3.0, -1.0, 0.5, -1.0, 0.0]
+    assert grpo(rewards_B, group_B, scale="none").tolist() == centered
+    stds = [math.sqrt(1 / 3), 2.0]  # squares sum to 1 and 12, over n - 1 = 3
+    expected = [a / (stds[g < 0] + 1e-6) for a, g in zip(centered, group_B.tolist(), strict=True)]
+    assert grpo(rewards_B, group_B).tolist() == pytest.approx(expected)
+    mean = 13 / 9
+    batch_std = math.sqrt(sum((r - mean) ** 2 for r in rewards_B.tolist()) / 8)
+    expected = [a / (batch_std + 0.5) for a in centered]
+    assert grpo(rewards_B, group_B, scale="batch", std_floor=0.5).tolist() == pytest.approx(
+        expected
+    )
 
 
-@pytest.mark.parametrize("divide_by_std", [True, False])
-@pytest.mark.parametrize("group_size", [2, 8, 12])
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("group_size", [1, 2, 8, 12])
 @pytest.mark.parametrize("reward", [0.0, 0.7, -1e6, 1 / 3])
 def test_a_group_of_equal_rewards_gives_exact_zeros(
-    reward: float, group_size: int, divide_by_std: bool
+    reward: float, group_size: int, scale: Scale
 ) -> None:
-    rewards_PG = torch.full((1, group_size), reward)
-    advantages = group_relative_advantages(rewards_PG, divide_by_std=divide_by_std)
-    assert torch.equal(advantages, torch.zeros(1, group_size))
+    advantages_B = grpo(
+        torch.full((group_size,), reward), torch.zeros(group_size).long(), scale=scale
+    )
+    assert torch.equal(advantages_B, torch.zeros(group_size))
 
 
-@given(groups)
-def test_a_group_sums_to_zero_and_keeps_the_order_of_its_rewards(rows: list[list[float]]) -> None:
-    rewards_PG = torch.tensor(rows)
-    advantages = group_relative_advantages(rewards_PG, divide_by_std=False)
-    assert advantages.sum(dim=1).abs().max().item() < 1e-2  # float32 rounding of values up to 100
-    for reward_G, advantage_G in zip(rewards_PG, advantages, strict=True):
-        best, worst = reward_G.argmax(), reward_G.argmin()
-        assert advantage_G[best] >= advantage_G.max() - 1e-5
-        assert advantage_G[worst] <= advantage_G.min() + 1e-5
+@given(batches)
+def test_a_group_sums_to_zero_and_keeps_the_order_of_its_rewards(
+    rows: list[tuple[int, float]],
+) -> None:
+    rewards_B, group_B = columns_of(rows)
+    advantages_B = grpo(rewards_B, group_B, scale="none")
+    for group in group_B.unique():
+        rewards_G, advantages_G = rewards_B[group_B == group], advantages_B[group_B == group]
+        assert abs(float(advantages_G.double().sum())) < 1e-3
+        assert advantages_G[rewards_G.argmax()] == advantages_G.max()
+        assert advantages_G[rewards_G.argmin()] == advantages_G.min()
 
 
-@given(groups, st.permutations(range(6)))
-def test_a_group_does_not_see_other_groups(rows: list[list[float]], order: list[int]) -> None:
-    order = [place for place in order if place < len(rows)]
-    rewards_PG = torch.tensor(rows)
-    moved = group_relative_advantages(rewards_PG[order], divide_by_std=True)
-    assert torch.equal(moved, group_relative_advantages(rewards_PG, divide_by_std=True)[order])
+@given(batches, st.randoms(use_true_random=False))
+def test_rows_in_another_order_have_the_same_advantages(
+    rows: list[tuple[int, float]], source: random.Random
+) -> None:
+    rewards_B, group_B = columns_of(rows)
+    order = list(range(len(rows)))
+    source.shuffle(order)
+    for scale in SCALES:
+        moved_B = grpo(rewards_B[order], group_B[order] * 7 - 2, scale=scale)
+        torch.testing.assert_close(moved_B, grpo(rewards_B, group_B, scale=scale)[order])
 
 
-@given(groups, st.floats(0.5, 4.0))
-def test_dividing_by_the_std_takes_the_unit_away(rows: list[list[float]], factor: float) -> None:
-    rewards_PG = torch.tensor(rows).double().round().float()
-    one = group_relative_advantages(rewards_PG, divide_by_std=True)
-    other = group_relative_advantages(rewards_PG * factor, divide_by_std=True)
-    torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+@given(batches, st.floats(0.5, 4.0))
+def test_dividing_by_the_std_takes_the_unit_away(
+    rows: list[tuple[int, float]], factor: float
+) -> None:
+    rewards_B, group_B = columns_of(rows)
+    rewards_B = rewards_B.round()
+    for scale in SCALES[:2]:
+        scaled_B = grpo(rewards_B * factor, group_B, scale=scale)
+        torch.testing.assert_close(
+            scaled_B, grpo(rewards_B, group_B, scale=scale), atol=1e-4, rtol=1e-4
+        )
 
 
 def test_no_gradient_flows_through_advantages() -> None:
-    rewards_PG = torch.tensor([[0.0, 1.0]], requires_grad=True)
-    assert not group_relative_advantages(rewards_PG, divide_by_std=True).requires_grad
-
-
-def test_flat_groups_are_those_without_any_difference() -> None:
-    assert flat_groups(torch.tensor([[1.0, 1.0], [1.0, 0.0]])).tolist() == [True, False]
-
-
-@pytest.mark.parametrize("shape", [(4,), (2, 1), (2, 2, 2)])
-def test_rewards_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"must be \[num_prompts, num_responses >= 2\]"):
-        group_relative_advantages(torch.zeros(shape), divide_by_std=True)
-
-
-def test_flat_rewards_are_compared_within_groups() -> None:
-    rewards_B = torch.tensor([0.0, 1.0, 5.0, 5.0])
-    advantages_B = grpo_advantages(rewards_B, num_responses=2, divide_by_std=False)
-    assert advantages_B.tolist() == [-0.5, 0.5, 0.0, 0.0]
-
-
-@pytest.mark.shows("4.18")
-def test_rows_that_do_not_divide_into_groups_are_refused() -> None:
-    with pytest.raises(ValueError, match="does not divide into groups of 3"):
-        grpo_advantages(torch.zeros(4), num_responses=3, divide_by_std=True)
+    rewards_B = torch.tensor([0.0, 1.0], requires_grad=True)
+    assert not grpo(rewards_B, torch.zeros(2).long()).requires_grad
 
 
 @pytest.mark.shows("4.17")

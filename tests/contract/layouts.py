@@ -14,7 +14,7 @@ from typing import Literal
 import pytest
 
 from tests.megatron.stand_ins import install
-from tests.tiny_models import Family
+from tests.tiny_models import DENSE, Family
 
 ByDay = Literal["all", "numbers", "steps", "nothing"]
 
@@ -139,7 +139,7 @@ ENGINES: dict[str, EngineUnderTest] = {
             ),
             _fsdp2("prefetch", num_prefetched_blocks=2, by_day="nothing"),
         ),
-        families=("qwen3", "qwen2", "llama"),
+        families=DENSE,
         prepare=_allow_compilation,
     ),
     "megatron": EngineUnderTest(

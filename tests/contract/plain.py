@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from hybridrl.config.actor import OptimizerConfig
 
 CLIP = 0.2
+RESPONSE_CLIP = 0.05
 
 
 class Plain:
@@ -82,16 +83,27 @@ class PlainPolicy(Plain):
         return torch.cat(logprobs), torch.cat(entropies)
 
     def update(
-        self, batch: Any, *, temperature: float, aggregation: str, entropy_coefficient: float
+        self,
+        batch: Any,
+        *,
+        temperature: float,
+        aggregation: str,
+        entropy_coefficient: float,
+        clips_responses: bool = False,
     ) -> tuple[float, float]:
-        """Take a step of PPO's clipped surrogate (arXiv:1707.06347, 7) with an entropy bonus."""
+        """Take a step of PPO's clipped surrogate (arXiv:1707.06347, 7) with an entropy bonus.
+
+        With ``clips_responses`` the ratio is GSPO's, of whole responses (arXiv:2507.18071).
+        """
         logprobs, entropies = self.score(batch, temperature=temperature)
         old = logprobs.detach()
         if batch.old_logprobs_BL is not None:
             old = batch.old_logprobs_BL.values()
-        ratio = (logprobs - old).exp()
-        gains = batch.advantages_BL.values()
-        surrogate = torch.minimum(ratio * gains, ratio.clamp(1 - CLIP, 1 + CLIP) * gains)
+        log_ratio, clip = logprobs - old, CLIP
+        if clips_responses:
+            log_ratio, clip = _means_of_rows(log_ratio, batch.response_mask_BL), RESPONSE_CLIP
+        ratio, gains = log_ratio.exp(), batch.advantages_BL.values()
+        surrogate = torch.minimum(ratio * gains, ratio.clamp(1 - clip, 1 + clip) * gains)
         weights = _token_weights(batch.response_mask_BL, aggregation)
         return self.step(-((surrogate + entropy_coefficient * entropies) * weights).sum())
 
@@ -121,11 +133,22 @@ class PlainCritic(Plain):
             values.append(torch.cat([torch.zeros(1), before]) * mask)
         return torch.cat(values)
 
-    def update(self, batch: Any) -> tuple[float, float]:
-        """Take a step on half the mean squared error over response tokens."""
-        mask = batch.response_mask_BL.values()
-        missed = (self.values(batch) - batch.returns_BL.values())[mask]
-        return self.step(missed.square().mean() / 2)
+    def update(self, batch: Any, *, aggregation: str) -> tuple[float, float]:
+        """Take a step on half the squared error of response tokens."""
+        missed = self.values(batch) - batch.returns_BL.values()
+        weights = _token_weights(batch.response_mask_BL, aggregation)
+        return self.step((missed.square() * weights).sum() / 2)
+
+
+def _means_of_rows(values: Tensor, mask_BL: Tensor) -> Tensor:
+    masks = mask_BL.unbind()
+    rows = values.split([len(mask) for mask in masks])
+    return torch.cat(
+        [
+            ((row * mask).sum() / mask.sum()).expand(len(mask))
+            for row, mask in zip(rows, masks, strict=True)
+        ]
+    )
 
 
 def _token_weights(mask_BL: Tensor, aggregation: str) -> Tensor:

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms import aggregate
+from hybridrl.algorithms.load import Part
 from hybridrl.batch import jagged_from, row_lengths
 from hybridrl.config.actor import ActorConfig
 from hybridrl.config.critic import CriticConfig
@@ -164,7 +166,7 @@ def take_step(
     metrics = engine.update(
         rows_of_rank(batch, engine, first),
         loss=loss,
-        aggregation=aggregation,
+        aggregation=Part.of(vars(aggregate)[aggregation]),
         temperature=0.9,
         max_response_tokens=8,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, AutoModelForTokenClassification
 
+from hybridrl.algorithms import aggregate
+from hybridrl.algorithms.load import Part
 from hybridrl.batch import CriticBatch, jagged_from, row_lengths
+from hybridrl.config.model import CRITIC_MODEL_TYPES
 from hybridrl.errors import DataError, PhaseError
 from hybridrl.metrics import Metrics
 from hybridrl.workers.train.critic_engine import CriticEngine
@@ -36,8 +39,25 @@ pytestmark = on_layouts(lambda engine: engine.has_critic)
 NUM_STEPS = 3
 
 
-def _teach(engine: CriticEngine, batch: CriticBatch, *, first: int = 8) -> Metrics:
-    return output_metrics(engine, engine.update(rows_of_rank(batch, engine, first)))
+@dataclass(frozen=True)
+class Case:
+    """A way to compute the same steps, and which steps those are."""
+
+    changes: dict[str, Any]
+    """Of the critic's configuration."""
+
+    first: int = 8
+    """Rows of the first of two data-parallel ranks, of twelve."""
+
+    aggregation: str = "token_mean"
+
+
+def _teach(
+    engine: CriticEngine, batch: CriticBatch, *, first: int = 8, aggregation: str = "token_mean"
+) -> Metrics:
+    weigh = Part.of(vars(aggregate)[aggregation])
+    rows = rows_of_rank(batch, engine, first)
+    return output_metrics(engine, engine.update(rows, aggregation=weigh))
 
 
 def _values(engine: CriticEngine, batch: Any) -> Tensor | None:
@@ -58,7 +78,7 @@ def test_new_critic_values_0_on_the_policys_body(
 ) -> None:
     families = {ranks.layout.family}
     if ranks.layout.family in ranks.engine.families:
-        families = set(ranks.engine.families)
+        families = set(ranks.engine.families) & set(CRITIC_MODEL_TYPES)
     for family in sorted(families):
         folder = make_model(ranks.layout, tie=tie, family=family)
         target = tmp_path / family
@@ -71,12 +91,13 @@ def test_new_critic_values_0_on_the_policys_body(
 
 
 def _train(
-    rank: Rank, folder: Path, target: Path, changes: dict[str, Any], first: int
+    rank: Rank, folder: Path, target: Path, case: Case
 ) -> tuple[list[Metrics], Tensor | None]:
-    engine = rank.critic(folder, replace(CRITIC, **changes))
+    engine = rank.critic(folder, replace(CRITIC, **case.changes))
     steps = []
     for seed in range(NUM_STEPS):
-        steps.append(_teach(engine, make_lessons(12, seed=seed, num_siblings=4), first=first))
+        lessons = make_lessons(12, seed=seed, num_siblings=4)
+        steps.append(_teach(engine, lessons, first=case.first, aggregation=case.aggregation))
         engine.compute_values(to_rollouts(make_rows(3)))  # must not disturb anything
     assert engine.num_updates == NUM_STEPS
     engine.export_hf(target)
@@ -85,31 +106,32 @@ def _train(
 
 @cache
 def _train_plainly(
-    folder: Path,
+    folder: Path, aggregation: str
 ) -> tuple[list[tuple[float, float]], dict[str, Tensor], Tensor]:
     model = PlainCritic(folder, OPTIMIZER)
     lessons = [make_lessons(12, seed=seed, num_siblings=4) for seed in range(NUM_STEPS)]
-    steps = [model.update(batch) for batch in lessons]
+    steps = [model.update(batch, aggregation=aggregation) for batch in lessons]
     with torch.no_grad():
         values = model.values(make_rows(6, seed=9, num_siblings=3))
     return steps, model.weights(), values
 
 
-CASES: dict[str, tuple[dict[str, Any], int]] = {
-    "one micro-batch": ({}, 8),
-    "many micro-batches": ({"max_tokens_per_microbatch": 25}, 8),
-    "a rank without rows": ({"max_tokens_per_microbatch": 1}, 12),
-    "activations computed again": ({"gradient_checkpointing": True}, 4),
+CASES = {
+    "one micro-batch": Case({}),
+    "many micro-batches": Case({"max_tokens_per_microbatch": 25}),
+    "a rank without rows": Case({"max_tokens_per_microbatch": 1}, first=12),
+    "activations computed again": Case({"gradient_checkpointing": True}, first=4),
+    "every response the same": Case({}, aggregation="sequence_mean_token_mean"),
 }
 
 
 @pytest.mark.shows("6.1")
-@pytest.mark.parametrize(("changes", "first"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_steps_and_values_are_those_of_the_plain_model(
-    ranks: RanksUnderTest, folder: Path, tmp_path: Path, changes: dict[str, Any], first: int
+    ranks: RanksUnderTest, folder: Path, tmp_path: Path, case: Case
 ) -> None:
-    expected, trained, values = _train_plainly(folder)
-    answers = ranks.run(_train, folder, tmp_path / "exported", changes, first)
+    expected, trained, values = _train_plainly(folder, case.aggregation)
+    answers = ranks.run(_train, folder, tmp_path / "exported", case)
     for step, (loss, norm) in enumerate(expected):
         metrics = merge_metrics([answer[0][step] for answer in answers])
         assert metrics["loss/value"] == pytest.approx(loss, rel=1e-5)

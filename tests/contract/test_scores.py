@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms.load import Part
+from hybridrl.algorithms.policy_losses.ppo import ppo_clip
 from hybridrl.batch import jagged_from, row_lengths
 from hybridrl.errors import DataError
 from hybridrl.workers.train.losses import PolicyGradientLoss
+from hybridrl.workers.train.model_engine import TOKEN_MEAN
 from hybridrl.workers.train.protocol import TrainState
 from tests.contract.layouts import on_layouts
 from tests.contract.plain import PlainPolicy
@@ -59,12 +62,28 @@ def test_logprobs_and_entropies_are_those_of_the_plain_model(
         torch.testing.assert_close(scored, column, atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("num_siblings", [1, 6])
+def test_families_score_as_transformers_beyond_their_windows(
+    ranks: RanksUnderTest, make_model: Any, num_siblings: int
+) -> None:
+    if ranks.layout.family not in ranks.engine.families:
+        pytest.skip("a layout for mixtures of experts")
+    batch = make_rows(12, num_siblings=num_siblings, seed=2)
+    for family in ranks.engine.families:
+        folder = make_model(ranks.layout, family=family)
+        answers = [answer for answer in ranks.run(_score, folder, batch) if answer is not None]
+        with torch.no_grad():
+            expected, _ = PlainPolicy(folder, OPTIMIZER).score(batch, temperature=0.7)
+        scored = torch.cat([logprobs for logprobs, _ in answers])
+        torch.testing.assert_close(scored, expected, atol=2e-5, rtol=0, msg=family)
+
+
 def _compare_with_itself(rank: Rank, folder: Path) -> Any:
     # Were old or reference log-probs mixed up between tokens, no distance would be 0.
     engine, batch = rank.policy(folder), make_rows(7)
     scored = engine.compute_logprobs(to_rollouts(batch), temperature=0.9).logprobs_BL
     batch.old_logprobs_BL = batch.reference_logprobs_BL = batch.sampler_logprobs_BL = scored
-    loss = PolicyGradientLoss(clip_low=0.2, clip_high=0.2, kl_coefficient=0.1)
+    loss = PolicyGradientLoss(policy_loss=Part.of(ppo_clip), kl_coefficient=0.1)
     return take_step(engine, batch, loss=loss)
 
 
@@ -127,8 +146,8 @@ def _refuse(rank: Rank, folder: Path) -> str:
     with pytest.raises(DataError, match="row 1 of the batch begins with a response token") as error:
         engine.update(
             batch,
-            loss=PolicyGradientLoss(clip_low=0.2, clip_high=0.2),
-            aggregation="token_mean",
+            loss=PolicyGradientLoss(policy_loss=Part.of(ppo_clip)),
+            aggregation=TOKEN_MEAN,
             temperature=1.0,
             max_response_tokens=8,
         )

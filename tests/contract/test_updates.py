@@ -11,11 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms.load import Part
+from hybridrl.algorithms.policy_losses.sequence import gspo
 from hybridrl.batch import TrainBatch, jagged_from, response_lengths, row_lengths
 from hybridrl.metrics import Metrics
+from hybridrl.workers.train.model_engine import TOKEN_MEAN
 from hybridrl.workers.train.optimizer import learning_rate
 from tests.contract.layouts import on_layouts
-from tests.contract.plain import PlainPolicy
+from tests.contract.plain import RESPONSE_CLIP, PlainPolicy
 from tests.contract.ranks_under_test import (
     Rank,
     RanksUnderTest,
@@ -56,6 +59,7 @@ class Case:
     """Rows of the first of two data-parallel ranks, of eleven."""
     aggregation: str = "token_mean"
     entropy_coefficient: float = 0.0
+    clips_responses: bool = False
     tie: bool = True
 
 
@@ -67,6 +71,11 @@ CASES = {
         config={"max_tokens_per_microbatch": 30, "gradient_checkpointing": True}
     ),
     "every response the same": Case(aggregation="sequence_mean_token_mean", tie=False),
+    "the ratio of whole responses": Case(
+        config={"max_tokens_per_microbatch": 30},
+        aggregation="sequence_mean_token_mean",
+        clips_responses=True,
+    ),
     "an entropy bonus": Case(
         config={"max_tokens_per_microbatch": 30}, entropy_coefficient=0.1, tie=False
     ),
@@ -100,7 +109,9 @@ class Training:
 
 
 @cache
-def _train_plainly(folder: Path, aggregation: str, entropy_coefficient: float) -> Training:
+def _train_plainly(
+    folder: Path, aggregation: str, entropy_coefficient: float, clips_responses: bool
+) -> Training:
     model = PlainPolicy(folder, OPTIMIZER)
     steps = [
         model.update(
@@ -108,6 +119,7 @@ def _train_plainly(folder: Path, aggregation: str, entropy_coefficient: float) -
             temperature=0.9,
             aggregation=aggregation,
             entropy_coefficient=entropy_coefficient,
+            clips_responses=clips_responses,
         )
         for batch in _lessons(folder)
     ]
@@ -122,6 +134,9 @@ def _train(
 ) -> tuple[list[Metrics], dict[str, Tensor], Tensor | None]:
     engine = rank.policy(folder, replace(ACTOR, **case.config))
     loss = replace(LOSS, entropy_coefficient=case.entropy_coefficient)
+    if case.clips_responses:
+        clip = {"clip_low": RESPONSE_CLIP, "clip_high": RESPONSE_CLIP}
+        loss = replace(loss, policy_loss=Part.of(gspo, **clip))
     steps = []
     for batch in lessons:
         rows = to_rollouts(rows_of_rank(batch, engine, case.first))
@@ -140,7 +155,7 @@ def test_two_steps_are_those_of_the_plain_model(
     ranks: RanksUnderTest, make_model: Any, case: Case
 ) -> None:
     folder = make_model(ranks.layout, tie=case.tie)
-    plain = _train_plainly(folder, case.aggregation, case.entropy_coefficient)
+    plain = _train_plainly(folder, case.aggregation, case.entropy_coefficient, case.clips_responses)
     answers = ranks.run(_train, folder, case, _lessons(folder))
     for step in range(NUM_STEPS):
         metrics = merge_metrics([answer[0][step] for answer in answers])
@@ -191,7 +206,7 @@ def _start_from_here(rank: Rank, folder: Path) -> Metrics:
     filled = batch.clone()
     filled.old_logprobs_BL = other.compute_logprobs(to_rollouts(batch), temperature=0.9).logprobs_BL
     settings: dict[str, Any] = {
-        "aggregation": "token_mean",
+        "aggregation": TOKEN_MEAN,
         "temperature": 0.9,
         "max_response_tokens": 8,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,20 @@ def test_between_microbatches_a_rank_of_64_keeps_2_gib_of_gradients_or_122(
     assert once.peak_bytes(phase(once, "update")) - every.peak_bytes(phase(every, "update")) > (
         100 * GIB
     )
+
+
+def test_last_gradients_are_a_share_and_the_root_twice(
+    large: tuple[str, ...],
+) -> None:
+    config = config_of(*EIGHT, *large)
+    model = architecture_of(config.model)
+    memory = ModelMemory(config, "actor", model, 0)
+    root = 2 * 151936 * 5120 + 5120
+    # A 64th of 32,762,123,264 numbers, and the root before and after its reduction, in float32.
+    assert memory.gradients_at_end == 4 * 511_908_176 + 2 * 4 * root
+    assert memory.embedding_gradient == 0
+    tied = ModelMemory(config, "actor", replace(model, is_tied=True), 0)
+    assert tied.embedding_gradient == 2 * 151936 * 5120
 
 
 def test_what_keeps_more_than_need_be_is_the_first_thing_to_change(

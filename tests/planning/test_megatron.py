@@ -77,6 +77,7 @@ def test_state_of_a_dense_model_on_one_rank(dense: tuple[str, ...]) -> None:
     assert memory.masters == 2_047_915_008  # 4 bytes, divided by 4 data-parallel ranks
     assert memory.optimizer == 6_143_745_024  # and 8 more
     assert memory.snapshot == 6_143_745_024
+    assert memory.gradients_at_end == 2 * 151936 // 4 * 4096  # of the embedding, the largest matrix
     assert memory_of(*dense, "actor.reduce_dtype=bfloat16").buffers == memory.weights
     frozen = memory_of(*dense, name="reference")
     assert (frozen.weights, frozen.buffers, frozen.optimizer) == (4_095_830_016, 0, 0)
@@ -107,6 +108,10 @@ def test_activations_of_a_dense_model_on_one_rank(dense: tuple[str, ...]) -> Non
     spread = pass_of(*dense, "megatron.sequence_parallel=false")
     assert spread.saved_by_block == 1000 * (layer + 3 * 16 * 4096 // 4)
     assert one.logits_forward == 12 * 400 * 151936 // 4
+    gradients = 151936 // 4 * 4096 * (4 + 2) + 400 * 4096 * 2  # of the embedding and its input
+    assert one.logits_backward == 12 * 400 * 151936 // 4 + gradients
+    with_entropy = pass_of(*dense, "algorithm.entropy_coefficient=0.01")
+    assert with_entropy.logits_backward == 20 * 400 * 151936 // 4 + gradients
 
 
 def test_state_of_a_model_with_experts_on_one_rank(sparse: tuple[str, ...]) -> None:

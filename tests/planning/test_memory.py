@@ -21,7 +21,7 @@ from hybridrl.planning.workload import Workload
 from hybridrl.workers.train.microbatcher import lay_out
 from hybridrl.workers.train.shards import build_model
 from tests.config.values import config_of
-from tests.tiny_models import Family, make_tiny_model
+from tests.tiny_models import DENSE, Family, make_tiny_model
 from tests.workers.train.critics import CRITIC
 from tests.workers.train.engines import ACTOR, CPU
 from tests.workers.train.lora_engines import with_lora
@@ -43,7 +43,7 @@ def part(plan: MemoryPlan, phase_name: str, name: str) -> int:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("family", DENSE)
 @pytest.mark.parametrize("siblings", [1, 4])
 def test_activations_are_what_autograd_keeps(
     family: Family, siblings: int, checkpointing: bool, tmp_path: Path

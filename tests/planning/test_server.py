@@ -48,6 +48,12 @@ def test_a_servers_graphs_are_there_while_it_is_awake(given: tuple[str, ...]) ->
     assert part(plan_of(*given, "rollout.cuda_graphs=false"), "generate", name) == 0
 
 
+def test_ranks_that_share_a_server_divide_its_weights(given: tuple[str, ...]) -> None:
+    one, two = (part(plan_of(*given, *more), "sync", "rollout weights") for more in ((), TP2))
+    assert one == 2 * 8_190_735_360
+    assert two == one // 2
+
+
 def test_a_pass_of_a_server_is_cut_over_its_ranks(given: tuple[str, ...]) -> None:
     one, two = (part(plan_of(*given, *more), "generate", "sampling") for more in ((), TP2))
     hidden, cut = 3 * 4096, 3 * 12288 + 2 * 4096 + 2 * 1024

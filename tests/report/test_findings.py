@@ -86,6 +86,11 @@ BAD: dict[str, dict[str, Curve | list[float]]] = {
         "reward__mean": lambda at: math.inf if at == 30 else rising(at),
     },
     "Responses could not be scored": {"reward__failed_fraction": lambda at: 0.05},
+    "All rewards are equal so far": {"reward__std": [0.0]},
+    "No response could be scored": {
+        "reward__std": [0.0, 0.0],
+        "reward__failed_fraction": [1.0, 1.0],
+    },
     "Many responses are cut off": {"rollout__truncated_fraction": lambda at: 0.3},
     "Requests were cut off": {"rollout__aborted_requests": lambda at: float(at == 3)},
     "Memory did not move": {"memory__noop_releases": lambda at: 3.0},
@@ -132,7 +137,7 @@ def test_no_rule_speaks_of_a_run_that_has_just_begun() -> None:
 
 
 def test_every_rule_has_an_example() -> None:
-    two_titles = 3  # of the reward, of equal rewards, and of skipped updates
+    two_titles = 4  # of the reward, of equal rewards, of the first ones, and of skipped updates
     error = 1
     assert len(BAD) - two_titles + error == len(RULES)
 

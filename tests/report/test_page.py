@@ -116,12 +116,13 @@ def test_the_head_answers_what_a_reader_asks_first(tmp_path: Path) -> None:
     starter += ", intermediate_size: 512, vocab_size: 512, max_position_embeddings: 128"
     starter += ", num_warmup_steps: 120, warmup_batch_size: 64, warmup_lr: 1e-3"
     config = (folder / "config.yaml").read_text()
-    config += f"model: {{path: null, starter: {{{starter}}}}}\nalgorithm: {{name: grpo}}\nseed: 7\n"
+    config += f"model: {{path: null, starter: {{{starter}}}}}\nseed: 7\n"
+    config += "algorithm: {advantage: grpo, policy_loss: gspo}\n"
     (folder / "config.yaml").write_text(config)
     try_machine(folder)
     lines = page_of(folder).texts
     facts = dict(itertools.pairwise(lines))
-    assert facts["algorithm"] == "grpo"
+    assert facts["algorithm"] == "grpo, gspo"
     assert facts["model"] == "the demo model, 1.67 M parameters"
     assert facts["learning rate"] == "0.0001"
     assert facts["seed"] == "7"

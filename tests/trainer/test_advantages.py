@@ -1,24 +1,32 @@
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from hybridrl.algorithms.gae import AdvantageEstimate
+from hybridrl.algorithms.advantages.gae import gae
+from hybridrl.algorithms.kl import k1
+from hybridrl.algorithms.load import Part
 from hybridrl.batch import LogprobBatch, RolloutBatch, jagged
-from hybridrl.config.algorithm import GAEConfig, KLConfig
 from hybridrl.errors import TrainingError
-from hybridrl.trainer.advantages import Generalized, describe_values
+from hybridrl.rewards.scorer import Scores
+from hybridrl.trainer.advantages import Advantages, Charges, Targets, describe_values
+from hybridrl.trainer.collect import Collected, ScoredRollouts
 
 MASK_BL = jagged([torch.tensor([False, True, True]), torch.tensor([False, True])])
 VALUES_BL = jagged([torch.tensor([0.0, 0.25, 0.5]), torch.tensor([0.0, 1.0])])
 REWARDS_B = torch.tensor([1.0, 0.5])
+NO_LOGPROBS = LogprobBatch(batch_size=[2])
+OLD_BL = jagged([torch.tensor([9.0, 0.0, 1.0]), torch.tensor([9.0, -1.0])])
+REFERENCE_BL = jagged([torch.zeros(3), torch.zeros(2)])
+LOGPROBS = LogprobBatch(old_logprobs_BL=OLD_BL, reference_logprobs_BL=REFERENCE_BL, batch_size=[2])
 
 
-def make_rollouts() -> RolloutBatch:
+def collected() -> Collected:
     zeros_B = torch.zeros(2, dtype=torch.int64)
-    return RolloutBatch(
+    rollouts = RolloutBatch(
         token_ids_BL=jagged([torch.arange(3), torch.arange(2)]),
         response_mask_BL=MASK_BL,
         sampler_logprobs_BL=VALUES_BL,
@@ -27,47 +35,96 @@ def make_rollouts() -> RolloutBatch:
         is_truncated_B=torch.tensor([True, False]),
         batch_size=[2],
     )
-
-
-def generalized(
-    placement: Literal["none", "reward"] = "none", *, whiten: bool = False
-) -> Generalized:
-    return Generalized(
-        gae=GAEConfig(gamma=1.0, lam=1.0, whiten=whiten),
-        kl=KLConfig(placement=placement, estimator="k1", coefficient=0.5),
+    no_task: Any = None
+    scores = Scores(
+        ("exact",), torch.ones(1), REWARDS_B[:, None], torch.zeros(2, 1, dtype=torch.bool)
     )
+    return Collected.of(ScoredRollouts(no_task, rollouts, scores))
+
+
+def targets_of(
+    part: Part,
+    logprobs: LogprobBatch = NO_LOGPROBS,
+    *,
+    kl: float = 0.0,
+    soft_overlong_tokens: int = 0,
+    values_BL: Tensor | None = None,
+) -> Targets:
+    charges = Charges(
+        kl_estimator=Part.of(k1) if kl else None,
+        soft_overlong_tokens=soft_overlong_tokens,
+        max_response_tokens=2,
+    )
+    advantages = Advantages(part=part, charges=charges)
+    return advantages(collected(), logprobs, kl=kl, values_BL=values_BL)
+
+
+def rewards_of_rows(rewards_B: Tensor) -> Tensor:
+    return rewards_B
+
+
+def rewards_of_tokens(rewards_BL: Tensor) -> Tensor:
+    return rewards_BL
+
+
+def total(rewards_B: Tensor) -> Tensor:
+    return rewards_B.sum()
+
+
+def valued(values_BL: Tensor) -> Tensor:
+    return values_BL
+
+
+PLAIN_GAE = Part.of(gae, lam=1.0, whiten=False)
 
 
 def test_a_reward_comes_at_the_end_and_values_are_subtracted() -> None:
-    estimate = generalized()(REWARDS_B, make_rollouts(), LogprobBatch(batch_size=[2]), VALUES_BL)
-    assert estimate.advantages_BL.values().tolist() == [0.0, 0.75, 0.5, 0.0, -0.5]
-    assert estimate.returns_BL.values().tolist() == [0.0, 1.0, 1.0, 0.0, 0.5]
+    targets = targets_of(PLAIN_GAE, values_BL=VALUES_BL)
+    assert targets.returns_BL is not None
+    assert targets.advantages_BL.values().tolist() == [0.0, 0.75, 0.5, 0.0, -0.5]
+    assert targets.returns_BL.values().tolist() == [0.0, 1.0, 1.0, 0.0, 0.5]
+
+
+def test_one_number_a_row_is_given_to_its_response_tokens() -> None:
+    advantages_BL = targets_of(Part.of(rewards_of_rows)).advantages_BL
+    assert advantages_BL.values().tolist() == [0.0, 1.0, 1.0, 0.0, 0.5]
 
 
 def test_kl_charge_falls_on_the_token_that_moved() -> None:
-    reference_BL = jagged([torch.zeros(3), torch.zeros(2)])
-    old_BL = jagged([torch.tensor([9.0, 0.0, 1.0]), torch.tensor([9.0, -1.0])])
-    logprobs = LogprobBatch(
-        old_logprobs_BL=old_BL, reference_logprobs_BL=reference_BL, batch_size=[2]
-    )
-    estimate = generalized("reward")(REWARDS_B, make_rollouts(), logprobs, VALUES_BL)
-    # Half of (0, 1) and of -1: the first token's return holds what the second one pays.
-    assert estimate.returns_BL.values().tolist() == [0.0, 0.5, 0.5, 0.0, 1.0]
+    targets = targets_of(Part.of(rewards_of_tokens), LOGPROBS, kl=0.5)
+    # Half of (0, 1) and of -1, off a reward that comes with the last token.
+    assert targets.advantages_BL.values().tolist() == [0.0, 0.0, 0.5, 0.0, 1.0]
+    assert targets.charged["reward/kl_charge/mean"].value == 0.0
+    assert targets.charged["reward/kl_nats/mean"].value == 0.0
+    rows = targets_of(Part.of(rewards_of_rows), LOGPROBS, kl=0.5)
+    assert rows.advantages_BL.values().tolist() == [0.0, 0.5, 0.5, 0.0, 1.0]
+
+
+def test_a_response_near_the_limit_pays_before_it_is_compared() -> None:
+    targets = targets_of(Part.of(rewards_of_rows), soft_overlong_tokens=2)
+    # Of at most 2 tokens the last 2 cost 1/2 each.
+    assert targets.advantages_BL.values().tolist() == [0.0, 0.0, 0.0, 0.0, 0.0]
+    assert targets.charged["reward/overlong_penalty/mean"].value == 0.75
 
 
 def test_a_charge_without_log_probs_is_refused() -> None:
     with pytest.raises(TrainingError, match=r"set algorithm\.old_logprobs=recompute"):
-        generalized("reward")(REWARDS_B, make_rollouts(), LogprobBatch(batch_size=[2]), VALUES_BL)
+        targets_of(Part.of(rewards_of_rows), kl=0.5)
 
 
-def test_whitening_changes_advantages_and_never_the_returns() -> None:
-    logprobs = LogprobBatch(batch_size=[2])
-    plain = generalized()(REWARDS_B, make_rollouts(), logprobs, VALUES_BL)
-    white = generalized(whiten=True)(REWARDS_B, make_rollouts(), logprobs, VALUES_BL)
-    assert torch.equal(plain.returns_BL.values(), white.returns_BL.values())
-    chosen = white.advantages_BL.values()[MASK_BL.values()]
-    assert float(chosen.mean()) == pytest.approx(0.0, abs=1e-6)
-    assert float(chosen.std()) == pytest.approx(1.0, abs=1e-5)
+@pytest.mark.parametrize(
+    ("part", "values_BL", "message"),
+    [
+        (Part.of(total), None, r"total returned \[\]; return one number for each of 2 responses"),
+        (Part.of(valued), None, "valued reads values_BL, and there is none"),
+        (Part.of(valued), VALUES_BL, "must return an AdvantageEstimate"),
+    ],
+)
+def test_a_part_that_returns_no_advantages_is_named(
+    part: Part, values_BL: Tensor | None, message: str
+) -> None:
+    with pytest.raises(TrainingError, match=message):
+        targets_of(part, values_BL=values_BL)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +137,7 @@ def test_explained_variance_of_perfect_and_constant_values(
     returns_BL = jagged([torch.tensor([99.0, 1.0, 2.0]), torch.tensor([99.0, 6.0])])
     first, second, third = values
     values_BL = jagged([torch.tensor([0.0, first, second]), torch.tensor([0.0, third])])
-    metrics = describe_values(AdvantageEstimate(returns_BL, returns_BL), values_BL, MASK_BL)
+    metrics = describe_values(returns_BL, values_BL, MASK_BL)
     if explained >= 0:
         assert metrics["critic/explained_variance"].value == pytest.approx(explained)
     else:
@@ -90,5 +147,5 @@ def test_explained_variance_of_perfect_and_constant_values(
 
 def test_equal_returns_have_no_variance_to_explain() -> None:
     returns_BL = jagged([torch.ones(3), torch.ones(2)])
-    metrics = describe_values(AdvantageEstimate(returns_BL, returns_BL), VALUES_BL, MASK_BL)
+    metrics = describe_values(returns_BL, VALUES_BL, MASK_BL)
     assert set(metrics) == {"critic/value/mean", "critic/return/mean"}

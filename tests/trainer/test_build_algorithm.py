@@ -5,7 +5,8 @@ from typing import Any, cast
 import pytest
 
 from hybridrl.batch import row_lengths
-from hybridrl.trainer.build_algorithm import Parts, build_group_relative
+from hybridrl.trainer.build_algorithm import Ingredients, build_policy_optimization
+from hybridrl.trainer.train_batch import balance
 from hybridrl.workers.train.microbatch import balance_over_ranks
 from tests.config.values import config_of
 from tests.workers.train.engines import make_rows
@@ -26,10 +27,18 @@ def test_rows_are_balanced_over_data_parallel_ranks(
     overrides: tuple[str, ...], num_groups: int
 ) -> None:
     config = config_of(*FOUR_RANKS, *overrides)
-    parts = Parts(policy=NOTHING, sampling=NOTHING, reward=NOTHING, on_phase=lambda _: None)
-    step = build_group_relative(config, parts)
+    given = Ingredients(
+        policy=NOTHING,
+        sampling=NOTHING,
+        reward=NOTHING,
+        kl=NOTHING,
+        draw=NOTHING,
+        on_phase=lambda _: None,
+    )
+    batches = build_policy_optimization(config, given).build_batch
     rows = make_rows(32, max_half=30)
     lengths = row_lengths(rows.token_ids_BL).tolist()
     expected = balance_over_ranks(lengths, dp_size=num_groups, num_minibatches=1)
-    arranged = row_lengths(step.balance(rows).token_ids_BL).tolist()
+    ordered = balance(rows, dp_size=batches.dp_size, num_minibatches=batches.num_minibatches)
+    arranged = row_lengths(ordered.token_ids_BL).tolist()
     assert arranged == [lengths[row] for row in expected]

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridrl.batch import LogprobBatch, RolloutBatch
+from hybridrl.batch import RolloutBatch
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import DriftError
 from hybridrl.metrics import Sum
-from hybridrl.trainer.step import build_train_batch
+from hybridrl.trainer.train_batch import build_train_batch
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.rollout.assemble import assemble_rollouts, require_known_tokens
 from hybridrl.workers.rollout.embedded.tensor_memory import checksum
@@ -81,8 +81,8 @@ def _sample(worker: ActorRolloutWorker) -> RolloutBatch:
 
 def _learn(worker: ActorRolloutWorker, rollouts: RolloutBatch) -> None:
     advantages_BL = torch.ones_like(rollouts.sampler_logprobs_BL)
-    batch_size = [len(rollouts)]
-    worker.update(build_train_batch(rollouts, LogprobBatch(batch_size=batch_size), advantages_BL))
+    batch = build_train_batch(rollouts, worker.compute_logprobs(rollouts), advantages_BL)
+    worker.update(batch, kl_coefficient=0.0)
 
 
 def _sample_from_wrong_weights(worker: ActorRolloutWorker) -> RolloutBatch:
@@ -105,7 +105,12 @@ def _learn_every_second_step(rank: int, folder: Path, config: ExperimentConfig) 
 
 @pytest.mark.shows("1.18")
 def test_nothing_is_learned_from_an_engine_with_a_wrong_weight(tmp_path: Path) -> None:
-    config = config_of("rollout.sleep=false", "rollout.max_response_tokens=6", "data.max_digits=4")
+    config = config_of(
+        "rollout.sleep=false",
+        "rollout.max_response_tokens=6",
+        "data.max_digits=4",
+        *("algorithm.num_epochs=2", "algorithm.old_logprobs=recompute"),  # two updates a step
+    )
     rollout = replace(
         config.rollout, canary_every_steps=2, canary_max_drift_nats=0.01, stage_timeout_s=30.0
     )

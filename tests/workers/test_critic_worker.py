@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from hybridrl.algorithms.advantages.gae import gae
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.errors import PhaseError
 from hybridrl.single_controller import Worker
-from hybridrl.trainer.advantages import Generalized
-from hybridrl.trainer.step import build_critic_batch
+from hybridrl.trainer.advantages import Targets
+from hybridrl.trainer.train_batch import build_critic_batch
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.train.protocol import TrainState
@@ -57,10 +58,10 @@ def _three_cycles(rank: int, folder: Path, config: ExperimentConfig) -> None:
         assert bool(engine.resident_bytes(TrainState.OPTIMIZER)) == (cycle > 0)
         values_BL = critic.compute_values(rollouts).values_BL
         assert bool(values_BL.values().any()) == (cycle > 0)
-        estimate = Generalized(gae=config.algorithm.gae, kl=config.algorithm.kl)(
-            torch.ones(len(rollouts)), rollouts, actor.compute_logprobs(rollouts), values_BL
-        )
-        metrics = critic.update(build_critic_batch(rollouts, values_BL, estimate))
+        rewards_BL = torch.ones_like(values_BL)
+        estimate = gae(rewards_BL, values_BL, rollouts.response_mask_BL)
+        targets = Targets(estimate.advantages_BL, estimate.returns_BL, charged={})
+        metrics = critic.update(build_critic_batch(rollouts, values_BL, targets))
         assert metrics.get("critic/updates", metrics["critic/lr"]).value > 0
         assert {"time/critic_values_s", "time/critic_update_s"} <= set(metrics)
         peaks = {f"memory/{name}_peak_bytes/max" for name in ("sync", "values", "critic_update")}

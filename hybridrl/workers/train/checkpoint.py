@@ -97,6 +97,18 @@ def load(engine: LearningEngine, folder: Path, *, rank: int, world_size: int) ->
     return notes
 
 
+def load_weights(engine: LearningEngine, folder: Path) -> None:
+    """Fill the parameters that learn from the files of all ranks, and no moments.
+
+    Raises:
+        CheckpointError: the files belong to another model, or are incomplete.
+    """
+    with ShardReader(folder) as reader:
+        engine.begin_restore(num_updates=0)
+        reader.fill(engine.checkpoint_tensors(), allows_more=True)
+        engine.end_restore()
+
+
 def file_name(*, rank: int, world_size: int) -> str:
     """Return the name of a rank's file."""
     return f"rank-{rank:05}-of-{world_size:05}.safetensors"

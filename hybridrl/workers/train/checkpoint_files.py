@@ -174,13 +174,19 @@ class ShardReader:
     def __exit__(self, *_: object) -> None:
         self._opened.close()
 
-    def fill(self, tensors: Mapping[str, CheckpointTensor]) -> None:
+    def fill(self, tensors: Mapping[str, CheckpointTensor], *, allows_more: bool = False) -> None:
         """Fill this rank's shards of each tensor, however the writers had sharded it.
+
+        Args:
+            tensors: to fill, by name.
+            allows_more: the files may hold further tensors, which are not read.
 
         Raises:
             CheckpointError: names or shapes differ, or no file has some of the values.
         """
-        self._check_names({name: _full_shape(tensor) for name, tensor in tensors.items()})
+        wanted = {name: _full_shape(tensor) for name, tensor in tensors.items()}
+        saved = {n: s for n, s in self.shapes.items() if n in wanted or not allows_more}
+        self._check_names(wanted, saved)
         for name, tensor in tensors.items():
             for _, shard in shards_of(name, tensor):
                 self._fill(name, shard)
@@ -206,8 +212,9 @@ class ShardReader:
                 "rank needs; a file is missing. Resume from another checkpoint"
             )
 
-    def _check_names(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
-        saved = self.shapes
+    def _check_names(
+        self, wanted: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]
+    ) -> None:
         reshaped = [
             f"{name} is {list(saved[name])} in the checkpoint and {list(wanted[name])} in the model"
             for name in sorted(wanted.keys() & saved.keys())

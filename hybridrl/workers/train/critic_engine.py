@@ -8,13 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from hybridrl.algorithms.load import Part
 from hybridrl.algorithms.value_loss import clipped_value_loss
 from hybridrl.batch import CriticBatch, RolloutBatch, ValueBatch
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.models.packed_model import PackedTokens
 from hybridrl.workers.train.backend import Backend, Output
 from hybridrl.workers.train.microbatcher import MicroBatch
-from hybridrl.workers.train.model_engine import ModelEngine
+from hybridrl.workers.train.model_engine import TOKEN_MEAN, ModelEngine
 from hybridrl.workers.train.protocol import TrainState
 
 
@@ -36,8 +37,13 @@ class CriticEngine(ModelEngine):
         [values_BL] = self._compute_columns(rows, _compute, num_columns=1)
         return ValueBatch(values_BL=values_BL, batch_size=rows.batch_size)
 
-    def update(self, batch: CriticBatch) -> Metrics:
-        """Take one optimizer step on the mean loss over all ranks' response tokens, or skip it."""
+    def update(
+        self, batch: CriticBatch, *, aggregation: Part = TOKEN_MEAN, max_response_tokens: int = 1
+    ) -> Metrics:
+        """Take one optimizer step on the loss of all ranks' response tokens, or skip it.
+
+        For ``aggregation`` and its ``max_response_tokens`` see ``algorithms/aggregate.py``.
+        """
 
         def weighted_loss(
             microbatch: MicroBatch, output: Output, weights_S: Tensor
@@ -50,7 +56,13 @@ class CriticEngine(ModelEngine):
                 value_clip=self._value_clip,
             )
 
-        return self._take_step(batch, _compute, weighted_loss)
+        return self._take_step(
+            batch,
+            _compute,
+            weighted_loss,
+            aggregation=aggregation,
+            max_response_tokens=max_response_tokens,
+        )
 
 
 def _compute(model: nn.Module, tokens: PackedTokens) -> Tensor:

@@ -6,31 +6,34 @@ Legend: T packed response tokens of one micro-batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.kl import estimate_kl
-from hybridrl.algorithms.policy_loss import ClippedSurrogate, clipped_surrogate
-from hybridrl.algorithms.rollout_correction import truncated_importance_weights
-from hybridrl.errors import DriftError
+from hybridrl.algorithms.kl import KLGradient, k3, kl_penalty
+from hybridrl.algorithms.load import Part
+from hybridrl.algorithms.policy_losses.result import PolicyLoss, clamped_log_ratio
+from hybridrl.algorithms.rollout_correction import SamplerCorrection
+from hybridrl.errors import DriftError, TrainingError
 from hybridrl.metrics import Max, Mean, Metrics
 from hybridrl.workers.train.protocol import TokenLossInputs
+
+_K3 = Part.of(k3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyGradientLoss:
-    """Clipped surrogate, with optional KL penalty, entropy bonus and correction for the sampler."""
+    """A policy loss, with optional KL penalty, entropy bonus and correction for the sampler."""
 
-    clip_low: float
-    """In (0, 1)."""
+    policy_loss: Part
+    """Of ``algorithms/policy_losses``."""
 
-    clip_high: float
-    """> 0."""
+    kl_estimator: Part = _K3
+    """Of ``algorithms/kl.py``."""
 
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """See ``algorithms/kl.py``: as a loss, k2 has the true KL gradient, k1 none."""
+    kl_gradient: KLGradient = "value"
+    """See ``algorithms/kl.py``."""
 
     kl_coefficient: float = 0.0
     """Weight of the KL penalty; 0 only measures the KL, if there is a reference."""
@@ -38,8 +41,16 @@ class PolicyGradientLoss:
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus."""
 
-    sampler_ratio_cap: float = 0.0
-    """Cap of the importance weight between trainer and rollout engine; 0 is off."""
+    token_mask: Part | None = None
+    """Leaves tokens out of the policy's term; see ``algorithms/token_masks.py``."""
+
+    correction: Part | None = None
+    """Weighs tokens that trainer and sampler find unequally likely, by the update's own log-probs.
+    Where old ones were computed before, the batch has the weights."""
+
+    is_old_the_sampler: bool = False
+    """Whether the old log-probs are the sampler's (bypass mode), so that only the current ones
+    measure the distance of trainer and sampler."""
 
     max_drift_nats: float | None = None
     """Largest mean distance of trainer's and sampler's log-probs in a micro-batch; None is off."""
@@ -57,20 +68,18 @@ class PolicyGradientLoss:
         Raises:
             ValueError: a KL penalty without reference log-probs.
             DriftError: the responses were sampled by another policy than the trainer's.
+            TrainingError: a part raised, or returned another number of losses than tokens.
         """
-        surrogate = clipped_surrogate(
-            inputs.current_logprobs_T,
-            old_logprobs_T=inputs.old_logprobs_T,
-            advantages_T=inputs.advantages_T,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-        )
-        means, maxima = _describe(inputs, surrogate)
+        surrogate = self._surrogate(inputs)
+        trainer = inputs.current_logprobs_T if self.is_old_the_sampler else inputs.old_logprobs_T
+        means, maxima = _describe(inputs, surrogate, trainer_logprobs_T=trainer.detach())
         losses_T = surrogate.losses_T
-        if self.sampler_ratio_cap:
-            sampler_weights_T = truncated_importance_weights(
-                inputs.old_logprobs_T, inputs.sampler_logprobs_T, cap=self.sampler_ratio_cap
-            )
+        if self.token_mask is not None:
+            keep_T = self._call(self.token_mask, inputs)
+            losses_T = torch.where(keep_T, losses_T, 0.0)
+            means["policy/masked_token_fraction"] = 1 - keep_T.float().mean()
+        sampler_weights_T = self._sampler_weights(inputs)
+        if sampler_weights_T is not None:
             losses_T = losses_T * sampler_weights_T
             means["policy/sampler_weight/mean"] = sampler_weights_T.mean()
         shares = {"loss/policy": (losses_T * inputs.weights_T).sum()}
@@ -86,14 +95,53 @@ class PolicyGradientLoss:
             _require_same_policy(metrics, self.max_drift_nats)
         return loss, metrics
 
+    def _call(self, part: Part, inputs: TokenLossInputs) -> Any:  # noqa: ANN401 - by the part
+        return part(
+            current_logprobs_T=inputs.current_logprobs_T,
+            old_logprobs_T=inputs.old_logprobs_T,
+            sampler_logprobs_T=inputs.sampler_logprobs_T,
+            advantages_T=inputs.advantages_T,
+            entropy_T=inputs.entropy_T.detach(),
+            rows=inputs.rows,
+        )
+
+    def _surrogate(self, inputs: TokenLossInputs) -> PolicyLoss:
+        result = self._call(self.policy_loss, inputs)
+        losses_T = result.losses_T if isinstance(result, PolicyLoss) else result
+        if not isinstance(losses_T, Tensor) or losses_T.shape != inputs.advantages_T.shape:
+            shape = list(losses_T.shape) if isinstance(losses_T, Tensor) else type(losses_T)
+            raise TrainingError(
+                f"{self.policy_loss.key}={self.policy_loss.spelled} returned {shape}; return the "
+                f"loss of each of {len(inputs.advantages_T)} tokens"
+            )
+        if isinstance(result, PolicyLoss):
+            return result
+        log_ratio_T = clamped_log_ratio(inputs.current_logprobs_T, inputs.old_logprobs_T)
+        unclipped_T = torch.zeros_like(losses_T, dtype=torch.bool)
+        return PolicyLoss(losses_T, log_ratio_T.detach().exp(), unclipped_T, unclipped_T)
+
+    def _sampler_weights(self, inputs: TokenLossInputs) -> Tensor | None:
+        if inputs.sampler_weights_T is not None or self.correction is None:
+            return inputs.sampler_weights_T
+        correction: SamplerCorrection = self.correction(
+            old_logprobs_T=inputs.current_logprobs_T.detach(),
+            sampler_logprobs_T=inputs.sampler_logprobs_T,
+            rows=inputs.rows,
+        )
+        return correction.weights_T
+
     def _kl_to_reference(self, inputs: TokenLossInputs) -> Tensor:
         if inputs.reference_logprobs_T is None:
             raise ValueError(
                 f"kl_coefficient={self.kl_coefficient}, but the batch has no reference log-probs; "
                 "set algorithm.kl.placement=none, or let compute_logprobs fill them"
             )
-        return estimate_kl(
-            inputs.current_logprobs_T, inputs.reference_logprobs_T, estimator=self.kl_estimator
+        return kl_penalty(
+            inputs.current_logprobs_T,
+            inputs.old_logprobs_T,
+            inputs.reference_logprobs_T,
+            estimator=self.kl_estimator,
+            gradient=self.kl_gradient,
         )
 
 
@@ -114,28 +162,33 @@ class SupervisedLoss:
 
 @torch.no_grad()
 def _describe(
-    inputs: TokenLossInputs, surrogate: ClippedSurrogate
+    inputs: TokenLossInputs, surrogate: PolicyLoss, *, trainer_logprobs_T: Tensor
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Measure the change of the policy: scalars to average, and scalars whose maximum counts."""
     current_T, old_T = inputs.current_logprobs_T, inputs.old_logprobs_T
-    mismatch_T = (old_T - inputs.sampler_logprobs_T).abs()
+    mismatch_T = (trainer_logprobs_T - inputs.sampler_logprobs_T).abs()
+    if not len(current_T):
+        return {}, {}
+    sampler_ratio_T = clamped_log_ratio(trainer_logprobs_T, inputs.sampler_logprobs_T).exp()
     means = {
         "policy/entropy_nats/mean": inputs.entropy_T.mean(),
         "policy/clip_low_fraction": surrogate.is_clipped_low_T.float().mean(),
         "policy/clip_high_fraction": surrogate.is_clipped_high_T.float().mean(),
         "policy/ratio/mean": surrogate.ratio_T.mean(),
         # Drawn from the old policy, so this is KL(old || current).
-        "policy/kl_to_old_nats/mean": estimate_kl(old_T, current_T, estimator="k3").mean(),
+        "policy/kl_to_old_nats/mean": k3(old_T, current_T).mean(),
         "policy/sampler_mismatch_nats/mean": mismatch_T.mean(),
+        "policy/sampler_kl_nats/mean": k3(inputs.sampler_logprobs_T, trainer_logprobs_T).mean(),
+        "policy/sampler_ratio/mean": sampler_ratio_T.mean(),
+        "policy/sampler_chi_square/mean": sampler_ratio_T.square().mean() - 1,
     }
     if inputs.reference_logprobs_T is not None:
-        kl_T = estimate_kl(current_T, inputs.reference_logprobs_T, estimator="k3")
+        kl_T = k3(current_T, inputs.reference_logprobs_T)
         means["policy/kl_to_reference_nats/mean"] = kl_T.mean()
-    if not len(current_T):
-        return means, {}
     return means, {
         "policy/ratio/max": surrogate.ratio_T.max(),
         "policy/sampler_mismatch_nats/max": mismatch_T.max(),
+        "policy/sampler_ratio/max": sampler_ratio_T.max(),
     }
 
 

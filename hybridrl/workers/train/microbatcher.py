@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hybridrl.algorithms.token_rows import TokenRows
 from hybridrl.batch import response_lengths, row_lengths
 from hybridrl.errors import DataError
 from hybridrl.models.packed import AttentionKernel, PackLayout, Segment, build_layout
@@ -33,9 +34,8 @@ class MicroBatch:
 
     tokens: PackedTokens  # on the device
     token_index_S: Tensor  # int64, on the host: each scored token among the batch's flat values
-    row_S: Tensor  # int64, on the host: the row b of each scored token
+    rows: TokenRows  # of scored tokens, numbered as in the batch, on the device
     num_tokens: int  # without padding, on all ranks that share the micro-batch; 0 in a dummy one
-    num_scored: int  # on all of these ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +211,7 @@ def lay_out(rows: BatchRows, numbers: Sequence[int], batcher: MicroBatcher) -> M
     """
     packed = _pack(rows, numbers, batcher) if numbers else _DUMMY
     num_tokens, num_scored = len(packed.index_T) if numbers else 0, len(packed.token_index_S)
+    lengths_B = packed.row_S.bincount(minlength=len(rows.response_lengths_B))
     packed, num_missing, layout = _take_share(packed, batcher)
     experts_TJK = None
     if rows.experts_NJK is not None:
@@ -228,7 +229,13 @@ def lay_out(rows: BatchRows, numbers: Sequence[int], batcher: MicroBatcher) -> M
         num_row_tokens=num_tokens,
         experts_TJK=experts_TJK,
     )
-    return MicroBatch(tokens, packed.token_index_S, packed.row_S, num_tokens, num_scored)
+    token_rows = TokenRows(
+        packed.row_S.to(device),
+        lengths_B.to(device),
+        num_scored,
+        gather=None if batcher.share is None else batcher.share.gather,
+    )
+    return MicroBatch(tokens, packed.token_index_S, token_rows, num_tokens)
 
 
 @dataclass(frozen=True, slots=True)

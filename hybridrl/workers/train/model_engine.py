@@ -6,12 +6,15 @@ Legend: B rows of a batch, L tokens of a row, S scored (response) tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
-from hybridrl.algorithms.aggregate import token_weights
+from hybridrl.algorithms.aggregate import token_mean
+from hybridrl.algorithms.load import Part
 from hybridrl.batch import jagged_from, row_lengths
 from hybridrl.errors import PhaseError
 from hybridrl.metrics import Last, Max, Metrics, Sum, merge
@@ -27,6 +30,21 @@ from hybridrl.workers.train.shard_spec import CheckpointTensor
 WeightedLoss: TypeAlias = Callable[[MicroBatch, Output, Tensor], tuple[Tensor, Metrics]]
 """From a micro-batch, its output and the weight of each scored token [S] in the global loss, to the
 micro-batch's share of that loss and metrics."""
+
+
+TOKEN_MEAN = Part.of(token_mean)
+"""Each token of an optimizer step weighs the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSizes:
+    """The group of each row: all rows of the step that answer its prompt."""
+
+    tokens_B: Tensor
+    """int64, response tokens of the group."""
+
+    rows_B: Tensor
+    """int64, rows of the group with response tokens; 0 for a row that has none."""
 
 
 class ModelEngine:
@@ -150,8 +168,9 @@ class ModelEngine:
         compute: Compute,
         weighted_loss: WeightedLoss,
         *,
-        aggregation: str = "token_mean",
+        aggregation: Part = TOKEN_MEAN,
         max_response_tokens: int = 1,
+        groups: GroupSizes | None = None,
     ) -> Metrics:
         """Take one optimizer step on the union of all ranks' rows, or skip it.
 
@@ -164,28 +183,34 @@ class ModelEngine:
             weighted_loss: computes the loss of an output.
             aggregation: of token losses; see ``algorithms/aggregate.py``.
             max_response_tokens: the fixed length of one of the aggregations.
+            groups: of the rows, for an aggregation over prompts.
         """
         self._require("update()", *TrainState)
         microbatches = self.backend.microbatches(batch)
         response_lengths_B = microbatches.response_lengths_B
-        own_counts = [int(response_lengths_B.sum()), len(response_lengths_B)]
+        own_counts = [int(response_lengths_B.sum()), int(response_lengths_B.count_nonzero())]
         num_tokens, num_rows = self.backend.data_ranks.gather(own_counts).sum(dim=0).tolist()
-        weights_B = token_weights(
-            response_lengths_B,
-            aggregation=aggregation,
+        weights_B = aggregation(
+            response_lengths_B=response_lengths_B,
             num_tokens_global=num_tokens,
             num_sequences_global=num_rows,
             max_response_tokens=max_response_tokens,
-        )
+            group_tokens_B=None if groups is None else groups.tokens_B,
+            num_prompts_global=None if groups is None else self._count_prompts(groups),
+        ).to(self.backend.device)
 
         def loss_of(microbatch: MicroBatch, output: Output) -> tuple[Tensor, Metrics]:
-            weights_S = weights_B[microbatch.row_S].to(self.backend.device)
-            return weighted_loss(microbatch, output, weights_S)
+            return weighted_loss(microbatch, output, microbatch.rows.spread(weights_B))
 
         outcome = self.backend.train_step(microbatches, compute, loss_of)
         counts = self.is_output_rank and self.dp_rank == 0
         of_step = step_metrics(outcome.result, area=self._area, counts=counts)
         return merge([outcome.loss_metrics, self._model_metrics(outcome.model_metrics) | of_step])
+
+    def _count_prompts(self, groups: GroupSizes) -> float:
+        """Return the prompts of all ranks' rows; a part of a prompt's rows counts as that part."""
+        shares_B = torch.where(groups.rows_B > 0, 1 / groups.rows_B.double(), 0.0)
+        return float(self.backend.data_ranks.sum(shares_B.sum().to(self.backend.device)))
 
     def _model_metrics(self, _metrics: Metrics) -> Metrics:
         """Return the model's own metrics; a role that reports them overrides this."""

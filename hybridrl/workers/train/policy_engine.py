@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from hybridrl.algorithms.load import Part
 from hybridrl.batch import (
     RolloutBatch,
     ScoreBatch,
@@ -28,7 +29,7 @@ from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import write_adapter_folder
 from hybridrl.workers.train.losses import SupervisedLoss
 from hybridrl.workers.train.microbatcher import MicroBatch
-from hybridrl.workers.train.model_engine import ModelEngine
+from hybridrl.workers.train.model_engine import TOKEN_MEAN, GroupSizes, ModelEngine
 from hybridrl.workers.train.protocol import (
     TokenLoss,
     TokenLossInputs,
@@ -84,7 +85,7 @@ class PolicyEngine(ModelEngine):
         batch: TrainBatch,
         *,
         loss: TokenLoss,
-        aggregation: str,
+        aggregation: Part,
         temperature: float,
         max_response_tokens: int,
     ) -> Metrics:
@@ -119,6 +120,7 @@ class PolicyEngine(ModelEngine):
             weighted_loss,
             aggregation=aggregation,
             max_response_tokens=max_response_tokens,
+            groups=group_sizes(batch),
         )
 
     def fit(self, batch: SupervisedBatch) -> Metrics:
@@ -126,7 +128,7 @@ class PolicyEngine(ModelEngine):
         return self.update(
             as_train_batch(batch),
             loss=SupervisedLoss(),
-            aggregation="token_mean",
+            aggregation=TOKEN_MEAN,
             temperature=1.0,
             max_response_tokens=1,
         )
@@ -194,6 +196,7 @@ def loss_inputs(
         return column_BL.values()[microbatch.token_index_S].to(device)
 
     old_BL, reference_BL = batch.old_logprobs_BL, batch.reference_logprobs_BL
+    weights_BL = batch.sampler_weights_BL
     return TokenLossInputs(
         current_logprobs_T=current_logprobs_S,
         entropy_T=entropy_S,
@@ -202,7 +205,16 @@ def loss_inputs(
         sampler_logprobs_T=at_scored(batch.sampler_logprobs_BL),
         old_logprobs_T=current_logprobs_S.detach() if old_BL is None else at_scored(old_BL),
         reference_logprobs_T=None if reference_BL is None else at_scored(reference_BL),
+        rows=microbatch.rows,
+        sampler_weights_T=None if weights_BL is None else at_scored(weights_BL),
     )
+
+
+def group_sizes(batch: TrainBatch) -> GroupSizes | None:
+    """Return the groups of the rows, if the batch has them."""
+    if batch.group_tokens_B is None or batch.group_rows_B is None:
+        return None
+    return GroupSizes(batch.group_tokens_B, batch.group_rows_B)
 
 
 def count_tokens(microbatch: MicroBatch) -> Metrics:
@@ -214,7 +226,7 @@ def count_tokens(microbatch: MicroBatch) -> Metrics:
         return {}
     return {
         "data/train_tokens": Sum(microbatch.num_tokens),
-        "data/loss_tokens": Sum(microbatch.num_scored),
+        "data/loss_tokens": Sum(microbatch.rows.num_tokens),
         "data/microbatches": Sum(1),
     }
 

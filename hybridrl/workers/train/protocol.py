@@ -12,6 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from hybridrl.algorithms.token_rows import TokenRows
 from hybridrl.batch import RolloutBatch, ScoreBatch, SupervisedBatch
 from hybridrl.metrics import Metrics
 from hybridrl.workers.train.shard_spec import CheckpointTensor
@@ -63,6 +64,8 @@ class TokenLossInputs:
     sampler_logprobs_T: Tensor  # float32 nats
     old_logprobs_T: Tensor  # float32 nats, no gradient
     reference_logprobs_T: Tensor | None  # float32 nats
+    rows: TokenRows  # the response that each token belongs to
+    sampler_weights_T: Tensor | None = None  # float32, of a rollout correction
 
 
 class TokenLoss(Protocol):

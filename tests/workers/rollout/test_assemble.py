@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridrl.batch import LogprobBatch, RolloutBatch, row_lengths, row_offsets
 from hybridrl.errors import EngineError
 from hybridrl.single_controller.payload import concat_rows, take_rows
-from hybridrl.trainer.step import build_train_batch
+from hybridrl.trainer.train_batch import build_train_batch
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.protocol import Response
 from tests.workers.rollout.engines import make_prompts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,9 +51,19 @@ def logits_of(forward: Forward, slots: KVSlots) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
-def test_its_logits_are_transformers(family: Family, dtype: torch.dtype, tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path, family)
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3", {}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 2, "max_window_layers": 1}),
+        ("llama", {}),
+        ("mistral", {"sliding_window": 2}),
+    ],
+)
+def test_its_logits_are_transformers(
+    family: Family, changes: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path, family, **changes)
     model, slots = built(folder, dtype)
     fused = fuse(model)
     assert fused is not None

@@ -171,6 +171,32 @@ def test_the_next_bucket_is_gathered_while_a_copied_one_is_loaded() -> None:
     assert late == [False]
 
 
+def test_an_interrupt_frees_no_buffer_that_is_still_read() -> None:
+    interrupted, freed = threading.Event(), threading.Event()
+    early: list[bool] = []
+
+    class Interrupted(DictionaryEngine):
+        def release_buffers(self) -> None:
+            super().release_buffers()
+            freed.set()
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for number, item in enumerate(_weights()):
+            if number == 4:  # the first bucket is being loaded
+                interrupted.set()
+                raise KeyboardInterrupt
+            yield item
+
+    def load(staged: StagedBucket, handles: Sequence[str]) -> None:
+        interrupted.wait(timeout=20.0)
+        early.append(freed.wait(timeout=0.5))
+
+    with pytest.raises(KeyboardInterrupt):
+        _stream(weights(), load, Interrupted(), bucket_bytes=48)
+    assert early == [False]
+    assert freed.is_set()
+
+
 # -- several ranks: 0 and 1 share an engine, 2 and 3 another ------------------------------------
 
 

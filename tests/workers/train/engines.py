@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms.load import Part
+from hybridrl.algorithms.policy_losses.ppo import ppo_clip
 from hybridrl.batch import (
     RolloutBatch,
     SupervisedBatch,
@@ -23,11 +25,12 @@ from hybridrl.config.checks.fsdp2 import UNUSED as FSDP2
 from hybridrl.config.model import ModelConfig
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.losses import PolicyGradientLoss
+from hybridrl.workers.train.model_engine import TOKEN_MEAN
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import LearningEngine
 
 CPU = torch.device("cpu")
-LOSS = PolicyGradientLoss(clip_low=0.2, clip_high=0.2)
+LOSS = PolicyGradientLoss(policy_loss=Part.of(ppo_clip))
 
 # With so large an eps a step of AdamW is nearly proportional to the gradient, so that weights after
 # a step compare gradients; with a small one, noise in a gradient near 0 would flip a whole step.
@@ -128,7 +131,7 @@ def with_nan_advantage(batch: TrainBatch, row: int) -> TrainBatch:
 
 
 def update(
-    engine: PolicyEngine, batch: TrainBatch, *, aggregation: str = "token_mean"
+    engine: PolicyEngine, batch: TrainBatch, *, aggregation: Part = TOKEN_MEAN
 ) -> dict[str, Any]:
     metrics = engine.update(
         batch, loss=LOSS, aggregation=aggregation, temperature=0.9, max_response_tokens=8

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from hybridrl.checkpoint.manifest import FileEntry
 from hybridrl.metrics import Metrics
 from hybridrl.workers.train.checkpoint import CheckpointWriter
+from hybridrl.workers.train.model_engine import TOKEN_MEAN
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TokenLossInputs
 from tests.ranks import run_ranks
@@ -68,7 +69,7 @@ def _count_whole(rank: int, folder: Path, *, reshards: bool) -> list[int]:
     engine = _build(folder, reshard_after_forward=reshards)
     loss = _LossThatCountsShards(engine)
     engine.update(
-        make_rows(4), loss=loss, aggregation="token_mean", temperature=1.0, max_response_tokens=8
+        make_rows(4), loss=loss, aggregation=TOKEN_MEAN, temperature=1.0, max_response_tokens=8
     )
     assert all(isinstance(parameter, DTensor) for parameter in fsdp2_of(engine).model.parameters())
     return loss.num_whole

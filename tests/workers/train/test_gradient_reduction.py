@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from hybridrl.metrics import Metrics
+from hybridrl.workers.train.model_engine import TOKEN_MEAN
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TokenLossInputs, TrainState
 from tests.ranks import run_ranks
@@ -77,7 +78,7 @@ def _learn(
         engine.update(
             rows_of(make_rows(12, seed=seed), rows),
             loss=loss,
-            aggregation="token_mean",
+            aggregation=TOKEN_MEAN,
             temperature=0.9,
             max_response_tokens=8,
         )

@@ -18,7 +18,7 @@ from hybridrl.errors import ModelError
 from hybridrl.workers.train.policy_engine import BaseModelReference
 from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.ranks import run_ranks
-from tests.tiny_models import Family, make_tiny_model
+from tests.tiny_models import DENSE, Family, make_tiny_model
 from tests.workers.train.engines import (
     ACTOR,
     assert_same_weights,
@@ -30,6 +30,7 @@ from tests.workers.train.engines import (
     weights_of,
 )
 from tests.workers.train.lora_engines import (
+    LORA,
     adapter_of,
     build_lora,
     randomize,
@@ -131,13 +132,15 @@ def test_merged_stream_keeps_the_training_weights(folder: Path, use_rslora: bool
 
 
 @pytest.mark.shows("1.14")
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("family", DENSE)
 @pytest.mark.parametrize("tie_embeddings", [True, False])
 def test_both_exports_give_the_same_logits_in_peft(
     tmp_path: Path, family: Family, tie_embeddings: bool
 ) -> None:
     source = make_tiny_model(tmp_path / "model", family, tie_embeddings=tie_embeddings)
-    engine = build_lora(source)
+    fused = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    names = fused if family == "phi3" else LORA.target_modules
+    engine = build_lora(source, lora=replace(LORA, target_modules=names))
     randomize(engine)
     engine.export_hf(tmp_path / "hf")
     engine.export_adapter(tmp_path / "adapter")

@@ -6,6 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms.kl import k1, k2
+from hybridrl.algorithms.load import Part
+from hybridrl.algorithms.policy_losses.ppo import ppo_clip
+from hybridrl.algorithms.rollout_correction import importance
+from hybridrl.algorithms.token_rows import TokenRows
 from hybridrl.errors import DriftError
 from hybridrl.metrics import Mean, Metrics, check_declared, merge
 from hybridrl.workers.train.losses import PolicyGradientLoss, SupervisedLoss
@@ -23,6 +28,7 @@ def make_inputs(num_tokens: int = 6, *, seed: int = 0) -> TokenLossInputs:
         sampler_logprobs_T=current_T.detach() - 0.1,
         old_logprobs_T=current_T.detach() + 0.05 * torch.randn(num_tokens, generator=source),
         reference_logprobs_T=torch.log(torch.rand(num_tokens, generator=source) * 0.8 + 0.1),
+        rows=TokenRows.on_one_rank(torch.zeros(num_tokens, dtype=torch.int64), 1),
     )
 
 
@@ -36,6 +42,7 @@ def part(inputs: TokenLossInputs, at: slice) -> TokenLossInputs:
         sampler_logprobs_T=inputs.sampler_logprobs_T[at],
         old_logprobs_T=inputs.old_logprobs_T[at],
         reference_logprobs_T=inputs.reference_logprobs_T[at],
+        rows=TokenRows.on_one_rank(inputs.rows.row_T[at], 1),
     )
 
 
@@ -43,20 +50,20 @@ def values(metrics: Metrics) -> dict[str, float]:
     return {name: metric.value for name, metric in metrics.items()}
 
 
+CLIP = Part.of(ppo_clip, clip_high=0.3)
 EVERYTHING = PolicyGradientLoss(
-    clip_low=0.2,
-    clip_high=0.3,
-    kl_estimator="k2",
+    policy_loss=CLIP,
+    kl_estimator=Part.of(k2),
     kl_coefficient=0.5,
     entropy_coefficient=0.01,
-    sampler_ratio_cap=2.0,
+    correction=Part.of(importance),
 )
 
 
 def test_on_policy_gradient_equals_reinforce() -> None:
     inputs = make_inputs()
     inputs = replace(inputs, old_logprobs_T=inputs.current_logprobs_T.detach())
-    loss, _ = PolicyGradientLoss(clip_low=0.2, clip_high=0.2)(inputs)
+    loss, _ = PolicyGradientLoss(policy_loss=Part.of(ppo_clip))(inputs)
     expected = -(inputs.weights_T * inputs.advantages_T)
     assert loss.item() == pytest.approx(expected.sum().item(), rel=1e-5)
     (gradient,) = torch.autograd.grad(loss, inputs.current_logprobs_T)
@@ -66,22 +73,24 @@ def test_on_policy_gradient_equals_reinforce() -> None:
 def test_each_term_adds_its_share() -> None:
     inputs = make_inputs()
     assert inputs.reference_logprobs_T is not None
-    plain, _ = PolicyGradientLoss(clip_low=0.2, clip_high=0.3)(inputs)
-    with_kl, _ = PolicyGradientLoss(
-        clip_low=0.2, clip_high=0.3, kl_estimator="k1", kl_coefficient=0.5
-    )(inputs)
+    plain, _ = PolicyGradientLoss(policy_loss=CLIP)(inputs)
+    with_kl, _ = PolicyGradientLoss(policy_loss=CLIP, kl_estimator=Part.of(k1), kl_coefficient=0.5)(
+        inputs
+    )
     kl_T = inputs.current_logprobs_T - inputs.reference_logprobs_T
     charge = 0.5 * (inputs.weights_T * kl_T).sum()
     assert (with_kl - plain).item() == pytest.approx(charge.item(), rel=1e-5)
-    with_bonus, _ = PolicyGradientLoss(clip_low=0.2, clip_high=0.3, entropy_coefficient=0.1)(inputs)
+    with_bonus, _ = PolicyGradientLoss(policy_loss=CLIP, entropy_coefficient=0.1)(inputs)
     bonus = 0.1 * (inputs.weights_T * inputs.entropy_T).sum()
     assert (plain - with_bonus).item() == pytest.approx(bonus.item(), rel=1e-4)
 
 
 def test_sampler_correction_weighs_only_the_policy_term() -> None:
     inputs = replace(make_inputs(), sampler_logprobs_T=make_inputs().old_logprobs_T - 5.0)
-    plain, _ = PolicyGradientLoss(clip_low=0.2, clip_high=0.3)(inputs)
-    capped, metrics = PolicyGradientLoss(clip_low=0.2, clip_high=0.3, sampler_ratio_cap=3.0)(inputs)
+    plain, _ = PolicyGradientLoss(policy_loss=CLIP)(inputs)
+    capped, metrics = PolicyGradientLoss(
+        policy_loss=CLIP, correction=Part.of(importance, high=3.0)
+    )(inputs)
     assert capped.item() == pytest.approx(3.0 * plain.item(), rel=1e-5)
     assert metrics["policy/sampler_weight/mean"].value == pytest.approx(3.0)
 
@@ -109,8 +118,9 @@ def test_metrics_say_what_happened_to_the_tokens() -> None:
         sampler_logprobs_T=torch.tensor([0.0, 0.0, 0.0, -0.4]),
         old_logprobs_T=zeros,
         reference_logprobs_T=None,
+        rows=TokenRows.on_one_rank(torch.zeros(4, dtype=torch.int64), 1),
     )
-    _, metrics = PolicyGradientLoss(clip_low=0.2, clip_high=0.2)(inputs)
+    _, metrics = PolicyGradientLoss(policy_loss=Part.of(ppo_clip))(inputs)
     assert metrics["policy/entropy_nats/mean"] == Mean(8.0, 4)
     assert metrics["policy/clip_low_fraction"] == Mean(1.0, 4)
     assert metrics["policy/clip_high_fraction"] == Mean(1.0, 4)
@@ -131,7 +141,7 @@ def test_empty_microbatch_has_a_differentiable_zero_loss() -> None:
 
 
 def test_kl_to_reference_is_measured_without_a_penalty() -> None:
-    free = PolicyGradientLoss(clip_low=0.2, clip_high=0.2)
+    free = PolicyGradientLoss(policy_loss=Part.of(ppo_clip))
     _, metrics = free(make_inputs())
     assert metrics["policy/kl_to_reference_nats/mean"].value > 0
     assert not free.needs_entropy_gradient
@@ -164,7 +174,7 @@ def test_all_metrics_of_the_losses_are_declared() -> None:
 def test_a_drift_of_the_sampler_beyond_the_limit_is_refused() -> None:
     inputs = make_inputs()
     inputs = replace(inputs, old_logprobs_T=inputs.sampler_logprobs_T + 0.2)
-    loss = PolicyGradientLoss(clip_low=0.2, clip_high=0.2, max_drift_nats=0.3)
+    loss = PolicyGradientLoss(policy_loss=Part.of(ppo_clip), max_drift_nats=0.3)
     _, metrics = loss(inputs)
     assert metrics["policy/sampler_mismatch_nats/mean"].value == pytest.approx(0.2)
     rule = r"0\.2 nats on average and 0\.2 nats at most; rollout\.canary_max_drift_nats=0\.1 is"

@@ -41,7 +41,7 @@ def test_rows_lie_end_to_end_without_their_last_token() -> None:
     assert microbatch.tokens.scored_S.tolist() == [0, 2, 4]
     assert microbatch.tokens.targets_S.tolist() == [21, 23, 12]
     assert microbatch.token_index_S.tolist() == [4, 6, 2]
-    assert microbatch.row_S.tolist() == [1, 1, 0]
+    assert microbatch.rows.row_T.tolist() == [1, 1, 0]
 
 
 def test_rows_without_a_response_are_not_planned() -> None:
@@ -56,7 +56,7 @@ def test_responses_follow_one_copy_of_their_prompt() -> None:
     assert microbatch.tokens.token_ids_T.tolist() == [9, 4, 5, 7, 8, 9, 5, 1]
     assert microbatch.tokens.positions_T.tolist() == [0, 1, 2, 0, 1, 2, 3, 2]
     predictions = zip(
-        microbatch.row_S.tolist(),
+        microbatch.rows.row_T.tolist(),
         microbatch.tokens.scored_S.tolist(),
         microbatch.tokens.targets_S.tolist(),
         strict=True,
@@ -75,7 +75,7 @@ def test_responses_follow_one_copy_of_their_prompt() -> None:
 def test_a_dummy_scores_nothing() -> None:
     dummy = lay_out(batch_rows(), [], BATCHER)
     assert len(dummy.tokens.token_ids_T) == 1
-    assert len(dummy.token_index_S) == len(dummy.row_S) == len(dummy.tokens.targets_S) == 0
+    assert len(dummy.token_index_S) == len(dummy.rows.row_T) == len(dummy.tokens.targets_S) == 0
 
 
 def test_micro_batches_count_what_they_compute() -> None:
@@ -133,7 +133,7 @@ def test_shares_of_a_micro_batch_score_each_token_once() -> None:
         for batcher in [make_batcher(multiple=2, share=share)]
     )
     assert {len(part.tokens.token_ids_T) for part in shared} == {4}
-    assert {(part.num_tokens, part.num_scored) for part in [whole, *shared]} == {(8, 8)}
+    assert {(part.num_tokens, part.rows.num_tokens) for part in [whole, *shared]} == {(8, 8)}
     predictions = [entry for part in shared for entry in scored(part)]
     assert sorted(predictions) == sorted(scored(whole))
 
@@ -152,6 +152,6 @@ def scored(microbatch: MicroBatch) -> list[tuple[int, ...]]:
     at_S = tokens.scored_S
     columns = (
         *(tokens.token_ids_T[at_S], tokens.positions_T[at_S], tokens.targets_S),
-        *(microbatch.token_index_S, microbatch.row_S),
+        *(microbatch.token_index_S, microbatch.rows.row_T),
     )
     return list(zip(*(column.tolist() for column in columns), strict=True))

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.config.architecture import Architecture, read_architecture, rope_of
+from hybridrl.config.architecture import Architecture, read_architecture
+from hybridrl.config.families import rope_of
 from hybridrl.config.model import MEGATRON_MODEL_TYPES
 from hybridrl.config.model_folder import read_settings
 from hybridrl.errors import ModelError

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from hybridrl.models.packed import PackLayout
-from hybridrl.models.packed_share import SharedLayout, VarlenSpans
-from hybridrl.models.varlen import VarlenCall, VarlenLayout
+from hybridrl.models.packed_share import SharedLayout
+from hybridrl.models.varlen import VarlenCall, VarlenLayout, VarlenSpans
 from hybridrl.workers.train.megatron.megatron_core import (
     MegatronModule,
     TEDotProductAttention,

@@ -1,0 +1,66 @@
+"""Generalized advantage estimation: how much better a response did, token by token, than expected.
+
+Legend: B rows, L tokens of a row (jagged), S response tokens of all rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from hybridrl.algorithms.discounting import next_values, sum_discounted
+from hybridrl.algorithms.response_tokens import ResponseTokens
+from hybridrl.algorithms.whitening import whiten as whiten_tokens
+from hybridrl.config.limits import Discount
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageEstimate:
+    """The targets of policy and critic; both columns are 0 where the mask is False."""
+
+    advantages_BL: Tensor  # float32 reward units, jagged
+    returns_BL: Tensor  # float32 reward units, jagged, target of each value
+
+
+def gae(
+    rewards_BL: Tensor,
+    values_BL: Tensor,
+    response_mask_BL: Tensor,
+    *,
+    gamma: Discount = 1.0,
+    lam: Discount = 0.95,
+    whiten: bool = True,
+) -> AdvantageEstimate:
+    """Compare the rewards after each token with the critic's value before it.
+
+    Over the n response tokens of a row, others left out, with ``V[n] = 0``
+    (arXiv:1506.02438, eq. 16): ``delta[t] = r[t] + gamma * V[t+1] - V[t]`` and
+    ``A[t] = delta[t] + gamma * lam * A[t+1]``. The returns are ``A[t] + V[t]``.
+
+    ``V[n] = 0`` holds for a truncated response too: nothing is bootstrapped from its last token.
+    The length limit is part of the task, the same in training and in evaluation, and the truncated
+    response has its final reward. The reward of a longer response is not the objective
+    (arXiv:1712.00378, 2). A critic sees positions, so it can learn the distance to the end.
+
+    Args:
+        rewards_BL: jagged float32, earned by choosing the token.
+        values_BL: jagged float32 reward units, the critic's value of the state *before* the token.
+        response_mask_BL: jagged bool; a row may have none, and gaps (the answers of tools).
+        gamma: discount per token, in [0, 1].
+        lam: in [0, 1]. 1 is the rewards to come minus the value, 0 is ``delta``.
+        whiten: shifts and scales the advantages to mean 0 and std 1 over all response tokens.
+
+    Returns:
+        Advantages and returns, without gradient. Whitening leaves the returns in reward units.
+    """
+    tokens = ResponseTokens.of(response_mask_BL)
+    values_S, deltas_S = tokens.select(values_BL), tokens.select(rewards_BL)
+    deltas_S -= values_S
+    deltas_S += np.float32(gamma) * next_values(values_S, tokens.lengths_B)
+    advantages_S = sum_discounted(deltas_S, tokens.lengths_B, discount=gamma * lam)
+    returns_BL = tokens.to_rows(advantages_S + values_S)
+    if whiten:
+        advantages_S = whiten_tokens(advantages_S)
+    return AdvantageEstimate(tokens.to_rows(advantages_S), returns_BL)

@@ -1,0 +1,86 @@
+"""Each response against the other responses to its prompt, in units of their spread.
+
+Legend: B rows.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from hybridrl.algorithms.groups import Groups
+from hybridrl.config.limits import StdFloor
+
+
+def grpo(
+    rewards_B: Tensor,
+    group_B: Tensor,
+    *,
+    scale: Literal["group", "batch", "none"] = "group",
+    std_floor: StdFloor = 1e-6,
+    unbiased: bool = True,
+    singletons: Literal["zero", "reward"] = "zero",
+) -> Tensor:
+    """Subtract the mean of the group and divide by a standard deviation.
+
+    ``A[b] = (r[b] - mean_g r) / (std r + std_floor)``. The papers name neither Bessel's correction
+    nor a floor. verl is ``singletons=reward``; its 1e-6 is the default here. TRL is
+    ``std_floor=1e-4``, and its AsyncGRPO ``std_floor=1e-8, unbiased=False``.
+
+    Args:
+        rewards_B: float32 [B].
+        group_B: int64 [B], equal numbers answer the same prompt; any order, any sizes.
+        scale: The std of the ``group`` is GRPO (arXiv:2402.03300, 4.1.2), that of all rewards of
+            the ``batch``, not centred, is Lite PPO (arXiv:2508.08221). ``none`` does not divide:
+            Dr. GRPO (arXiv:2503.20783, 3), since the division favours prompts that are nearly
+            always right or nearly always wrong.
+        std_floor: reward units, above 0. Keeps near-constant groups from exploding.
+        unbiased: True divides the squares by n - 1, False by n.
+        singletons: ``reward`` keeps the reward of a group of one, without dividing by a group's
+            std; ``zero`` says that it has no signal.
+
+    Returns:
+        float32 [B], without gradient, unitless or with ``none`` in reward units. A group of equal
+        rewards gives exact zeros: it teaches nothing.
+    """
+    rewards_B, groups = rewards_B.detach().double(), Groups.of(group_B)
+    advantages_B = groups.subtract(rewards_B, groups.mean(rewards_B), singletons=singletons)
+    correction = int(unbiased)
+    if scale == "group":
+        std_B = groups.std(rewards_B, correction=correction)
+        advantages_B /= std_B.masked_fill(groups.sizes_B == 1, 1.0) + std_floor
+    elif scale == "batch" and len(rewards_B) > 1:
+        advantages_B /= rewards_B.std(correction=correction) + std_floor
+    return advantages_B.float()
+
+
+def grpo_passk(
+    rewards_B: Tensor,
+    group_B: Tensor,
+    *,
+    scale: Literal["group", "none"] = "group",
+    std_floor: StdFloor = 1e-6,
+) -> Tensor:
+    """Give the best response of a group its lead over the second best, and others 0.
+
+    ``A = (r_max - r_second) / (std_g r + std_floor)``: the gradient of the largest reward of the
+    group (pass@k with k = n, arXiv:2503.19595). Without the std it is the exact leave-one-out
+    marginal of that maximum. The division is verl's default; whether the paper has it was not seen.
+
+    Args:
+        rewards_B: float32 [B].
+        group_B: int64 [B], equal numbers answer the same prompt.
+        scale: ``group`` divides by the group's std (n - 1), ``none`` does not.
+        std_floor: reward units, above 0.
+
+    Returns:
+        float32 [B], without gradient. All 0 where two responses share the largest reward, and in
+        a group of one, which verl refuses.
+    """
+    rewards_B, groups = rewards_B.detach().double(), Groups.of(group_B)
+    best_B = groups.max(rewards_B)
+    lead_B = (best_B - groups.second_max(rewards_B)) * (rewards_B == best_B)
+    if scale == "group":
+        lead_B /= groups.std(rewards_B) + std_floor
+    return lead_B.float()

@@ -1,0 +1,39 @@
+"""The baseline of least variance, if gradients grow with length. Legend: B rows."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.groups import Groups
+from hybridrl.algorithms.response_tokens import ResponseTokens
+
+
+def opo(
+    rewards_B: Tensor,
+    group_B: Tensor,
+    response_mask_BL: Tensor,
+    *,
+    singletons: Literal["zero", "reward"] = "zero",
+) -> Tensor:
+    """Subtract the mean reward of the group, weighted by length (arXiv:2505.23585).
+
+    ``A[b] = r[b] - sum_j n[j] r[j] / sum_j n[j]``, ``n`` the response tokens: they stand for the
+    squared norm of a response's gradient. The paper demands one optimizer step per rollout.
+
+    Args:
+        rewards_B: float32 [B].
+        group_B: int64 [B], equal numbers answer the same prompt; any order, any sizes.
+        response_mask_BL: jagged bool, for the number of tokens of each row.
+        singletons: ``zero`` is what the formula gives a group of one, ``reward`` is verl.
+
+    Returns:
+        float32 [B], without gradient. A group of equal rewards gives exact zeros. Where a
+        group has no response tokens the baseline is 0; verl gives NaN.
+    """
+    rewards_B, groups = rewards_B.detach().double(), Groups.of(group_B)
+    lengths_B = torch.from_numpy(ResponseTokens.of(response_mask_BL).lengths_B)
+    baselines_B = groups.sum(rewards_B * lengths_B) / groups.sum(lengths_B).clamp(min=1)
+    return groups.subtract(rewards_B, baselines_B, singletons=singletons).float()

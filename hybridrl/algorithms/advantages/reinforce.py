@@ -1,0 +1,88 @@
+"""Rewards to come, with the statistics of the step's tokens as baseline, or none.
+
+Legend: B rows, L tokens of a row (jagged).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.discounting import sum_discounted
+from hybridrl.algorithms.groups import Groups
+from hybridrl.algorithms.response_tokens import ResponseTokens
+from hybridrl.algorithms.whitening import whiten, whiten_rows
+from hybridrl.config.limits import Discount
+
+
+def reinforce(rewards_BL: Tensor, response_mask_BL: Tensor, *, gamma: Discount = 1.0) -> Tensor:
+    """Return the rewards to come: ``G[t] = r[t] + gamma * G[t+1]`` (Williams 1992).
+
+    There is no baseline: with rewards of one sign, all responses grow or all shrink.
+
+    Args:
+        rewards_BL: jagged float32, earned by choosing the token.
+        response_mask_BL: jagged bool; other tokens are left out and not discounted, as in verl.
+        gamma: discount per response token, in [0, 1].
+
+    Returns:
+        Jagged float32 [B, L] reward units, without gradient, 0 where the mask is False.
+    """
+    tokens = ResponseTokens.of(response_mask_BL)
+    returns_S = sum_discounted(tokens.select(rewards_BL), tokens.lengths_B, discount=gamma)
+    return tokens.to_rows(returns_S)
+
+
+def reinforce_plus_plus(
+    rewards_BL: Tensor, response_mask_BL: Tensor, *, gamma: Discount = 1.0
+) -> Tensor:
+    """Whiten the rewards to come over all response tokens of the step (arXiv:2501.03262).
+
+    ``A = (G - mean G) / sqrt(var G + 1e-8)``, ``G`` as in ``reinforce``; no groups, one response
+    per prompt is enough. Without a KL charge and with ``gamma=1``, ``G`` is the same for all tokens
+    of a row, so that long rows weigh more in mean and variance. The paper charges k1 per token in
+    the reward. As verl; OpenRLHF divides the variance by n. Skips other tokens without discount,
+    as verl does; OpenRLHF and slime discount through them.
+
+    Args:
+        rewards_BL: jagged float32, earned by choosing the token.
+        response_mask_BL: jagged bool; a row may have none, and gaps.
+        gamma: discount per response token, in [0, 1].
+
+    Returns:
+        Jagged float32 [B, L], without gradient, 0 where the mask is False. Equal rewards to come
+        give exact zeros.
+    """
+    tokens = ResponseTokens.of(response_mask_BL)
+    returns_S = sum_discounted(tokens.select(rewards_BL), tokens.lengths_B, discount=gamma)
+    return tokens.to_rows(whiten(returns_S))
+
+
+def reinforce_plus_plus_baseline(
+    rewards_B: Tensor,
+    group_B: Tensor,
+    response_mask_BL: Tensor,
+    *,
+    singletons: Literal["zero", "reward"] = "zero",
+) -> Tensor:
+    """Subtract the mean of the group, then whiten over all response tokens (arXiv:2501.03262).
+
+    ``A = whiten(r[b] - mean_g r)``, in which each row counts once for each of its tokens.
+    verl is ``singletons=reward``. TRL approximates it with RLOO, whitened over rows.
+
+    Args:
+        rewards_B: float32 [B].
+        group_B: int64 [B], equal numbers answer the same prompt; any order, any sizes.
+        response_mask_BL: jagged bool, for the number of tokens of each row.
+        singletons: ``reward`` keeps the reward of a group of one, ``zero`` gives it none. Either
+            is whitened with the others.
+
+    Returns:
+        float32 [B], without gradient. 0 where all rewards are equal within each group.
+    """
+    rewards_B, groups = rewards_B.detach().double(), Groups.of(group_B)
+    centered_B = groups.subtract(rewards_B, groups.mean(rewards_B), singletons=singletons)
+    lengths_B = torch.from_numpy(ResponseTokens.of(response_mask_BL).lengths_B)
+    return whiten_rows(centered_B, lengths_B).float()

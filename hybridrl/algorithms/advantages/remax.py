@@ -1,0 +1,29 @@
+"""Each response against the greedy response to its prompt. Legend: B rows, L tokens (jagged)."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from hybridrl.algorithms.discounting import sum_discounted
+from hybridrl.algorithms.response_tokens import ResponseTokens
+
+
+def remax(rewards_BL: Tensor, greedy_rewards_B: Tensor, response_mask_BL: Tensor) -> Tensor:
+    """Subtract the reward of the greedy response from the rewards to come (arXiv:2310.10505).
+
+    ``A[b, t] = sum_{s >= t} r[b, s] - greedy_rewards[b]``. The paper has one reward at the end.
+    With rewards at several tokens the full baseline is subtracted at each, as verl does.
+
+    Args:
+        rewards_BL: jagged float32, earned by choosing the token.
+        greedy_rewards_B: float32 [B], reward of the greedy response to the row's prompt.
+        response_mask_BL: jagged bool; a row may have none, and gaps.
+
+    Returns:
+        Jagged float32 [B, L] reward units, without gradient, 0 where the mask is False.
+    """
+    tokens = ResponseTokens.of(response_mask_BL)
+    returns_S = sum_discounted(tokens.select(rewards_BL), tokens.lengths_B, discount=1.0)
+    greedy_B = greedy_rewards_B.detach().float().numpy()
+    return tokens.to_rows(returns_S - np.repeat(greedy_B, tokens.lengths_B))

@@ -1,0 +1,68 @@
+"""Which groups of responses are worth training on. Legend: B rows.
+
+A filter returns bool [B]: True to keep the row. After it the denominators of the losses are those
+of the kept rows.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from torch import Tensor
+
+from hybridrl.algorithms.groups import Groups
+from hybridrl.config.limits import Within
+
+
+def zero_variance(
+    rewards_B: Tensor,
+    group_B: Tensor,
+    *,
+    std_floor: Annotated[
+        float, Within(at_least=0.0, at_most=1e6, why="rewards differ by less than it")
+    ] = 1e-6,
+) -> Tensor:
+    """Drop groups whose rewards do not differ: dynamic sampling (DAPO, arXiv:2503.14476).
+
+    A group is kept if its std (n - 1) is above ``std_floor``. slime's floor is the default 1e-6;
+    verl's is 0, and verl keeps groups of one. With rewards 0 and 1 it is the paper's rule
+    ``0 < correct < n``.
+
+    Args:
+        rewards_B: float32 [B].
+        group_B: int64 [B], equal numbers answer the same prompt; any order, any sizes.
+        std_floor: reward units, at least 0.
+
+    Returns:
+        bool [B]. A group of one is dropped: there is nothing to compare it with.
+    """
+    return Groups.of(group_B).std(rewards_B.detach()) > std_floor
+
+
+def mean_within(
+    rewards_B: Tensor,
+    group_B: Tensor,
+    *,
+    low: Annotated[
+        float, Within(at_least=-1e6, at_most=1e6, why="float32 keeps seven digits")
+    ] = 0.0,
+    high: Annotated[
+        float, Within(at_least=-1e6, at_most=1e6, why="float32 keeps seven digits")
+    ] = 1.0,
+) -> Tensor:
+    """Keep groups whose mean reward lies strictly between two bounds, as OpenRLHF does.
+
+    Prompts that are too hard or too easy go. Unlike ``zero_variance`` it keeps a group of equal
+    rewards inside the bounds, and a group of one.
+
+    Args:
+        rewards_B: float32 [B].
+        group_B: int64 [B], equal numbers answer the same prompt; any order, any sizes.
+        low: reward units; the mean must be above it.
+        high: reward units; the mean must be below it.
+
+    Returns:
+        bool [B].
+    """
+    means_B = Groups.of(group_B).mean(rewards_B.detach())
+    return (means_B > low) & (means_B < high)

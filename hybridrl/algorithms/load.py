@@ -1,0 +1,121 @@
+"""Imports the parts that a configuration names, each with its numbers."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Self
+
+from hybridrl.config.algorithm import AlgorithmConfig
+from hybridrl.config.parts import PartKind
+from hybridrl.config.signatures import SignatureError
+from hybridrl.errors import ConfigError, HybridRLError, TrainingError
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A function of the configuration, with its numbers."""
+
+    key: str
+    """Dotted key that names it."""
+
+    spelled: str
+    """Its name in the configuration."""
+
+    inputs: tuple[str, ...]
+    """The inputs that it asks for."""
+
+    function: Callable[..., Any]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], **numbers: object) -> Self:
+        """Return a function of this package as a part."""
+        kinds = inspect.signature(function).parameters.values()
+        inputs = tuple(given.name for given in kinds if given.kind is not given.KEYWORD_ONLY)
+        return cls("part", function.__name__, inputs, partial(function, **numbers))
+
+    def __call__(self, **inputs: object) -> Any:  # noqa: ANN401 - by the kind of part
+        """Call it with those of ``inputs`` that it asks for.
+
+        Raises:
+            TrainingError: one of them is None, since this run does not have it; or the function
+                raised. Names key, function and line.
+        """
+        given = {name: inputs[name] for name in self.inputs}
+        if missing := [name for name, value in given.items() if value is None]:
+            raise TrainingError(f"{self.key}={self.spelled} reads {missing[0]}, and there is none")
+        try:
+            return self.function(**given)
+        except HybridRLError:
+            raise
+        except Exception as error:
+            line = traceback.extract_tb(error.__traceback__)[-1]
+            raise TrainingError(
+                f"{self.key}={self.spelled} raised {type(error).__name__}: {error} "
+                f"({Path(line.filename).name}:{line.lineno})"
+            ) from error
+
+
+def load_part(algorithm: AlgorithmConfig, kind: PartKind) -> Part | None:
+    """Import the part of a kind; None if the algorithm has none of it.
+
+    Raises:
+        ConfigError: there is no such part here, or its file cannot be imported.
+    """
+    for named, spelled, numbers in algorithm.parts:
+        if named is kind:
+            return _load(kind, spelled, numbers)
+    return None
+
+
+def require_part(algorithm: AlgorithmConfig, kind: PartKind) -> Part:
+    """Import a part that every algorithm has.
+
+    Raises:
+        ConfigError: there is no such part here, or its file cannot be imported.
+    """
+    part = load_part(algorithm, kind)
+    if part is None:
+        raise ConfigError(kind.key, None, f"every algorithm has a {kind.noun}", f"set {kind.key}")
+    return part
+
+
+def _load(kind: PartKind, spelled: str, numbers: Mapping[str, object]) -> Part:
+    try:
+        signature = kind.read(spelled)
+    except SignatureError as error:
+        raise ConfigError(kind.key, spelled, error.rule, error.fix) from error
+    if spelled in kind.presets:
+        name, preset = kind.presets[spelled]
+        part = _load(kind, name, {**preset, **numbers})
+        return replace(part, spelled=spelled)
+    if spelled in kind.built_in:
+        module = import_module(f"hybridrl.algorithms.{kind.built_in[spelled]}")
+        function = vars(module)[spelled]
+    else:
+        function = _import_from_file(kind, spelled)
+    return Part(kind.key, spelled, signature.inputs, partial(function, **numbers))
+
+
+def _import_from_file(kind: PartKind, spelled: str) -> Callable[..., Any]:
+    path, _, name = spelled.rpartition(":")
+    module_name = f"hybridrl_part_{Path(path).stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(kind.key, spelled, f"{path} is not a Python file", "rename it to NAME.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+        function: Callable[..., Any] = vars(module)[name]
+    except Exception as error:
+        rule = f"it cannot be imported: {type(error).__name__}: {error}"
+        raise ConfigError(kind.key, spelled, rule, f"correct {path}") from error
+    return function

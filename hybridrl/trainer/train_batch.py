@@ -1,0 +1,139 @@
+"""From the responses of a step to the batches of the updates. Legend: B rows, L tokens of a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.groups import Groups
+from hybridrl.algorithms.load import Part
+from hybridrl.algorithms.overlong import without_rows
+from hybridrl.algorithms.rollout_correction import SamplerCorrection
+from hybridrl.algorithms.token_rows import TokenRows
+from hybridrl.batch import (
+    CriticBatch,
+    LogprobBatch,
+    RolloutBatch,
+    TrainBatch,
+    jagged_from,
+    response_lengths,
+    row_lengths,
+)
+from hybridrl.errors import TrainingError
+from hybridrl.trainer.advantages import Targets
+from hybridrl.trainer.collect import Collected
+from hybridrl.workers.train.microbatch import balance_over_ranks
+
+Rows = TypeVar("Rows", TrainBatch, CriticBatch)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainBatches:
+    """Builds the batches of the policy's updates."""
+
+    dp_size: int
+    """Data-parallel ranks that learn."""
+
+    num_minibatches: int
+
+    mask_truncated: bool
+    """Do not learn from responses that the length limit ended."""
+
+    correction: Part | None
+    """Weighs tokens that trainer and sampler find unequally likely; None if the loss does."""
+
+    counts_groups: bool
+    """Whether the aggregation asks for the tokens of a row's group."""
+
+    def __call__(
+        self, collected: Collected, logprobs: LogprobBatch, advantages_BL: Tensor
+    ) -> TrainBatch:
+        """Build the batch of the step's updates, rows in the order of ranks and mini-batches.
+
+        Rows that are not learned from keep their tokens and have an empty response mask.
+        """
+        rollouts = collected.rollouts
+        mask_BL = rollouts.response_mask_BL
+        if collected.is_kept_B is not None:
+            mask_BL = without_rows(mask_BL, ~collected.is_kept_B)
+        if self.mask_truncated:
+            mask_BL = without_rows(mask_BL, rollouts.is_truncated_B)
+        batch = build_train_batch(rollouts, logprobs, advantages_BL)
+        batch.response_mask_BL = mask_BL
+        if self.correction is not None:
+            batch = correct_for_sampler(self.correction, batch)
+        if self.counts_groups:
+            lengths_B = response_lengths(batch.response_mask_BL)
+            groups = Groups.of(rollouts.prompt_index_B)
+            batch.group_tokens_B = groups.sum(lengths_B).long()
+            batch.group_rows_B = groups.sum(lengths_B > 0).long() * (lengths_B > 0)
+        return balance(batch, dp_size=self.dp_size, num_minibatches=self.num_minibatches)
+
+
+def build_train_batch(
+    rollouts: RolloutBatch, logprobs: LogprobBatch, advantages_BL: Tensor
+) -> TrainBatch:
+    """Build the batch of an update that learns from all rows, in their order."""
+    return TrainBatch(
+        token_ids_BL=rollouts.token_ids_BL,
+        response_mask_BL=rollouts.response_mask_BL,
+        advantages_BL=advantages_BL,
+        sampler_logprobs_BL=rollouts.sampler_logprobs_BL,
+        old_logprobs_BL=logprobs.old_logprobs_BL,
+        reference_logprobs_BL=logprobs.reference_logprobs_BL,
+        routed_experts_BLJK=rollouts.routed_experts_BLJK,
+        batch_size=[len(rollouts)],
+    )
+
+
+def build_critic_batch(rollouts: RolloutBatch, values_BL: Tensor, targets: Targets) -> CriticBatch:
+    """Build the batch of the critic's update, [B] rows.
+
+    Raises:
+        TrainingError: the advantage gave no returns.
+    """
+    if targets.returns_BL is None:
+        raise TrainingError("a critic learns from returns, and the advantage gave none")
+    return CriticBatch(
+        token_ids_BL=rollouts.token_ids_BL,
+        response_mask_BL=rollouts.response_mask_BL,
+        old_values_BL=values_BL,
+        returns_BL=targets.returns_BL,
+        batch_size=[len(rollouts)],
+    )
+
+
+def balance(batch: Rows, *, dp_size: int, num_minibatches: int) -> Rows:
+    """Order rows so that ranks compute about as many tokens in each mini-batch."""
+    lengths = row_lengths(batch.token_ids_BL).tolist()
+    order = balance_over_ranks(lengths, dp_size=dp_size, num_minibatches=num_minibatches)
+    return batch if order == list(range(len(batch))) else batch[order]
+
+
+def correct_for_sampler(part: Part, batch: TrainBatch) -> TrainBatch:
+    """Give each token its weight, and take rejected tokens out of the response mask.
+
+    Raises:
+        TrainingError: the batch has no old log-probs.
+    """
+    if batch.old_logprobs_BL is None:
+        raise TrainingError(
+            "algorithm.rollout_correction compares old log-probs with the sampler's, and the batch "
+            "has none; set algorithm.old_logprobs=recompute"
+        )
+    mask_T, lengths_B = batch.response_mask_BL.values(), row_lengths(batch.token_ids_BL)
+    index_S = mask_T.nonzero()[:, 0]
+    row_T = torch.repeat_interleave(torch.arange(len(batch)), lengths_B)
+    correction: SamplerCorrection = part(
+        old_logprobs_T=batch.old_logprobs_BL.values()[index_S],
+        sampler_logprobs_T=batch.sampler_logprobs_BL.values()[index_S],
+        rows=TokenRows.on_one_rank(row_T[index_S], len(batch)),
+    )
+    weights_T, kept_T = torch.zeros(len(mask_T)), torch.zeros_like(mask_T)
+    weights_T[index_S], kept_T[index_S] = correction.weights_T, correction.keep_T
+    batch.sampler_weights_BL = jagged_from(weights_T, lengths_B)
+    batch.response_mask_BL = jagged_from(kept_T, lengths_B)
+    return batch

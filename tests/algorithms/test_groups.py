@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridrl.algorithms.group_filter import mean_within, zero_variance
+from hybridrl.algorithms.groups import Groups
+from hybridrl.algorithms.overlong import overlong_punishment, without_rows
+from hybridrl.batch import jagged
+
+rows = st.lists(st.tuples(st.integers(-3, 3), st.integers(-8, 8)), max_size=20)
+
+
+@given(rows)
+def test_statistics_are_those_of_the_rows_with_the_same_number(rows: list[tuple[int, int]]) -> None:
+    groups = Groups.of(torch.tensor([group for group, _ in rows], dtype=torch.int64))
+    values_B = torch.tensor([value / 8 for _, value in rows])
+    for number, (group, own) in enumerate(rows):
+        members = [value / 8 for other, value in rows if other == group]
+        ordered = sorted(members)
+        others = (sum(members) - own / 8) / max(len(members) - 1, 1)
+        pairs = (
+            (groups.sum(values_B), sum(members)),
+            (groups.mean(values_B), statistics.fmean(members)),
+            (groups.mean_of_others(values_B), others if len(members) > 1 else 0.0),
+            (groups.std(values_B), statistics.stdev(members) if len(members) > 1 else 0.0),
+            (groups.std(values_B, correction=0), statistics.pstdev(members)),
+            (groups.max(values_B), ordered[-1]),
+            (groups.second_max(values_B), ordered[-2] if len(members) > 1 else ordered[-1]),
+            (groups.is_flat(values_B), len(set(members)) == 1),
+        )
+        for actual_B, expected in pairs:
+            assert actual_B[number].item() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("group_size", [3, 7, 12, 100])
+@pytest.mark.parametrize("value", [0.7, -1e6, 1 / 3])
+def test_equal_values_have_exactly_themselves_as_mean(value: float, group_size: int) -> None:
+    values_B = torch.full((group_size,), value)
+    groups = Groups.of(torch.zeros(group_size, dtype=torch.int64))
+    for statistic in (groups.mean, groups.mean_of_others, groups.second_max):
+        assert torch.equal(statistic(values_B), values_B.double())
+    assert not groups.std(values_B).any()
+
+
+# Groups: all right, mixed, all wrong, one row, nearly equal.
+REWARDS_B = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.5, 0.25, 0.25 + 1e-7])
+GROUP_B = torch.tensor([4, 7, 2, 4, 7, 2, 0, 5, 5])
+
+
+def test_groups_without_differences_are_dropped() -> None:
+    kept_B = zero_variance(REWARDS_B, GROUP_B)
+    assert GROUP_B[kept_B].tolist() == [7, 7]
+    assert GROUP_B[zero_variance(REWARDS_B, GROUP_B, std_floor=0.0)].tolist() == [7, 7, 5, 5]
+    assert not zero_variance(REWARDS_B, GROUP_B, std_floor=0.75).any()
+
+
+def test_prompts_that_are_too_easy_or_too_hard_are_dropped() -> None:
+    assert GROUP_B[mean_within(REWARDS_B, GROUP_B)].tolist() == [7, 7, 0, 5, 5]
+    assert GROUP_B[mean_within(REWARDS_B, GROUP_B, low=0.3, high=0.5)].tolist() == []
+    assert GROUP_B[mean_within(REWARDS_B, GROUP_B, low=-0.1, high=0.3)].tolist() == [2, 2, 5, 5]
+
+
+def test_a_filter_of_no_rows_keeps_none() -> None:
+    nothing_B = torch.zeros(0)
+    assert zero_variance(nothing_B, nothing_B.long()).tolist() == []
+    assert mean_within(nothing_B, nothing_B.long()).tolist() == []
+
+
+def test_long_responses_pay_more_and_more() -> None:
+    lengths_B = torch.tensor([0, 80, 81, 90, 95, 100, 101, 500])
+    paid_B = overlong_punishment(lengths_B, max_response_tokens=100, buffer_tokens=20)
+    assert paid_B.tolist() == pytest.approx([0, 0, -0.05, -0.5, -0.75, -1, -1, -1])
+    paid_B = overlong_punishment(lengths_B, max_response_tokens=100, buffer_tokens=0)
+    assert paid_B.tolist() == [0, 0, 0, 0, 0, 0, -1, -1]
+
+
+def test_a_truncated_response_has_no_token_in_the_loss() -> None:
+    rows = [[False, True, True], [True, False, True], [True], []]
+    mask_BL = jagged([torch.tensor(row, dtype=torch.bool) for row in rows])
+    masked_BL = without_rows(mask_BL, torch.tensor([False, True, True, False]))
+    assert [row.tolist() for row in masked_BL] == [rows[0], [False] * 3, [False], []]
+    assert mask_BL[1].tolist() == rows[1]

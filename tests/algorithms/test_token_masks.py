@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.token_masks import off_policy_mask, top_entropy_mask
+from hybridrl.algorithms.token_rows import TokenRows
+from tests.algorithms.packed import make_packed
+from tests.algorithms.shared_rows import shared_rows
+from tests.ranks import run_ranks
+
+ROWS = TokenRows.on_one_rank(torch.tensor([0, 0, 1, 1, 3]), 4)
+
+
+def test_only_bad_responses_that_were_left_behind_are_masked() -> None:
+    sampler_T = torch.zeros(5)
+    current_T = torch.tensor([-0.3, -0.1, -0.3, 0.0, 0.5], requires_grad=True)
+    advantages_T = torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0])
+    kept_T = off_policy_mask(current_T, sampler_T, advantages_T, ROWS, max_nats=0.15)
+    assert kept_T.tolist() == [False, False, True, True, True]
+    wider_T = off_policy_mask(current_T, sampler_T, advantages_T, ROWS, max_nats=0.25)
+    assert wider_T.all()
+
+
+def test_tokens_of_the_highest_entropy_are_kept() -> None:
+    entropy_T = torch.tensor([0.1, 2.0, 0.3, 1.0, 0.2])
+    assert top_entropy_mask(entropy_T, ROWS, fraction=0.25).tolist() == [
+        *(False, True, False, True, False)
+    ]
+    assert top_entropy_mask(entropy_T, ROWS, fraction=1.0).all()
+    # The threshold is the quantile of the same name.
+    threshold = entropy_T.quantile(1 - 0.6)
+    assert torch.equal(top_entropy_mask(entropy_T, ROWS, fraction=0.6), entropy_T >= threshold)
+
+
+def test_no_tokens_have_an_empty_mask() -> None:
+    rows = TokenRows.on_one_rank(torch.zeros(0, dtype=torch.int64), 1)
+    assert len(top_entropy_mask(torch.zeros(0), rows)) == 0
+
+
+def test_ranks_that_share_rows_mask_as_one() -> None:
+    for shared, whole in run_ranks(2, _masks):
+        assert [mask.tolist() for mask in shared] == [mask.tolist() for mask in whole]
+
+
+def _masks(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+    packed = make_packed()
+    own_U = torch.arange(rank, packed.rows.num_tokens, 2)
+    part = packed.at(own_U, shared_rows(packed.rows, own_U))
+    masks = ((top_entropy_mask, {"fraction": 0.4}), (off_policy_mask, {"max_nats": 0.05}))
+    return (
+        [part.call(mask, **numbers) for mask, numbers in masks],
+        [packed.call(mask, **numbers)[own_U] for mask, numbers in masks],
+    )

@@ -1,0 +1,90 @@
+"""Every algorithm of hydra_configs/algorithm takes its steps, through real workers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import hybridrl
+from hybridrl.run.child import to_yaml
+from hybridrl.run.launch import run
+from tests.end_to_end.small import VARIED, read_metrics, small_config
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+FOLDER = Path(hybridrl.__file__).parents[1] / "hydra_configs/algorithm"
+ALGORITHMS = sorted(file.stem for file in FOLDER.glob("*.yaml"))
+OWN = """
+from typing import Annotated
+
+from hybridrl.config.limits import Within
+
+
+def centred(rewards_B, *, scale: Annotated[float, Within(above=0.0, at_most=10.0)] = 1.0):
+    return (rewards_B - rewards_B.mean()) * scale
+
+
+def plain(current_logprobs_T, advantages_T):
+    return -advantages_T * current_logprobs_T
+"""
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path:
+    folder = tmp_path_factory.mktemp("teacher")
+    _train(folder, "trainer.num_steps=1")
+    return folder / "hf"
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithm_takes_its_steps(name: str, tmp_path: Path, teacher: Path) -> None:
+    given = [f"algorithm.teacher_path={teacher}"] if name == "distillation" else []
+    steps = _train(tmp_path / "run", f"algorithm={name}", *given)
+    assert all(math.isfinite(step["loss/policy"]) for step in steps)
+    assert steps[-1]["policy/updates"] > 0
+    assert max(step["policy/grad_norm"] for step in steps) > 0
+
+
+def test_own_parts_are_loaded_by_path_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    own = [
+        f"algorithm.advantage={tmp_path}/own.py:centred",
+        "algorithm.advantage_args.scale=2.0",
+        f"algorithm.policy_loss={tmp_path}/own.py:plain",
+    ]
+    steps = _train(tmp_path / "run", *own, "cluster.num_ranks_per_node=2")
+    assert max(step["policy/grad_norm"] for step in steps) > 0
+    assert [step["policy/ratio/mean"] for step in steps] == pytest.approx([1.0] * len(steps))
+
+
+def _train(folder: Path, *overrides: str) -> list[dict[str, float]]:
+    short = ["trainer.num_steps=2", "eval.every_num_steps=0", "critic.num_warmup_steps=0"]
+    given = [*short, VARIED, *overrides]
+    config = small_config(folder, *given)
+    run(config, resolved_yaml=to_yaml(config))
+    return [step for step in read_metrics(folder) if step["step"] > 0]
+
+
+def test_dynamic_sampling_and_an_adaptive_kl_resume_bit_by_bit(tmp_path: Path) -> None:
+    adaptive = [
+        *("algorithm=dapo", "algorithm.num_minibatches=2", "algorithm.max_sampling_rounds=3"),
+        *("algorithm.group_filter=mean_within", "algorithm.group_filter_args.low=0.9"),
+        "algorithm.group_filter_args.high=1.6",
+        *("algorithm.kl.placement=loss", "algorithm.kl.coefficient=0.01"),
+        *("algorithm.kl.target_nats=0.001", "algorithm.kl.horizon=100"),
+        *("checkpoint.every_num_steps=2", "actor.optimizer.lr=1e-2"),
+    ]
+    whole = _train(tmp_path / "whole", *adaptive, "trainer.num_steps=4")
+    _train(tmp_path / "parts", *adaptive)
+    parts = _train(tmp_path / "parts", *adaptive, "trainer.num_steps=4")
+    assert max(step["groups/sampled"] for step in whole) > 4  # some groups were replaced
+    assert len({step["policy/kl_coefficient"] for step in whole}) == 4
+    for one, other in zip(whole, parts, strict=True):
+        kept = [name for name in one if not name.startswith(("time/", "throughput/", "memory/"))]
+        assert [name for name in kept if one[name] != other[name] and name != "elapsed_s"] == []
+    weights = [load_file(tmp_path / name / "hf/model.safetensors") for name in ("whole", "parts")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

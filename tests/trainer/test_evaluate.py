@@ -1,0 +1,111 @@
+"""An evaluation through a policy that answers as the test says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from hybridrl.batch import PromptBatch, RolloutBatch
+from hybridrl.config.eval import EvalSet
+from hybridrl.data.answers import response_answers
+from hybridrl.data.prompts import TokenizedRow
+from hybridrl.data.rows import Row
+from hybridrl.data.source import PromptStep, build_prompt_step
+from hybridrl.data.starter_tokenizer import build_starter_tokenizer
+from hybridrl.metrics import Metrics, check_declared
+from hybridrl.rewards.scorer import Scores
+from hybridrl.trainer.evaluate import EvalTask, Evaluator
+from hybridrl.workers.rollout.assemble import assemble_rollouts
+from hybridrl.workers.rollout.protocol import Response, SamplingParams
+from tests.config.values import config_of
+
+TOKENIZER = build_starter_tokenizer()
+
+
+class Speaker:
+    """A policy that gives the next of its texts to each request."""
+
+    def __init__(self, *texts: str) -> None:
+        self._texts = list(texts)
+        self.sampled: list[SamplingParams] = []
+
+    def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch:
+        self.sampled.append(sampling)
+        responses = []
+        for _ in range(len(prompts)):
+            texts = [self._texts.pop(0) for _ in range(sampling.num_responses_per_prompt)]
+            tokens = [torch.tensor(TOKENIZER(text).input_ids) for text in texts]
+            responses += [
+                Response(ids, torch.zeros(len(ids)), is_truncated=False) for ids in tokens
+            ]
+        return assemble_rollouts(prompts, responses, policy_version=0)
+
+
+def score(rollouts: RolloutBatch, task: PromptStep) -> Scores:
+    answers = response_answers(rollouts, tokenizer=TOKENIZER)
+    num_responses = len(answers) // len(task.rows)
+    rewards = [
+        float(answer == task.rows[row // num_responses].row.answer)
+        for row, answer in enumerate(answers)
+    ]
+    failed_B1 = torch.zeros(len(rewards), 1, dtype=torch.bool)
+    return Scores(("exact",), torch.ones(1), torch.tensor(rewards)[:, None], failed_B1)
+
+
+def task_of(name: str, sources: Sequence[str], **given: object) -> EvalTask:
+    values = config_of().eval.own_set()
+    settings = EvalSet(
+        **{f: getattr(values, f) for f in EvalSet.__slots__} | given | {"name": name}
+    )
+    rows = [
+        TokenizedRow(Row("1=", "1", source, "x:1"), "1=", torch.tensor([1, 2]))
+        for source in sources
+    ]
+    sampling = SamplingParams(settings.num_responses_per_prompt, 4, settings.temperature)
+    return EvalTask(settings, build_prompt_step(rows, first_index=0, seed=0), sampling)
+
+
+def evaluate(speaker: Speaker, *tasks: EvalTask, num_resamples: int = 100) -> Metrics:
+    evaluator = Evaluator(
+        policy=speaker,  # type: ignore[arg-type]  # of a policy only generate is called
+        reward=score,
+        extract=lambda rollouts: response_answers(rollouts, tokenizer=TOKENIZER),
+        correct_reward=1.0,
+        num_resamples=num_resamples,
+        seed=0,
+    )
+    _, metrics = evaluator.evaluate(tasks)
+    check_declared(metrics)
+    return metrics
+
+
+def test_one_set_has_the_plain_names_and_intervals() -> None:
+    task = task_of(
+        "", ["a", "b/c"], num_responses_per_prompt=3, pass_at_k=(1, 2), majority_at_k=(3,)
+    )
+    metrics = evaluate(Speaker("1", "2", "1", "2", "2", "1"), task)
+    values = {name: metric.value for name, metric in metrics.items()}
+    assert values["eval/reward/mean"] == pytest.approx(0.5)
+    assert values["eval/reward/a"] == pytest.approx(2 / 3)
+    assert values["eval/reward/b_c"] == pytest.approx(1 / 3)
+    assert values["eval/pass_at_1"] == pytest.approx(0.5)
+    assert values["eval/pass_at_2"] == pytest.approx((1 + 2 / 3) / 2)
+    assert values["eval/majority_at_3"] == 0.5
+    assert values["eval/majority_at_3/low"] == 0.0
+    assert values["eval/majority_at_3/high"] == 1.0
+    assert values["eval/length/response_tokens/mean"] == 1
+
+
+def test_named_sets_have_own_sampling_and_names() -> None:
+    speaker = Speaker("1", "1", "2", "1", "2", "2")
+    greedy = task_of("greedy", ["a", "a"], temperature=0.0)
+    sampled = task_of("sampled", ["a", "a"], num_responses_per_prompt=2, temperature=0.7)
+    metrics = evaluate(speaker, greedy, sampled, num_resamples=0)
+    assert [params.temperature for params in speaker.sampled] == [0.0, 0.7]
+    values = {name: metric.value for name, metric in metrics.items()}
+    assert values["eval/greedy/reward/mean"] == 1.0
+    assert values["eval/sampled/reward/mean"] == 0.25
+    assert values["eval/reward/mean"] == 0.625
+    assert not [name for name in metrics if name.endswith("/low")]

@@ -1,0 +1,94 @@
+"""The rows that an update learns from, and the weights of their tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.load import Part
+from hybridrl.algorithms.rollout_correction import importance
+from hybridrl.batch import LogprobBatch, RolloutBatch, TrainBatch, jagged
+from hybridrl.errors import TrainingError
+from hybridrl.trainer.collect import Collected, ScoredRollouts
+from hybridrl.trainer.train_batch import TrainBatches
+
+MASK_BL = jagged([torch.tensor([False, *[True] * n]) for n in (2, 1, 3, 1)])
+OLD_BL = jagged([torch.tensor(row) for row in ([0.0, 0, 1], [0.0, 0], [0.0, 9, 0, 0], [0.0, 0])])
+LOGPROBS = LogprobBatch(old_logprobs_BL=OLD_BL, batch_size=[4])
+
+
+def batch_of(
+    *,
+    is_kept: list[bool] | None = None,
+    correction: Part | None = None,
+    mask_truncated: bool = False,
+    counts_groups: bool = False,
+    logprobs: LogprobBatch = LOGPROBS,
+) -> TrainBatch:
+    """Two prompts with two responses each, of 2, 1, 3 and 1 tokens; the third is truncated."""
+    rollouts = RolloutBatch(
+        token_ids_BL=jagged([torch.arange(len(row)) for row in MASK_BL.unbind()]),
+        response_mask_BL=MASK_BL,
+        sampler_logprobs_BL=jagged([torch.zeros(len(row)) for row in MASK_BL.unbind()]),
+        prompt_index_B=torch.tensor([5, 5, 8, 8]),
+        policy_version_B=torch.zeros(4, dtype=torch.int64),
+        is_truncated_B=torch.tensor([False, False, True, False]),
+        batch_size=[4],
+    )
+    nothing: Any = None
+    scored = ScoredRollouts(nothing, rollouts, nothing)
+    kept_B = None if is_kept is None else torch.tensor(is_kept)
+    batches = TrainBatches(
+        dp_size=1,
+        num_minibatches=1,
+        mask_truncated=mask_truncated,
+        correction=correction,
+        counts_groups=counts_groups,
+    )
+    collected = Collected(everything=scored, batch=scored, is_kept_B=kept_B)
+    return batches(collected, logprobs, torch.ones_like(OLD_BL))
+
+
+def rows(column_BL: Tensor | None) -> list[list[float]]:
+    assert column_BL is not None
+    return [row.tolist() for row in column_BL.unbind()]
+
+
+def test_rows_left_out_keep_tokens_and_have_an_empty_mask() -> None:
+    batch = batch_of(is_kept=[True, True, False, False])
+    assert [sum(row) for row in rows(batch.response_mask_BL)] == [2, 1, 0, 0]
+    assert [len(row) for row in rows(batch.token_ids_BL)] == [3, 2, 4, 2]
+    truncated = batch_of(mask_truncated=True)
+    assert [sum(row) for row in rows(truncated.response_mask_BL)] == [2, 1, 0, 1]
+
+
+def test_a_correction_weighs_kept_rows_and_masks_rejected_tokens() -> None:
+    rejecting = Part.of(importance, reject="token_k2 <= 1")
+    batch = batch_of(is_kept=[True, True, True, False], correction=rejecting)
+    assert rows(batch.sampler_weights_BL)[:2] == [[0.0, 1.0, 2.0], [0.0, 1.0]]  # e is truncated
+    assert rows(batch.response_mask_BL)[2] == [False, False, True, True]  # 9 nats apart
+    assert rows(batch.sampler_weights_BL)[2] == [0.0, 0.0, 1.0, 1.0]
+    assert rows(batch.sampler_weights_BL)[3] == [0.0, 0.0]
+
+
+def test_a_mean_weight_is_taken_over_the_rows_that_are_learned() -> None:
+    normalized = Part.of(importance, high=1e6, normalize=True)
+    batch = batch_of(is_kept=[True, True, False, False], correction=normalized)
+    weights = [weight for row in rows(batch.sampler_weights_BL)[:2] for weight in row if weight]
+    assert sum(weights) / 3 == pytest.approx(1.0)
+
+
+def test_groups_count_the_tokens_and_rows_that_are_learned() -> None:
+    batch = batch_of(is_kept=[True, True, True, False], counts_groups=True)
+    assert batch.group_tokens_B is not None
+    assert batch.group_rows_B is not None
+    assert batch.group_tokens_B.tolist() == [3, 3, 3, 3]
+    assert batch.group_rows_B.tolist() == [2, 2, 1, 0]
+
+
+def test_a_correction_without_old_log_probs_is_refused() -> None:
+    with pytest.raises(TrainingError, match=r"set algorithm\.old_logprobs=recompute"):
+        batch_of(correction=Part.of(importance), logprobs=LogprobBatch(batch_size=[4]))
