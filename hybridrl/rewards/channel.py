@@ -2,7 +2,7 @@
 
 Whatever a user's function, its forks and threads do to the socket, it costs at most the time of the
 call. Lengths are bounded and every read has a deadline. An answer counts only with the number of
-the current call.
+the current call, and once for each row.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from hybridrl.rewards.child import HEADER, encode
+from hybridrl.rewards.child import HEADER, Reward, encode
 
-_ANSWER_BYTES, _REWARD_BYTES = 1 << 16, 1 << 11
+_ANSWER_BYTES, _REWARD_BYTES = 1 << 16, 1 << 14
 """Largest size of an answer: a constant, and an amount per reward."""
+
+KINDS = ("batch", "row", "concurrent")
+"""How functions are called: with all rows, with one row, or with one row and many at a time."""
 
 
 class ChannelClosed(Exception):
@@ -23,7 +26,11 @@ class ChannelClosed(Exception):
 
 
 class Refused(Exception):
-    """The process answered that it has no rewards; says why."""
+    """The process answered that it has no rewards; says why, and for which function."""
+
+    def __init__(self, reason: str, function: int = 0) -> None:
+        super().__init__(reason)
+        self.function = function
 
 
 class Garbage(Exception):
@@ -58,8 +65,29 @@ class Channel:
         except OSError as error:
             raise ChannelClosed from error
 
-    def receive(self, *, num_rewards: int, timeout_s: float) -> list[float | str]:
-        """Return the rewards of the current call; a value that is not a number comes as text.
+    def receive_kinds(self, *, num_functions: int, timeout_s: float) -> tuple[str, ...]:
+        """Return the kinds of the loaded functions: the answer to the first message.
+
+        Raises:
+            TimeoutError: it did not come in time.
+            ChannelClosed: the process ended.
+            Refused: a function cannot be loaded.
+            Garbage: the answer is not valid, and neither are later bytes on the socket.
+        """
+        answer = self._next_answer(_ANSWER_BYTES, time.monotonic() + timeout_s)
+        kinds = answer.get("kinds")
+        if not isinstance(kinds, list) or len(kinds) != num_functions:
+            raise Garbage("answered with text that is not a list of functions")
+        if not all(kind in KINDS for kind in kinds):
+            raise Garbage("answered with text that is not a list of functions")
+        return tuple(kinds)
+
+    def receive(self, *, num_rewards: int, timeout_s: float) -> Iterator[tuple[int, list[Reward]]]:
+        """Yield the rewards of the current call as they come, with the number of their first row.
+
+        Args:
+            num_rewards: of all rows.
+            timeout_s: seconds until the first answer, and from one answer to the next.
 
         Raises:
             TimeoutError: they did not come in time.
@@ -67,8 +95,18 @@ class Channel:
             Refused: the answer is an error instead of rewards.
             Garbage: the answer is not valid, and neither are later bytes on the socket.
         """
-        deadline = time.monotonic() + timeout_s
         max_bytes = _ANSWER_BYTES + num_rewards * _REWARD_BYTES
+        missing = set(range(num_rewards))
+        while missing:
+            answer = self._next_answer(max_bytes, time.monotonic() + timeout_s)
+            row, rewards = _rewards_of(answer)
+            rows = range(row, row + len(rewards))
+            if not rows or not missing.issuperset(rows):
+                raise Garbage("answered with rewards of rows that were not asked for")
+            missing.difference_update(rows)
+            yield row, rewards
+
+    def _next_answer(self, max_bytes: int, deadline: float) -> dict[str, object]:
         while True:
             [size] = HEADER.unpack(self._read(HEADER.size, deadline))
             if size > max_bytes:
@@ -76,7 +114,7 @@ class Channel:
             answer = _parse(self._read(size, deadline))
             number = answer.get("call")
             if number == self._number:
-                return _rewards_of(answer)
+                return _accepted(answer)
             if not isinstance(number, int) or not 0 <= number < self._number:
                 raise Garbage("answered with text that is not an answer to a call")
             # The answer to an earlier call, which timed out or was answered twice.
@@ -110,10 +148,17 @@ def _parse(data: bytes) -> dict[str, object]:
     return answer
 
 
-def _rewards_of(answer: Mapping[str, object]) -> list[float | str]:
-    match answer:
-        case {"failed": str(reason)}:
-            raise Refused(reason)
-        case {"rewards": list(rewards)} if all(type(value) in (float, str) for value in rewards):
-            return rewards
-    raise Garbage("answered with text that is not a list of rewards")
+def _accepted(answer: dict[str, object]) -> dict[str, object]:
+    if isinstance(reason := answer.get("failed"), str):
+        number = answer.get("function")
+        raise Refused(reason, number if isinstance(number, int) else 0)
+    return answer
+
+
+def _rewards_of(answer: Mapping[str, object]) -> tuple[int, list[Reward]]:
+    row, rewards = answer.get("row", 0), answer.get("rewards")
+    if not isinstance(row, int) or not isinstance(rewards, list):
+        raise Garbage("answered with text that is not a list of rewards")
+    if not all(type(value) in (float, str) for value in rewards):
+        raise Garbage("answered with text that is not a list of rewards")
+    return row, rewards

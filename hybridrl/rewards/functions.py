@@ -1,12 +1,20 @@
-"""Built-in reward functions: quick, without failures, run in the driver.
+r"""Built-in reward functions of text alone.
 
-Each takes the columns it needs by keyword and ignores the rest, as a user's own function does:
-``def my_reward(responses, answers, prompts, sources) -> list[float]``.
+They are written as a user's own: columns by name (``responses`` for several rows in a call,
+``response`` for one), and after the star arguments of ``reward.args``.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from hybridrl.config.limits import TokensOrZero, Within
+
+_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?%?")
+_MOST_DIGITS = 400
 
 
 def exact_match(responses: Sequence[str], answers: Sequence[str], **_: object) -> list[float]:
@@ -27,6 +35,71 @@ def sorted_prefix(responses: Sequence[str], answers: Sequence[str], **_: object)
         _share_right(response.strip(), answer.strip())
         for response, answer in zip(responses, answers, strict=True)
     ]
+
+
+def numeric(
+    response: str,
+    answer: str,
+    *,
+    relative_tolerance: Annotated[float, Within(at_least=0.0, at_most=1.0, why="100%")] = 1e-6,
+    absolute_tolerance: Annotated[float, Within(at_least=0.0, at_most=1e15, why="a reward")] = 0.0,
+) -> float:
+    """Give 1 if the last number of the response is the last one of the answer, else 0.
+
+    Both tolerances are those of `math.isclose`. ``1,234.5``, ``1.5e3`` and ``12%`` (0.12) are
+    numbers. A response without a number gets 0; an answer without one is an error.
+
+    Raises:
+        ValueError: the answer has no number.
+    """
+    wanted = last_number(answer)
+    if wanted is None:
+        raise ValueError(f"the answer {answer[:80]!r} has no number")
+    given = last_number(response)
+    return float(
+        given is not None
+        and math.isclose(given, wanted, rel_tol=relative_tolerance, abs_tol=absolute_tolerance)
+    )
+
+
+def last_number(text: str) -> float | None:
+    """Return the last finite number in a text; None if there is none."""
+    for match in reversed(list(_NUMBER.finditer(text))):
+        digits = match.group().replace(",", "")[:_MOST_DIGITS]
+        value = float(digits.removesuffix("%")) / (100 if digits.endswith("%") else 1)
+        if math.isfinite(value):
+            return value
+    return None
+
+
+def format(
+    response: str,
+    *,
+    pattern: str,
+    match: Literal["full", "search"] = "full",
+) -> float:
+    r"""Give 1 to a response that a regular expression matches, else 0.
+
+    ``full`` asks for all of the response, without the white space around it; ``search`` for any
+    part. A dot matches a line break, too. Runs in a process with a deadline: an expression may take
+    exponential time.
+    """
+    text = response.strip()
+    expression = re.compile(pattern, re.DOTALL)
+    given = expression.fullmatch(text) if match == "full" else expression.search(text)
+    return float(given is not None)
+
+
+def length(
+    length: int,
+    *,
+    tokens: TokensOrZero,
+    per_token: Annotated[float, Within(at_least=0.0, at_most=1e6, why="a reward")] = 0.001,
+    mode: Literal["budget", "target"] = "budget",
+) -> float:
+    """Charge ``per_token`` for each token beyond a budget, or away from a target; 0 is best."""
+    distance = max(0, length - tokens) if mode == "budget" else abs(length - tokens)
+    return -per_token * distance
 
 
 def _share_right(response: str, answer: str) -> float:

@@ -1,11 +1,9 @@
 """Compares mathematical answers by value: ``1/2`` equals ``\\frac{1}{2}``. Imports math-verify.
 
-Runs in the reward process, which has a deadline: a hostile expression can keep a parser busy.
+Runs in a reward process, which has a deadline: a hostile expression can keep a parser busy.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 try:
     import math_verify
@@ -16,9 +14,6 @@ except ImportError as err:
     ) from err
 
 
-def score_math(responses: Sequence[str], answers: Sequence[str], **_: object) -> list[float]:
+def math(response: str, answer: str) -> float:
     r"""Give 1 to a response whose last expression or ``\boxed{}`` has the answer's value."""
-    return [
-        float(math_verify.verify(math_verify.parse(f"${answer}$"), math_verify.parse(response)))
-        for response, answer in zip(responses, answers, strict=True)
-    ]
+    return float(math_verify.verify(math_verify.parse(f"${answer}$"), math_verify.parse(response)))

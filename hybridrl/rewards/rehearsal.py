@@ -1,26 +1,30 @@
-"""``mode=check`` of a user's reward function: it loads it as a run would."""
+"""``mode=check`` of users' reward functions: it loads them as a run would."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from hybridrl.config.reward import RewardConfig
-from hybridrl.errors import ConfigError, RewardError
-from hybridrl.rewards.runner import ChildRunner
+from hybridrl.errors import ConfigError, RewardError, SandboxError
+from hybridrl.rewards.runner import ChildRunner, check_sandbox, find_function
 
 
 def check_reward_loads(reward: RewardConfig) -> None:
-    """Load the function in a process of its own, and end that. A built-in one needs no look.
+    """Load the functions in a process of its own, and end that; try the sandbox of code.
 
     Raises:
-        ConfigError: it cannot be loaded.
+        ConfigError: one cannot be loaded, or not run in its sandbox.
     """
-    path, colon, name = reward.function.rpartition(":")
-    if not colon:
-        return
-    try:
-        ChildRunner(Path(path), name, timeout_s=reward.timeout_s).close()
-    except RewardError as err:
-        reason = str(err).partition("cannot be loaded: ")[2] or str(err)
-        rule = f"cannot be loaded: {reason.removesuffix('; correct the file')}"
-        raise ConfigError("reward.function", reward.function, rule, f"correct {path}") from err
+    for name, part in reward.parts.items():
+        path, colon, _ = part.function.rpartition(":")
+        key = "reward.function" if reward.function else f"reward.functions.{name}.function"
+        try:
+            check_sandbox(part)
+        except SandboxError as err:
+            raise ConfigError(key, part.function, str(err), "choose another function") from err
+        if not colon:
+            continue
+        try:
+            ChildRunner([find_function(part)], timeout_s=reward.timeout_s).close()
+        except RewardError as err:
+            reason = str(err).partition("cannot be loaded: ")[2] or str(err)
+            rule = f"cannot be loaded: {reason.removesuffix('; correct the file')}"
+            raise ConfigError(key, part.function, rule, f"correct {path}") from err

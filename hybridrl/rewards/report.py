@@ -1,14 +1,39 @@
-"""Metrics of a step's rewards. Legend: B responses, those to one prompt adjacent."""
+"""Metrics of a step's rewards. Legend: B responses, those to one prompt adjacent, K functions."""
 
 from __future__ import annotations
 
-from hybridrl.algorithms.advantages import flat_groups
+import logging
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.groups import Groups
 from hybridrl.metrics import Max, Mean, Metrics, Min
 from hybridrl.rewards.scorer import Scores
 
+log = logging.getLogger(__name__)
+
+
+def warn_of_useless_rewards(scores: Scores) -> None:
+    """Warn if the rewards of a run's first step can teach nothing."""
+    rewards_B = scores.rewards_B
+    if scores.is_failed_B.all():
+        log.warning(
+            "ALARM: none of the first %d responses could be scored, so there is nothing to learn "
+            "from; correct the reward function, or set reward.on_error=stop to see the error",
+            len(rewards_B),
+        )
+    elif bool((rewards_B == rewards_B[0]).all()):
+        log.warning(
+            "ALARM: the first %d rewards are all %g, and equal rewards teach nothing; look at "
+            "samples.jsonl: either the reward function does not recognise a right answer, or the "
+            "task is too hard or too easy for this model",
+            *(len(rewards_B), float(rewards_B[0])),
+        )
+
 
 def reward_metrics(scores: Scores, *, num_responses: int) -> Metrics:
-    """Describe the rewards of one step.
+    """Describe the rewards of one step; of several functions each by its name, too.
 
     Args:
         scores: B responses, B >= 1.
@@ -16,13 +41,33 @@ def reward_metrics(scores: Scores, *, num_responses: int) -> Metrics:
     """
     rewards_B = scores.rewards_B
     metrics: Metrics = {
-        "reward/mean": Mean(rewards_B.sum().item(), len(rewards_B)),
-        "reward/std": Mean(rewards_B.std(correction=0).item()),
+        "reward/mean": _mean(rewards_B),
+        "reward/std": _std(rewards_B),
         "reward/max": Max(rewards_B.max().item()),
         "reward/min": Min(rewards_B.min().item()),
-        "reward/failed_fraction": Mean(scores.is_failed_B.sum().item(), len(rewards_B)),
+        "reward/failed_fraction": _mean(scores.is_failed_B),
     }
     if num_responses > 1:
-        flat_P = flat_groups(rewards_B.view(-1, num_responses))
-        metrics["reward/zero_variance_group_fraction"] = Mean(flat_P.sum().item(), len(flat_P))
+        metrics["reward/zero_variance_group_fraction"] = _flat(rewards_B, num_responses)
+    for at, name in enumerate(scores.names if len(scores.names) > 1 else ()):
+        parts_B = scores.reward_parts_BK[:, at]
+        metrics[f"reward/{name}/mean"] = _mean(parts_B)
+        metrics[f"reward/{name}/std"] = _std(parts_B)
+        metrics[f"reward/{name}/failed_fraction"] = _mean(scores.is_failed_BK[:, at])
+        if num_responses > 1:
+            flat = _flat(parts_B, num_responses)
+            metrics[f"reward/{name}/zero_variance_group_fraction"] = flat
     return metrics
+
+
+def _mean(values_B: Tensor) -> Mean:
+    return Mean(values_B.sum().item(), len(values_B))
+
+
+def _std(rewards_B: Tensor) -> Mean:
+    return Mean(rewards_B.std(correction=0).item())
+
+
+def _flat(rewards_B: Tensor, num_responses: int) -> Mean:
+    groups = Groups.of(torch.arange(len(rewards_B)) // num_responses)
+    return _mean(groups.is_flat(rewards_B))

@@ -1,4 +1,4 @@
-"""Calls one reward function: a built-in one here, a user's in a process that can be killed."""
+"""One process that calls reward functions and can be killed."""
 
 from __future__ import annotations
 
@@ -7,21 +7,28 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
+from hybridrl.config.limits import ArgumentValue
+from hybridrl.config.reward import BUILT_IN_REWARDS, RewardPart
 from hybridrl.diagnostics.processes import end_guarded, guarded
-from hybridrl.errors import RewardError
+from hybridrl.errors import RewardError, suggest_name
 from hybridrl.rewards import child
 from hybridrl.rewards.channel import Channel, ChannelClosed, Garbage, Refused
+from hybridrl.rewards.child import Reward
+from hybridrl.rewards.sandbox import Level, Sandbox, SandboxLimits
 
 log = logging.getLogger(__name__)
 
 _LOAD_TIMEOUT_S = 60.0
 _MAX_RESTARTS = 2
+_CONCURRENT_GRACE_S = 1.0
+"""Added where the process itself limits each row: it answers before it is killed."""
+
 _KILLED = tuple(
     -number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 )
@@ -36,23 +43,41 @@ class RewardInputs:
     answers: list[str]
     prompts: list[str]
     sources: list[str]
+    lengths: list[int]  # tokens of the response
 
     def __len__(self) -> int:
         return len(self.responses)
 
-    def one(self, index: int) -> RewardInputs:
-        """Return the row ``index`` alone."""
-        at = slice(index, index + 1)
+    def take(self, rows: Sequence[int]) -> RewardInputs:
+        """Return some rows, in the order of ``rows``."""
         return RewardInputs(
-            responses=self.responses[at],
-            answers=self.answers[at],
-            prompts=self.prompts[at],
-            sources=self.sources[at],
+            responses=[self.responses[row] for row in rows],
+            answers=[self.answers[row] for row in rows],
+            prompts=[self.prompts[row] for row in rows],
+            sources=[self.sources[row] for row in rows],
+            lengths=[self.lengths[row] for row in rows],
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FunctionFile:
+    """A reward function in a Python file, and its arguments."""
+
+    path: Path
+    name: str
+    args: Mapping[str, ArgumentValue]
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.name}"
+
+
 class CallFailed(Exception):
-    """A call gave no rewards. Never leaves this package: the scorer finds the response at fault."""
+    """A call did not give all rewards. Never leaves this package: the pool calls again without."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.rewards: dict[int, Reward] = {}
+        """Rewards by row that came before."""
 
 
 class CallHung(CallFailed):
@@ -63,39 +88,8 @@ class CallKilled(CallFailed):
     """The process was killed from outside."""
 
 
-class RewardRunner(Protocol):
-    """One loaded reward function."""
-
-    def call(self, inputs: RewardInputs) -> Sequence[float | str]:
-        """Return the reward of each response; a value that is not a number comes as text.
-
-        Raises:
-            CallFailed: it raised, died or hung.
-        """
-        ...
-
-    def close(self) -> None:
-        """Leave nothing behind. Twice is a no-op."""
-        ...
-
-
-class InProcessRunner:
-    """Runs a built-in function right here."""
-
-    def __init__(self, function: Callable[..., list[float]]) -> None:
-        """Hold the function."""
-        self._function = function
-
-    def call(self, inputs: RewardInputs) -> Sequence[float | str]:
-        """Return its rewards."""
-        return self._function(**asdict(inputs))
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 class ChildRunner:
-    """Runs a user's function in a process of its own, with a deadline for every call.
+    """Runs users' functions in a process of its own, with a deadline for every call.
 
     A thread cannot be killed, and a fork of the driver would copy running threads of Ray and torch.
     So it is a fresh interpreter (60 ms, plus the imports of the file). It has a session of its own,
@@ -103,76 +97,123 @@ class ChildRunner:
     `hybridrl.guard`.
     """
 
-    def __init__(self, path: Path, name: str, *, timeout_s: float) -> None:
-        """Start the process and load the function.
+    def __init__(self, functions: Sequence[FunctionFile], *, timeout_s: float) -> None:
+        """Start the process and load the functions.
 
         Args:
-            path: Python file.
-            name: function in it.
-            timeout_s: seconds for one call, from the first byte of its input on.
+            functions: called by their number in this list.
+            timeout_s: seconds for one call, from the first byte of its input on; of a function of
+                one row for each row.
 
         Raises:
-            RewardError: the function cannot be loaded within 60 s.
+            RewardError: a function cannot be loaded within 60 s.
         """
-        self._path = path
-        self._name = name
+        self._functions = functions
         self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._is_ended = False
         self._start()
 
-    def call(self, inputs: RewardInputs) -> Sequence[float | str]:
-        """Return its rewards.
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """How each function is called; see `channel.KINDS`."""
+        return self._kinds
+
+    def call(self, inputs: RewardInputs, function: int = 0) -> list[Reward]:
+        """Return the rewards of a function, or reasons why there is none.
 
         A process that somebody killed, the kernel for want of memory for example, is started again
         and asked again, twice at most; all attempts share the ``timeout_s`` seconds.
 
         Raises:
-            CallFailed: it raised, died or hung.
-            RewardError: it had to be loaded again, and that failed.
+            CallFailed: the call raised, died or hung; has the rewards that came before.
+            RewardError: functions had to be loaded again, and that failed.
         """
-        remaining_s = self._timeout_s
-        num_restarts = 0
+        rewards: dict[int, Reward] = {}
+        remaining_s, num_restarts = self._timeout_s, 0
         while True:
-            self._start_again_if_gone()
-            begin = time.monotonic()
+            self._start_again_if_gone(function)
+            begin, num_before = time.monotonic(), len(rewards)
             try:
-                return self._call_once(inputs, remaining_s)
+                self._call_once(inputs, function, rewards, remaining_s)
+                return [rewards[row] for row in range(len(inputs))]
             except CallKilled as killed:
+                if len(rewards) > num_before:
+                    remaining_s, num_restarts = self._timeout_s, 0  # it died of another row
                 remaining_s -= time.monotonic() - begin
                 if num_restarts == _MAX_RESTARTS or remaining_s <= 0.0:
+                    killed.rewards = rewards
                     raise
                 num_restarts += 1
                 log.warning(
-                    "the process of %s %s during a call; it is started again (%d of %d)",
-                    *(self._describe(), killed, num_restarts, _MAX_RESTARTS),
+                    "the process of reward.function=%s %s during a call; "
+                    "it is started again (%d of %d)",
+                    *(self._functions[function], killed, num_restarts, _MAX_RESTARTS),
                 )
+            except CallFailed as failure:
+                failure.rewards = rewards
+                raise
+
+    def end(self) -> None:
+        """Kill the process and all that it started, for good; another thread's call then fails."""
+        with self._lock:
+            self._is_ended = True
+        end_guarded(self._process)
 
     def close(self) -> None:
-        """Kill the process and all that it started. Twice is a no-op."""
-        self._is_closed = True
+        """Leave nothing behind. Twice is a no-op. No other thread may be in a call."""
+        self.end()
+        self._drop()
+
+    def _drop(self) -> None:
+        self._is_dropped = True
         self._channel.close()
         end_guarded(self._process)
 
-    def _call_once(self, inputs: RewardInputs, timeout_s: float) -> Sequence[float | str]:
+    def _call_once(
+        self, inputs: RewardInputs, function: int, rewards: dict[int, Reward], timeout_s: float
+    ) -> None:
+        """Add the rewards of the rows that have none yet."""
         deadline = time.monotonic() + timeout_s
+        rows = [row for row in range(len(inputs)) if row not in rewards]
+        call = {"function": function, "columns": asdict(inputs.take(rows))}
         try:
-            self._channel.send({"columns": asdict(inputs)}, timeout_s=timeout_s)
+            self._channel.send(call, timeout_s=timeout_s)
         except TimeoutError as error:
-            self.close()
+            self._drop()
             raise CallHung(f"did not read its input within {self._timeout_s:g} s") from error
         except ChannelClosed as error:
             raise self._death() from error
-        return self._receive(len(inputs), deadline - time.monotonic(), limit_s=self._timeout_s)
+        grace_s = _CONCURRENT_GRACE_S if self._kinds[function] == "concurrent" else 0.0
+        try:
+            for first, values in self._channel.receive(
+                num_rewards=len(rows), timeout_s=deadline - time.monotonic() + grace_s
+            ):
+                rewards.update(zip(rows[first:], values, strict=False))
+        except TimeoutError as error:
+            self._drop()
+            raise CallHung(f"took longer than {self._timeout_s:g} s") from error
+        except (ChannelClosed, Garbage, Refused) as error:
+            raise self._failure_of(error) from error
 
-    def _start_again_if_gone(self) -> None:
+    def _failure_of(self, error: ChannelClosed | Garbage | Refused) -> CallFailed:
+        if isinstance(error, ChannelClosed):
+            return self._death()
+        if isinstance(error, Refused):
+            return CallFailed(str(error))
+        self._drop()
+        return CallFailed(f"{error}; its process was ended")
+
+    def _start_again_if_gone(self, function: int) -> None:
         status = self._process.poll()
         if status is None:
             return
-        if not self._is_closed:  # else the error is known
+        if not self._is_dropped:  # else the error is known
             log.warning(
-                "the process of %s %s between calls; it is started again",
-                *(self._describe(), _describe_end(status)),
+                "the process of reward.function=%s %s between calls; it is started again",
+                *(self._functions[function], _describe_end(status)),
             )
-        self.close()
+        self._drop()
         self._start()
 
     def _start(self) -> None:
@@ -180,48 +221,48 @@ class ChildRunner:
         with child_end:
             # -P: its folder must not hide modules of the standard library.
             command = [sys.executable, "-P", child.__file__, str(child_end.fileno())]
-            self._process = subprocess.Popen(
-                guarded(command),
-                pass_fds=[child_end.fileno()],
-                stdin=subprocess.PIPE,
-                start_new_session=True,
-            )
+            with self._lock:
+                if self._is_ended:
+                    parent_end.close()
+                    raise CallFailed("its process was ended with the run")
+                self._process = subprocess.Popen(
+                    guarded(command),
+                    pass_fds=[child_end.fileno()],
+                    stdin=subprocess.PIPE,
+                    start_new_session=True,
+                )
         self._channel = Channel(parent_end)
-        self._is_closed = False
-        search_path = [entry for entry in sys.path if isinstance(entry, str)]
-        load = {"path": str(self._path), "name": self._name, "search_path": search_path}
+        self._is_dropped = False
+        self._kinds = self._load()
+
+    def _load(self) -> tuple[str, ...]:
+        load = {
+            "functions": [
+                {"path": str(each.path), "name": each.name, "args": dict(each.args)}
+                for each in self._functions
+            ],
+            "search_path": [entry for entry in sys.path if isinstance(entry, str)],
+            "timeout_s": self._timeout_s,
+        }
         try:
             self._channel.send({"load": load}, timeout_s=_LOAD_TIMEOUT_S)
-            self._receive(0, _LOAD_TIMEOUT_S, limit_s=_LOAD_TIMEOUT_S)
-        except (CallFailed, TimeoutError, ChannelClosed) as error:
-            self.close()
+            return self._channel.receive_kinds(
+                num_functions=len(self._functions), timeout_s=_LOAD_TIMEOUT_S
+            )
+        except (TimeoutError, ChannelClosed, Garbage, Refused) as error:
+            self._drop()
             reason = str(error) or _describe_end(self._process.returncode)
+            if isinstance(error, TimeoutError):
+                reason = f"took longer than {_LOAD_TIMEOUT_S:g} s"
+            number = error.function if isinstance(error, Refused) else 0
             raise RewardError(
-                f"{self._describe()} cannot be loaded: {reason}; correct the file"
+                f"reward.function={self._functions[number]} cannot be loaded: {reason}; "
+                "correct the file"
             ) from error
-
-    def _describe(self) -> str:
-        return f"reward.function={self._path}:{self._name}"
-
-    def _receive(
-        self, num_rewards: int, timeout_s: float, *, limit_s: float
-    ) -> Sequence[float | str]:
-        try:
-            return self._channel.receive(num_rewards=num_rewards, timeout_s=timeout_s)
-        except TimeoutError as error:
-            self.close()
-            raise CallHung(f"took longer than {limit_s:g} s") from error
-        except ChannelClosed as error:
-            raise self._death() from error
-        except Garbage as error:
-            self.close()
-            raise CallFailed(f"{error}; its process was ended") from error
-        except Refused as error:
-            raise CallFailed(str(error)) from error
 
     def _death(self) -> CallFailed:
         """Return the error of a process that ended, and make sure that it did."""
-        self.close()
+        self._drop()
         kind = CallKilled if self._process.returncode in _KILLED else CallFailed
         return kind(_describe_end(self._process.returncode))
 
@@ -230,3 +271,38 @@ def _describe_end(status: int) -> str:
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
     return f"ended its process, exit code {status}"
+
+
+def find_function(part: RewardPart) -> FunctionFile:
+    """Find the file of a function.
+
+    Raises:
+        RewardError: no such name or file.
+    """
+    spelled = part.function
+    if spelled in BUILT_IN_REWARDS:
+        path = Path(__file__).with_name(f"{BUILT_IN_REWARDS[spelled]}.py")
+        return FunctionFile(path=path, name=spelled, args=part.args)
+    file, colon, name = spelled.rpartition(":")
+    if not colon:
+        raise RewardError(
+            f"reward.function={spelled!r} is not built in; "
+            f"{suggest_name(spelled, [*BUILT_IN_REWARDS])} "
+            "For your own set reward.function=path/to/file.py:function"
+        )
+    if not Path(file).is_file():
+        raise RewardError(
+            f"reward.function={spelled!r}: {file} is not a file; paths are relative to {Path.cwd()}"
+        )
+    return FunctionFile(path=Path(file), name=name, args=part.args)
+
+
+def check_sandbox(part: RewardPart) -> None:
+    """Try the sandbox of a function that runs code.
+
+    Raises:
+        SandboxError: this machine cannot enforce it.
+    """
+    if part.function == "code":
+        level: Level = "limits" if part.args.get("sandbox") == "limits" else "namespaces"
+        Sandbox(SandboxLimits(), level).check()

@@ -1,97 +1,111 @@
-"""Scores responses, and says which one a reward function failed on. Legend: B responses."""
+"""Scores responses, and says which one a reward function failed on.
+
+Legend: B responses, K reward functions.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from hybridrl.config.reward import RewardConfig
-from hybridrl.errors import RewardError, suggest_name
+from hybridrl.config.reward import RewardConfig, RewardPart
+from hybridrl.errors import RewardError
 from hybridrl.rewards import functions
-from hybridrl.rewards.runner import (
-    CallFailed,
-    CallHung,
-    ChildRunner,
-    InProcessRunner,
-    RewardInputs,
-    RewardRunner,
-)
+from hybridrl.rewards.child import Reward, RewardFunction
+from hybridrl.rewards.pool import RewardPool, usual_num_processes
+from hybridrl.rewards.runner import RewardInputs, check_sandbox, find_function
 
 log = logging.getLogger(__name__)
 
-_IN_PROCESS = {
-    "exact_match": functions.exact_match,
-    "sorted_prefix": functions.sorted_prefix,
+_IN_DRIVER = {
+    function.__name__: function
+    for function in (
+        functions.exact_match,
+        functions.sorted_prefix,
+        functions.numeric,
+        functions.length,
+    )
 }
-_IN_CHILD = {"math": (Path(__file__).with_name("math_answers.py"), "score_math")}
-BUILT_IN = (*_IN_PROCESS, *_IN_CHILD)
-"""Names that ``reward.function`` may hold besides a path."""
+"""Built-in functions that end quickly whatever the text, so that they need no process."""
 
 LARGEST_REWARD = 1e15
 """Beyond it float32 loses more than units, and squares of rewards (their deviation, a critic's
 loss) come near the 3e38 at which float32 ends."""
 
-_MAX_HANGS = 3
 _MAX_TEXT = 80
-
-Outcome = float | str
-"""A reward, or why there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Rewards of B responses."""
+    """Rewards of B responses by K functions."""
 
-    rewards_B: Tensor  # float32, at most LARGEST_REWARD in size; 0 where scoring failed
-    is_failed_B: Tensor  # bool
+    names: tuple[str, ...]
+    """K names, as ``reward.functions`` has them."""
 
+    reward_weights_K: Tensor
+    """float32."""
 
-def load_runner(function: str, *, timeout_s: float) -> RewardRunner:
-    """Find a reward function.
+    reward_parts_BK: Tensor
+    """float32, at most LARGEST_REWARD in size with its weight; 0 where scoring failed."""
 
-    Args:
-        function: a built-in name, or ``path/to/file.py:function``.
-        timeout_s: seconds for one call, where the function can be killed.
+    is_failed_BK: Tensor
+    """bool."""
 
-    Raises:
-        RewardError: no such name or file, or the file cannot be loaded.
-    """
-    if function in _IN_PROCESS:
-        return InProcessRunner(_IN_PROCESS[function])
-    if function in _IN_CHILD:
-        path, name = _IN_CHILD[function]
-        return ChildRunner(path, name, timeout_s=timeout_s)
-    file, colon, name = function.rpartition(":")
-    if not colon:
-        raise RewardError(
-            f"reward.function={function!r} is not built in; {suggest_name(function, BUILT_IN)} "
-            "For your own set reward.function=path/to/file.py:function"
+    def at(self, index_B: Tensor) -> Self:
+        """Return the scores of these rows."""
+        return replace(
+            self,
+            reward_parts_BK=self.reward_parts_BK[index_B],
+            is_failed_BK=self.is_failed_BK[index_B],
         )
-    if not Path(file).is_file():
-        raise RewardError(
-            f"reward.function={function!r}: {file} is not a file; "
-            f"paths are relative to {Path.cwd()}"
+
+    @staticmethod
+    def join(rounds: Sequence[Scores]) -> Scores:
+        """Return the scores of all rows, in order."""
+        return replace(
+            rounds[0],
+            reward_parts_BK=torch.cat([scores.reward_parts_BK for scores in rounds]),
+            is_failed_BK=torch.cat([scores.is_failed_BK for scores in rounds]),
         )
-    return ChildRunner(Path(file), name, timeout_s=timeout_s)
+
+    @property
+    def rewards_B(self) -> Tensor:
+        """float32: the sum of weights times rewards."""
+        return (self.reward_parts_BK.double() @ self.reward_weights_K.double()).float()
+
+    @property
+    def is_failed_B(self) -> Tensor:
+        """Bool: a function could not score the response."""
+        return self.is_failed_BK.any(dim=1)
 
 
 class RewardScorer:
-    """Holds one reward function for the run; close it, or use it in a ``with``."""
+    """Holds the reward functions for the run; close it, or use it in a ``with``."""
 
     def __init__(self, config: RewardConfig) -> None:
-        """Load the function, so that a wrong path ends the run before it began.
+        """Load the functions, so that a wrong path ends the run before it began.
 
         Raises:
-            RewardError: it cannot be loaded.
+            RewardError: one cannot be loaded.
+            SandboxError: code cannot be run in the sandbox that the configuration asks for.
         """
         self._config = config
-        self._runner = load_runner(config.function, timeout_s=config.timeout_s)
+        self._parts = config.parts
+        for part in self._parts.values():
+            check_sandbox(part)
+        self._in_driver = {
+            name: RewardFunction(_IN_DRIVER[part.function], part.args, timeout_s=config.timeout_s)
+            for name, part in self._parts.items()
+            if part.function in _IN_DRIVER
+        }
+        self._in_pool = [name for name in self._parts if name not in self._in_driver]
+        self._pool = self._start_pool()
 
     def __enter__(self) -> Self:
         return self
@@ -102,83 +116,111 @@ class RewardScorer:
     def score(self, inputs: RewardInputs) -> Scores:
         """Score B responses.
 
-        A failed call is repeated response by response, to find the one that fails.
-
         Raises:
-            RewardError: with ``on_error="stop"``, the function raised, hung or ended its process.
+            RewardError: with ``on_error="stop"``, a function raised, hung or ended its process.
                 Or it returned another number of rewards, or a value that is not a number that
                 training can compute with. Names function, response and prompt.
         """
         outcomes = self._call(inputs)
-        is_failed_B = torch.tensor([isinstance(outcome, str) for outcome in outcomes])
-        if is_failed_B.any():
-            index = int(is_failed_B.nonzero()[0])
-            message = self._describe(inputs, index, reason=str(outcomes[index]))
-            if self._config.on_error == "stop":
-                raise RewardError(f"{message}; correct it, or set reward.on_error=zero")
-            log.warning(
-                "scored 0: num_failed=%d of=%d; %s", int(is_failed_B.sum()), len(inputs), message
-            )
-        rewards = [0.0 if isinstance(outcome, str) else outcome for outcome in outcomes]
-        return Scores(torch.tensor(rewards, dtype=torch.float32), is_failed_B)
+        rows = range(len(inputs))
+        by_row = [
+            [self._check(outcomes[name][row], part) for name, part in self._parts.items()]
+            for row in rows
+        ]
+        is_failed_BK = torch.tensor(
+            [[isinstance(outcome, str) for outcome in row] for row in by_row], dtype=torch.bool
+        ).view(len(inputs), len(self._parts))
+        if is_failed_BK.any():
+            self._report(inputs, by_row, is_failed_BK)
+        rewards = [[0.0 if isinstance(each, str) else each for each in row] for row in by_row]
+        return Scores(
+            tuple(self._parts),
+            torch.tensor([part.weight for part in self._parts.values()], dtype=torch.float32),
+            torch.tensor(rewards, dtype=torch.float32).view(is_failed_BK.shape),
+            is_failed_BK,
+        )
 
     def close(self) -> None:
-        """End the reward process, if there is one. Twice is a no-op."""
-        self._runner.close()
+        """End the reward processes, if there are any. Twice is a no-op."""
+        if self._pool is not None:
+            self._pool.close()
 
-    def _call(self, inputs: RewardInputs) -> list[Outcome]:
-        try:
-            return self._call_checked(inputs)
-        except CallFailed as failure:
-            log.warning("reward function failed on %d responses: %s", len(inputs), failure)
-            outcomes = self._call_singly(inputs)
-            if self._config.on_error == "stop" and not any(isinstance(o, str) for o in outcomes):
+    def _start_pool(self) -> RewardPool | None:
+        if not self._in_pool:
+            return None
+        return RewardPool(
+            [find_function(self._parts[name]) for name in self._in_pool],
+            num_processes=self._config.num_processes or usual_num_processes(),
+            timeout_s=self._config.timeout_s,
+        )
+
+    def _call(self, inputs: RewardInputs) -> Mapping[str, Mapping[int, Reward]]:
+        """Return the rewards of each function by row, or why there is none."""
+        by_name: dict[str, dict[int, Reward]] = {}
+        for name, function in self._in_driver.items():
+            by_name[name] = _score_here(function, inputs)
+        if self._pool is not None:
+            is_stopping = self._config.on_error == "stop"
+            outcomes = self._pool.score(inputs, stop_at_failure=is_stopping)
+            if is_stopping and outcomes.failed_calls and not outcomes.is_any_failed:
+                number, failure = outcomes.failed_calls[0]
                 raise RewardError(
-                    f"reward.function={self._config.function}: a call with {len(inputs)} responses "
-                    f"{failure}, though each alone is scored; correct it, or raise "
+                    f"{self._describe_function(self._in_pool[number])}: a call with {failure}, "
+                    "though each alone is scored; correct it, or raise "
                     f"reward.timeout_s={self._config.timeout_s:g} if it is only slow"
-                ) from failure
-            return outcomes
+                )
+            by_name |= zip(self._in_pool, outcomes.by_function, strict=True)
+        return by_name
 
-    def _call_checked(self, inputs: RewardInputs) -> list[Outcome]:
-        values = self._runner.call(inputs)
-        if len(values) != len(inputs):
-            raise CallFailed(f"returned {len(values)} rewards for {len(inputs)} responses")
-        return [_check(value) for value in values]
+    def _check(self, reward: Reward, part: RewardPart) -> Reward:
+        if isinstance(reward, str):
+            return reward
+        if not math.isfinite(reward):
+            return f"returned {reward}, must be finite"
+        largest = LARGEST_REWARD / (max(1.0, abs(part.weight)) * len(self._parts))
+        if abs(reward) > largest:
+            return (
+                f"returned {reward:g}, must lie within -{largest:g} and {largest:g}, "
+                "since advantages are computed in float32; scale the rewards"
+            )
+        return reward
 
-    def _call_singly(self, inputs: RewardInputs) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        num_hangs = 0
-        for index in range(len(inputs)):
-            try:
-                outcomes += self._call_checked(inputs.one(index))
-            except CallFailed as failure:
-                outcomes.append(str(failure))
-                num_hangs += isinstance(failure, CallHung)
-                if self._config.on_error == "stop" or num_hangs == _MAX_HANGS:
-                    break
-        # Each hang costs timeout_s: after three of them the rest is given up.
-        return outcomes + ["not tried after others hung"] * (len(inputs) - len(outcomes))
-
-    def _describe(self, inputs: RewardInputs, index: int, *, reason: str) -> str:
-        response, prompt = _shorten(inputs.responses[index]), _shorten(inputs.prompts[index])
-        return (
-            f"reward.function={self._config.function}: response {index} {response} "
-            f"to prompt {prompt}: {reason}"
+    def _report(
+        self, inputs: RewardInputs, by_row: list[list[Reward]], is_failed_BK: Tensor
+    ) -> None:
+        """Raise or log the first failure whose reason is its own."""
+        failures = [
+            (_is_consequence(str(by_row[row][part])), row, part)
+            for row, part in is_failed_BK.nonzero().tolist()
+        ]
+        _, row, part = min(failures)
+        name = [*self._parts][part]
+        message = (
+            f"{self._describe_function(name)}: response {row} {_shorten(inputs.responses[row])} "
+            f"to prompt {_shorten(inputs.prompts[row])}: {by_row[row][part]}"
         )
+        if self._config.on_error == "stop":
+            raise RewardError(f"{message}; correct it, or set reward.on_error=zero")
+        num_failed = int(is_failed_BK.any(dim=1).sum())
+        log.warning("scored 0: num_failed=%d of=%d; %s", num_failed, len(inputs), message)
+
+    def _describe_function(self, name: str) -> str:
+        key = "reward" if self._config.function else f"reward.functions.{name}"
+        return f"{key}.function={self._parts[name].function}"
 
 
-def _check(value: float | str) -> Outcome:
-    if isinstance(value, str):
-        return f"returned {_shorten(value)}, must be a number"
-    if not math.isfinite(value):
-        return f"returned {value}, must be finite"
-    if abs(value) > LARGEST_REWARD:
-        return (
-            f"returned {value:g}, must lie within -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}, "
-            "since advantages are computed in float32; scale the rewards"
-        )
-    return value
+def _score_here(function: RewardFunction, inputs: RewardInputs) -> dict[int, Reward]:
+    known: dict[int, Reward] = {}
+
+    def emit(row: int, rewards: list[Reward]) -> None:
+        known.update(enumerate(rewards, row))
+
+    failure = function.score(asdict(inputs), emit)
+    return dict.fromkeys(range(len(inputs)), failure) if failure else known
+
+
+def _is_consequence(reason: str) -> bool:
+    return reason.startswith("not tried")
 
 
 def _shorten(text: str) -> str:

@@ -20,6 +20,7 @@ from hybridrl.rewards.runner import (
     CallHung,
     CallKilled,
     ChildRunner,
+    FunctionFile,
     RewardInputs,
 )
 from tests.waiting import wait_until
@@ -30,8 +31,17 @@ Open = Callable[..., ChildRunner]
 def inputs(*responses: str) -> RewardInputs:
     columns = [""] * len(responses)
     return RewardInputs(
-        responses=list(responses), answers=columns, prompts=columns, sources=columns
+        responses=list(responses),
+        answers=columns,
+        prompts=columns,
+        sources=columns,
+        lengths=[1] * len(responses),
     )
+
+
+def runner_of(path: Path, *, timeout_s: float) -> ChildRunner:
+    function = FunctionFile(path=path, name="reward", args={})
+    return ChildRunner([function], timeout_s=timeout_s)
 
 
 def call(runner: ChildRunner, *responses: str) -> Sequence[float | str]:
@@ -51,7 +61,7 @@ def open_runner(tmp_path: Path) -> Iterator[Open]:
             "frame = lambda data: struct.pack('!Q', len(data)) + data\n\n\n"
             "def reward(responses, **_):\n" + textwrap.indent(textwrap.dedent(body), "    ")
         )
-        opened.append(ChildRunner(path, "reward", timeout_s=timeout_s))
+        opened.append(runner_of(path, timeout_s=timeout_s))
         return opened[-1]
 
     yield open_one
@@ -249,8 +259,8 @@ def _run_in_a_driver_that_is_killed(folder: Path, body: str = "") -> None:
     )
     program = (
         "from pathlib import Path\n"
-        "from tests.rewards.test_runner import ChildRunner, call\n"
-        f"call(ChildRunner(Path({str(path)!r}), 'reward', timeout_s=600.0), 'a')\n"
+        "from tests.rewards.test_runner import call, runner_of\n"
+        f"call(runner_of(Path({str(path)!r}), timeout_s=600.0), 'a')\n"
     )
     with subprocess.Popen([sys.executable, "-c", program]) as driver:
         try:

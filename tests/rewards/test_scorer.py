@@ -7,18 +7,19 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
 import pytest
 
-from hybridrl.algorithms.advantages import grpo_advantages
-from hybridrl.config.reward import RewardConfig
+from hybridrl.algorithms.advantages.grpo import grpo
+from hybridrl.config.limits import ArgumentValue
+from hybridrl.config.reward import RewardConfig, RewardPart
 from hybridrl.errors import RewardError
 from hybridrl.rewards import child as reward_child
 from hybridrl.rewards.runner import RewardInputs
-from hybridrl.rewards.scorer import BUILT_IN, LARGEST_REWARD, RewardScorer
+from hybridrl.rewards.scorer import LARGEST_REWARD, RewardScorer
 
 Open = Callable[..., RewardScorer]
 
@@ -29,6 +30,7 @@ def inputs(*responses: str) -> RewardInputs:
         answers=["42"] * len(responses),
         prompts=[f"prompt {n}" for n in range(len(responses))],
         sources=["test"] * len(responses),
+        lengths=[len(response) for response in responses],
     )
 
 
@@ -44,12 +46,7 @@ def open_scorer(tmp_path: Path) -> Iterator[Open]:
             "def reward(responses, answers, **_):\n"
             + textwrap.indent(textwrap.dedent(body), "    ")
         )
-        config = RewardConfig(
-            function=f"{path}:reward",
-            timeout_s=timeout_s,
-            on_error=on_error,  # type: ignore[arg-type]
-        )
-        opened.append(RewardScorer(config))
+        opened.append(RewardScorer(config(f"{path}:reward", on_error, timeout_s)))
         return opened[-1]
 
     yield open_one
@@ -57,8 +54,23 @@ def open_scorer(tmp_path: Path) -> Iterator[Open]:
         scorer.close()
 
 
-def config(function: str) -> RewardConfig:
-    return RewardConfig(function=function, timeout_s=60.0, on_error="stop")
+def config(
+    function: str | None,
+    on_error: str = "stop",
+    timeout_s: float = 60.0,
+    *,
+    args: Mapping[str, ArgumentValue] | None = None,
+    functions: Mapping[str, RewardPart] | None = None,
+    num_processes: int = 1,
+) -> RewardConfig:
+    return RewardConfig(
+        function=function,
+        args=args or {},
+        functions=functions or {},
+        num_processes=num_processes,
+        timeout_s=timeout_s,
+        on_error=on_error,  # type: ignore[arg-type]
+    )
 
 
 @pytest.mark.parametrize("function", ["exact_match", "sorted_prefix"])
@@ -108,8 +120,12 @@ def test_a_reward_file_may_import_its_neighbours(tmp_path: Path) -> None:
         ),
         ("return ['1' if r == 'bad' else 1 for r in responses]", "must be a number"),
         ("return [1 / (r != 'bad') for r in responses]", "raised ZeroDivisionError: division"),
+        (
+            "return 1.0 if 'bad' in responses else [1] * len(responses)",
+            "returned 1.0, must be a list: one number a response",
+        ),
         ("return [1 for r in responses if r != 'bad']", "returned 0 rewards for 1 responses"),
-        ("return None if 'bad' in responses else [1] * len(responses)", "raised TypeError"),
+        ("return None if 'bad' in responses else [1] * len(responses)", "returned None, must be"),
         (
             "sys.exit(3) if 'bad' in responses else None\nreturn [1] * len(responses)",
             "SystemExit: 3",
@@ -142,7 +158,7 @@ def test_failed_function_raises_with_response_or_scores_zero(
 def test_the_largest_rewards_have_advantages_that_are_numbers(open_scorer: Open) -> None:
     scorer = open_scorer(f"return [{LARGEST_REWARD}, -{LARGEST_REWARD}, 0, 1]")
     rewards_B = scorer.score(inputs("a", "b", "c", "d")).rewards_B
-    advantages_B = grpo_advantages(rewards_B, num_responses=4, divide_by_std=True)
+    advantages_B = grpo(rewards_B, rewards_B.new_zeros(4).long())
     assert bool(advantages_B.isfinite().all())
     assert float(advantages_B.abs().max()) > 1
 
@@ -211,10 +227,10 @@ def test_the_reward_process_ends_with_a_driver_that_was_killed(tmp_path: Path) -
             sys.executable,
             "-c",
             "from pathlib import Path\n"
-            "from hybridrl.rewards.runner import ChildRunner, RewardInputs\n"
-            f"runner = ChildRunner(Path({str(tmp_path / 'hang.py')!r}), 'r', timeout_s=600.0)\n"
-            "columns = dict.fromkeys(('responses', 'answers', 'prompts', 'sources'), ['a'])\n"
-            "runner.call(RewardInputs(**columns))\n",
+            "from hybridrl.rewards.runner import ChildRunner, FunctionFile\n"
+            "from tests.rewards.test_scorer import inputs\n"
+            f"file = FunctionFile(path=Path({str(tmp_path / 'hang.py')!r}), name='r', args={{}})\n"
+            "ChildRunner([file], timeout_s=600.0).call(inputs('a'))\n",
         ]
     )
     pid = int(wait_for(lambda: read_text(tmp_path / "pid")))
@@ -227,7 +243,7 @@ def test_the_reward_process_ends_with_a_driver_that_was_killed(tmp_path: Path) -
     ("text", "reason"),
     [
         ("def other(responses, **_): ...\n", "no function 'reward' in .*; it has \\['other'\\]"),
-        ("def reward(responses): ...\n", "unexpected keyword argument .* and \\*\\*_ for the rest"),
+        ("def reward(responses, response): ...\n", "'responses' has all rows and others"),
         ("def reward(responses, weights, **_): ...\n", "missing a required argument: 'weights'"),
         ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("def reward(:\n", "SyntaxError"),
@@ -250,7 +266,6 @@ def test_mistyped_reward_suggests_the_nearest_name(tmp_path: Path) -> None:
         RewardScorer(config("exact_mach"))
     with pytest.raises(RewardError, match=r"gone\.py is not a file; paths are relative to"):
         RewardScorer(config(f"{tmp_path}/gone.py:reward"))
-    assert set(BUILT_IN) == {"exact_match", "sorted_prefix", "math"}
 
 
 @pytest.mark.shows("R5.3")
@@ -264,12 +279,13 @@ def test_killed_reward_process_is_restarted(open_scorer: Open, tmp_path: Path) -
 
 def test_math_answers_are_compared_by_value() -> None:
     pytest.importorskip("math_verify")
-    with RewardScorer(RewardConfig(function="math", timeout_s=30.0, on_error="stop")) as scorer:
+    with RewardScorer(config("math")) as scorer:
         batch = RewardInputs(
             responses=[r"so it is \boxed{\frac{1}{2}}", "the answer is 3", ""],
             answers=["0.5", "4", "1"],
             prompts=[""] * 3,
             sources=[""] * 3,
+            lengths=[1] * 3,
         )
         assert scorer.score(batch).rewards_B.tolist() == [1.0, 0.0, 0.0]
 

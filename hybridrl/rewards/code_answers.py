@@ -1,0 +1,139 @@
+"""Runs the Python code of a response against tests, in a sandbox.
+
+The answer of a row holds its tests, in one of two forms. A JSON array of cases,
+``[{"stdin": "3 4\\n", "stdout": "7\\n"}]``: the code is a program that reads standard input. Any
+other text is Python with asserts, run after the code in the same module:
+``assert add(3, 4) == 7``. Cases are safer to learn from: asserts share a process with the code.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from hybridrl.config.limits import Within
+from hybridrl.rewards.sandbox import Level, Sandbox, SandboxLimits, SandboxResult
+
+_FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_SHARE_OF_TIMEOUT = 0.9
+
+# The token proves that the asserts came to their end: code that exits early does not print it.
+_WITH_ASSERTS = """
+def run():
+    token = input()
+    names = {{"__name__": "__main__"}}
+    exec(compile({code!r}, "answer.py", "exec"), names)
+    exec(compile({tests!r}, "tests.py", "exec"), names)
+    print()
+    print(token)
+
+
+run()
+"""
+
+
+def code(  # noqa: PLR0913 - its arguments are keys of the configuration
+    response: str,
+    answer: str,
+    timeout_s: float,
+    *,
+    score: Literal["all", "share"] = "all",
+    cpu_s: Annotated[float, Within(at_least=1.0, at_most=1e4, why="it is a response")] = 5.0,
+    wall_s: Annotated[float, Within(above=0.0, at_most=1e4, usual=10.0, why="it waits")] = 10.0,
+    memory_mib: Annotated[int, Within(at_least=64, at_most=2**20, why="of one process")] = 512,
+    processes: Annotated[int, Within(at_least=1, at_most=4096, why="of one response")] = 8,
+    files_mib: Annotated[int, Within(at_least=1, at_most=2**16, why="they are in memory")] = 16,
+    output_kib: Annotated[int, Within(at_least=1, at_most=2**16, why="held in memory")] = 256,
+    sandbox: Literal["namespaces", "limits"] = "namespaces",
+) -> float:
+    """Give 1 to code that passes all tests, or the share of cases that it passes; else 0.
+
+    Args:
+        response: text with the code in its last fenced block, or code alone.
+        answer: cases or asserts.
+        timeout_s: of all cases together.
+        score: ``all``, or ``share`` of the cases.
+        cpu_s: processor time of a case, and so on: see `SandboxLimits`.
+        wall_s: time of a case.
+        memory_mib: address space of each process.
+        processes: at a time.
+        files_mib: in /tmp.
+        output_kib: of standard output.
+        sandbox: ``limits`` leaves files and network open: for code that you trust.
+
+    Raises:
+        SandboxError: this machine cannot enforce the sandbox.
+        ValueError: the answer is no test.
+    """
+    limits = SandboxLimits(
+        cpu_s=cpu_s,
+        wall_s=wall_s,
+        memory_mib=memory_mib,
+        processes=processes,
+        files_mib=files_mib,
+        output_kib=output_kib,
+    )
+    deadline = time.monotonic() + _SHARE_OF_TIMEOUT * timeout_s
+    source = code_of(response)
+    cases = _cases_of(answer)
+    if cases is None:
+        return float(_passes_asserts(source, answer, limits, sandbox))
+    num_passed = 0
+    for stdin, stdout in cases:
+        remaining_s = min(wall_s, deadline - time.monotonic())
+        if remaining_s <= 0.0:
+            break  # no time is left for the other cases
+        result = Sandbox(replace(limits, wall_s=remaining_s), sandbox).run(source, stdin=stdin)
+        is_right = _is_right(result, stdout)
+        if score == "all" and not is_right:
+            return 0.0
+        num_passed += is_right
+    return num_passed / len(cases) if score == "share" else float(num_passed == len(cases))
+
+
+def code_of(response: str) -> str:
+    """Return the last fenced block of a response; all of it if it has none."""
+    blocks = _FENCE.findall(response)
+    return str(blocks[-1]) if blocks else response
+
+
+def _cases_of(answer: str) -> list[tuple[str, str]] | None:
+    """Return inputs and outputs; None for a text that is no JSON array."""
+    try:
+        values = json.loads(answer)
+    except ValueError:
+        values = None
+    if not isinstance(values, list):
+        if not answer.strip():
+            raise ValueError("the answer is empty; it must hold cases or asserts")
+        return None
+    cases = []
+    for value in values:
+        match value:
+            case {"stdin": str(stdin), "stdout": str(stdout)}:
+                cases.append((stdin, stdout))
+            case _:
+                raise ValueError(f'a case is {{"stdin": text, "stdout": text}}, not {value!r:.80}')
+    if not cases:
+        raise ValueError("the answer has no case")
+    return cases
+
+
+def _passes_asserts(source: str, tests: str, limits: SandboxLimits, level: Level) -> bool:
+    token = secrets.token_hex(16)
+    program = _WITH_ASSERTS.format(code=source, tests=tests)
+    result = Sandbox(limits, level).run(program, stdin=f"{token}\n")
+    return result.status == 0 and result.stdout.split("\n")[-2:] == [token, ""]
+
+
+def _is_right(result: SandboxResult, stdout: str) -> bool:
+    """Compare outputs line by line, without white space at the ends of lines and of the text."""
+    return result.status == 0 and not result.exceeded and _lines(result.stdout) == _lines(stdout)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]

@@ -1,0 +1,258 @@
+"""Rows scored by several processes: each failure costs its own row, and nothing is left."""
+
+from __future__ import annotations
+
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hybridrl.config.reward import RewardConfig, RewardPart
+from hybridrl.errors import RewardError, SandboxError
+from hybridrl.rewards.pool import RewardPool
+from hybridrl.rewards.report import warn_of_useless_rewards
+from hybridrl.rewards.runner import FunctionFile, RewardInputs
+from hybridrl.rewards.sandbox import Sandbox, SandboxLimits
+from hybridrl.rewards.scorer import RewardScorer, Scores
+from tests.waiting import wait_until
+
+ROW = "def reward(response, *, scale: float = 1.0):\n"
+LATER = "async def reward(response, *, scale: float = 1.0):\n"
+BATCH = "def reward(responses, prompts):\n"
+MISHAPS = """
+if response == "raise":
+    raise KeyError("x")
+if response == "die":
+    os._exit(3)
+if response == "crash":
+    os.kill(os.getpid(), signal.SIGSEGV)
+if response == "hang":
+    while True:
+        pass
+if response == "nan":
+    return float("nan")
+if response == "decline":
+    return ValueError("no digits")
+"""
+
+Open = Callable[..., RewardScorer]
+
+
+def inputs(*responses: str, prompts: list[str] | None = None) -> RewardInputs:
+    num_rows = len(responses)
+    return RewardInputs(
+        responses=list(responses),
+        answers=["42"] * num_rows,
+        prompts=prompts or [str(row) for row in range(num_rows)],
+        sources=[""] * num_rows,
+        lengths=[1] * num_rows,
+    )
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., str]:
+    def write_one(head: str, body: str, *, name: str = "r") -> str:
+        path = tmp_path / f"{name}.py"
+        path.write_text(
+            f"import asyncio, os, signal, time\nNOTES = {str(tmp_path / 'notes')!r}\n\n\n"
+            f"{head}{textwrap.indent(textwrap.dedent(body), '    ')}"
+        )
+        return f"{path}:reward"
+
+    return write_one
+
+
+@pytest.fixture
+def open_scorer(write: Callable[..., str]) -> Iterator[Open]:
+    opened: list[RewardScorer] = []
+
+    def open_one(head: str, body: str, *, on_error: str = "zero", **others: object) -> RewardScorer:
+        values = {"args": {}, "functions": {}, "num_processes": 2, "timeout_s": 20.0, **others}
+        config = RewardConfig(function=write(head, body), on_error=on_error, **values)  # type: ignore[arg-type]
+        opened.append(RewardScorer(config))
+        return opened[-1]
+
+    yield open_one
+    for scorer in opened:
+        scorer.close()
+
+
+@pytest.mark.shows("R5.6")
+@pytest.mark.parametrize("head", [ROW, LATER])
+def test_each_mishap_fails_its_own_row_and_rows_keep_their_order(
+    open_scorer: Open, head: str
+) -> None:
+    body = f"{MISHAPS}\nreturn scale * float(response)"
+    scorer = open_scorer(head, body, timeout_s=1.0, args={"scale": 2.0})
+    responses = [str(number) for number in range(40)]
+    for row, mishap in (
+        *((3, "raise"), (7, "hang"), (8, "nan"), (15, "die"), (16, "crash")),
+        *((22, "decline"), (39, "hang")),
+    ):
+        responses[row] = mishap
+    scores = scorer.score(inputs(*responses))
+    failed = {row for row, response in enumerate(responses) if not response.isdigit()}
+    assert set(scores.is_failed_B.nonzero().flatten().tolist()) == failed
+    assert scores.rewards_B.tolist() == [2.0 * int(r) if r.isdigit() else 0.0 for r in responses]
+
+
+@pytest.mark.shows("R5.6")
+def test_rows_beside_a_hang_are_called_once(open_scorer: Open, tmp_path: Path) -> None:
+    body = "open(NOTES, 'a').write(f'{response}\\n')" + MISHAPS + "return 1.0"
+    scorer = open_scorer(ROW, body, timeout_s=0.5)
+    responses = [*"abcdef", "hang", *"ghijklmnop"]  # in the middle of a piece
+    scores = scorer.score(inputs(*responses))
+    assert scores.is_failed_B.tolist() == [response == "hang" for response in responses]
+    assert sorted((tmp_path / "notes").read_text().split()) == sorted(responses)
+
+
+def test_a_row_that_hangs_now_and_then_gives_nothing_up(open_scorer: Open) -> None:
+    scorer = open_scorer(ROW, MISHAPS + "return 1.0", timeout_s=0.2)
+    responses = ["a", "hang"] * 8  # more than three for each of two processes
+    assert scorer.score(inputs(*responses)).rewards_B.tolist() == [1.0, 0.0] * 8
+
+
+def test_what_always_hangs_is_given_up(open_scorer: Open, tmp_path: Path) -> None:
+    body = "open(NOTES, 'a').write('.')\nwhile True: pass"
+    scores = open_scorer(ROW, body, timeout_s=0.3).score(inputs(*"x" * 64))
+    assert bool(scores.is_failed_B.all())
+    assert len((tmp_path / "notes").read_text()) in (6, 7)  # one more was under way
+
+
+@pytest.mark.parametrize("mishap", ["await asyncio.sleep(600)", "while True: pass"])
+def test_an_asynchronous_row_that_never_ends_fails_alone(open_scorer: Open, mishap: str) -> None:
+    body = f"if response == 'hang':\n    {mishap}\nawait asyncio.sleep(0.01)\nreturn 1.0"
+    scorer = open_scorer(LATER, body, timeout_s=1.0)
+    responses = [*"abcd", "hang", *"efgh"]
+    scores = scorer.score(inputs(*responses))
+    assert scores.rewards_B.tolist() == [float(response != "hang") for response in responses]
+
+
+def test_asynchronous_rows_are_awaited_together(open_scorer: Open) -> None:
+    body = """
+        reward.gate = getattr(reward, "gate", None) or asyncio.Barrier(8)
+        await reward.gate.wait()  # nobody passes before all have come
+        return 1.0
+    """
+    scores = open_scorer(LATER, body, num_processes=1).score(inputs(*"abcdefgh"))
+    assert scores.rewards_B.tolist() == [1.0] * 8
+
+
+def test_an_asynchronous_function_of_all_rows_is_awaited(open_scorer: Open) -> None:
+    head = "async def reward(responses):\n"
+    scorer = open_scorer(head, "await asyncio.sleep(0)\nreturn [float(r) for r in responses]")
+    assert scorer.score(inputs("1", "2", "x")).rewards_B.tolist() == [1.0, 2.0, 0.0]
+
+
+def test_rows_of_a_prompt_are_in_one_call(open_scorer: Open) -> None:
+    scorer = open_scorer(BATCH, "return [len(set(prompts)) * 100 + len(prompts)] * len(prompts)")
+    prompts = [*"aaaaaaa", *"bb", *"c"]
+    rewards = scorer.score(inputs(*prompts, prompts=prompts)).rewards_B.tolist()
+    assert rewards == [107.0] * 7 + [203.0] * 3
+    alone = open_scorer(BATCH, "return [len(prompts)] * len(prompts)", num_processes=1)
+    assert alone.score(inputs(*prompts, prompts=prompts)).rewards_B.tolist() == [10.0] * 10
+
+
+def test_two_processes_score_at_a_time(open_scorer: Open) -> None:
+    body = """
+        open(NOTES + response, "w").close()
+        other = "b" if response == "a" else "a"
+        while not os.path.exists(NOTES + other):
+            time.sleep(0.01)
+        return 1.0
+    """
+    assert open_scorer(ROW, body).score(inputs("a", "b")).rewards_B.tolist() == [1.0, 1.0]
+
+
+def test_with_stop_the_run_ends_at_the_first_failure(open_scorer: Open) -> None:
+    scorer = open_scorer(ROW, MISHAPS + "return 1.0", on_error="stop")
+    with pytest.raises(RewardError, match="response 5 'raise' to prompt '5': raised KeyError"):
+        scorer.score(inputs(*"abcde", "raise", *"fgh"))
+
+
+@pytest.mark.shows("R5.4")
+def test_no_process_is_left_even_if_a_call_is_under_way(write: Callable[..., str]) -> None:
+    path, _, name = write(ROW, "open(NOTES, 'w').close()\ntime.sleep(600)").rpartition(":")
+    function = FunctionFile(path=Path(path), name=name, args={})
+    before = set(psutil.Process().children(recursive=True))
+    pool = RewardPool([function], num_processes=2, timeout_s=500.0)
+    caller = threading.Thread(
+        target=lambda: pool.score(inputs("a", "b"), stop_at_failure=False), daemon=True
+    )
+    caller.start()
+    wait_until(lambda: Path(path).with_name("notes").exists())
+    pool.close()
+    caller.join(60)
+    assert not caller.is_alive()
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def score_several(scored: str) -> Scores:
+    functions = {
+        "right": RewardPart(function="exact_match"),
+        "short": RewardPart(function="length", weight=0.5, args={"tokens": 0, "per_token": 1.0}),
+        "own": RewardPart(function=scored, weight=-2.0),
+    }
+    config = RewardConfig(
+        function=None,
+        args={},
+        functions=functions,
+        num_processes=2,
+        timeout_s=20.0,
+        on_error="zero",
+    )
+    with RewardScorer(config) as scorer:
+        return scorer.score(inputs("42", "7", "raise"))
+
+
+def test_several_functions_are_summed_with_their_weights(write: Callable[..., str]) -> None:
+    scores = score_several(write(ROW, MISHAPS + "return float(response)"))
+    assert scores.names == ("right", "short", "own")
+    assert scores.reward_weights_K.tolist() == [1.0, 0.5, -2.0]
+    assert scores.reward_parts_BK.tolist() == [[1, -1, 42], [0, -1, 7], [0, -1, 0]]
+    assert scores.rewards_B.tolist() == [1 - 0.5 - 84, -0.5 - 14, -0.5]
+    assert scores.is_failed_BK.tolist() == [[False] * 3, [False] * 3, [False, False, True]]
+    assert scores.is_failed_B.tolist() == [False, False, True]
+
+
+def test_code_is_run_by_the_pool() -> None:
+    config = RewardConfig(
+        function="code",
+        args={"cpu_s": 1.0},
+        functions={},
+        num_processes=2,
+        timeout_s=30.0,
+        on_error="zero",
+    )
+    try:
+        Sandbox(SandboxLimits()).check()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    rows = inputs("print(42)", "print(7)", "while True: pass")
+    tests = ['[{"stdin": "", "stdout": "42"}]'] * 2 + ["[]"]
+    with RewardScorer(config) as scorer:
+        scores = scorer.score(replace(rows, answers=tests))
+    assert scores.rewards_B.tolist() == [1.0, 0.0, 0.0]
+    assert scores.is_failed_B.tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("body", "alarm"),
+    [
+        ("return 0.5", "the first 3 rewards are all 0.5"),
+        ("raise KeyError(response)", "none of the first 3 responses could be scored"),
+        ("return float(response == 'b')", ""),
+    ],
+)
+def test_rewards_that_teach_nothing_raise_an_alarm(
+    open_scorer: Open, caplog: pytest.LogCaptureFixture, body: str, alarm: str
+) -> None:
+    scorer = open_scorer(ROW, body)
+    warn_of_useless_rewards(scorer.score(inputs("a", "b", "c")))
+    alarms = [message for message in caplog.messages if message.startswith("ALARM")]
+    assert len(alarms) == (1 if alarm else 0)
+    assert alarm in "".join(alarms)
