@@ -11,55 +11,8 @@ import argparse
 import sys
 from pathlib import Path
 
-import torch
-import yaml
-
-from hybridrl.checkpoint.store import Checkpoint, CheckpointStore
-from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.load import read_config
-from hybridrl.errors import CheckpointError, HybridRLError, RunFolderError
-from hybridrl.workers.build import build_train_engine
-from hybridrl.workers.train import checkpoint
-
-
-def export_checkpoint(
-    run_folder: Path, *, step: int | None = None, output: Path | None = None
-) -> list[Path]:
-    """Write a checkpoint of ``run_folder`` as a Hugging Face folder, and an adapter if it has one.
-
-    Args:
-        run_folder: of a run that continues, was interrupted, or has ended.
-        step: of the checkpoint; None is the newest complete one.
-        output: folder to write, must not exist; None names it in the run folder.
-
-    Returns:
-        The folders written.
-
-    Raises:
-        RunFolderError: it is not a run folder, or a folder to write exists.
-        CheckpointError: the checkpoint does not exist, or is incomplete.
-        ModelError: the run's first model does not exist any more.
-    """
-    config = _read_config(run_folder)
-    chosen = _find(run_folder, step)
-    number = chosen.manifest.run.step
-    written = [output or run_folder / f"hf-step-{number}"]
-    if config.lora.enabled:
-        written.append(
-            run_folder / f"adapter-step-{number}"
-            if output is None
-            else output.with_name(f"{output.name}-adapter")
-        )
-    for folder in written:  # before all the work
-        if folder.exists():
-            raise RunFolderError(f"{folder} exists; export to a new folder with --output FOLDER")
-    model_folder = Path(chosen.manifest.origin.model_folder)
-    engine = build_train_engine(config, model_folder, torch.device("cpu"))
-    checkpoint.load(engine, chosen.folder / "actor", rank=0, world_size=1)
-    engine.export_hf(written[0].absolute())
-    if config.lora.enabled:
-        engine.export_adapter(written[1].absolute())
-    return written
+from hybridrl.errors import HybridRLError
+from hybridrl.run.export_checkpoint import export_checkpoint
 
 
 def main() -> None:
@@ -77,31 +30,6 @@ def main() -> None:
     except HybridRLError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         sys.exit(1)
-
-
-def _read_config(run_folder: Path) -> ExperimentConfig:
-    path = run_folder / "config.yaml"
-    if not path.is_file():
-        raise RunFolderError(f"{run_folder} is not a run folder: it has no config.yaml")
-    config, violations = read_config(yaml.safe_load(path.read_text(encoding="utf-8")))
-    if config is None:
-        raise RunFolderError(
-            f"{path} cannot be read: {violations[0]} Export with the version that wrote it"
-        )
-    return config
-
-
-def _find(run_folder: Path, step: int | None) -> Checkpoint:
-    store = CheckpointStore(run_folder.absolute() / "checkpoints")
-    checkpoint = store.newest() if step is None else store.at(step)
-    if checkpoint is None:
-        steps = ", ".join(map(str, store.steps())) or "none"
-        missing = "complete checkpoint" if step is None else f"checkpoint of step {step}"
-        raise CheckpointError(
-            f"{run_folder} has no {missing}; it has: {steps} (checkpoint.keep_last and "
-            "checkpoint.keep_best say how many are kept)"
-        )
-    return checkpoint
 
 
 if __name__ == "__main__":

@@ -5,17 +5,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.data.rows import Message, Row
+from hybridrl.data.token_cache import Rendered, cache_file, read_rendered, write_rendered
 from hybridrl.errors import DataError
 
 log = logging.getLogger(__name__)
 
+ROWS_TO_CACHE = 20_000
+"""Rows of a set whose tokens are worth a file: half a second of work."""
+
 _ROWS_PER_CALL = 1024
+_ROWS_PER_NOTE = 128 * _ROWS_PER_CALL
 _MAX_ROWS_SHOWN = 5
 _MAX_CHARS_SHOWN = 80
 
@@ -40,6 +46,7 @@ def tokenize_rows(
     use_chat_template: bool,
     max_prompt_tokens: int,
     overlong: str,
+    cache: Path | None = None,
 ) -> list[TokenizedRow]:
     """Tokenize every prompt now, so that a bad one ends the run before it began.
 
@@ -52,6 +59,8 @@ def tokenize_rows(
         max_prompt_tokens: the longest prompt.
         overlong: treatment of a longer one: ``error``, ``drop``, or ``keep_end``, which keeps
             its last tokens.
+        cache: folder in which the tokens of at least ``ROWS_TO_CACHE`` rows are kept; None keeps
+            none.
 
     Returns:
         The rows in order; fewer if some were dropped.
@@ -61,7 +70,29 @@ def tokenize_rows(
             out; a prompt has no tokens. Or a prompt is overlong with ``overlong="error"``, or all
             prompts were dropped.
     """
-    tokenized: list[TokenizedRow] = []
+    rendered: list[Rendered] | None = None
+    file = None
+    if cache is not None and len(rows) >= ROWS_TO_CACHE:
+        file = cache_file(cache, rows, tokenizer, use_chat_template=use_chat_template)
+        rendered = None if file is None else read_rendered(file, num_rows=len(rows))
+    if rendered is None:
+        rendered = _render(rows, tokenizer, use_chat_template=use_chat_template)
+        if file is not None:
+            write_rendered(file, rendered)
+    tokenized = [
+        TokenizedRow(row, *texts_and_tokens)
+        for row, texts_and_tokens in zip(rows, rendered, strict=True)
+    ]
+    if use_chat_template:
+        _require_different_texts(tokenized)
+    return list(_limit_length(tokenized, max_prompt_tokens=max_prompt_tokens, overlong=overlong))
+
+
+def _render(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, use_chat_template: bool
+) -> list[Rendered]:
+    """Return text and tokens of each prompt; of many, the log says how far it is."""
+    rendered: list[Rendered] = []
     for start in range(0, len(rows), _ROWS_PER_CALL):
         chunk = rows[start : start + _ROWS_PER_CALL]
         texts = [_to_text(row, tokenizer, use_chat_template=use_chat_template) for row in chunk]
@@ -77,10 +108,10 @@ def tokenize_rows(
                     f"{row.origin}: the chat template renders the prompt as {text!r}, without a "
                     "word; correct the template, or set data.use_chat_template=false"
                 )
-            tokenized.append(TokenizedRow(row, text, torch.tensor(token_ids)))
-    if use_chat_template:
-        _require_different_texts(tokenized)
-    return list(_limit_length(tokenized, max_prompt_tokens=max_prompt_tokens, overlong=overlong))
+            rendered.append((text, torch.tensor(token_ids)))
+        if start and start % _ROWS_PER_NOTE == 0:
+            log.info("tokenized prompts: count=%d of=%d", len(rendered), len(rows))
+    return rendered
 
 
 def _require_different_texts(rows: Sequence[TokenizedRow]) -> None:
@@ -103,13 +134,34 @@ def _to_text(row: Row, tokenizer: PreTrainedTokenizerBase, *, use_chat_template:
             "data.use_chat_template=false; set it to true, or write the prompt as text"
         )
     messages = (Message("user", row.prompt),) if isinstance(row.prompt, str) else row.prompt
+    return render_chat(messages, tokenizer, origin=row.origin)
+
+
+def render_chat(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    origin: str,
+    is_complete: bool = False,
+) -> str:
+    """Render messages with the tokenizer's chat template.
+
+    Args:
+        messages: of the chat so far.
+        tokenizer: has a template.
+        origin: of the row, for messages.
+        is_complete: False adds the beginning of the assistant's next turn.
+
+    Raises:
+        DataError: the template rejects them.
+    """
     conversation = [{"role": message.role, "content": message.content} for message in messages]
     try:
         text: str = tokenizer.apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=True
+            conversation, tokenize=False, add_generation_prompt=not is_complete
         )
     except Exception as error:  # a template is a program, which may raise any error
-        raise DataError(f"{row.origin}: the chat template rejects the prompt: {error}") from error
+        raise DataError(f"{origin}: the chat template rejects the prompt: {error}") from error
     return text
 
 

@@ -35,6 +35,9 @@ class Row:
     origin: str
     """File and line of the row, as ``file:line``, for messages."""
 
+    difficulty: float = 0.0
+    """For a curriculum; low is easy."""
+
 
 def fingerprint(rows: Iterable[Row]) -> str:
     """Return the sha256 of all prompts, answers and sources, in order, as 64 hexadecimal digits.
@@ -46,5 +49,7 @@ def fingerprint(rows: Iterable[Row]) -> str:
         prompt: object = row.prompt
         if not isinstance(row.prompt, str):
             prompt = [[message.role, message.content] for message in row.prompt]
-        digest.update(to_json_text([prompt, row.answer, row.source]).encode())
+        # The fingerprints of rows without a difficulty are those of runs before it was known.
+        values = [prompt, row.answer, row.source, *([row.difficulty] if row.difficulty else [])]
+        digest.update(to_json_text(values).encode())
     return digest.hexdigest()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from hybridrl.config.data import MOST_SOURCES
 from hybridrl.errors import DataError
 
 
@@ -16,7 +19,34 @@ class SamplerState:
     """Rows drawn since the run began."""
 
     fingerprint: str
-    """Of the rows it was drawn from; see ``data/rows.py``."""
+    """Of the rows it was drawn from; see ``data/rows.py``. Of a mix ``NAME=...`` for each source,
+    with commas between."""
+
+
+class Sampler(Protocol):
+    """Draws row numbers without end, from one set of rows or from a mix."""
+
+    @property
+    def num_drawn(self) -> int:
+        """Rows drawn since the run began."""
+        ...
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the rows, with fraction."""
+        ...
+
+    def draw(self, num_rows: int) -> list[int]:
+        """Return the next row numbers."""
+        ...
+
+    def state(self) -> SamplerState:
+        """Return the position in the stream."""
+        ...
+
+    def restore(self, state: SamplerState) -> None:
+        """Continue from ``state``; raises DataError if it belongs to other rows."""
+        ...
 
 
 class RowSampler:
@@ -26,7 +56,15 @@ class RowSampler:
     are fewer rows than a batch asks for, it holds some twice.
     """
 
-    def __init__(self, num_rows: int, *, seed: int, shuffle: bool, fingerprint: str) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        *,
+        seed: int,
+        shuffle: bool,
+        fingerprint: str,
+        difficulties: Sequence[float] | None = None,
+    ) -> None:
         """Start at the first row of epoch 0.
 
         Args:
@@ -34,6 +72,8 @@ class RowSampler:
             seed: of the run.
             shuffle: False draws the rows as they stand.
             fingerprint: of the rows; a state of other rows is rejected.
+            difficulties: of the rows; each epoch draws them in rising order, equal ones shuffled
+                if ``shuffle``. None is no order.
 
         Raises:
             DataError: no rows.
@@ -44,8 +84,14 @@ class RowSampler:
         self._seed = seed
         self._shuffle = shuffle
         self._fingerprint = fingerprint
+        self._difficulties = difficulties
         self._num_drawn = 0
         self._order = self._order_of(0)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the set."""
+        return self._num_rows
 
     @property
     def num_drawn(self) -> int:
@@ -77,17 +123,134 @@ class RowSampler:
         Raises:
             DataError: it belongs to other rows, so the position is not valid.
         """
-        if state.fingerprint != self._fingerprint:
-            raise DataError(
-                f"the data has changed: saved over rows {state.fingerprint[:12]}, these are "
-                f"{self._fingerprint[:12]}; bring the old data.train_files back, or start a new run"
-            )
-        self._num_drawn = state.num_drawn
-        self._order = self._order_of(state.num_drawn // self._num_rows)
+        require_same_rows(state.fingerprint, self._fingerprint)
+        self.seek(state.num_drawn)
+
+    def seek(self, num_drawn: int) -> None:
+        """Go to the position after ``num_drawn`` rows."""
+        self._num_drawn = num_drawn
+        self._order = self._order_of(num_drawn // self._num_rows)
 
     def _order_of(self, epoch: int) -> list[int]:
         order = list(range(self._num_rows))
         if self._shuffle:
             # Text seeds go through sha512: neighbouring epochs get unrelated orders.
             random.Random(f"{self._seed} {epoch}").shuffle(order)
+        if self._difficulties is not None:
+            order.sort(key=self._difficulties.__getitem__)  # stable: equal ones stay shuffled
         return order
+
+
+class MixSampler:
+    """Draws from several sets of rows, each with its share of the draws and its own epochs.
+
+    In each block of ``MOST_SOURCES`` draws every source has the same number of draws, its share
+    rounded (largest remainder), in a new order. So the position in each source follows from the
+    number of draws alone.
+    """
+
+    def __init__(
+        self, samplers: Mapping[str, RowSampler], weights: Sequence[float], *, seed: int
+    ) -> None:
+        """Start at the beginning.
+
+        Args:
+            samplers: by name of the source; the rows of all stand end to end in this order.
+            weights: of each source, > 0 and at least a thousandth of their sum.
+            seed: of the run.
+        """
+        self._samplers = samplers
+        self._seed = seed
+        self._sizes = [sampler.num_rows for sampler in samplers.values()]
+        self._counts = _shares(weights, MOST_SOURCES)
+        self._num_drawn = 0
+        self._block = self._order_of(0)
+
+    @property
+    def num_drawn(self) -> int:
+        """Rows drawn since the run began."""
+        return self._num_drawn
+
+    @property
+    def epoch(self) -> float:
+        """Rows drawn over rows of all sources: small sources are drawn more often."""
+        return self._num_drawn / sum(self._sizes)
+
+    def draw(self, num_rows: int) -> list[int]:
+        """Return the next row numbers, in the rows of all sources end to end."""
+        samplers = list(self._samplers.values())
+        begins = [sum(self._sizes[:index]) for index in range(len(self._sizes))]
+        drawn = []
+        for _ in range(num_rows):
+            source = self._block[self._num_drawn % MOST_SOURCES]
+            drawn.append(begins[source] + samplers[source].draw(1)[0])
+            self._num_drawn += 1
+            if self._num_drawn % MOST_SOURCES == 0:
+                self._block = self._order_of(self._num_drawn // MOST_SOURCES)
+        return drawn
+
+    def state(self) -> SamplerState:
+        """Return the position in the stream."""
+        states = {name: sampler.state() for name, sampler in self._samplers.items()}
+        parts = (f"{name}={state.fingerprint}" for name, state in states.items())
+        return SamplerState(self._num_drawn, ",".join(parts))
+
+    def restore(self, state: SamplerState) -> None:
+        """Continue from ``state``.
+
+        Raises:
+            DataError: it belongs to other rows; names the sources that changed.
+        """
+        require_same_rows(state.fingerprint, self.state().fingerprint)
+        self._num_drawn = state.num_drawn
+        num_blocks, num_in_block = divmod(state.num_drawn, MOST_SOURCES)
+        self._block = self._order_of(num_blocks)
+        drawn = self._block[:num_in_block]
+        for index, sampler in enumerate(self._samplers.values()):
+            sampler.seek(num_blocks * self._counts[index] + drawn.count(index))
+
+    def _order_of(self, block: int) -> list[int]:
+        order = [index for index, count in enumerate(self._counts) for _ in range(count)]
+        random.Random(f"{self._seed} mix {block}").shuffle(order)
+        return order
+
+
+def _shares(weights: Sequence[float], total: int) -> list[int]:
+    """Return integers that sum to ``total`` in the ratio of the weights, each at least 1."""
+    exact = [weight / sum(weights) * total for weight in weights]
+    counts = [max(1, int(share)) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda index: counts[index] - exact[index])
+    for index in by_remainder[: total - sum(counts)]:
+        counts[index] += 1
+    while sum(counts) > total:  # where tiny shares were raised to 1
+        counts[counts.index(max(counts))] -= 1
+    return counts
+
+
+def require_same_rows(saved: str, current: str) -> None:
+    """Reject a position in other rows.
+
+    Raises:
+        DataError: the fingerprints differ.
+    """
+    if saved != current:
+        raise DataError(
+            f"the data has changed: {describe_change(saved, current)}; bring the old rows back, "
+            "or start a new run"
+        )
+
+
+def describe_change(saved: str, current: str) -> str:
+    """Say which sources differ between two fingerprints."""
+    before, now = (_by_source(fingerprint) for fingerprint in (saved, current))
+    names = [n for n in sorted(before.keys() | now.keys()) if before.get(n) != now.get(n)]
+    digests = [(before.get(name, "none")[:12], now.get(name, "none")[:12]) for name in names]
+    return ", ".join(
+        f"{name or 'rows'}: {saved} there, {current} here"
+        for name, (saved, current) in zip(names, digests, strict=True)
+    )
+
+
+def _by_source(fingerprint: str) -> dict[str, str]:
+    named = (part.rpartition("=") for part in fingerprint.split(","))
+    return {name: digest for name, _, digest in named}

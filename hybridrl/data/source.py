@@ -11,7 +11,7 @@ import torch
 from hybridrl.batch import PromptBatch, jagged
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import fingerprint
-from hybridrl.data.sampler import RowSampler, SamplerState
+from hybridrl.data.sampler import RowSampler, Sampler, SamplerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,13 @@ class PromptSource:
     """Draws the prompts of each step; see ``data/sampler.py`` for the order."""
 
     def __init__(
-        self, rows: Sequence[TokenizedRow], *, num_prompts: int, seed: int, shuffle: bool
+        self,
+        rows: Sequence[TokenizedRow],
+        *,
+        num_prompts: int,
+        seed: int,
+        shuffle: bool = True,
+        sampler: Sampler | None = None,
     ) -> None:
         """Start at the beginning of the stream.
 
@@ -35,6 +41,7 @@ class PromptSource:
             num_prompts: P, prompts per step.
             seed: of the run; gives both the order and the seed of each prompt.
             shuffle: new order each epoch.
+            sampler: of a mix or a curriculum; None draws as ``shuffle`` says.
 
         Raises:
             DataError: no rows.
@@ -42,7 +49,7 @@ class PromptSource:
         self._rows = rows
         self._num_prompts = num_prompts
         self._seed = seed
-        self._sampler = RowSampler(
+        self._sampler: Sampler = sampler or RowSampler(
             len(rows),
             seed=seed,
             shuffle=shuffle,

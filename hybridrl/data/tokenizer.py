@@ -8,7 +8,12 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybridrl.batch import RolloutBatch, response_lengths
-from hybridrl.config.model_folder import CONFIG, read_settings, read_stop_tokens
+from hybridrl.config.model_folder import (
+    CONFIG,
+    missing_tokenizer_of,
+    read_settings,
+    read_stop_tokens,
+)
 from hybridrl.errors import ModelError
 
 
@@ -22,6 +27,8 @@ def load_tokenizer(folder: Path, *, needs_chat_template: bool) -> PreTrainedToke
     # Checked here, since transformers takes a path that does not exist for the name of a download.
     if not folder.is_dir():
         raise ModelError(f"model folder {folder} does not exist; set model.path to one that does")
+    if flaw := missing_tokenizer_of(folder):
+        raise ModelError(f"model folder {folder}: {flaw}; download it again")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:

@@ -18,6 +18,8 @@ from hybridrl.metrics import Max, Metrics, Sum
 log = logging.getLogger(__name__)
 
 _MAX_FAILED_SAVES = 3
+_USUAL_SIGNS = {"eval/reward/mean": 1.0, "eval/loss_nats": -1.0}
+"""Metrics that checkpoints are judged by unless one is named; negative: low values are good."""
 
 
 class Saver(Protocol):
@@ -144,7 +146,7 @@ class Checkpointer:
             return
         for role, saver in self._savers.items():
             saver.save(folder / role)
-        self._unfinished = _Unfinished(folder, self._capture(step), _score(metrics))
+        self._unfinished = _Unfinished(folder, self._capture(step), self._score(metrics))
         self._last_begun = step
 
     def _finish(self, *, waits: bool) -> Metrics:
@@ -181,6 +183,14 @@ class Checkpointer:
                 files.append(replace(entry, name=f"{role}/{entry.name}"))
         return tuple(files)
 
+    def _score(self, metrics: Metrics) -> float | None:
+        """Return how good the policy is by these metrics, higher is better; None if unknown."""
+        name, sign = self._config.best_metric, 1.0 if self._config.best_is == "highest" else -1.0
+        if name is None:
+            name = next((n for n in _USUAL_SIGNS if n in metrics), "")
+            sign = _USUAL_SIGNS.get(name, 1.0)
+        return sign * metrics[name].value if name in metrics else None
+
     def _note_failure(self, what: str) -> None:
         self._num_failed += 1
         if self._num_failed == _MAX_FAILED_SAVES:
@@ -190,11 +200,3 @@ class Checkpointer:
                 "last complete checkpoint"
             )
         log.warning("%s; training continues, the next checkpoint tries again", what)
-
-
-def _score(metrics: Metrics) -> float | None:
-    """Return the evaluation's result in these metrics; higher is better."""
-    if "eval/reward/mean" in metrics:
-        return metrics["eval/reward/mean"].value
-    loss = metrics.get("eval/loss_nats")
-    return None if loss is None else -loss.value

@@ -30,7 +30,9 @@ def describe_end(
     seconds = f", {format_duration(lines[-1]['elapsed_s'])}" if lines else ""
     verb = "finished" if error is None else "stopped"
     where = f"after step {num_done}" if num_done else "before step 1"
-    rows = [(verb, f"{where} of {config.num_steps}{seconds}")]
+    epochs = config.trainer.num_epochs
+    num_steps = config.num_steps if error or epochs is None else num_done  # epochs ended it
+    rows = [(verb, f"{where} of {num_steps}{seconds}")]
     rows += [(name, text) for name, best in SCORES if (text := _describe_score(lines, name, best))]
     store = CheckpointStore(folder / "checkpoints")
     steps = store.steps()
@@ -42,7 +44,9 @@ def describe_end(
     }
     rows += [(label, str(path)) for label, path in places.items() if path.exists()]
     if command and (steps or config.checkpoint.every_num_steps):
-        more = () if error else (f"{config.num_steps_key}={2 * config.num_steps}",)
+        longer = [f"{config.num_steps_key}={2 * config.num_steps}"]
+        longer += [] if epochs is None else [f"trainer.num_epochs={2 * epochs:g}"]
+        more = [] if error else longer
         rows.append(("to continue", resume_command(command, run_dir=str(folder), changes=more)))
     return "".join(f"{label:<20} {text}\n" for label, text in rows)
 
@@ -71,7 +75,8 @@ def _describe_score(
     if not name.startswith("eval/"):
         num = min(_NUM_SMOOTHED, len(values) // 2)
         first, last = (_mean(part) for part in (values[:num], values[-num:]))
-        return f"{first} -> {last} (means of {num} steps)"
+        spans = f"means of {num} steps" if num > 1 else "first and last step"
+        return f"{first} -> {last} ({spans})"
     best = best_of([value for _, value in values])
     step = next(step for step, value in values if value == best)
     first, last = format_value(values[0][1]), format_value(values[-1][1])

@@ -25,6 +25,7 @@ from hybridrl.run.supervise import supervise
 from hybridrl.trainer.interrupt import ended_by_signals
 
 _COMPOSITION_ROOT = "hybridrl.run.train"
+_EVALUATION = "hybridrl.run.evaluate_model"
 _DIED = (
     "ClusterLostError: the driver was ended without an exception. Ray does that when the head or "
     "the raylet beside the driver is gone (cluster.ray_address={address}); else it was killed. "
@@ -36,7 +37,7 @@ def run_supervised(
     config: ExperimentConfig, *, resolved_yaml: str, command: Sequence[str] = ()
 ) -> None:
     """Run a checked configuration in a child process, again if that dies; see `supervise`."""
-    has_begun = config.mode != "certify" and supervise(config)
+    has_begun = config.mode not in ("certify", "eval") and supervise(config)
     run(config, resolved_yaml=resolved_yaml, has_begun=has_begun, command=command)
 
 
@@ -68,7 +69,7 @@ def run(
         with open_record(config, resolved_yaml=resolved_yaml) as record:
             certify(config, record=record)
         return
-    resumes = has_begun or should_resume(config)
+    resumes = config.mode != "eval" and (has_begun or should_resume(config))
     if resumes and (message := finished_message(config)):
         sys.stdout.write(f"{message}\n")
         return
@@ -81,7 +82,8 @@ def run(
             opened.enter_context(driver_watchdog(words, log_file=record.run_log.log_file))
         record.phase("start Ray")
         thread = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="import"))
-        imported = thread.submit(import_module, _COMPOSITION_ROOT)
+        root_name = _EVALUATION if config.mode == "eval" else _COMPOSITION_ROOT
+        imported = thread.submit(import_module, root_name)
         num_more_ranks = config.num_critic_ranks if config.has_critic_pool else 0
         with (
             ray_cluster(config.cluster, num_more_ranks=num_more_ranks),
@@ -89,4 +91,5 @@ def run(
         ):
             with trace.span("import"):
                 root = imported.result()
-            root.train(config, record=record)
+            start = root.evaluate_model if config.mode == "eval" else root.train
+            start(config, record=record)

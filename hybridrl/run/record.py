@@ -143,7 +143,8 @@ def _summarized(config: ExperimentConfig, command: Sequence[str]) -> Iterator[No
     finally:
         folder = Path(config.trainer.run_dir)
         _logger.info("run folder: %s", folder)
-        if config.mode != "certify":  # certify trains in folders below this one
+        # certify trains in folders below this one, and eval prints a table of its own.
+        if config.mode not in ("certify", "eval"):
             try_report(folder)
             if config.tracking.live != "off":
                 text = describe_end(config, command=command, error=ending)

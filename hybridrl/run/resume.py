@@ -19,7 +19,7 @@ from hybridrl.checkpoint.manifest import RunFingerprint, RunState
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import read_config
-from hybridrl.data.sampler import SamplerState
+from hybridrl.data.sampler import SamplerState, describe_change
 from hybridrl.errors import DataError, RunFolderError
 from hybridrl.run.line_files import lost_lines
 
@@ -118,7 +118,7 @@ def check_resumable(
     changes += check_fingerprints(saved, origin, where=where, accept=accept)
     former = checkpoint.manifest.run.sampler.fingerprint
     if former != rows.fingerprint:
-        changes.append(f"rows: {former[:12]} there, {rows.fingerprint[:12]} here")
+        changes.append(describe_change(former, rows.fingerprint))
         if not accept:
             raise DataError(
                 f"{where}: the data has changed ({changes[-1]}); bring the old data.train_files "

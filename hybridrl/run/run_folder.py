@@ -73,6 +73,9 @@ class Sample:
     split: Literal["train", "eval"] = "train"
     """Whether it was sampled for training, or for a held-out prompt."""
 
+    eval_set: str = ""
+    """Name of the evaluation set of ``eval.sets``; empty ones are not written."""
+
     tokens: tuple[str, ...] = ()
     """Text of each sampled token, special ones too; at most the first 512."""
 
@@ -213,7 +216,10 @@ class RunLogger:
         """
         with _naming(self.folder):
             for sample in samples[: self._config.num_samples_per_step]:
-                _append(self._samples, {"step": step} | asdict(sample))
+                values = asdict(sample)
+                if not sample.eval_set:
+                    del values["eval_set"]
+                _append(self._samples, {"step": step} | values)
 
     def _require_folder(self) -> None:
         """Check that the folder exists: writing to open files of a deleted folder never fails.

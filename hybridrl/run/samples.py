@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -11,6 +12,7 @@ from hybridrl.data.source import PromptStep
 from hybridrl.data.tokenizer import decode_responses
 from hybridrl.rewards.scorer import Scores
 from hybridrl.run.run_folder import Sample
+from hybridrl.trainer.evaluate import EvalReport
 
 _MAX_TOKENS = 512
 _DECIMALS = 3
@@ -31,6 +33,11 @@ class SampleTaker:
         self._num_samples = num_samples
         self._split: Literal["train", "eval"] = split
         self._texts: dict[int, str] = {}
+
+    def take_report(self, report: EvalReport) -> list[Sample]:
+        """Return one sample per prompt of an evaluation set."""
+        samples = self.take(report.task.task, report.rollouts, report.scores)
+        return [replace(sample, eval_set=report.task.settings.name) for sample in samples]
 
     def take(self, task: PromptStep, rollouts: RolloutBatch, scores: Scores) -> list[Sample]:
         """Return one sample per prompt, at most ``num_samples``.

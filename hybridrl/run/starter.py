@@ -45,7 +45,7 @@ _NUM_ROWS = 10_000
 _PACKAGE = Path(hybridrl.__file__).parent
 _CODE = (
     *("data/sampler.py", "data/sort_digits.py", "data/starter_tokenizer.py", "data/supervised.py"),
-    *("run/loops.py", "run/starter.py", "trainer/sft.py"),
+    *("run/loops.py", "run/rows.py", "run/starter.py", "trainer/sft.py"),
     *("workers/train/optimizer.py",),
 )
 """Versions that decide a starter's weights: another version makes another starter."""
@@ -157,6 +157,8 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
         data=replace(
             config.data,
             task=_TASK,
+            sources={},
+            curriculum="none",
             num_task_rows=_NUM_ROWS,
             min_digits=min(shortest, max_digits),
             max_digits=max_digits,
@@ -166,10 +168,11 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
             shuffle=True,
         ),
         cluster=replace(config.cluster, num_nodes=1, num_ranks_per_node=1),
-        trainer=replace(config.trainer, max_skipped_updates=0),
+        trainer=replace(config.trainer, max_skipped_updates=0, num_epochs=None),
         sft=SftConfig(
             num_steps=starter.num_warmup_steps,
             batch_size=starter.warmup_batch_size,
+            turns="last",
             eval_every_num_steps=0,
         ),
     )

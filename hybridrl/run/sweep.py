@@ -8,6 +8,7 @@ without, each starts and ends its own Ray.
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -115,6 +116,9 @@ def run_sweep(
         for number, handler in before.items():
             signal.signal(number, handler)
     sys.stdout.write(f"{table}\nsweep folder: {folder}\n")
+    if len(results) < len(jobs) or any(result.status != "done" for result in results):
+        setting = shlex.quote(f"hydra.sweep.dir={folder}")
+        sys.stdout.write(f"to continue: the same command with {setting}\n")
     if results[-1].status == "stopped":
         return exit_status(stopped_by)
     return int(any(result.status == "failed" for result in results))

@@ -7,7 +7,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from hybridrl.data.files import Columns, read_rows
+from hybridrl.data.columns import Columns
+from hybridrl.data.files import read_rows
 from hybridrl.data.rows import Message, Row, fingerprint
 from hybridrl.errors import DataError
 
@@ -63,7 +64,8 @@ def test_prompts_may_be_chats_in_renamed_columns(tmp_path: Path) -> None:
         ('{"prompt": "", "answer": "b"}', "'prompt' is empty"),
         ('{"prompt": [], "answer": "b"}', "'prompt' has no messages"),
         ('{"prompt": ["a"], "answer": "b"}', "prompt[0] is 'a', must be {role"),
-        ('{"prompt": [{"role": "user"}], "answer": "b"}', "'prompt[0].content' is None"),
+        ('{"prompt": [{"role": "user"}], "answer": "b"}', "prompt[0] has no 'content'"),
+        ('{"prompt": [{"from": "user"}], "answer": "b"}', "prompt[0] has no 'role'"),
         ('{"prompt": "a", "answer": "b", "source": 3}', "'source' is 3, must be text"),
         ('{"prompt": "a", "prompt": "c", "answer": "b"}', "has 'prompt' twice; keep one"),
         (
@@ -148,8 +150,8 @@ def test_files_that_cannot_be_read_are_named_with_the_key(tmp_path: Path) -> Non
     empty = write_lines(tmp_path, "", name="empty.jsonl")
     with pytest.raises(DataError, match=r"data\.train_files: .*gone\.jsonl is not a file"):
         read(tmp_path / "gone.jsonl")
-    with pytest.raises(DataError, match=r"data\.csv is neither \.jsonl nor \.parquet"):
-        read(tmp_path / "data.csv")
+    with pytest.raises(DataError, match=r"data\.txt is none of \.jsonl, \.json"):
+        read(tmp_path / "data.txt")
     with pytest.raises(DataError, match=r"cannot read .*broken\.parquet"):
         read(broken)
     with pytest.raises(DataError, match=r"no rows in .*empty\.jsonl; .* data\.train_files"):

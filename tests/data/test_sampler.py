@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.data.sampler import RowSampler, SamplerState
+from hybridrl.data.sampler import MixSampler, RowSampler, SamplerState
 from hybridrl.errors import DataError
 
 
@@ -63,5 +63,68 @@ def test_no_rows_is_an_error() -> None:
 
 
 def test_a_state_saved_over_other_rows_is_refused() -> None:
-    with pytest.raises(DataError, match="the data has changed: saved over rows aaaaaaaaaaaa"):
+    with pytest.raises(DataError, match="the data has changed: rows: aaaaaaaaaaaa there"):
         sampler(4).restore(SamplerState(3, "a" * 64))
+
+
+def mix(sizes: dict[str, int], weights: list[float], *, changed: str = "") -> MixSampler:
+    samplers = {
+        name: RowSampler(
+            size, seed=3, shuffle=True, fingerprint=name * (2 if name == changed else 1)
+        )
+        for name, size in sizes.items()
+    }
+    return MixSampler(samplers, weights, seed=5)
+
+
+@given(
+    weights=st.lists(st.floats(0.1, 50), min_size=1, max_size=6),
+    sizes=st.lists(st.integers(1, 30), min_size=6, max_size=6),
+)
+def test_a_mix_draws_each_source_by_its_weight(weights: list[float], sizes: list[int]) -> None:
+    named = {f"s{n}": size for n, size in enumerate(sizes[: len(weights)])}
+    drawn = mix(named, weights).draw(3000)
+    begin = 0
+    for size, weight in zip(named.values(), weights, strict=True):
+        rows = [row - begin for row in drawn if begin <= row < begin + size]
+        assert abs(len(rows) - 3000 * weight / sum(weights)) <= 3 * len(weights)
+        for first in range(0, len(rows) - size + 1, size):  # each epoch of a source is complete
+            assert sorted(rows[first : first + size]) == list(range(size))
+        begin += size
+
+
+@given(num_drawn=st.integers(0, 2500), weights=st.tuples(st.floats(0.01, 9), st.just(1.0)))
+def test_a_restored_mix_draws_what_an_unbroken_one_draws(
+    num_drawn: int, weights: tuple[float, float]
+) -> None:
+    sizes = {"a": 7, "b": 40}
+    unbroken = mix(sizes, list(weights))
+    unbroken.draw(num_drawn)
+    saved = json.loads(json.dumps(asdict(unbroken.state())))
+    resumed = mix(sizes, list(weights))
+    resumed.restore(SamplerState(**saved))
+    assert resumed.num_drawn == num_drawn
+    assert resumed.draw(1500) == unbroken.draw(1500)
+
+
+def test_a_mix_names_the_source_that_changed() -> None:
+    state = mix({"a": 2, "b": 2}, [1.0, 1.0]).state()
+    with pytest.raises(DataError, match=r"has changed: b: b there, bb here; bring"):
+        mix({"a": 2, "b": 2}, [1.0, 1.0], changed="b").restore(state)
+    with pytest.raises(DataError, match=r"has changed: c: none there, c here"):
+        mix({"a": 2, "b": 2, "c": 1}, [1.0, 1.0, 1.0]).restore(state)
+
+
+def test_an_order_by_difficulty_shuffles_equal_rows() -> None:
+    def ordered(seed: int) -> RowSampler:
+        levels = [float(n % 3) for n in range(30)]
+        return RowSampler(30, seed=seed, shuffle=True, fingerprint="f", difficulties=levels)
+
+    first, second = ordered(0), ordered(0)
+    epochs = [first.draw(30), first.draw(30)]
+    for epoch in epochs:
+        assert [row % 3 for row in epoch] == [0] * 10 + [1] * 10 + [2] * 10
+    assert epochs[0] != epochs[1]
+    assert ordered(1).draw(30) != epochs[0]
+    second.restore(SamplerState(35, "f"))
+    assert second.draw(25) == epochs[1][5:]

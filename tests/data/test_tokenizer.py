@@ -42,6 +42,10 @@ def test_starter_tokenizer_survives_saving_and_loading(
 def test_a_folder_without_a_usable_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"gone does not exist; set model\.path"):
         load_tokenizer(tmp_path / "gone", needs_chat_template=False)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 9}')
+    with pytest.raises(ModelError, match=r"it has no tokenizer: none of tokenizer\.json"):
+        load_tokenizer(tmp_path, needs_chat_template=False)
+    (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="has no usable tokenizer"):
         load_tokenizer(tmp_path, needs_chat_template=False)
 

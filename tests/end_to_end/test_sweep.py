@@ -105,10 +105,15 @@ time.sleep(60)
 jobs = build_jobs([["seed=0"], ["seed=1"]], folder=folder)
 sys.exit(run_sweep(jobs, folder=folder, command=lambda _: [sys.executable, "-c", job]))
 """
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL) as process:
+    printed = tmp_path / "printed"
+    with (
+        printed.open("w") as output,
+        subprocess.Popen([sys.executable, "-c", program], stdout=output) as process,
+    ):
         wait_until((tmp_path / "ready").exists, deadline_s=120, process=process)
         process.send_signal(number)
         assert process.wait(timeout=60) == 128 + number
+    assert f"to continue: the same command with hydra.sweep.dir={tmp_path}" in printed.read_text()
     entries = json.loads((tmp_path / "sweep.json").read_text())["runs"]
     assert [entry["status"] for entry in entries] == ["stopped"]
     assert "1 of 2 runs were not started" in (tmp_path / "sweep.md").read_text()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -67,12 +69,21 @@ def ranks() -> Ranks:
 
 
 def checkpointer(
-    folder: Path, ranks: Ranks, *, every: int = 2, keep_last: int = 2, keep_best: int = 0
+    folder: Path,
+    ranks: Ranks,
+    *,
+    every: int = 2,
+    keep_last: int = 2,
+    keep_best: int = 0,
+    best_metric: str | None = None,
+    best_is: Literal["highest", "lowest"] = "highest",
 ) -> Checkpointer:
     config = CheckpointConfig(
         every_num_steps=every,
         keep_last=keep_last,
         keep_best=keep_best,
+        best_metric=best_metric,
+        best_is=best_is,
         resume="auto",
         accept_changes=False,
         max_restarts=0,
@@ -249,3 +260,17 @@ def test_the_best_of_the_evaluations_is_kept_whether_high_or_low_is_good(tmp_pat
         for step, quality in ((2, 0.1), (4, 0.9), (6, 0.5), (8, 0.3)):
             saving.after_step(step, {name: Mean(sign * quality)}, is_last=step == 8)
         assert steps_on(folder) == [4, 8]
+
+
+@pytest.mark.parametrize(("best_is", "kept"), [("highest", [4, 8]), ("lowest", [2, 8])])
+def test_the_best_by_a_named_metric_is_kept(
+    tmp_path: Path, best_is: Literal["highest", "lowest"], kept: list[int]
+) -> None:
+    ranks, name = Ranks(), "eval/math/pass_at_8"
+    saving = checkpointer(
+        tmp_path, ranks, keep_last=1, keep_best=1, best_metric=name, best_is=best_is
+    )
+    for step, quality in ((2, 0.1), (4, 0.9), (6, math.nan), (8, 0.3)):
+        metrics: Metrics = {name: Mean(quality), "eval/reward/mean": Mean(float(step == 6))}
+        saving.after_step(step, metrics, is_last=step == 8)
+    assert steps_on(tmp_path) == kept

@@ -53,11 +53,21 @@ def test_a_finished_run_says_what_it_learned_and_where_all_is(tmp_path: Path) ->
     ]
 
 
+def test_a_run_that_epochs_ended_is_continued_with_more(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    config = config_in(folder, "trainer.num_epochs=1.5", "trainer.num_steps=50")
+    write_run(folder, [0.5, 0.8, 0.6], "checkpoints/step-000000002")
+    rows = rows_of(describe_end(config, command=COMMAND, error=None))
+    assert rows["finished"] == "after step 2 of 2, 4 s"
+    assert shlex.split(rows["continue"])[-2:] == ["trainer.num_steps=100", "trainer.num_epochs=3"]
+
+
 def test_a_stopped_run_says_the_command_that_resumes_it(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     config = config_in(folder)
     write_run(folder, [0.5, 0.8], "checkpoints/step-000000001")
     rows = rows_of(describe_end(config, command=COMMAND, error=KeyboardInterrupt()))
+    assert rows["reward/mean"] == "0 -> 1 (first and last step)"
     assert rows["stopped"] == "after step 1 of 3, 2 s"
     assert shlex.split(rows["continue"]) == [*COMMAND[:4], f"trainer.run_dir={folder}"]
     assert "model" not in rows

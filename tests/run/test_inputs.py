@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.data.rehearsal import check_rows_are_read
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
-from hybridrl.run.loops import load_rows
+from hybridrl.errors import ConfigError
+from hybridrl.run.rows import load_eval_rows
 from tests.config.values import config_of
 
 ROW = '{"prompt": "1=", "answer": "1"}\n'
@@ -28,5 +30,26 @@ def test_evaluating_on_what_is_learnt_from_is_told(
     files = ("data.task=null", "data.train_files=[train.jsonl]", f"data.eval_files=[{name}]")
     config = config_of(*files)
     with caplog.at_level(logging.WARNING):
-        load_rows(config, build_starter_tokenizer(), split="eval")
+        load_eval_rows(config, config.eval.own_set(), build_starter_tokenizer())
     assert (f"evaluating on files that are also learnt from: {name}" in caplog.text) == is_told
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "column"),
+    [
+        ("data.sources={a: {files: [b.jsonl], answer_key: gold}}", "data.sources.a", "gold"),
+        ("eval.sets={a: {files: [b.jsonl]}}", "eval.sets.a", "answer"),
+    ],
+)
+def test_a_check_reads_the_rows_of_every_source_and_set(
+    override: str, key: str, column: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.jsonl").write_text(ROW)
+    Path("b.jsonl").write_text('{"prompt": "1="}')
+    files = ["data.eval_files=[train.jsonl]", "data.task=null"]
+    files += [] if "sources" in override else ["data.train_files=[train.jsonl]"]
+    with pytest.raises(ConfigError, match=rf"has no '{column}'; set data.*answer_key") as raised:
+        check_rows_are_read(config_of(*files, override))
+    assert raised.value.key == f"{key}.files"
+    assert "b.jsonl:1" in str(raised.value)

@@ -1,0 +1,60 @@
+"""The columns of data files, by the section of the configuration that names them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hybridrl.config.experiment import ExperimentConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Columns:
+    """The names of the columns in the files; see ``config/data.py``."""
+
+    prompt: str = "prompt"
+    answer: str | None = "answer"
+    """None takes the last message of the prompt, which must be the assistant's."""
+
+    source: str = "source"
+    difficulty: str | None = None
+    """None reads no difficulty: it is 0."""
+
+    section: str = "data"
+    """The configuration section that names them, for messages."""
+
+    @property
+    def needed(self) -> Mapping[str, str]:
+        """The configuration key of each column that a row must have."""
+        needed = {self.prompt: "prompt_key"}
+        needed |= {} if self.answer is None else {self.answer: "answer_key"}
+        needed |= {} if self.difficulty is None else {self.difficulty: "difficulty_key"}
+        return {name: f"{self.section}.{key}" for name, key in needed.items()}
+
+
+def columns_of(config: ExperimentConfig, section: str) -> Columns:
+    """Return the columns of files that a section lists.
+
+    Args:
+        config: of the run.
+        section: ``data.sources.NAME`` of a source of a mix; any other has the columns of ``data``.
+    """
+    data = config.data
+    parent, _, name = section.rpartition(".")
+    source = data.sources[name] if parent == "data.sources" else None
+    is_held_out = section.startswith(("eval.", "data.eval_files"))
+    usual = Columns(
+        prompt=data.prompt_key,
+        answer=data.answer_key,
+        source=data.source_key,
+        difficulty=None if is_held_out else data.difficulty_key,
+    )
+    if source is None:
+        return usual
+    return Columns(
+        prompt=source.prompt_key or usual.prompt,
+        answer=source.answer_key or usual.answer,
+        source=source.source_key or usual.source,
+        difficulty=source.difficulty_key or usual.difficulty,
+        section=section,
+    )

@@ -1,0 +1,167 @@
+"""Faults of rows that training would not report: they only teach less, or measure wrongly.
+
+No check needs a model, a GPU or Ray.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.data.prompts import TokenizedRow
+
+_BARS = 8
+_BAR_WIDTH = 40
+_MAX_CHARS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """The result of one check over some rows."""
+
+    fault: str
+    """In words, as a plural: "prompts that are ..."."""
+
+    num_rows: int
+    """Rows that were looked at."""
+
+    examples: Sequence[str]
+    """One line for each row with the fault: its origin and the details."""
+
+    is_problem: bool = True
+    """False for a fault that may be wanted."""
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether rows have a fault that should be corrected."""
+        return self.is_problem and bool(self.examples)
+
+
+def find_duplicates(rows: Sequence[TokenizedRow]) -> Iterator[Examination]:
+    """Find prompts that stand in several rows, with the same answer or with different ones."""
+    by_prompt: dict[str, list[TokenizedRow]] = defaultdict(list)
+    for row in rows:
+        by_prompt[_key(row)].append(row)
+    repeated = [group for group in by_prompt.values() if len(group) > 1]
+    alike: list[str] = []
+    different: list[str] = []
+    for group in repeated:
+        answers = {row.row.answer.strip() for row in group}
+        line = f"{_place(group[0])} and {_place(group[1])}: {_short(group[0].prompt_text)}"
+        (alike if len(answers) == 1 else different).append(line)
+    yield Examination("prompts that stand twice", len(rows), alike, is_problem=False)
+    yield Examination("prompts with two different answers", len(rows), different)
+
+
+def find_overlap(
+    train: Sequence[TokenizedRow], held_out: Mapping[str, Sequence[TokenizedRow]]
+) -> Iterator[Examination]:
+    """Find held-out prompts that are also learned from, up to white space and upper case."""
+    learned = {_key(row): row for row in train}
+    for name, rows in held_out.items():
+        both = [
+            f"{_place(row)} is {_place(learned[_key(row)])}: {_short(row.prompt_text)}"
+            for row in rows
+            if _key(row) in learned
+        ]
+        label = f" of {name}" if name else ""
+        yield Examination(f"held-out prompts{label} that are also learned from", len(rows), both)
+
+
+def find_unlike_decoded(
+    rows: Sequence[TokenizedRow], tokenizer: PreTrainedTokenizerBase
+) -> Examination:
+    """Find rows whose tokens, prompt and answer, decode to another text."""
+    unlike = []
+    answers = _answer_tokens(rows, tokenizer)
+    for row, answer in zip(rows, answers, strict=True):
+        text = row.prompt_text + row.row.answer
+        decoded = tokenizer.decode([*row.token_ids.tolist(), *answer])
+        # A tokenizer that adds a token of its own in front (as <s>) changes no text.
+        if not str(decoded).endswith(text):
+            at = _first_difference(text, str(decoded))
+            unlike.append(f"{_place(row)}: {_short(text[at:])} becomes {_short(str(decoded)[at:])}")
+    return Examination("rows whose tokens decode to another text", len(rows), unlike)
+
+
+def find_overlong(
+    rows: Sequence[TokenizedRow],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_tokens: int,
+    max_response_tokens: int,
+    drops_prompts: bool,
+) -> Iterator[Examination]:
+    """Find prompts and reference answers beyond their limits.
+
+    An answer that does not fit, with its end-of-sequence token, cannot be given by the model.
+    """
+    prompts = [
+        f"{_place(row)}: {len(row.token_ids)} tokens"
+        for row in rows
+        if len(row.token_ids) > max_prompt_tokens
+    ]
+    fault = f"prompts longer than data.max_prompt_tokens={max_prompt_tokens}"
+    yield Examination(fault, len(rows), prompts, is_problem=not drops_prompts)
+    lengths = [len(tokens) + 1 for tokens in _answer_tokens(rows, tokenizer)]
+    answers = [
+        f"{_place(row)}: {length} tokens"
+        for row, length in zip(rows, lengths, strict=True)
+        if length > max_response_tokens
+    ]
+    fault = f"answers longer than rollout.max_response_tokens={max_response_tokens}"
+    yield Examination(fault, len(rows), answers)
+
+
+def describe_lengths(name: str, lengths: Sequence[int], *, limit: int) -> list[str]:
+    """Return statistics of lengths, in tokens, and a histogram of a few bars."""
+    ordered = sorted(lengths)
+    median, p95 = (ordered[int(q * (len(ordered) - 1))] for q in (0.5, 0.95))
+    lines = [
+        f"{name}: {ordered[0]} to {ordered[-1]} tokens, median {median}, 95 % at most {p95}, "
+        f"limit {limit}"
+    ]
+    width = max(1, -(-(ordered[-1] - ordered[0] + 1) // _BARS))
+    counts = [0] * -(-(ordered[-1] - ordered[0] + 1) // width)
+    for length in ordered:
+        counts[(length - ordered[0]) // width] += 1
+    for index, count in enumerate(counts):
+        begin = ordered[0] + index * width
+        bar = "#" * round(_BAR_WIDTH * count / max(counts))
+        lines.append(f"  {begin:>6} - {begin + width - 1:<6} {bar:<{_BAR_WIDTH}} {count}")
+    return lines
+
+
+def answer_lengths(rows: Sequence[TokenizedRow], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of each reference answer, with its end-of-sequence token."""
+    return [len(tokens) + 1 for tokens in _answer_tokens(rows, tokenizer)]
+
+
+def _answer_tokens(
+    rows: Iterable[TokenizedRow], tokenizer: PreTrainedTokenizerBase
+) -> list[list[int]]:
+    answers = [row.row.answer for row in rows]
+    tokens: list[list[int]] = tokenizer(
+        answers, add_special_tokens=False, return_attention_mask=False
+    )["input_ids"]
+    return tokens
+
+
+def _key(row: TokenizedRow) -> str:
+    return " ".join(row.prompt_text.split()).lower()
+
+
+def _place(row: TokenizedRow) -> str:
+    return row.row.origin
+
+
+def _first_difference(text: str, other: str) -> int:
+    pairs = zip(text, other, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(text), len(other)))
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= _MAX_CHARS else text[:_MAX_CHARS] + "...")

@@ -1,0 +1,185 @@
+"""Records of data files of each format, as they stand: jsonl, json, csv, parquet, datasets folder.
+
+A folder that ``save_to_disk`` of Hugging Face datasets wrote needs no package of theirs: it is
+Arrow streams, and a ``state.json`` that names them.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+
+from hybridrl.errors import DataError, suggest_name
+
+STATE = "state.json"
+"""The file by which a folder is known as a data set on disk."""
+
+
+class Malformed(Exception):
+    """An error in one row; collected, never raised to a caller."""
+
+
+Record = str | Mapping[str, object] | Malformed
+"""The text of a JSON object, the columns of a row, or why those cannot be had."""
+
+RequireColumns = Callable[[Sequence[str]], Sequence[str]]
+"""Takes the columns of a table and returns those to read; raises DataError if one is missing."""
+
+
+def read_records(path: Path, require: RequireColumns, *, key: str) -> Iterator[tuple[int, Record]]:
+    """Yield row number from 1, and the row; for a text file the number of its line.
+
+    Args:
+        path: a file by its suffix, or a folder.
+        require: asked once for the columns of a table.
+        key: the configuration key that lists the file, for messages.
+
+    Raises:
+        DataError: it is missing, unreadable, of another kind, or lacks a column.
+    """
+    reader = _read_folder if path.is_dir() else _READERS.get(path.suffix)
+    if reader is None:
+        raise DataError(
+            f"{key}: {path} is none of {', '.join(_READERS)}, nor a folder; convert or rename it"
+        )
+    if not path.exists():
+        raise DataError(f"{key}: {path} is not a file; paths are relative to {Path.cwd()}")
+    try:
+        yield from reader(path, require)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{key}: cannot read {path}: {error}") from error
+
+
+def _read_jsonl(path: Path, _: RequireColumns) -> Iterator[tuple[int, Record]]:
+    # surrogateescape reads a line with bytes that are not UTF-8, so that it can be named.
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield number, line
+
+
+def _read_json(path: Path, _: RequireColumns) -> Iterator[tuple[int, Record]]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise DataError(
+            f"{path} is not JSON: {error}; a file of JSON lines ends in .jsonl"
+        ) from error
+    if not isinstance(values, list):
+        raise DataError(
+            f"{path} holds a JSON {type(values).__name__}, must be a list of rows [{{...}}, ...]"
+        )
+    for number, value in enumerate(values, 1):
+        name = type(value).__name__
+        is_row = isinstance(value, dict)
+        yield number, value if is_row else Malformed(f"is a JSON {name}, must be an object {{...}}")
+
+
+def _read_csv(path: Path, require: RequireColumns) -> Iterator[tuple[int, Record]]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        try:
+            require(reader.fieldnames or [])
+            for record in reader:
+                short = [name for name, value in record.items() if value is None]
+                if None in record:
+                    yield reader.line_num, Malformed("has more cells than the header has columns")
+                elif short:
+                    yield reader.line_num, Malformed(f"has no cell for {short[0]!r}")
+                else:
+                    yield reader.line_num, record
+        except (csv.Error, UnicodeDecodeError) as error:
+            line = reader.line_num + 1
+            raise DataError(f"{path}:{line}: cannot be read as CSV: {error}") from error
+
+
+def _read_parquet(path: Path, require: RequireColumns) -> Iterator[tuple[int, Record]]:
+    with pyarrow.parquet.ParquetFile(path) as file:
+        wanted = require(file.schema_arrow.names)
+        yield from _number(file.iter_batches(columns=list(wanted)))
+
+
+def _read_folder(path: Path, require: RequireColumns) -> Iterator[tuple[int, Record]]:
+    """Read the Arrow streams of a data set, mapped into memory."""
+    try:
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        files = [path / str(entry["filename"]) for entry in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} is no data set on disk: its {STATE} cannot be read ({error}); list a folder "
+            "that save_to_disk wrote, one split of it"
+        ) from error
+    if state.get("_indices_data_files"):
+        raise DataError(
+            f"{path} is a selection of rows by an index file; save it again after "
+            "dataset.flatten_indices()"
+        )
+    yield from _number(batch for file in files for batch in _stream(file, require))
+
+
+def _stream(file: Path, require: RequireColumns) -> Iterator[pyarrow.RecordBatch]:
+    with pyarrow.memory_map(str(file)) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
+        wanted = list(require(stream.schema.names))
+        for batch in stream:
+            yield batch.select(wanted)
+
+
+def _number(batches: Iterable[pyarrow.RecordBatch]) -> Iterator[tuple[int, Record]]:
+    yield from enumerate((record for batch in batches for record in _records_of(batch)), 1)
+
+
+def _records_of(batch: pyarrow.RecordBatch) -> Iterator[Mapping[str, object] | Malformed]:
+    try:
+        yield from batch.to_pylist()
+    except ValueError:  # UnicodeDecodeError is one; Arrow does not say in which row
+        for number in range(batch.num_rows):
+            yield _record_of(batch, number)
+
+
+def _record_of(batch: pyarrow.RecordBatch, number: int) -> Mapping[str, object] | Malformed:
+    record = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            record[name] = column[number].as_py()
+        except UnicodeDecodeError as error:
+            return Malformed(f"{name!r} is not UTF-8 at byte {error.start + 1}")
+        except ValueError as error:
+            return Malformed(f"{name!r} cannot be read: {error}")
+    return record
+
+
+def require_columns(
+    known: Sequence[str], needed: Mapping[str, str], optional: Sequence[str], *, where: str
+) -> list[str]:
+    """Return the columns to read of a table.
+
+    Args:
+        known: columns that it has.
+        needed: configuration key by column.
+        optional: further columns, read if they exist.
+        where: file, for messages.
+
+    Raises:
+        DataError: a needed column is missing, or stands in it twice.
+    """
+    for name, key in needed.items():
+        if name not in known:
+            raise DataError(
+                f"{where} has no column {name!r}; set {key}: {suggest_name(name, known)}"
+            )
+        if known.count(name) > 1:
+            raise DataError(f"{where} has {known.count(name)} columns {name!r}; keep one")
+    return [*needed, *(name for name in optional if name in known and name not in needed)]
+
+
+_READERS: Mapping[str, Callable[[Path, RequireColumns], Iterator[tuple[int, Record]]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}

@@ -1,0 +1,193 @@
+"""``mode=doctor``: one page about the rows of a run, their tokens and their rewards.
+
+Needs the tokenizer of the model; starts neither Ray nor a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.data.examination import (
+    Examination,
+    answer_lengths,
+    describe_lengths,
+    find_duplicates,
+    find_overlap,
+    find_overlong,
+    find_unlike_decoded,
+)
+from hybridrl.data.prompts import TokenizedRow, tokenize_rows
+from hybridrl.data.rows import Row
+from hybridrl.data.starter_tokenizer import build_starter_tokenizer
+from hybridrl.data.supervised import build_supervised_batch
+from hybridrl.data.tokenizer import load_tokenizer
+from hybridrl.rewards.runner import RewardInputs
+from hybridrl.rewards.scorer import RewardScorer
+from hybridrl.run.rows import read_eval_rows, read_train_rows
+
+_MOST_SCORED = 2000
+_MOST_EXAMPLES = 3
+_MOST_TOKENS = 40
+_NO_LIMIT = 2**24
+
+
+def examine(config: ExperimentConfig) -> tuple[str, bool]:
+    """Look at all rows of a run.
+
+    Returns:
+        The page; and whether some rows have a fault that should be corrected.
+
+    Raises:
+        DataError: bad rows, by file and line; or a template that rejects one.
+        ModelError: the tokenizer cannot be used.
+        RewardError: the reward function cannot be loaded, or fails with ``reward.on_error=stop``.
+    """
+    tokenizer = _tokenizer_of(config)
+    train = _tokenize(read_train_rows(config), config, tokenizer)
+    sets = config.eval.all_sets() if config.evaluates else []
+    held_out = {one.name: _tokenize(read_eval_rows(config, one), config, tokenizer) for one in sets}
+    checks = list(_examine_rows(config, train, held_out, tokenizer))
+    lines = [*_describe_rows(train, held_out, config), ""]
+    for row in train[: config.data.num_shown_rows]:
+        lines += [*_describe_tokens(row, tokenizer, config), ""]
+    prompt_limit, answer_limit = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    prompt_lengths = [len(row.token_ids) for row in train]
+    lines += describe_lengths("prompts", prompt_lengths, limit=prompt_limit)
+    lines += describe_lengths("answers", answer_lengths(train, tokenizer), limit=answer_limit)
+    lines += ["", *(line for check in checks for line in _describe_check(check))]
+    is_bad = any(check.is_bad for check in checks)
+    lines.append("" if not is_bad else "\nproblems: correct the rows marked with !")
+    return "\n".join(lines).rstrip() + "\n", is_bad
+
+
+def _examine_rows(
+    config: ExperimentConfig,
+    train: Sequence[TokenizedRow],
+    held_out: Mapping[str, Sequence[TokenizedRow]],
+    tokenizer: PreTrainedTokenizerBase,
+) -> Iterator[Examination]:
+    rows = [*train, *(row for of_set in held_out.values() for row in of_set)]
+    yield from find_overlong(
+        rows,
+        tokenizer,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
+        drops_prompts=config.data.overlong_prompts != "error",
+    )
+    yield find_unlike_decoded(rows, tokenizer)
+    yield from find_duplicates(train)
+    yield from find_overlap(train, held_out)
+    yield from _examine_rewards(config, rows, tokenizer)
+
+
+def _examine_rewards(
+    config: ExperimentConfig, rows: Sequence[TokenizedRow], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Examination]:
+    """Score the reference answers, and empty responses, of rows spread evenly."""
+    step = max(1, -(-len(rows) // _MOST_SCORED))
+    scored = rows[::step]
+    name = f"reward.function={config.reward.function}"
+    right = config.eval.correct_reward
+    answers = [row.row.answer for row in scored]
+    lengths = [len(tokenizer.encode(answer, add_special_tokens=False)) for answer in answers]
+    with RewardScorer(config.reward) as scorer:
+        gold = _rewards(scorer, scored, answers, lengths)
+        empty = _rewards(scorer, scored, [""] * len(scored), [0] * len(scored))
+    wrong_gold = [
+        f"{row.row.origin}: {row.row.answer!r} scores {reward:g}"
+        for row, reward in zip(scored, gold, strict=True)
+        if reward < right
+    ]
+    paid_empty = [
+        f"{row.row.origin}: scores {reward:g}"
+        for row, reward in zip(scored, empty, strict=True)
+        if reward != 0
+    ]
+    fault = f"reference answers that {name} scores below eval.correct_reward={right:g}"
+    yield Examination(fault, len(scored), wrong_gold)
+    yield Examination(f"empty responses that {name} does not score 0", len(scored), paid_empty)
+
+
+def _rewards(
+    scorer: RewardScorer,
+    rows: Sequence[TokenizedRow],
+    responses: list[str],
+    lengths: list[int],
+) -> list[float]:
+    inputs = RewardInputs(
+        responses=responses,
+        answers=[row.row.answer for row in rows],
+        prompts=[row.prompt_text for row in rows],
+        sources=[row.row.source for row in rows],
+        lengths=lengths,
+    )
+    rewards: list[float] = scorer.score(inputs).rewards_B.tolist()
+    return rewards
+
+
+def _describe_rows(
+    train: Sequence[TokenizedRow],
+    held_out: Mapping[str, Sequence[TokenizedRow]],
+    config: ExperimentConfig,
+) -> Iterator[str]:
+    yield f"tokenizer    {config.model.path or 'of the starter model'}"
+    template = "the chat template" if config.data.use_chat_template else "as they stand"
+    yield f"prompts      {template}"
+    sources: dict[str, int] = {}
+    for row in train:
+        sources[row.row.source] = sources.get(row.row.source, 0) + 1
+    named = ", ".join(f"{name} {count}" for name, count in sources.items())
+    yield f"learned from {len(train)} rows ({named})"
+    for name, rows in held_out.items():
+        yield f"held out     {len(rows)} rows{f' ({name})' if name else ''}"
+
+
+def _describe_tokens(
+    row: TokenizedRow, tokenizer: PreTrainedTokenizerBase, config: ExperimentConfig
+) -> Iterator[str]:
+    """Yield the tokens of a row as supervised fine-tuning sees them, with and without loss."""
+    learns_all_turns = config.sft.turns == "all"
+    batch = build_supervised_batch([row], tokenizer, learns_all_turns=learns_all_turns)
+    token_ids, mask = batch.token_ids_BL.values(), batch.response_mask_BL.values()
+    num_with_loss = int(mask.sum())
+    yield f"{row.row.origin} ({row.row.source}), {len(mask)} tokens, {num_with_loss} with loss"
+    changes = (torch.nonzero(mask[1:] != mask[:-1])[:, 0] + 1).tolist()
+    for begin, end in zip([0, *changes], [*changes, len(mask)], strict=True):
+        texts = [repr(tokenizer.decode([token]))[1:-1] for token in token_ids[begin:end].tolist()]
+        if len(texts) > _MOST_TOKENS:
+            half = _MOST_TOKENS // 2
+            texts = [*texts[:half], f"... {len(texts) - 2 * half} more ...", *texts[-half:]]
+        yield f"  {'loss   ' if mask[begin] else 'no loss'} {'|'.join(texts)}"
+
+
+def _describe_check(check: Examination) -> Iterator[str]:
+    mark = "!" if check.is_bad else ("-" if check.examples else " ")
+    yield f"{mark} {check.fault}: {len(check.examples)} of {check.num_rows}"
+    yield from (f"    {line}" for line in check.examples[:_MOST_EXAMPLES])
+    if (num_more := len(check.examples) - _MOST_EXAMPLES) > 0:
+        yield f"    and {num_more} more"
+
+
+def _tokenizer_of(config: ExperimentConfig) -> PreTrainedTokenizerBase:
+    if config.model.path is None:
+        return build_starter_tokenizer()
+    folder = Path(config.model.path)
+    return load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
+
+
+def _tokenize(
+    rows: Sequence[Row], config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[TokenizedRow]:
+    """Tokenize in full: prompts beyond the limit are counted, not refused."""
+    return tokenize_rows(
+        rows,
+        tokenizer,
+        use_chat_template=config.data.use_chat_template,
+        max_prompt_tokens=_NO_LIMIT,
+        overlong="error",
+    )

@@ -1,0 +1,149 @@
+"""``mode=eval``: evaluates a checkpoint or a model folder. Ray is connected; nothing learns."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import cast
+
+from hybridrl.atomic_io import atomic_write_text
+from hybridrl.config.checks import model as model_checks
+from hybridrl.config.checks import violations
+from hybridrl.config.eval import split_checkpoint
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
+from hybridrl.errors import ConfigErrors
+from hybridrl.json_text import to_json_text
+from hybridrl.metrics import Metrics
+from hybridrl.models.folder import require_usable_model
+from hybridrl.rewards.scorer import RewardScorer
+from hybridrl.run.evaluation import build_eval_tasks, build_evaluator, eval_sample_taker
+from hybridrl.run.export_checkpoint import export_checkpoint
+from hybridrl.run.record import RunFolder
+from hybridrl.run.starter import find_model
+from hybridrl.run.workers import start_workers
+from hybridrl.trainer.evaluate import EvalReport
+from hybridrl.trainer.policy import Policy
+from hybridrl.trainer.reward import TextReward
+
+log = logging.getLogger(__name__)
+
+RESULTS = "eval.json"
+"""Name in the run folder."""
+
+_ONE_SET = "eval"
+_SHOWN = {
+    "eval/length/response_tokens/mean": "tokens",
+    "eval/truncated_fraction": "truncated",
+}
+"""Columns of the table besides those of quality."""
+
+
+def evaluate_model(config: ExperimentConfig, *, record: RunFolder) -> None:
+    """Sample and score all sets; print a table, and write ``eval.json`` and samples.
+
+    Raises:
+        CheckpointError: ``eval.checkpoint`` has no complete checkpoint.
+        ConfigErrors: its model does not fit the configuration.
+        DataError: bad rows, by file and line, or no rows.
+        ModelError: model or tokenizer cannot be used.
+        RewardError: the reward function cannot be loaded.
+    """
+    exported = record.folder.absolute() / "exported"
+    try:
+        if config.eval.checkpoint is not None:
+            record.phase("export the checkpoint")
+            config = _with_checkpoint(config, exported / "hf")
+        reports, metrics = _evaluate(config, record)
+    finally:
+        shutil.rmtree(exported, ignore_errors=True)
+    record.record(0, metrics)
+    atomic_write_text(record.folder / RESULTS, to_json_text(_results(config, reports), indent=1))
+    sys.stdout.write(describe_reports(reports))
+
+
+def _with_checkpoint(config: ExperimentConfig, target: Path) -> ExperimentConfig:
+    """Export the checkpoint, and return the configuration with it as the model."""
+    run_folder, step = split_checkpoint(str(config.eval.checkpoint))
+    target.parent.mkdir()
+    export_checkpoint(run_folder, step=step, output=target)
+    model = replace(config.model, path=str(target), starter=None)
+    config = replace(config, model=model)
+    if refused := violations.run(model_checks.RULES, config):
+        raise ConfigErrors(refused)
+    return config
+
+
+def _evaluate(config: ExperimentConfig, record: RunFolder) -> tuple[list[EvalReport], Metrics]:
+    folder = find_model(config, record)
+    record.phase("load data")
+    require_usable_model(folder)
+    tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
+    tasks = build_eval_tasks(config, tokenizer, load_stop_token_ids(folder, tokenizer))
+    samples = eval_sample_taker(config, tokenizer)
+    with RewardScorer(config.reward) as scorer:
+        record.phase("start workers")
+        with start_workers(config, folder) as workers:
+            policy = cast(Policy, workers["actor"])
+            reward = TextReward(scorer, tokenizer)
+            record.begin_step(1)
+            record.phase("evaluate")
+            reports, metrics = build_evaluator(config, policy, reward, tokenizer).evaluate(tasks)
+    for report in reports:
+        record.samples(0, samples.take_report(report))
+    return reports, metrics
+
+
+def _results(config: ExperimentConfig, reports: Sequence[EvalReport]) -> Mapping[str, object]:
+    """Return the content of ``eval.json``."""
+    return {
+        "model": config.eval.checkpoint or config.model.path or "starter",
+        "adapter": config.lora.init_from if config.lora.enabled else None,
+        "reward": config.reward.function,
+        "seed": config.seed,
+        "sets": {
+            report.task.settings.name or _ONE_SET: {
+                **asdict(report.task.settings),
+                "num_prompts": len(report.task.task.rows),
+                "metrics": {name: metric.value for name, metric in report.metrics.items()},
+            }
+            for report in reports
+        },
+    }
+
+
+def describe_reports(reports: Sequence[EvalReport]) -> str:
+    """Return a table, one line a set: sizes, and each number with its interval."""
+    names = dict.fromkeys(n for report in reports for n in report.metrics if _is_quality(n))
+    columns = [*names, *_SHOWN]
+    header = ["set", "prompts", "responses", *(_title(name) for name in columns)]
+    lines = [header]
+    for report in reports:
+        settings = report.task.settings
+        sizes = [str(len(report.task.task.rows)), str(settings.num_responses_per_prompt)]
+        numbers = [_number(report.metrics, name) for name in columns]
+        lines.append([settings.name or _ONE_SET, *sizes, *numbers])
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    rows = ("  ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)) for line in lines)
+    return "".join(f"{row.rstrip()}\n" for row in rows)
+
+
+def _is_quality(name: str) -> bool:
+    return name not in _SHOWN and not name.endswith(("/low", "/high"))
+
+
+def _title(name: str) -> str:
+    return _SHOWN.get(name, name.removeprefix("eval/").removesuffix("/mean"))
+
+
+def _number(metrics: Metrics, name: str) -> str:
+    if name not in metrics:
+        return "-"
+    text = f"{metrics[name].value:.4g}"
+    if f"{name}/low" not in metrics:
+        return text
+    return f"{text} [{metrics[f'{name}/low'].value:.3g}, {metrics[f'{name}/high'].value:.3g}]"

@@ -1,0 +1,68 @@
+"""The evaluation sets of a run, and the evaluator that samples and scores them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.config.eval import EvalSet
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.data.answers import response_answers
+from hybridrl.data.source import build_prompt_step
+from hybridrl.run.rows import load_eval_rows
+from hybridrl.run.samples import SampleTaker
+from hybridrl.trainer.evaluate import EvalTask, Evaluator
+from hybridrl.trainer.policy import Policy
+from hybridrl.trainer.reward import TextReward
+from hybridrl.workers.rollout.protocol import SamplingParams
+
+
+def build_eval_tasks(
+    config: ExperimentConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: tuple[int, ...],
+) -> list[EvalTask]:
+    """Load the rows of all sets.
+
+    Raises:
+        DataError: bad rows, by file and line; or no rows.
+    """
+
+    def build(settings: EvalSet) -> EvalTask:
+        rows = load_eval_rows(config, settings, tokenizer)
+        stream = f"eval {settings.name}" if settings.name else "eval"
+        sampling = SamplingParams(
+            num_responses_per_prompt=settings.num_responses_per_prompt,
+            max_response_tokens=config.rollout.max_response_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            stop_token_ids=stop_token_ids,
+        )
+        task = build_prompt_step(rows, first_index=0, seed=config.seed, stream=stream)
+        return EvalTask(settings, task, sampling)
+
+    return [build(settings) for settings in config.eval.all_sets()]
+
+
+def build_evaluator(
+    config: ExperimentConfig,
+    policy: Policy,
+    reward: TextReward,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Evaluator:
+    """Build the evaluator that calls these workers."""
+    return Evaluator(
+        policy=policy,
+        reward=reward,
+        extract=partial(response_answers, tokenizer=tokenizer),
+        correct_reward=config.eval.correct_reward,
+        num_resamples=config.eval.num_resamples,
+        seed=config.seed,
+    )
+
+
+def eval_sample_taker(config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase) -> SampleTaker:
+    """Build the taker of some responses of each evaluation."""
+    num_samples = config.tracking.num_samples_per_step
+    return SampleTaker(tokenizer, num_samples=num_samples, split="eval")

@@ -1,0 +1,99 @@
+"""A checkpoint as a Hugging Face folder: one process reads the files of all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import yaml
+
+from hybridrl.checkpoint.store import Checkpoint, CheckpointStore
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.load import read_config
+from hybridrl.config.model import TRANSFORMERS_MODEL_TYPES
+from hybridrl.config.model_folder import read_settings
+from hybridrl.errors import CheckpointError, RunFolderError
+from hybridrl.workers.build import build_train_engine
+from hybridrl.workers.train import checkpoint
+
+
+def export_checkpoint(
+    run_folder: Path, *, step: int | None = None, output: Path | None = None
+) -> list[Path]:
+    """Write a checkpoint of ``run_folder`` as a Hugging Face folder, and an adapter if it has one.
+
+    Args:
+        run_folder: of a run that continues, was interrupted, or has ended.
+        step: of the checkpoint; None is the newest complete one.
+        output: folder to write, must not exist; None names it in the run folder.
+
+    Returns:
+        The folders written.
+
+    Raises:
+        RunFolderError: it is not a run folder, or a folder to write exists.
+        CheckpointError: the checkpoint does not exist, or is incomplete.
+        ModelError: the run's first model does not exist any more.
+    """
+    config = _read_config(run_folder)
+    chosen = _find(run_folder, step)
+    number = chosen.manifest.run.step
+    written = [output or run_folder / f"hf-step-{number}"]
+    if config.lora.enabled:
+        written.append(
+            run_folder / f"adapter-step-{number}"
+            if output is None
+            else output.with_name(f"{output.name}-adapter")
+        )
+    for folder in written:  # before all the work
+        if folder.exists():
+            raise RunFolderError(f"{folder} exists; export to a new folder with --output FOLDER")
+    model_folder = Path(chosen.manifest.origin.model_folder)
+    engine = build_train_engine(_on_fsdp2(config, model_folder), model_folder, torch.device("cpu"))
+    checkpoint.load_weights(engine, chosen.folder / "actor")
+    engine.export_hf(written[0].absolute())
+    if config.lora.enabled:
+        engine.export_adapter(written[1].absolute())
+    return written
+
+
+def _on_fsdp2(config: ExperimentConfig, model_folder: Path) -> ExperimentConfig:
+    """Return the configuration of one process: FSDP2 reads the checkpoints of every engine.
+
+    Raises:
+        CheckpointError: FSDP2 does not know the model, a mixture of experts.
+    """
+    model_type = str(read_settings(model_folder)["model_type"])
+    if model_type not in TRANSFORMERS_MODEL_TYPES:
+        raise CheckpointError(
+            f"checkpoints of a mixture of experts ({model_type}) cannot be exported by one process "
+            f"(supported are {', '.join(TRANSFORMERS_MODEL_TYPES)}); resume the run with its last "
+            "step as trainer.num_steps: it exports at its end"
+        )
+    return replace(config, actor=replace(config.actor, engine="fsdp2"))
+
+
+def _read_config(run_folder: Path) -> ExperimentConfig:
+    path = run_folder / "config.yaml"
+    if not path.is_file():
+        raise RunFolderError(f"{run_folder} is not a run folder: it has no config.yaml")
+    config, violations = read_config(yaml.safe_load(path.read_text(encoding="utf-8")))
+    if config is None:
+        raise RunFolderError(
+            f"{path} cannot be read: {violations[0]} Export with the version that wrote it"
+        )
+    return config
+
+
+def _find(run_folder: Path, step: int | None) -> Checkpoint:
+    store = CheckpointStore(run_folder.absolute() / "checkpoints")
+    checkpoint = store.newest() if step is None else store.at(step)
+    if checkpoint is None:
+        steps = ", ".join(map(str, store.steps())) or "none"
+        missing = "complete checkpoint" if step is None else f"checkpoint of step {step}"
+        raise CheckpointError(
+            f"{run_folder} has no {missing}; it has: {steps} (checkpoint.keep_last and "
+            "checkpoint.keep_best say how many are kept)"
+        )
+    return checkpoint

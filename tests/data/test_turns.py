@@ -1,0 +1,111 @@
+"""The loss on the assistant's turns of a conversation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.data.columns import Columns
+from hybridrl.data.files import read_rows
+from hybridrl.data.prompts import TokenizedRow, tokenize_rows
+from hybridrl.data.rows import Message, Row
+from hybridrl.data.supervised import build_supervised_batch
+from hybridrl.data.turns import assistant_mask
+from hybridrl.errors import DataError
+
+CHATML = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>\\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+FORGETS = CHATML.replace("m.content }}", "m.content if loop.last else 'gone' }}")
+CHAT = (
+    Message("user", "hi"),
+    Message("assistant", "yé s"),
+    Message("user", "and?"),
+    Message("assistant", "no"),
+    Message("user", "why?"),
+)
+
+
+def tokenize(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | tuple[Message, ...], *, longest: int = 200
+) -> TokenizedRow:
+    (row,) = tokenize_rows(
+        [Row(prompt, "so", "s", "file:1")],
+        tokenizer,
+        use_chat_template=True,
+        max_prompt_tokens=longest,
+        overlong="keep_end",
+    )
+    return row
+
+
+def learned(tokenizer: PreTrainedTokenizerBase, row: TokenizedRow, *, all_turns: bool) -> str:
+    batch = build_supervised_batch([row], tokenizer, learns_all_turns=all_turns)
+    return str(tokenizer.decode(batch.token_ids_BL.values()[batch.response_mask_BL.values()]))
+
+
+def test_all_turns_are_learned_with_their_end(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = CHATML
+    row = tokenize(tokenizer, CHAT)
+    assert learned(tokenizer, row, all_turns=True) == "yé s<|end|>no<|end|>so<|end|>"
+    assert learned(tokenizer, row, all_turns=False) == "so<|end|>"
+
+
+def test_a_prompt_that_lost_its_beginning_keeps_its_mask(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    tokenizer.chat_template = CHATML
+    full = tokenize(tokenizer, CHAT)
+    row = tokenize(tokenizer, CHAT, longest=len(full.token_ids) - 25)
+    assert learned(tokenizer, row, all_turns=True) == " s<|end|>no<|end|>so<|end|>"
+
+
+def test_text_prompts_have_no_turns(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = CHATML
+    assert not assistant_mask(tokenize(tokenizer, "hi"), tokenizer).any()
+
+
+def test_a_template_that_changes_earlier_turns_is_refused(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    tokenizer.chat_template = FORGETS
+    with pytest.raises(DataError, match=r"file:1: .* message 2 .* differently .* sft\.turns=last"):
+        assistant_mask(tokenize(tokenizer, CHAT), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([{"role": "user", "content": "a"}], "must be two or more messages"),
+        ("text", "must be two or more messages"),
+        (
+            [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}],
+            "is of role 'user', must be the assistant's",
+        ),
+        (
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}],
+            "'messages[-1].content' is empty",
+        ),
+    ],
+)
+def test_a_conversation_without_an_answer_is_named(
+    tmp_path: Path, messages: object, problem: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": messages}))
+    with pytest.raises(DataError) as raised:
+        read_rows([path], columns=Columns(prompt="messages", answer=None), key="k")
+    assert "a.jsonl:1: " in str(raised.value)
+    assert problem in str(raised.value)
+
+
+def test_the_last_message_of_a_conversation_is_the_answer(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    path.write_text(json.dumps({"messages": messages}))
+    (row,) = read_rows([path], columns=Columns(prompt="messages", answer=None), key="k")
+    assert (row.prompt, row.answer) == ((Message("user", "a"),), "b")
