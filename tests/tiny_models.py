@@ -6,37 +6,51 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
+from transformers import AutoConfig, AutoModelForCausalLM
+
+Family = Literal[
+    "qwen3", "qwen2", "llama", "qwen3_moe", "mistral", "gemma3_text", "phi3", "smollm3", "olmo2"
+]
+DENSE: tuple[Family, ...] = (
+    "qwen3",
+    "qwen2",
+    "llama",
+    "mistral",
+    "gemma3_text",
+    "phi3",
+    "smollm3",
+    "olmo2",
 )
+"""Families that FSDP2 trains."""
 
-Family = Literal["qwen3", "qwen2", "llama", "qwen3_moe"]
+WINDOWED: tuple[Family, ...] = ("mistral", "gemma3_text", "phi3")
+"""Families with windows; those of the tiny models are as long as ``WINDOW``."""
 
-_FAMILIES: dict[Family, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-}
+WINDOW = 6
 
-_OF_FAMILY: dict[Family, dict[str, int | bool]] = {
+_OF_FAMILY: dict[Family, dict[str, object]] = {
     "qwen3_moe": {
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
         "decoder_sparse_step": 1,
         "norm_topk_prob": True,
-    }
+    },
+    "mistral": {"sliding_window": WINDOW},
+    # Layers with and without a window, each with a rotary base of its own.
+    "gemma3_text": {
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"] * 4,
+        "query_pre_attn_scalar": 12,
+    },
+    "phi3": {"sliding_window": WINDOW, "pad_token_id": None, "partial_rotary_factor": 0.75},
+    "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": None},
+    "olmo2": {"pad_token_id": None},
 }
+
+
+_PLAIN_NORMS: tuple[Family, ...] = ("qwen3", "qwen2", "llama", "qwen3_moe")
+"""Families whose norms keep the weights of 1 that transformers gives them."""
 
 
 def make_tiny_model(
@@ -61,8 +75,11 @@ def make_tiny_model(
     (qwen2) are random too: transformers would make them 0, and a lost bias would not be noticed.
     ``changes`` go into the configuration under transformers' names.
     """
-    config_class, model_class = _FAMILIES[family]
-    config = config_class(
+    settings = _OF_FAMILY.get(family, {}) | changes
+    if isinstance(kinds := settings.get("layer_types"), list):
+        settings["layer_types"] = kinds[:num_layers]
+    config = AutoConfig.for_model(
+        family,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
@@ -75,14 +92,16 @@ def make_tiny_model(
         tie_word_embeddings=tie_embeddings,
         bos_token_id=None,
         eos_token_id=None,
-        **_OF_FAMILY.get(family, {}) | changes,
+        **settings,
     )
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        model = model_class(config)
+        model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("bias"):
                     parameter.normal_(std=initializer_range)
+                elif family not in _PLAIN_NORMS and name.endswith("norm.weight"):
+                    parameter.add_(torch.randn_like(parameter), alpha=initializer_range)
     model.save_pretrained(folder)
     return folder

@@ -20,16 +20,17 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
+from hybridrl.config.architecture import read_architecture
 from hybridrl.config.model import TRANSFORMERS_MODEL_TYPES
-from hybridrl.config.model_folder import CONFIG, INDEX, read_settings, read_weight_map
+from hybridrl.config.model_folder import CONFIG, INDEX, WEIGHTS, read_settings, read_weight_map
 from hybridrl.errors import ModelError, suggest_name
 from hybridrl.models.packed_attention import PACKED_ATTENTION
 
 SUPPORTED_MODEL_TYPES = TRANSFORMERS_MODEL_TYPES
 """Architectures whose packed forward pass equals that of single rows, which tests prove."""
 
-_SINGLE = "model.safetensors"
 _FLOATS = ("F32", "BF16", "F16", "F64")
 
 
@@ -185,6 +186,7 @@ def build_empty_model(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
     """
     _check_model_type(folder)
     config = load_model_config(folder)
+    read_architecture(folder)  # refuses settings that would be ignored
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=PACKED_ATTENTION
@@ -204,6 +206,7 @@ def build_empty_critic(
     """
     _check_model_type(folder)
     config = load_model_config(folder, num_labels=1)
+    read_architecture(folder)
     with torch.device("meta"):
         critic = AutoModelForTokenClassification.from_config(
             config, dtype=dtype, attn_implementation=PACKED_ATTENTION
@@ -257,13 +260,15 @@ def fill_weights(
 
 
 def finish_model(model: PreTrainedModel, device: torch.device) -> None:
-    """Set the tied embedding and the rotary frequencies, which ``fill_weights`` does not."""
+    """Set the tied embedding and the buffers, which ``fill_weights`` does not."""
     head = model.get_output_embeddings()  # a critic has none
     if head is not None and model.config.tie_word_embeddings:
         head.weight = model.get_input_embeddings().weight
-    rotary = model.model.rotary_emb
+    rotary, embedding = model.model.rotary_emb, model.get_input_embeddings()
     with device:  # transformers 5.19 takes no device here any more
         model.model.rotary_emb = type(rotary)(config=model.config)
+        if isinstance(embedding, Gemma3TextScaledWordEmbedding):
+            embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale)
 
 
 def _check_model_type(folder: Path) -> None:
@@ -280,8 +285,8 @@ def _file_of_each_tensor(folder: Path) -> dict[str, str]:
         weight_map = read_weight_map(folder)
         _check_files(folder, set(weight_map.values()))
         return weight_map
-    _check_files(folder, [_SINGLE])
-    return dict.fromkeys(_open_safetensors(folder / _SINGLE).keys(), _SINGLE)
+    _check_files(folder, [WEIGHTS])
+    return dict.fromkeys(_open_safetensors(folder / WEIGHTS).keys(), WEIGHTS)
 
 
 def _check_files(folder: Path, file_names: Iterable[str]) -> None:

@@ -6,7 +6,8 @@ Legend: T packed tokens, R rows, L longest row of a bucket, N heads, D size of a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, Protocol
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hybridrl.models.fused_attention import fused_attention
-from hybridrl.models.varlen import SharedPrompts, VarlenCall, VarlenLayout
+from hybridrl.models.varlen import SharedPrompts, VarlenCall, VarlenLayout, VarlenSpans
 
 AttentionKernel = Literal["padded", "varlen"]
 
@@ -46,7 +47,13 @@ class PackLayout(Protocol):
         ...
 
     def attend(
-        self, query_TND: Tensor, key_TND: Tensor, value_TND: Tensor, *, scale: float | None
+        self,
+        query_TND: Tensor,
+        key_TND: Tensor,
+        value_TND: Tensor,
+        *,
+        scale: float | None,
+        window: int | None = None,
     ) -> Tensor:
         """Attend causally within each row.
 
@@ -55,6 +62,7 @@ class PackLayout(Protocol):
             key_TND: float [T, N', D] where N' divides N (grouped queries).
             value_TND: float [T, N', D].
             scale: factor on the scores; None is ``1 / sqrt(D)``.
+            window: newest tokens that a token sees, itself among them; None: the full row.
 
         Returns:
             Like ``query_TND``.
@@ -68,8 +76,17 @@ class _Bucket:
 
     num_segments: int
     num_columns: int
+    num_seen_R1: Tensor  # int64, on the host: tokens of the row before each segment
     key_token: Tensor  # int64 [R * K], packed token of each key slot; padding repeats the last
     is_visible_R1LK: Tensor | None  # bool; None: the segments have no prefix, causal is enough
+
+    def visible(self, window: int | None) -> Tensor | None:
+        """Return ``is_visible_R1LK`` where tokens see the last ``window`` ones alone."""
+        num_keys = len(self.key_token) // self.num_segments
+        if window is None or num_keys <= window:
+            return self.is_visible_R1LK
+        device = self.key_token.device
+        return _visibility(self.num_seen_R1.to(device), self.num_columns, num_keys, window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +99,26 @@ class PaddedLayout:
     buckets: tuple[_Bucket, ...]
     slot_of_token: Tensor  # int64 [T], index of each packed token among the slots of all buckets
     longest_row: int
+    _masks: dict[int | None, list[Tensor | None]] = field(default_factory=dict)
+    """Masks of all buckets by window; layers share them."""
 
     def attend(
-        self, query_TND: Tensor, key_TND: Tensor, value_TND: Tensor, *, scale: float | None
+        self,
+        query_TND: Tensor,
+        key_TND: Tensor,
+        value_TND: Tensor,
+        *,
+        scale: float | None,
+        window: int | None = None,
     ) -> Tensor:
         """Attend causally within each row; see ``PackLayout.attend``."""
+        if window not in self._masks:
+            self._masks[window] = [bucket.visible(window) for bucket in self.buckets]
         sizes = [bucket.num_segments * bucket.num_columns for bucket in self.buckets]
         slots = _Pad.apply(query_TND, self.slot_of_token, sum(sizes))  # type: ignore[no-untyped-call]
         outputs = []
-        for bucket, query in zip(self.buckets, torch.split(slots, sizes), strict=True):
+        queries, masks = torch.split(slots, sizes), self._masks[window]
+        for bucket, query, is_visible_R1LK in zip(self.buckets, queries, masks, strict=True):
             query_RNLD, key_RNKD, value_RNKD = (
                 states.view(bucket.num_segments, -1, *states.shape[1:]).transpose(1, 2)
                 for states in (
@@ -103,7 +131,7 @@ class PaddedLayout:
                 query_RNLD,
                 key_RNKD,
                 value_RNKD,
-                is_visible_R1LK=bucket.is_visible_R1LK,
+                is_visible_R1LK=is_visible_R1LK,
                 scale=scale,
             )
             outputs.append(output_RNLD.transpose(1, 2).flatten(0, 1))
@@ -223,7 +251,32 @@ def _varlen_layout(spans: KeySpans, device: torch.device) -> VarlenLayout:
         is_causal=False,
     )
     prompts = SharedPrompts(call, int(offsets[first_tail]), int(offsets[num_prompts]))
-    return VarlenLayout(own, spans.longest_row, prompts)
+    in_rows = cache(lambda: varlen_spans(spans, torch.arange(int(offsets[-1])), device))
+    return VarlenLayout(own, spans.longest_row, prompts, in_rows)
+
+
+def varlen_spans(spans: KeySpans, key_of_token_T: Tensor, device: torch.device) -> VarlenSpans:
+    """Describe spans, each with all keys that it sees, to the varlen kernel.
+
+    Args:
+        spans: laid end to end, they are the query tokens.
+        key_of_token_T: int64, on the host: index of each token's key among the keys of ``attend``.
+        device: where the model computes.
+    """
+    num_prefix_K, num_own_K = spans.prefix_length_K, spans.skip_K + spans.num_tokens_K
+    num_keys_K = num_prefix_K + num_own_K
+    key_offsets = pad(num_keys_K.cumsum(0), (1, 0))
+    # A span's keys are two runs of tokens: those of its prefix, and those of its segment.
+    run_2K = torch.stack([num_prefix_K, num_own_K], dim=1).flatten()
+    begin_2K = torch.stack([spans.prefix_begin_K, spans.begin_K], dim=1).flatten()
+    shift_2K = begin_2K - (run_2K.cumsum(0) - run_2K)
+    key_token = torch.arange(int(key_offsets[-1])) + shift_2K.repeat_interleave(run_2K)
+    call = VarlenCall(
+        query_offsets=pad(spans.num_tokens_K.cumsum(0), (1, 0)).to(device, torch.int32),
+        key_offsets=key_offsets.to(device, torch.int32),
+        longest=(int(spans.num_tokens_K.max()), spans.longest_row),
+    )
+    return VarlenSpans(call, key_token=key_of_token_T[key_token].to(device))
 
 
 def padded_layout(
@@ -277,15 +330,27 @@ def _build_bucket(spans_R1: KeySpans, device: torch.device, key_of_token: Tensor
     num_columns = int(length_R1.max())
     is_visible_R1LK = None
     if num_seen_R1.any():
-        row_position_RL = num_seen_R1.to(device) + torch.arange(num_columns, device=device)
-        columns_K = torch.arange(columns_1K.shape[1], device=device)
-        is_visible_R1LK = (columns_K <= row_position_RL[:, :, None])[:, None]
+        num_keys = columns_1K.shape[1]
+        is_visible_R1LK = _visibility(num_seen_R1.to(device), num_columns, num_keys, num_keys)
     return _Bucket(
         num_segments=len(length_R1),
         num_columns=num_columns,
+        num_seen_R1=num_seen_R1,
         key_token=key_token_RK.flatten().to(device),
         is_visible_R1LK=is_visible_R1LK,
     )
+
+
+def _visibility(num_seen_R1: Tensor, num_columns: int, num_keys: int, window: int) -> Tensor:
+    """Return which of the first K keys of its row each query sees, bool [R, 1, L, K]."""
+    row_position_RL = num_seen_R1 + torch.arange(num_columns, device=num_seen_R1.device)
+    # Padding behind the last key sees it: without any key its output and gradient were NaN.
+    row_position_RL1 = row_position_RL.clamp_(max=num_keys - 1)[:, :, None]
+    columns_K = torch.arange(num_keys, device=num_seen_R1.device)
+    is_visible_RLK = columns_K <= row_position_RL1
+    if window < num_keys:
+        is_visible_RLK &= columns_K > row_position_RL1 - window
+    return is_visible_RLK[:, None]
 
 
 def _bucket_bounds(lengths: list[int], prefix_lengths: list[int]) -> list[tuple[int, int]]:

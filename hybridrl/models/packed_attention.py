@@ -36,17 +36,13 @@ def _packed_attention(  # noqa: PLR0913 - transformers chooses these
             f"packed attention got a mask of shape {tuple(attention_mask.shape)}; call the model "
             "with attention_mask=None, because the layout separates rows"
         )
-    if sliding_window is not None and pack_layout.longest_row > sliding_window:
-        raise ModelError(
-            f"a row of {pack_layout.longest_row} tokens is longer than the model's sliding window "
-            f"of {sliding_window} tokens; set data.max_prompt_tokens and "
-            f"rollout.max_response_tokens so that their sum is at most {sliding_window}"
-        )
+    is_cut = sliding_window is not None and pack_layout.longest_row > sliding_window
     output_TND = pack_layout.attend(
         query_1NTD[0].transpose(0, 1),
         key_1NTD[0].transpose(0, 1),
         value_1NTD[0].transpose(0, 1),
         scale=scaling,
+        window=sliding_window if is_cut else None,
     )
     return output_TND[None], None
 

@@ -23,8 +23,8 @@ from hybridrl.models.packed import (
     PackLayout,
     Segment,
     padded_layout,
+    varlen_spans,
 )
-from hybridrl.models.varlen import VarlenCall, attend_in_spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def split_for_context_parallel(
         first = share.rank * num_each + count
         padding = torch.arange(first, first + num_padding)
         key_of_token_T = torch.cat([key_of_token_T, padding])
-    attend = _varlen if kernel == "varlen" else _padded
+    attend = varlen_spans if kernel == "varlen" else _padded
     layout = SharedLayout(attend(spans, key_of_token_T, device), share.gather)
     return SharedTokens(own_U, num_padding, layout)
 
@@ -114,41 +114,22 @@ class SharedLayout:
         return self.attention.longest_row
 
     def attend(
-        self, query_UND: Tensor, key_UJD: Tensor, value_UJD: Tensor, *, scale: float | None
+        self,
+        query_UND: Tensor,
+        key_UJD: Tensor,
+        value_UJD: Tensor,
+        *,
+        scale: float | None,
+        window: int | None = None,
     ) -> Tensor:
         """Attend causally within each row; a collective call. See ``PackLayout.attend``."""
         key_TJD, value_TJD = self.gathered(key_UJD, value_UJD)
-        return self.attention.attend(query_UND, key_TJD, value_TJD, scale=scale)
+        return self.attention.attend(query_UND, key_TJD, value_TJD, scale=scale, window=window)
 
     def gathered(self, key_UJD: Tensor, value_UJD: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of all ranks' tokens, float [T, J, D]; a collective call."""
         key_TJD, value_TJD = self.gather(torch.stack([key_UJD, value_UJD], dim=1)).unbind(1)
         return key_TJD, value_TJD
-
-
-@dataclass(frozen=True, slots=True)
-class VarlenSpans:
-    """``KeySpans`` for torch's variable-length flash kernel: CUDA, 16-bit types."""
-
-    call: VarlenCall
-    key_token: Tensor  # int64, indices of the keys that each span sees, span by span
-
-    @property
-    def longest_row(self) -> int:
-        """Tokens of the longest row that this rank sees."""
-        return self.call.longest[1]
-
-    def attend(
-        self, query_UND: Tensor, key_TJD: Tensor, value_TJD: Tensor, *, scale: float | None
-    ) -> Tensor:
-        """Attend from each span to all tokens before it in its row; see ``PackLayout.attend``."""
-        return attend_in_spans(
-            query_UND,
-            key_TJD.index_select(0, self.key_token),
-            value_TJD.index_select(0, self.key_token),
-            own=self.call,
-            scale=scale,
-        )
 
 
 def _spans(all_spans: KeySpans, segment_U: Tensor, piece_U: Tensor, within_U: Tensor) -> KeySpans:
@@ -178,16 +159,3 @@ def _followed_by_padding(spans: KeySpans, *, begin: int, length: int) -> KeySpan
 
 def _padded(spans: KeySpans, key_of_token_T: Tensor, device: torch.device) -> PackLayout:
     return padded_layout(spans, device=device, key_of_token=key_of_token_T)
-
-
-def _varlen(spans: KeySpans, key_of_token_T: Tensor, device: torch.device) -> PackLayout:
-    num_keys_K = spans.num_seen_K + spans.num_tokens_K
-    key_offsets = pad(num_keys_K.cumsum(0), (1, 0))
-    key = torch.arange(int(key_offsets[-1]))
-    key_token = key - (key_offsets[:-1] - spans.begin_K).repeat_interleave(num_keys_K)
-    call = VarlenCall(
-        query_offsets=pad(spans.num_tokens_K.cumsum(0), (1, 0)).to(device, torch.int32),
-        key_offsets=key_offsets.to(device, torch.int32),
-        longest=(int(spans.num_tokens_K.max()), spans.longest_row),
-    )
-    return VarlenSpans(call, key_token=key_of_token_T[key_token].to(device))

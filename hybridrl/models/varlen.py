@@ -10,7 +10,8 @@ heads, D size of a head, K spans.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,7 @@ class VarlenCall:
     key_offsets: Tensor  # int32 [K + 1], begin of its keys
     longest: tuple[int, int]  # queries and keys of the longest span
     is_causal: bool = True  # the last query of a span sees all its keys; else all queries do
+    window: int | None = None  # newest keys that a query of a causal call sees; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +53,57 @@ class VarlenLayout:
     longest_row: int
     prompts: SharedPrompts | None = None
 
+    in_rows: Callable[[], VarlenSpans] | None = None
+    """The same rows, each with all its keys; set if rows share a prompt."""
+
     def attend(
-        self, query_TND: Tensor, key_TJD: Tensor, value_TJD: Tensor, *, scale: float | None
+        self,
+        query_TND: Tensor,
+        key_TJD: Tensor,
+        value_TJD: Tensor,
+        *,
+        scale: float | None,
+        window: int | None = None,
     ) -> Tensor:
         """Attend causally within each row; see ``PackLayout.attend``."""
+        if window is not None and self.in_rows is not None:
+            # A window ends at another token of the prompt for each token of its responses.
+            rows = self.in_rows()
+            return rows.attend(query_TND, key_TJD, value_TJD, scale=scale, window=window)
+        own = replace(self.own, window=window)
         return attend_in_spans(
-            query_TND, key_TJD, value_TJD, own=self.own, prompts=self.prompts, scale=scale
+            query_TND, key_TJD, value_TJD, own=own, prompts=self.prompts, scale=scale
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenSpans:
+    """Spans of queries whose keys are copied next to each other: CUDA, 16-bit types."""
+
+    call: VarlenCall
+    key_token: Tensor  # int64, indices of the keys that each span sees, span by span
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row that this rank sees."""
+        return self.call.longest[1]
+
+    def attend(
+        self,
+        query_TND: Tensor,
+        key_TJD: Tensor,
+        value_TJD: Tensor,
+        *,
+        scale: float | None,
+        window: int | None = None,
+    ) -> Tensor:
+        """Attend from each span to all tokens before it in its row; see ``PackLayout.attend``."""
+        return attend_in_spans(
+            query_TND,
+            key_TJD.index_select(0, self.key_token),
+            value_TJD.index_select(0, self.key_token),
+            own=replace(self.call, window=window),
+            scale=scale,
         )
 
 
@@ -159,7 +206,7 @@ def _forward(
         call.is_causal,
         False,  # noqa: FBT003 - the operator's own order: no mask is returned
         scale=scale,
-        window_size_left=-1,
+        window_size_left=-1 if call.window is None else call.window - 1,
         window_size_right=0 if call.is_causal else -1,
     )
     return output, lse
@@ -188,7 +235,7 @@ def _backward(
         random,
         unused,
         scale=scale,
-        window_size_left=-1,
+        window_size_left=-1 if call.window is None else call.window - 1,
         window_size_right=0 if call.is_causal else -1,
     )
     return cast("tuple[Tensor, Tensor, Tensor]", gradients)

@@ -48,10 +48,10 @@ def _forward(
     **_: object,
 ) -> tuple[Tensor, ...]:
     assert (dropout, returns_mask) == (0.0, False)
-    assert (window_size_left, window_size_right) == (-1, 0 if is_causal else -1)
+    assert window_size_right == (0 if is_causal else -1)
     output, lse = torch.empty_like(query), query.new_empty(query.shape[1], len(query))
     for here, seen in _spans(query_offsets, key_offsets, max_query, max_key):
-        scores_NLK = _scores(query[here], key[seen], scale, is_causal=is_causal)
+        scores_NLK = _scores(query[here], key[seen], scale, is_causal, window_size_left)
         lse[:, here] = scores_NLK.logsumexp(-1)
         probs_NLK = (scores_NLK - lse[:, here, None]).exp()
         output[here] = torch.einsum("nlk,knd->lnd", probs_NLK, _repeat(value[seen], query))
@@ -80,12 +80,12 @@ def _backward(
     window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert dropout == 0.0
-    assert (window_size_left, window_size_right) == (-1, 0 if is_causal else -1)
+    assert window_size_right == (0 if is_causal else -1)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     query_grad, key_grad, value_grad = map(torch.zeros_like, (query, key, value))
     for here, seen in _spans(query_offsets, key_offsets, max_query, max_key):
         keys, values = _repeat(key[seen], query), _repeat(value[seen], query)
-        scores_NLK = _scores(query[here], key[seen], scale, is_causal=is_causal)
+        scores_NLK = _scores(query[here], key[seen], scale, is_causal, window_size_left)
         probs_NLK = (scores_NLK - lse[:, here, None]).exp()
         slopes_NLK = torch.einsum("lnd,knd->nlk", grad[here], values)
         rows_NL1 = torch.linalg.vecdot(grad[here], output[here]).T[..., None]
@@ -110,12 +110,17 @@ def _spans(
         begin = end
 
 
-def _scores(query: Tensor, key: Tensor, scale: float | None, *, is_causal: bool) -> Tensor:
+def _scores(
+    query: Tensor, key: Tensor, scale: float | None, is_causal: bool, left: int | None
+) -> Tensor:
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     scores_NLK = torch.einsum("lnd,knd->nlk", query, _repeat(key, query)) * factor
     if is_causal:
         visible_LK = torch.ones(scores_NLK.shape[1:], dtype=torch.bool)
-        hidden_LK = ~visible_LK.tril(len(key) - len(query))
+        last = len(key) - len(query)
+        hidden_LK = ~visible_LK.tril(last)
+        if left is not None and left >= 0:
+            hidden_LK |= visible_LK.tril(last - left - 1)
         scores_NLK = scores_NLK.masked_fill(hidden_LK, -torch.inf)
     return scores_NLK
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from hybridrl.errors import ModelError
 from hybridrl.models.load import WeightFiles, build_empty_model, fill_weights, finish_model
 from hybridrl.models.packed import AttentionKernel, PaddedLayout, Segment, build_layout
 from hybridrl.models.packed_model import PackedTokens, PolicyModel
-from tests.tiny_models import Family, make_tiny_model
+from tests.tiny_models import DENSE, Family, make_tiny_model
 
 CPU = torch.device("cpu")
 LENGTHS = [13, 12, 5, 4, 4, 1]  # descending, as the planner packs: three buckets
@@ -50,7 +50,7 @@ def plain_logprobs(model: PreTrainedModel, row: Tensor) -> Tensor:
     return all_logprobs.gather(1, row[1:, None])[:, 0]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("family", DENSE)
 @pytest.mark.parametrize("tie_embeddings", [True, False])
 @pytest.mark.parametrize("lengths", [LENGTHS, SHUFFLED, [7]])
 def test_packed_rows_equal_single_rows(
@@ -75,6 +75,25 @@ def test_packed_rows_equal_single_rows(
         torch.testing.assert_close(grad, expected_grads[name], atol=5e-5, rtol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize("family", ["mistral", "qwen2"])
+def test_windows_of_some_or_all_layers_are_those_of_transformers(
+    tmp_path: Path, family: Family
+) -> None:
+    late: dict[str, Any] = (
+        {"use_sliding_window": True, "max_window_layers": 1} if family == "qwen2" else {}
+    )
+    folder = make_tiny_model(tmp_path, family, sliding_window=5, **late)
+    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    rows = draw_rows(LENGTHS)
+    expected_T = torch.cat([plain_logprobs(plain, row) for row in rows])
+    logprobs_T, _ = PolicyModel(load(folder), chunk_tokens=64)(pack(rows), 1.0)
+    torch.testing.assert_close(logprobs_T, expected_T, atol=1e-5, rtol=0)
+    file = folder / "config.json"
+    file.write_text(file.read_text().replace('"sliding_window": 5', '"sliding_window": 99'))
+    unlimited_T, _ = PolicyModel(load(folder), chunk_tokens=64)(pack(rows), 1.0)
+    assert (unlimited_T - expected_T).abs().max() > 0.01
+
+
 def test_a_row_does_not_see_its_neighbours(tmp_path: Path) -> None:
     policy = PolicyModel(load(make_tiny_model(tmp_path)), chunk_tokens=64)
     rows = draw_rows(LENGTHS)
@@ -91,16 +110,6 @@ def test_a_bucket_holds_rows_of_similar_length() -> None:
     assert [(b.num_segments, b.num_columns) for b in layout.buckets] == [(2, 13), (3, 5), (1, 1)]
     assert len(layout.slot_of_token) == sum(LENGTHS)
     assert layout.longest_row == 13
-
-
-def test_positions_beyond_a_sliding_window_are_refused(tmp_path: Path) -> None:
-    model = load(make_tiny_model(tmp_path))
-    for block in model.model.layers:
-        block.self_attn.sliding_window = 8
-    policy = PolicyModel(model, chunk_tokens=64)
-    policy(pack(draw_rows([8, 8])), 1.0)
-    with pytest.raises(ModelError, match="9 tokens is longer than the model's sliding window of 8"):
-        policy(pack(draw_rows([8, 9])), 1.0)
 
 
 def test_a_mask_would_be_refused_instead_of_ignored(tmp_path: Path) -> None:

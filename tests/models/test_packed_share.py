@@ -73,20 +73,20 @@ def test_single_token_leaves_only_padding_on_the_other_rank() -> None:
 
 
 @pytest.mark.parametrize("segments", [WHOLE, FAMILIES])
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize(("num_ranks", "window"), [(2, None), (3, None), (2, 6), (3, 1)])
 def test_context_parallel_attention_equals_one_rank(
-    segments: list[Segment], num_ranks: int
+    segments: list[Segment], num_ranks: int, window: int | None
 ) -> None:
     num_tokens = sum(segment.num_tokens for segment in segments)
     states = states_of(num_tokens)
     layout = build_layout(segments, kernel="padded", device=CPU)
-    expected_TND = layout.attend(*states, scale=None)
+    expected_TND = layout.attend(*states, scale=None, window=window)
     expected = torch.autograd.grad(expected_TND.square().sum(), states)
     shared = shares(segments, num_ranks)
     output_TND = torch.zeros_like(expected_TND)
     for share, layout in zip(shared, layouts_with_gather(shared, states), strict=True):
         query_UND, key_UJD, value_UJD = (own(state, share) for state in states)
-        attended_UND = layout.attend(query_UND, key_UJD, value_UJD, scale=None)
+        attended_UND = layout.attend(query_UND, key_UJD, value_UJD, scale=None, window=window)
         # Padding sees itself alone: it stays finite, and is left away.
         assert attended_UND.isfinite().all()
         output_TND = output_TND.index_put((share.own_U,), attended_UND[: len(share.own_U)])
@@ -96,20 +96,23 @@ def test_context_parallel_attention_equals_one_rank(
         torch.testing.assert_close(grad, wanted, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_varlen_kernel_gets_the_same_queries_and_keys(num_ranks: int) -> None:
+@pytest.mark.parametrize("segments", [WHOLE, FAMILIES])
+@pytest.mark.parametrize(("num_ranks", "window"), [(2, None), (3, None), (2, 6)])
+def test_varlen_kernel_gets_the_same_queries_and_keys(
+    segments: list[Segment], num_ranks: int, window: int | None
+) -> None:
     """The kernel runs on CUDA alone: its formulas stand in for it."""
     flash_on_cpu.install()
-    states = states_of(sum(segment.num_tokens for segment in WHOLE))
-    padded = shares(WHOLE, num_ranks)
-    varlen = shares(WHOLE, num_ranks, kernel="varlen")
+    states = states_of(sum(segment.num_tokens for segment in segments))
+    padded = shares(segments, num_ranks)
+    varlen = shares(segments, num_ranks, kernel="varlen")
     for one, other, layout in zip(padded, varlen, layouts_with_gather(padded, states), strict=True):
         assert torch.equal(one.own_U, other.own_U)
         query_UND, key_UJD, value_UJD = (own(state, one) for state in states)
-        expected_UND = layout.attend(query_UND, key_UJD, value_UJD, scale=None)
+        expected_UND = layout.attend(query_UND, key_UJD, value_UJD, scale=None, window=window)
         attention = cast("SharedLayout", other.layout).attention
         key_TJD, value_TJD = layout.gather(torch.stack([key_UJD, value_UJD], dim=1)).unbind(1)
-        output_UND = attention.attend(query_UND, key_TJD, value_TJD, scale=None)
+        output_UND = attention.attend(query_UND, key_TJD, value_TJD, scale=None, window=window)
         torch.testing.assert_close(output_UND, expected_UND, atol=1e-6, rtol=0)
 
 

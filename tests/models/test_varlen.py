@@ -15,7 +15,7 @@ from hybridrl.models.packed_model import PolicyModel
 from hybridrl.workers.train.microbatcher import lay_out
 from hybridrl.workers.train.shards import build_model
 from tests.models import flash_on_cpu
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import WINDOWED, Family, make_tiny_model
 from tests.workers.train.engines import ACTOR, CPU, make_rows
 from tests.workers.train.microbatchers import make_batcher
 
@@ -36,7 +36,10 @@ def _flash() -> None:
 
 
 def _attend(
-    kernel: AttentionKernel, segments: list[Segment], scale: float | None
+    kernel: AttentionKernel,
+    segments: list[Segment],
+    scale: float | None,
+    window: int | None = None,
 ) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(1)
     num_tokens = sum(segment.num_tokens for segment in segments)
@@ -45,17 +48,18 @@ def _attend(
         for heads in (4, 2, 2)
     ]
     layout = build_layout(segments, kernel=kernel, device=CPU)
-    output = layout.attend(states[0], states[1], states[2], scale=scale)
+    output = layout.attend(states[0], states[1], states[2], scale=scale, window=window)
     weights = torch.randn(output.shape, generator=generator)
     return output, *torch.autograd.grad((output * weights).sum(), states)
 
 
+@pytest.mark.parametrize("window", [None, 2, 6, 12])
 @pytest.mark.parametrize("scale", [None, 0.7])
 @pytest.mark.parametrize("segments", [SEGMENTS, SEGMENTS[:3]], ids=["shared", "apart"])
 def test_values_and_gradients_are_those_of_the_padded_kernel(
-    segments: list[Segment], scale: float | None
+    segments: list[Segment], scale: float | None, window: int | None
 ) -> None:
-    varlen, padded = _attend("varlen", segments, scale), _attend("padded", segments, scale)
+    varlen, padded = (_attend(k, segments, scale, window) for k in ("varlen", "padded"))
     for one, other in zip(varlen, padded, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
 
@@ -106,9 +110,10 @@ def _learn(
     return num_tokens, logprobs, grads
 
 
-def test_responses_share_a_prompt_and_learn_as_single_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3", *WINDOWED])
+def test_responses_share_a_prompt_and_learn_as_single_rows(family: Family, tmp_path: Path) -> None:
     policy = build_model(
-        make_tiny_model(tmp_path),
+        make_tiny_model(tmp_path, family),
         config=ACTOR,
         dtype=torch.float32,
         device=CPU,

@@ -24,7 +24,7 @@ from hybridrl.models.onednn import linear
 from hybridrl.workers.rollout.embedded.adapted_layers import AdaptedLinear
 from hybridrl.workers.rollout.embedded.kv_slots import KVStep
 
-_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+_MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,7 @@ class _Layer:
     before_mlp: nn.Module
     gate_up: FusedLinear
     down: FusedLinear
+    window: int | None
 
 
 class FusedModel:
@@ -88,7 +89,11 @@ class FusedModel:
     def __init__(self, model: PreTrainedModel) -> None:
         """Join; call it before other code stores addresses of the parameters."""
         self._model = model
-        self._layers = [_fuse_layer(layer) for layer in model.model.layers]
+        windows = _windows(model)
+        self._layers = [
+            _fuse_layer(layer, window)
+            for layer, window in zip(model.model.layers, windows, strict=True)
+        ]
 
     def begin(self, num_places: int) -> FusedForward:
         """Prepare the passes of one generate call.
@@ -117,7 +122,15 @@ def fuse(model: PreTrainedModel) -> FusedModel | None:
     return FusedModel(model) if is_known else None
 
 
-def _fuse_layer(layer: Any) -> _Layer:  # noqa: ANN401 - transformers' modules are untyped
+def _windows(model: PreTrainedModel) -> list[int | None]:
+    """Return how many of the newest tokens each layer attends to; None: all."""
+    settings, num_layers = model.config.to_dict(), len(model.model.layers)
+    kinds = settings.get("layer_types") or ["sliding_attention"] * num_layers
+    window = settings.get("sliding_window")
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _fuse_layer(layer: Any, window: int | None) -> _Layer:  # noqa: ANN401 - untyped modules
     attention, mlp = layer.self_attn, layer.mlp
     norms = dict(attention.named_children())
     return _Layer(
@@ -129,6 +142,7 @@ def _fuse_layer(layer: Any) -> _Layer:  # noqa: ANN401 - transformers' modules a
         before_mlp=layer.post_attention_layernorm,
         gate_up=FusedLinear.of([mlp.gate_proj, mlp.up_proj]),
         down=FusedLinear.of([mlp.down_proj]),
+        window=window,
     )
 
 
@@ -209,7 +223,8 @@ class FusedForward:
         half = turned.shape[-1] // 2
         turned = torch.addcmul(turned * cos_T1D, turned.roll(half, -1), sin_T1D)
         key_TJD = turned[:, self._num_heads :]
-        return kv_step.attend(number, turned[:, : self._num_heads], (key_TJD, value_TJD))
+        query_THD = turned[:, : self._num_heads]
+        return kv_step.attend(number, query_THD, (key_TJD, value_TJD), window=layer.window)
 
     def _norm(self, module: nn.Module, states: Tensor) -> Tensor:
         # The factor apart: transformers rounds to the model's type before it multiplies, too.

@@ -55,9 +55,9 @@ class KVStep:
         self._is_multiplied = (
             mask_R11L is not None and kv_YSJCD.is_cpu and kv_YSJCD.dtype is torch.float32
         )
-        if self._is_multiplied and mask_R11L is not None:
-            mask_RJ1L = mask_R11L.expand(-1, num_kv_heads, -1, -1)
-            self._mask_X1L = mask_RJ1L.reshape(-1, 1, longest)
+        self._longest = longest
+        self._num_kv_heads = num_kv_heads
+        self._masks: dict[int | None, Tensor | None] = {}
 
     def attend(
         self,
@@ -66,19 +66,29 @@ class KVStep:
         new_keys_and_values: tuple[Tensor, Tensor],
         *,
         scale: float | None = None,
+        window: int | None = None,
     ) -> Tensor:
-        """Store new keys and values [T, J, D] each, and attend: [T, H * D].
+        """Store new keys and values, and attend.
 
-        ``scale`` is the factor on the scores; None is ``1 / sqrt(D)``.
+        Args:
+            layer: counted from 0.
+            query_THD: float [T, H, D].
+            new_keys_and_values: float [T, J, D] each.
+            scale: factor on the scores; None is ``1 / sqrt(D)``.
+            window: newest tokens that a token sees, itself among them; None: the full row.
+
+        Returns:
+            float [T, H * D].
         """
         head_dim = query_THD.shape[-1]
         stored = torch.cat(new_keys_and_values, dim=1).view(-1, head_dim)
         self._written[layer].index_copy_(0, self._place, stored)
         scale = head_dim**-0.5 if scale is None else scale
-        if self._mask_R11L is None:
-            return self._attend_to_prompts(layer, query_THD, scale)
+        mask = self._mask(window)
+        if mask is None or self._mask_R11L is None:
+            return self._attend_to_prompts(layer, query_THD, scale, mask)
         if self._is_multiplied:
-            return self._attend_by_products(layer, query_THD, scale)
+            return self._attend_by_products(layer, query_THD, scale, mask)
         keys_RJLD, values_RJLD = self._read[layer]
         num_rows, num_kv_heads, _, _ = keys_RJLD.shape
         # Query heads that share keys look like several queries of one head: no repeated keys.
@@ -86,34 +96,68 @@ class KVStep:
             query_THD.reshape(num_rows, num_kv_heads, -1, head_dim),
             keys_RJLD,
             values_RJLD,
-            attn_mask=self._mask_R11L,
+            attn_mask=mask,
             scale=scale,
         )
         return out_RJGD.reshape(num_rows, -1)
 
-    def _attend_by_products(self, layer: int, query_RHD: Tensor, scale: float) -> Tensor:
+    def _mask(self, window: int | None) -> Tensor | None:
+        """Return the tensor that is added to the scores; layers with equal windows share it."""
+        window = None if window is None or window >= self._longest else window
+        if window not in self._masks:
+            self._masks[window] = self._windowed_mask(window)
+        return self._masks[window]
+
+    def _windowed_mask(self, window: int | None) -> Tensor | None:
+        """Return ``[L, L]`` for prompts, ``[R, 1, 1, L]`` for a decode step, or that per head."""
+        mask = self._mask_R11L
+        if window is not None:
+            column_L = torch.arange(self._longest, device=self.position_T.device)
+            if mask is None:
+                distance_LL = column_L[:, None] - column_L
+                return (distance_LL >= 0) & (distance_LL < window)
+            # An unused row may have any position; it must see a key, or NaN would be cached.
+            newest_R1 = self.position_T.clamp(max=self._longest - 1)[:, None]
+            is_old_RL = column_L <= newest_R1 - window
+            mask = mask.masked_fill(is_old_RL[:, None, None], float("-inf"))
+        if mask is None or not self._is_multiplied:
+            return mask
+        mask_RJ1L = mask.expand(-1, self._num_kv_heads, -1, -1)
+        return mask_RJ1L.reshape(-1, 1, self._longest)
+
+    def _attend_by_products(
+        self, layer: int, query_RHD: Tensor, scale: float, mask_X1L: Tensor
+    ) -> Tensor:
         """Attend in decode by two batches of matrix products.
 
         With one token a row the CPU's flash kernel takes 1.4 to 2 times as long.
         """
         keys_XLD, values_XLD = (states.flatten(0, 1) for states in self._read[layer])
         query_XGD = query_RHD.reshape(len(keys_XLD), -1, query_RHD.shape[-1])
-        scores_XGL = torch.baddbmm(self._mask_X1L, query_XGD, keys_XLD.mT, alpha=scale)
+        scores_XGL = torch.baddbmm(mask_X1L, query_XGD, keys_XLD.mT, alpha=scale)
         return torch.bmm(scores_XGL.softmax(-1), values_XLD).view(len(query_RHD), -1)
 
-    def _attend_to_prompts(self, layer: int, query_THD: Tensor, scale: float) -> Tensor:
+    def _attend_to_prompts(
+        self, layer: int, query_THD: Tensor, scale: float, mask_LL: Tensor | None
+    ) -> Tensor:
         keys_RJLD, values_RJLD = self._read[layer]
         num_rows, _, longest, head_dim = keys_RJLD.shape
         at = (self._row_T, slice(None), self.position_T)
         query_RHLD = query_THD.new_zeros(num_rows, query_THD.shape[1], longest, head_dim)
         query_RHLD[at] = query_THD
         out_RHLD = F.scaled_dot_product_attention(
-            query_RHLD, keys_RJLD, values_RJLD, is_causal=True, scale=scale, enable_gqa=True
+            query_RHLD,
+            keys_RJLD,
+            values_RJLD,
+            attn_mask=mask_LL,
+            is_causal=mask_LL is None,
+            scale=scale,
+            enable_gqa=True,
         )
         return out_RHLD[at].flatten(1)
 
 
-def _attend(
+def _attend(  # noqa: PLR0913 - transformers chooses these
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -122,12 +166,14 @@ def _attend(
     *,
     scaling: float,
     kv_step: KVStep,
+    sliding_window: int | None = None,
     **_unused: object,
 ) -> tuple[Tensor, None]:
     # The signature is transformers'; `kv_step` came through the keyword arguments of model(...).
     layer: int = module.layer_idx  # type: ignore[assignment]
     query_THD, key_TJD, value_TJD = (states[0].transpose(0, 1) for states in (query, key, value))
-    out_TX = kv_step.attend(layer, query_THD, (key_TJD, value_TJD), scale=scaling)
+    new = (key_TJD, value_TJD)
+    out_TX = kv_step.attend(layer, query_THD, new, scale=scaling, window=sliding_window)
     return out_TX.view(1, *query_THD.shape), None
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from hybridrl.config.architecture import read_architecture
 from hybridrl.errors import EngineError, ModelError
 from hybridrl.models.load import load_model_config, read_model_type
 from hybridrl.workers.rollout.embedded.kv_slots import ATTENTION_NAME, KVStep
@@ -25,18 +26,11 @@ def load_config(folder: Path, *, max_context_tokens: int) -> PretrainedConfig:
     """
     read_model_type(folder)  # names the errors that transformers would raise without a cause
     config = load_model_config(folder)
-    settings = config.to_dict()
-    layer_types = set(settings.get("layer_types") or ()) - {"full_attention"}
-    rope_type = (settings.get("rope_parameters") or {}).get("rope_type", "default")
-    if layer_types or rope_type in ("dynamic", "longrope"):
-        raise ModelError(
-            f"rollout=hf does not support {sorted(layer_types) or rope_type} of {folder}: it knows "
-            "full attention and rotary angles that ignore the length; use another model.path"
-        )
-    if max_context_tokens > config.max_position_embeddings:
+    context = read_architecture(folder).max_positions
+    if max_context_tokens > context:
         raise ModelError(
             f"prompt + response may take {max_context_tokens} tokens, the model in {folder} takes "
-            f"{config.max_position_embeddings}; lower data.max_prompt_tokens or "
+            f"{context}; lower data.max_prompt_tokens or "
             "rollout.max_response_tokens"
         )
     return config
