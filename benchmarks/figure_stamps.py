@@ -73,8 +73,14 @@ FIGURES = (
         measured=("hybridrl/workers/rollout/*.py", "hybridrl/workers/rollout/embedded/*.py"),
         one_thread=True,
     ),
-    Figures(name="advantages", measured=("hybridrl/algorithms/advantages.py", "hybridrl/batch.py")),
-    Figures(name="gae", measured=("hybridrl/algorithms/gae.py",)),
+    Figures(
+        name="advantages",
+        measured=(
+            "hybridrl/algorithms/advantages/*.py",
+            *("hybridrl/algorithms/discounting.py", "hybridrl/algorithms/groups.py"),
+            *("hybridrl/algorithms/response_tokens.py", "hybridrl/algorithms/whitening.py"),
+        ),
+    ),
     Figures(
         name="checkpoint", measured=("hybridrl/checkpoint/*.py", "hybridrl/run/checkpoints.py")
     ),

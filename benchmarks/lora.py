@@ -22,6 +22,8 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.rollout import make_model, make_prompts
+from hybridrl.algorithms.load import Part
+from hybridrl.algorithms.policy_losses.ppo import ppo_clip
 from hybridrl.batch import PromptBatch, TrainBatch, spread_over_tokens
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config
@@ -34,13 +36,14 @@ from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.losses import PolicyGradientLoss
+from hybridrl.workers.train.model_engine import TOKEN_MEAN
 from hybridrl.workers.train.optimizer import StepResult
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState
 
 _CPU = torch.device("cpu")
 _SAMPLING = SamplingParams(num_responses_per_prompt=8, max_response_tokens=24, temperature=1.0)
-_LOSS = PolicyGradientLoss(clip_low=0.2, clip_high=0.2)
+_LOSS = PolicyGradientLoss(policy_loss=Part.of(ppo_clip))
 
 
 def build_engine(config: ExperimentConfig, folder: Path) -> PolicyEngine:
@@ -110,7 +113,7 @@ class Way:
         )
         began = time.perf_counter()
         self.trainer.update(
-            batch, loss=_LOSS, aggregation="token_mean", temperature=1.0, max_response_tokens=24
+            batch, loss=_LOSS, aggregation=TOKEN_MEAN, temperature=1.0, max_response_tokens=24
         )
         self.update_s.append(time.perf_counter() - began)
         self.manager.weights_changed(version=version + 1)

@@ -12,6 +12,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+from hybridrl.config.parts import KINDS
 from hybridrl.config.reference import KeyReference, SectionReference, read_sections
 from hybridrl.workers.sharding.states import EDGES, State
 
@@ -35,8 +36,27 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Put the transitions of a rollout engine where a page asks for them."""
-    return markdown.replace("<!-- transitions -->", transitions_table())
+    """Put the transitions of a rollout engine, and the parts of algorithms, where a page asks."""
+    markdown = markdown.replace("<!-- transitions -->", transitions_table())
+    return markdown.replace("<!-- parts -->", parts_tables())
+
+
+def parts_tables() -> str:
+    """Return a table of each kind of part: name, meaning, inputs, and numbers with defaults."""
+    lines = []
+    for kind in KINDS:
+        lines += [f"### {kind.noun}: `{kind.key}`", "", "| name | meaning | inputs | numbers |"]
+        lines += ["|---|---|---|---|"]
+        for name in kind.built_in:
+            signature = kind.read(name)
+            meaning = " ".join(signature.meaning.partition("\n\n")[0].split())
+            inputs = ", ".join(f"`{given}`" for given in signature.inputs)
+            numbers = ", ".join(
+                f"`{number.name}={number.default}`" for number in signature.numbers.values()
+            )
+            lines.append(f"| `{name}` | {_code(meaning)} | {inputs} | {numbers or 'none'} |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def transitions_table() -> str:

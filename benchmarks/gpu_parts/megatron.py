@@ -15,6 +15,7 @@ from benchmarks.gpu_parts.transfers import pinned_bandwidth, synchronize
 from hybridrl.workers.build import build_policy_loss, build_train_engine
 from hybridrl.workers.process_group import start_process_group
 from hybridrl.workers.sharding.memory import empty_cache, residue_bytes
+from hybridrl.workers.train.model_engine import TOKEN_MEAN
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState
 
@@ -38,7 +39,7 @@ def run(bench: Bench) -> None:
         engine.update(
             batch,
             loss=build_policy_loss(config),
-            aggregation="token_mean",
+            aggregation=TOKEN_MEAN,
             temperature=1.0,
             max_response_tokens=2048,
         )

@@ -20,6 +20,7 @@ from hybridrl.config.architecture import Architecture
 from hybridrl.planning.split import count_parameters
 from hybridrl.workers.build import build_policy_loss, build_train_engine
 from hybridrl.workers.process_group import start_process_group
+from hybridrl.workers.train.model_engine import TOKEN_MEAN
 from hybridrl.workers.train.policy_engine import PolicyEngine
 
 _PEAK_FLOPS = 989e12
@@ -95,7 +96,7 @@ def _measure(bench: Bench, variant: Variant) -> float:
         engine.update(
             batch,
             loss=build_policy_loss(config),
-            aggregation="token_mean",
+            aggregation=TOKEN_MEAN,
             temperature=1.0,
             max_response_tokens=_ROW_TOKENS,
         )

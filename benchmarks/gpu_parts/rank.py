@@ -175,7 +175,7 @@ class Rank:
         )
         middle = time.perf_counter()
         assert rollouts is not None
-        metrics = self.worker.update(self._as_batch(rollouts))
+        metrics = self.worker.update(self._as_batch(rollouts), kl_coefficient=0.0)
         end = time.perf_counter()
         return {name: metric.value for name, metric in metrics.items()} | {
             "generate_s": middle - begin,

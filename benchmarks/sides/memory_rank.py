@@ -95,7 +95,7 @@ def step(
     assert rollouts is not None
     values = None if critic is None else critic.compute_values(rollouts)
     logprobs = LogprobBatch(batch_size=[len(rollouts)])
-    if config.algorithm.old_logprobs == "recompute" or config.algorithm.kl.placement != "none":
+    if config.algorithm.scores_rollouts:
         logprobs = worker.compute_logprobs(rollouts)
     lengths_B = row_lengths(rollouts.token_ids_BL)
     advantages_BL = jagged_from(torch.randn(int(lengths_B.sum()), generator=generator), lengths_B)
@@ -119,7 +119,7 @@ def step(
         reference_logprobs_BL=logprobs.reference_logprobs_BL,
         batch_size=[len(rollouts)],
     )
-    return learned | worker.update(batch)
+    return learned | worker.update(batch, kl_coefficient=config.algorithm.kl.coefficient)
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ def _read_rank(rank: MonitoredRank) -> RankReport:
         pid=files.pid,
         state=_describe_state(files.pid) if is_alive else GONE,
         doing=tuple((what, now - since) for what, since, _ in doing),
-        last=None if last is None else (last[0], now - last[1]),
+        last=None if last is None else (last[0][0], now - last[1]),
         waits=is_alive and (_COLLECTIVES in path or bool(doing and doing[-1][2])),
         top=top,
         notes=record.get("notes"),

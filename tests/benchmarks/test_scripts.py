@@ -19,9 +19,10 @@ LIBRARIES = {"__init__", "figure_stamps", "source_tree"}
 
 TABLES: Mapping[str, list[str]] = {
     "advantages": ["--rows", "16", "--repeats", "2"],
-    "gae": ["--rows", "16", "--repeats", "2"],
     "gpu": ["--list"],
+    "policy_losses": ["--rows", "16", "--repeats", "2"],
     "report": ["--steps", "20"],
+    "rewards": ["--math-rows", "8", "--code-rows", "8", "--repeats", "1"],
 }
 OF_RANKS: Mapping[str, list[str]] = {
     "rollout": ["--rounds", "1", "--slots", "8"],

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config.load import free_keys, known_keys
+from hybridrl.config.parts import KINDS
 from hybridrl.metrics import AREAS, find_declaration
 from tests.docs.blocks import PAGES, ROOT
 
@@ -90,3 +91,20 @@ def test_metrics_that_pages_name_are_declared() -> None:
     }
     assert len(named) > 30
     assert {(page, name) for page, name in named if find_declaration(name) is None} == set()
+
+
+def test_each_key_of_the_page_for_newcomers_exists() -> None:
+    text = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8")
+    last_columns = [line.rsplit("|", 2)[1] for line in text.splitlines() if line.startswith("| ")]
+    named = {name for column in last_columns for name in re.findall(r"`([^`]+)`", column)}
+    choices = {name for name in named if "=" in name}
+    keys = {name for name in named - choices if "." in name}
+    assert len(keys) > 35
+    assert {key for key in keys if key.rpartition(".")[0] not in free_keys()} <= set(known_keys())
+    for choice in choices:
+        section, _, name = choice.partition("=")
+        assert (ROOT / f"hydra_configs/{section}/{name}.yaml").is_file(), choice
+    for key in keys - set(known_keys()):
+        kind = next(kind for kind in KINDS if kind.args_key == key.rpartition(".")[0])
+        numbers = {name for part in kind.built_in for name in kind.read(part).numbers}
+        assert key.rpartition(".")[2] in numbers

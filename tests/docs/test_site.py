@@ -48,7 +48,7 @@ def test_site_has_every_recipe_and_the_api(site: Path) -> None:
     names = {file.stem for file in ROOT.glob("recipes/*.yaml")} - {"none"}
     assert [name for name in names if f'id="{name}"' not in recipes] == []
     api = (site / "reference/api/index.html").read_text()
-    assert 'id="hybridrl.algorithms.advantages.grpo_advantages"' in api
+    assert 'id="hybridrl.algorithms.advantages.grpo.grpo"' in api
     assert 'id="hybridrl.workers.train.protocol.TokenLoss"' in api
 
 

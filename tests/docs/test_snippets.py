@@ -12,8 +12,10 @@ from functools import cache
 from importlib.util import find_spec
 from itertools import dropwhile
 from pathlib import Path
+from typing import cast
 
 import pytest
+from omegaconf import OmegaConf
 
 from hybridrl.config.help_text import help_text
 from hybridrl.config.load import load_config
@@ -156,6 +158,15 @@ def test_python_of_a_page_runs(block: Block, user_folder: Path) -> None:
 def test_rows_of_a_page_have_a_prompt_and_an_answer(block: Block) -> None:
     rows = [json.loads(line) for line in block.text.splitlines()]
     assert all({"prompt", "answer"} <= row.keys() for row in rows)
+
+
+@pytest.mark.parametrize(
+    "block", [b for b in BLOCKS if b.text.startswith("# @package _global_")], ids=lambda b: b.page
+)
+def test_a_recipe_that_a_page_shows_passes_every_check(block: Block, user_folder: Path) -> None:
+    write_files(ROOT / block.page, user_folder)
+    values = OmegaConf.merge(OmegaConf.create(dict(compose([]))), OmegaConf.create(block.text))
+    load_config(cast("Mapping[str, object]", OmegaConf.to_container(values)))
 
 
 @pytest.mark.parametrize("block", CONSOLE, ids=lambda block: block.page)

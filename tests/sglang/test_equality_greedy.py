@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hybridrl.batch import LogprobBatch, RolloutBatch, spread_over_tokens
-from hybridrl.trainer.step import build_train_batch
+from hybridrl.trainer.train_batch import build_train_batch
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.protocol import Response
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine

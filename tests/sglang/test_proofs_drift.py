@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.algorithms.load import Part
+from hybridrl.algorithms.policy_losses.ppo import ppo_clip
 from hybridrl.batch import LogprobBatch
 from hybridrl.errors import DriftError
-from hybridrl.trainer.step import build_train_batch
+from hybridrl.trainer.train_batch import build_train_batch
 from hybridrl.workers.train.losses import PolicyGradientLoss
+from hybridrl.workers.train.model_engine import TOKEN_MEAN
 from tests.sglang.lora_device import SAMPLING, ForgetfulEngine, ServedDevice
 
 
@@ -19,8 +22,8 @@ def _learn(device: ServedDevice) -> None:
     batch = build_train_batch(rollouts, none, rollouts.sampler_logprobs_BL)
     device.trainer.update(
         batch,
-        loss=PolicyGradientLoss(clip_low=0.2, clip_high=0.2, max_drift_nats=0.01),
-        aggregation="token_mean",
+        loss=PolicyGradientLoss(policy_loss=Part.of(ppo_clip), max_drift_nats=0.01),
+        aggregation=TOKEN_MEAN,
         temperature=SAMPLING.temperature,
         max_response_tokens=8,
     )

@@ -66,6 +66,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).mkdir()
         whole = values | {"architectures": [ARCHITECTURES[name]], "dtype": "bfloat16"}
         (folder / name / "config.json").write_text(json.dumps(whole))
+        (folder / name / "tokenizer.json").write_text("{}")
+        (folder / name / "model.safetensors").write_bytes(b"")
     (folder / "rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
     return folder
 
