@@ -82,6 +82,14 @@ FIGURES = (
         ),
     ),
     Figures(
+        name="policy_losses",
+        measured=(
+            "hybridrl/algorithms/policy_losses/*.py",
+            *("hybridrl/algorithms/kl.py", "hybridrl/algorithms/rollout_correction.py"),
+            *("hybridrl/algorithms/token_masks.py", "hybridrl/algorithms/token_rows.py"),
+        ),
+    ),
+    Figures(
         name="checkpoint", measured=("hybridrl/checkpoint/*.py", "hybridrl/run/checkpoints.py")
     ),
     Figures(
