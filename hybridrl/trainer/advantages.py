@@ -110,8 +110,11 @@ class Advantages:
 
     def _charge(
         self, scored: ScoredRollouts, logprobs: LogprobBatch, kl: float
-    ) -> tuple[Tensor, Tensor, Metrics]:
-        """Return the rewards of tokens and of rows after all charges, and the mean charges."""
+    ) -> tuple[Tensor | None, Tensor, Metrics]:
+        """Return the rewards of tokens and of rows after all charges, and the mean charges.
+
+        Rewards of tokens are None if the part does not ask for them.
+        """
         mask_BL, rewards_B = scored.rollouts.response_mask_BL, scored.scores.rewards_B
         metrics: Metrics = {}
         if self.charges.soft_overlong_tokens:
@@ -122,7 +125,9 @@ class Advantages:
             )
             rewards_B = rewards_B + penalty_B
             metrics["reward/overlong_penalty/mean"] = _mean(-penalty_B)
-        rewards_BL = place_on_last_tokens(rewards_B, mask_BL)
+        rewards_BL = None
+        if "rewards_BL" in self.part.inputs:
+            rewards_BL = place_on_last_tokens(rewards_B, mask_BL)
         if self.charges.kl_estimator is None:
             return rewards_BL, rewards_B, metrics
         old_BL, reference_BL = logprobs.old_logprobs_BL, logprobs.reference_logprobs_BL
@@ -140,7 +145,8 @@ class Advantages:
         metrics["reward/kl_charge/mean"] = _mean(charge_B)
         num_tokens = max(int(mask_BL.values().sum()), 1)
         metrics["reward/kl_nats/mean"] = Mean(float(kl_BL.values().double().sum()), num_tokens)
-        rewards_BL = jagged_from(rewards_BL.values() - charge_T, lengths_B)
+        if rewards_BL is not None:
+            rewards_BL = jagged_from(rewards_BL.values() - charge_T, lengths_B)
         return rewards_BL, rewards_B - charge_B, metrics
 
     def _per_token(self, result: object, mask_BL: Tensor) -> Tensor:
