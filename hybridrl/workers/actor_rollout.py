@@ -80,8 +80,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         meter = PeakMeter(device)
         meter.begin("build")
         self._config = config
-        self._loss = build_policy_loss(config)
-        self._aggregation = require_part(config.algorithm, parts.AGGREGATION)
+        self._load_parts()
         self._policy_version = 0
         self._carried: Metrics = {}
         tensor_parallel_size = config.rollout.tensor_parallel_size
@@ -117,6 +116,13 @@ class ActorRolloutWorker(CheckpointedWorker):
             is_output_rank=has_engine,
         )
         meter.end()
+
+    def _load_parts(self) -> None:
+        """Import the parts of the algorithm, and read what they ask for, once."""
+        algorithm = self._config.algorithm
+        self._loss = build_policy_loss(self._config)
+        self._aggregation = require_part(algorithm, parts.AGGREGATION)
+        self._needs_squared_probs = algorithm.reads("squared_probs_BL")
 
     @register(ROLLOUT, pad=True)
     def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> RolloutBatch | None:
@@ -160,7 +166,7 @@ class ActorRolloutWorker(CheckpointedWorker):
             if self._config.algorithm.old_logprobs == "recompute":
                 old = self._actor.compute_logprobs(rollouts, temperature=temperature)
                 logprobs.old_logprobs_BL = old.logprobs_BL
-                if self._config.algorithm.reads("squared_probs_BL"):
+                if self._needs_squared_probs:
                     half = self._actor.compute_logprobs(rollouts, temperature=temperature / 2)
                     logprobs.squared_probs_BL = squared_probs(
                         old.logprobs_BL, half.logprobs_BL, rollouts.response_mask_BL
