@@ -43,8 +43,8 @@ def flaw_of_function(node: ast.AST, *, keywords: Collection[str]) -> str:
     """
     if isinstance(node, ast.AsyncFunctionDef):
         return "is asynchronous, and nobody would await it"
-    if isinstance(node, ast.ClassDef | ast.Import):
-        return f"is a {'class' if isinstance(node, ast.ClassDef) else 'module'}, not a function"
+    if flaw := flaw_of_kind(node):
+        return flaw
     if not isinstance(node, ast.FunctionDef) or node.decorator_list:
         return ""
     try:
@@ -52,6 +52,13 @@ def flaw_of_function(node: ast.AST, *, keywords: Collection[str]) -> str:
     except TypeError as err:
         how = f"with the keywords {', '.join(keywords)}" if keywords else "without arguments"
         return f"is called {how}, which it does not take: {err}"
+    return ""
+
+
+def flaw_of_kind(node: ast.AST) -> str:
+    """Return why a name cannot be a function of any kind; empty if it may be one."""
+    if isinstance(node, ast.ClassDef | ast.Import):
+        return f"is a {'class' if isinstance(node, ast.ClassDef) else 'module'}, not a function"
     return ""
 
 

@@ -18,7 +18,6 @@ from hybridrl.config.reader import Reader
 from hybridrl.errors import ConfigError, suggest_name
 
 _KINDS = {"float": float, "int": int, "bool": bool, "str": str}
-_FORM = "path/to/file.py:function"
 
 
 class SignatureError(ValueError):

@@ -15,7 +15,7 @@ import hybridrl
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.config.paths import flaw_of_file
-from hybridrl.config.python_files import ANYTHING, Names, names_at_top_level
+from hybridrl.config.python_files import ANYTHING, Names, flaw_of_kind, names_at_top_level
 from hybridrl.config.reward import BATCH_COLUMNS, BUILT_IN_REWARDS, ROW_COLUMNS
 from hybridrl.config.signatures import Number, Signature, check_numbers, signature_of
 from hybridrl.config.spelling import to_override
@@ -153,8 +153,8 @@ def _flaw_of(node: ast.AST) -> str:
 
     Assigned, imported and decorated names are unknown before the file runs.
     """
-    if isinstance(node, ast.ClassDef | ast.Import):
-        return f"is a {'class' if isinstance(node, ast.ClassDef) else 'module'}, not a function"
+    if flaw := flaw_of_kind(node):
+        return flaw
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
         return ""
     if node.args.posonlyargs:
