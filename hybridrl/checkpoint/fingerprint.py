@@ -8,6 +8,7 @@ import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from hybridrl import __version__
@@ -66,13 +67,14 @@ def recipe_of(config: ExperimentConfig) -> Recipe:
 
 
 def environment_of(config: ExperimentConfig) -> Mapping[str, str]:
-    """Return the facts that rounding depends on: ranks, threads, processor, and versions."""
+    """Return the facts that rounding depends on: ranks, threads, processor, hook, and versions."""
     flat = dict(flatten(asdict(config)))
     shape = _SHAPE if config.megatron_worlds else ()
     packages = (*_PACKAGES, *_ENGINES[config.rollout.engine])
     packages += ("megatron-core",) if config.megatron_worlds else ()
     return {
         **{key: str(flat[key]) for key in (*_NUMERIC, *_THREADS, *shape)},
+        **_hook_of(config),
         "processor": _processor(),
         "python": platform.python_version(),
         "hybridrl": __version__,
@@ -93,6 +95,34 @@ def folder_fingerprints(model_folder: Path, *, with_weights: bool) -> Mapping[st
         "tokenizer": _digest(model_folder, TOKENIZER_FILES),
     }
     return fingerprints | ({"frozen weights": _sample(model_folder)} if with_weights else {})
+
+
+def own_fingerprints(config: ExperimentConfig) -> Mapping[str, str]:
+    """Digest the user's functions, by the key that names their file, and the teacher's folder.
+
+    Files that these files import are not looked at.
+    """
+    own = {}
+    for key, value in flatten(asdict(config)):
+        file = Path(value.rpartition(":")[0]) if isinstance(value, str) else Path()
+        if file.suffix == ".py" and file.is_file():
+            own[f"code of {key}"] = _digest(file.parent, (file.name,))
+    teacher = config.algorithm.teacher_path
+    if teacher is not None:
+        folder = Path(teacher)
+        own["algorithm.teacher_path"] = _digest(folder, ("config.json",)) + _sample(folder)
+    return own
+
+
+def _hook_of(config: ExperimentConfig) -> Mapping[str, str]:
+    """Name the function that each worker calls first, with a digest of its module."""
+    hook = config.cluster.worker_setup_hook
+    if hook is None:
+        return {}
+    spec = find_spec(hook.rpartition(".")[0])
+    file = Path(spec.origin or "") if spec is not None else Path()
+    digest = f" {_digest(file.parent, (file.name,))}" if file.suffix == ".py" else ""
+    return {"cluster.worker_setup_hook": hook + digest}
 
 
 def _sample(folder: Path) -> str:
@@ -147,13 +177,13 @@ def check_recipe(saved: Recipe, now: Recipe, *, where: Path, accept: bool) -> li
 def check_fingerprints(
     saved: RunFingerprint, now: RunFingerprint, *, where: Path, accept: bool
 ) -> list[str]:
-    """Compare model configuration and tokenizer; as `check_recipe`."""
+    """Compare model files, the user's functions and the teacher; as `check_recipe`."""
     changes = list(differences(saved.fingerprints, now.fingerprints))
     if changes and not accept:
         raise CheckpointError(
-            f"{where} was made with another model.path: {'; '.join(changes)}. Bring the old "
-            "folder back, set trainer.run_dir to a new folder, or set "
-            "checkpoint.accept_changes=true"
+            f"{where} was made with other files of model.path or of your own: "
+            f"{'; '.join(changes)}. Bring the old files back, set trainer.run_dir to a new folder, "
+            "or set checkpoint.accept_changes=true"
         )
     return changes
 

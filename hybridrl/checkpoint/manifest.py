@@ -67,7 +67,8 @@ class RunFingerprint:
     """Source of configuration, tokenizer and frozen weights."""
 
     fingerprints: Mapping[str, str]
-    """Of the model folder's configuration and tokenizer; must be the same to resume."""
+    """Of the model folder's configuration and tokenizer, of the user's functions and of the
+    teacher; must be the same to resume."""
 
     environment: Mapping[str, str]
     """Must be the same to resume bitwise identically: ranks, threads, processor, versions."""

@@ -13,6 +13,7 @@ from hybridrl.checkpoint.fingerprint import (
     differences,
     environment_of,
     folder_fingerprints,
+    own_fingerprints,
     recipe_of,
 )
 from hybridrl.checkpoint.manifest import RunFingerprint, RunState
@@ -84,7 +85,10 @@ def run_fingerprint(config: ExperimentConfig, model_folder: Path) -> RunFingerpr
     return RunFingerprint(
         recipe=recipe_of(config),
         model_folder=str(model_folder.absolute()),
-        fingerprints=folder_fingerprints(model_folder, with_weights=reads_weights),
+        fingerprints={
+            **folder_fingerprints(model_folder, with_weights=reads_weights),
+            **own_fingerprints(config),
+        },
         environment=environment_of(config),
     )
 
@@ -102,7 +106,8 @@ def check_resumable(
         rows: the state of its sampler, with the fingerprint of its rows.
 
     Raises:
-        CheckpointError: recipe, tokenizer or model have changed, and that was not accepted.
+        CheckpointError: recipe, tokenizer, model, the user's functions or the teacher have changed,
+            and that was not accepted.
         DataError: the rows have changed.
         RunFolderError: lines of the run's files are lost, and that was not accepted.
     """

@@ -101,7 +101,9 @@ def test_changed_model_files_are_rejected_unless_accepted(
     assert not check_fingerprints(saved, _origin(tmp_path), where=WHERE, accept=False)
     (tmp_path / file).write_text("other")
     now = _origin(tmp_path)
-    with pytest.raises(CheckpointError, match=rf"another model\.path: {what}: .*accept_changes"):
+    with pytest.raises(
+        CheckpointError, match=rf"files of model\.path or .*: {what}: .*accept_changes"
+    ):
         check_fingerprints(saved, now, where=WHERE, accept=False)
     (told,) = check_fingerprints(saved, now, where=WHERE, accept=True)
     assert told.startswith(what)
@@ -120,6 +122,22 @@ def test_what_rounding_depends_on_is_noted() -> None:
     )
     assert {key for key in one if one[key] != two[key]} == {"cluster.num_threads_per_rank"}
     assert {"processor", "torch", "python", "cluster.num_ranks_per_node"} <= one.keys()
+
+
+def test_a_changed_setup_hook_is_noted_with_its_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = tmp_path / "hook_of_this_test.py"
+    noted = [environment_of(config_of())]
+    for text in ("def install(): pass", "def install(): print()"):
+        module.write_text(text)
+        config = config_of("cluster.worker_setup_hook=hook_of_this_test.install")
+        noted.append(environment_of(config))
+    hooks = [environment.get("cluster.worker_setup_hook") for environment in noted]
+    assert hooks[0] is None
+    assert hooks[1] != hooks[2]
+    assert str(hooks[1]).startswith("hook_of_this_test.install ")
 
 
 def _origin(folder: Path) -> RunFingerprint:

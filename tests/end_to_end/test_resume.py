@@ -176,6 +176,29 @@ def test_other_rows_are_refused_before_a_worker_starts(tmp_path: Path) -> None:
         _run(folder, "trainer.num_steps=3", *overrides)
 
 
+OWN = """
+def scored(responses): return [float(len(text)) for text in responses]
+def loss(current_logprobs_T, advantages_T): return -advantages_T * current_logprobs_T
+"""
+
+
+@pytest.mark.shows("R2.7")
+def test_changed_own_functions_and_teacher_are_refused(made: Path, tmp_path: Path) -> None:
+    mine, teacher = tmp_path / "mine.py", shutil.copytree(made / "begun/hf", tmp_path / "teacher")
+    mine.write_text(OWN)
+    overrides = ["algorithm=distillation", f"algorithm.teacher_path={teacher}"]
+    overrides += (f"reward.functions.mine.function={mine}:scored", "reward.function=null")
+    overrides += (f"algorithm.policy_loss={mine}:loss", "eval.every_num_steps=0")
+    overrides += ("trainer.export_hf=false",)
+    folder = _run(tmp_path / "run", "trainer.num_steps=2", *overrides)
+    mine.write_text(OWN.replace("-advantages_T", "-2 * advantages_T"))
+    change_one_bit(teacher / "model.safetensors")
+    names = ("algorithm.teacher_path", "algorithm.policy_loss", "reward.functions.mine.function")
+    with pytest.raises(CheckpointError, match=r"files of .*accept_changes=true") as refused:
+        _run(folder, "trainer.num_steps=3", *overrides)
+    assert [name for name in names if f"{name}: " not in str(refused.value)] == []
+
+
 @pytest.mark.shows("R2.5")
 def test_a_run_that_lost_lines_of_its_metrics_is_refused_unless_accepted(
     begun: Path, accepted: Path
