@@ -9,7 +9,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 Family = Literal[
-    "qwen3", "qwen2", "llama", "qwen3_moe", "mistral", "gemma3_text", "phi3", "smollm3", "olmo2"
+    "qwen3",
+    "qwen2",
+    "llama",
+    "qwen3_moe",
+    "mistral",
+    "gemma3_text",
+    "phi3",
+    "smollm3",
+    "olmo2",
+    "mixtral",
+    "qwen2_moe",
 ]
 DENSE: tuple[Family, ...] = (
     "qwen3",
@@ -35,6 +45,14 @@ _OF_FAMILY: dict[Family, dict[str, object]] = {
         "moe_intermediate_size": 32,
         "decoder_sparse_step": 1,
         "norm_topk_prob": True,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [1],
     },
     "mistral": {"sliding_window": WINDOW},
     # Layers with and without a window, each with a rotary base of its own.

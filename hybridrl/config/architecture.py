@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.families import FAMILIES, Family, rope_of, unsupported_settings
+from hybridrl.config.families import FAMILIES, ExpertNames, Family, rope_of, unsupported_settings
 from hybridrl.config.model import ModelConfig, StarterConfig
 from hybridrl.config.model_folder import read_settings
 from hybridrl.errors import ModelError, shown, suggest_name
@@ -55,6 +55,13 @@ class MoEConfig:
 
     sparse_layers: tuple[int, ...]
     """Layers, from 0, that have experts; the others have one dense MLP."""
+
+    shared_size: int = 0
+    """Width inside the expert that takes every token, times the sigmoid of one more linear layer
+    (Qwen2-MoE); 0: there is none."""
+
+    names: ExpertNames = ExpertNames()
+    """Names in the model's files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,7 +229,7 @@ class _SizeReader:
 def _of_values(values: Mapping[str, Any], family: Family) -> Architecture:
     size = _SizeReader(values, family)
     num_heads, hidden_size = size("num_attention_heads"), size("hidden_size")
-    has_bias = bool(values.get("attention_bias"))
+    has_bias = bool(values.get(family.bias_setting))
     rope = rope_of(values)
     return Architecture(
         model_type=values["model_type"],
@@ -245,7 +252,7 @@ def _of_values(values: Mapping[str, Any], family: Family) -> Architecture:
         norm_eps=float(values.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope["rope_theta"]),
         rope_scaling=_scaling(rope, size) if rope["rope_type"] == "llama3" else None,
-        experts=_experts(values, size) if "num_experts" in family.defaults else None,
+        experts=_experts(values, size) if "num_experts_per_tok" in family.defaults else None,
     )
 
 
@@ -285,9 +292,11 @@ def _experts(values: Mapping[str, Any], size: _SizeReader) -> MoEConfig | None:
     return MoEConfig(
         num_experts=num_experts,
         num_per_token=size("num_experts_per_tok"),
-        intermediate_size=size("moe_intermediate_size"),
+        intermediate_size=size("moe_intermediate_size", size("intermediate_size")),
         normalizes_weights=bool(values.get("norm_topk_prob")),
         sparse_layers=layers,
+        shared_size=size("shared_expert_intermediate_size"),
+        names=size.family.expert_names,
     )
 
 

@@ -12,6 +12,18 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Names of a mixture of experts in a model's files: ``BLOCK.experts.3.GATE.weight``."""
+
+    block: str = "mlp"
+    """Module of a layer that holds the router (``gate``) and the experts."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """Differences from Llama, and values for fields that config.json lacks."""
 
@@ -29,6 +41,11 @@ class Family:
 
     always_has_qkv_bias: bool = False
     has_output_bias: bool = True
+
+    bias_setting: str = "attention_bias"
+    """Setting of config.json that gives the attention's linear layers a bias."""
+
+    expert_names: ExpertNames = ExpertNames()
 
     ropes: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     """Kinds of rotary scaling whose angles depend on the position alone."""
@@ -69,6 +86,26 @@ _QWEN_MOE = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
+    "decoder_sparse_step": 1,
+}
+_QWEN2_MOE = {
+    **_QWEN_MOE,
+    "intermediate_size": 5632,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "qkv_bias": True,
+}
+_MIXTRAL = {
+    **_MISTRAL,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
     "decoder_sparse_step": 1,
 }
 _GEMMA = {
@@ -113,6 +150,11 @@ FAMILIES = {
     ),
     "llama": Family(_LLAMA),
     "mistral": Family(_MISTRAL, off=("layer_types",)),
+    "mixtral": Family(
+        _MIXTRAL,
+        expert_names=ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
+        off=("layer_types", "router_jitter_noise"),
+    ),
     "olmo2": Family(_OLMO, norms_all_heads=True),
     "phi3": Family(
         _PHI,
@@ -121,6 +163,9 @@ FAMILIES = {
         off=("resid_pdrop",),
     ),
     "qwen2": Family(_QWEN, always_has_qkv_bias=True, has_output_bias=False),
+    "qwen2_moe": Family(
+        _QWEN2_MOE, has_output_bias=False, bias_setting="qkv_bias", off=("use_sliding_window",)
+    ),
     "qwen3": Family({**_QWEN, "head_dim": 128}, has_head_norms=True),
     "qwen3_moe": Family(_QWEN_MOE, has_head_norms=True),
     "smollm3": Family(_SMOL),

@@ -20,7 +20,10 @@ LIGER_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 CRITIC_MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "smollm3")
 """Those of them that transformers has with a value head (``...ForTokenClassification``)."""
 
-MEGATRON_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+MEGATRON_MODEL_TYPES = (
+    *("llama", "mistral", "qwen2", "qwen3"),
+    *("mixtral", "qwen2_moe", "qwen3_moe"),
+)
 """Architectures that are converted to megatron-core and back."""
 
 SGLANG_MODEL_TYPES = MEGATRON_MODEL_TYPES

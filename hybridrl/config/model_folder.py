@@ -22,6 +22,7 @@ _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
     *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    "shared_expert_intermediate_size",
 )
 _MAX_SHOWN = 60
 

@@ -147,6 +147,8 @@ class Split:
         router = expert = 0
         if model.experts is not None:
             router = hidden * model.experts.num_experts
+            if model.experts.shared_size:  # an expert for all tokens, and its gate
+                router += 3 * hidden * model.experts.shared_size // size + hidden
             num_of_expert = 3 * hidden * model.experts.intermediate_size // self.expert_tensor
             expert = model.experts.num_experts // self.expert * num_of_expert
         dense = num_layers * block + (num_layers - num_sparse) * mlp + num_sparse * router

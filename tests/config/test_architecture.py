@@ -13,10 +13,12 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
@@ -71,11 +73,15 @@ def num_real_parameters(config: PretrainedConfig) -> int:
         Qwen3MoeConfig(**{**SIZES, **EXPERTS}, mlp_only_layers=[0, 3]),
         Qwen3MoeConfig(**{**SIZES, **EXPERTS}, decoder_sparse_step=2),
         Qwen3MoeConfig(**{**SIZES, **EXPERTS}, mlp_only_layers=[0, 1, 2, 3, 4]),
+        MixtralConfig(**SIZES, num_local_experts=4),
+        Qwen2MoeConfig(**SIZES, shared_expert_intermediate_size=56, mlp_only_layers=[1]),
+        Qwen2MoeConfig(**SIZES, qkv_bias=False),
     ],
     ids=[
         *("llama", "llama-bias", "llama-heads", "llama-mha", "qwen2", "qwen2-bias", "qwen3"),
         *("qwen3-bias", "mistral", "gemma3", "phi3", "smollm3-bias", "olmo2", "olmo2-bias"),
         *("moe", "moe-some-dense", "moe-every-second", "moe-none"),
+        *("mixtral", "qwen2-moe", "qwen2-moe-no-bias"),
     ],
 )
 def test_parameters_are_counted_as_transformers_counts_them(
@@ -86,7 +92,10 @@ def test_parameters_are_counted_as_transformers_counts_them(
     assert count_parameters(read_architecture(tmp_path)) == num_real_parameters(config)
 
 
-@pytest.mark.parametrize("model_type", ["mistral", "gemma3_text", "phi3", "smollm3", "olmo2"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["mistral", "gemma3_text", "phi3", "smollm3", "olmo2", "mixtral", "qwen2_moe"],
+)
 def test_a_family_without_sizes_has_those_of_transformers(model_type: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     config: Any = AutoConfig.from_pretrained(tmp_path)
@@ -95,6 +104,10 @@ def test_a_family_without_sizes_has_those_of_transformers(model_type: str, tmp_p
     assert architecture.max_positions == config.max_position_embeddings
     assert architecture.is_tied == config.tie_word_embeddings
     assert architecture.norm_eps == config.rms_norm_eps
+    if architecture.experts is not None:
+        names = ("num_experts", "num_experts_per_tok")
+        read = (architecture.experts.num_experts, architecture.experts.num_per_token)
+        assert read == tuple(getattr(config, name) for name in names)
 
 
 def test_published_models_have_their_published_sizes(tmp_path: Path) -> None:
@@ -132,7 +145,9 @@ def test_a_made_model_is_counted_before_it_is_made(tmp_path: Path) -> None:
 
 CONFIGS = {
     "llama": LlamaConfig,
+    "mixtral": MixtralConfig,
     "qwen2": Qwen2Config,
+    "qwen2_moe": Qwen2MoeConfig,
     "qwen3": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
 }

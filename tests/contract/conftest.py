@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.contract.layouts import Layout
+from tests.contract.layouts import ENGINES, Layout
 from tests.contract.ranks_under_test import RanksUnderTest
-from tests.tiny_models import Family, make_tiny_model
+from tests.tiny_models import WINDOWED, Family, make_tiny_model
 
 MakeModel = Callable[..., Path]
 
@@ -43,7 +44,10 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
 
     def make(layout: Layout, *, tie: bool = True, family: Family | None = None) -> Path:
         family = family or layout.family
-        folder = root / f"{family}-{layout.num_layers}-{'tied' if tie else 'untied'}"
+        has_no_window = ENGINES[layout.engine].without_windows and family in WINDOWED
+        changes: dict[str, Any] = {"sliding_window": None} if has_no_window else {}
+        shape = f"{layout.num_layers}-{'wide' if has_no_window else 'as-is'}"
+        folder = root / f"{family}-{shape}-{'tied' if tie else 'untied'}"
         if not folder.is_dir():
             make_tiny_model(
                 folder,
@@ -52,6 +56,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
                 num_layers=layout.num_layers,
                 # An odd number of words, which ranks that share it must fill up.
                 vocab_size=64 if tie else 67,
+                **changes,
             )
             (folder / "tokenizer.json").write_text("{}")
         return folder

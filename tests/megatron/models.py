@@ -19,7 +19,7 @@ def build_local_model(architecture: Architecture, *, tp: int, pp: int, ep: int, 
     install()
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer import TransformerConfig
 
     parallel_state.initialize_model_parallel(
@@ -33,6 +33,12 @@ def build_local_model(architecture: Architecture, *, tp: int, pp: int, ep: int, 
         else {
             "num_moe_experts": experts.num_experts,
             "moe_ffn_hidden_size": experts.intermediate_size,
+            "moe_layer_freq": [
+                int(architecture.is_sparse(layer)) for layer in range(architecture.num_layers)
+            ],
+            "moe_shared_expert_intermediate_size": experts.shared_size or None,
+            "moe_shared_expert_gate": experts.shared_size > 0,
+            "moe_router_pre_softmax": not experts.normalizes_weights,
             "moe_router_topk": experts.num_per_token,
             "moe_router_load_balancing_type": "none",
             "moe_token_dispatcher_type": "alltoall",
@@ -64,11 +70,7 @@ def build_local_model(architecture: Architecture, *, tp: int, pp: int, ep: int, 
         masked_softmax_fusion=False,
         **sparse,
     )
-    spec = get_gpt_layer_local_spec(
-        num_experts=experts.num_experts if experts else None,
-        qk_layernorm=architecture.has_head_norms,
-        normalization="RMSNorm",
-    )
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     return GPTModel(
         config=config,
         transformer_layer_spec=spec,

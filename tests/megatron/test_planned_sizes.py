@@ -29,8 +29,8 @@ def _count(_rank: int, folder: Path, tp: int, pp: int, ep: int, etp: int) -> tup
         ("qwen3", False, 2, 1, 1, 1),
         ("llama", True, 1, 2, 1, 1),
         ("qwen3_moe", False, 2, 2, 1, 2),
-        ("qwen3_moe", True, 1, 2, 2, 1),
-        ("qwen3_moe", False, 2, 1, 2, 1),
+        ("mixtral", True, 1, 2, 2, 1),
+        ("qwen2_moe", False, 2, 1, 2, 1),
     ],
 )
 def test_each_rank_has_as_many_parameters_as_were_planned(

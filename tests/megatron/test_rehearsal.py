@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hybridrl.config.load import load_config
-from hybridrl.errors import ConfigErrors
+from hybridrl.errors import ConfigErrors, ModelError
 from hybridrl.main import compose
 from hybridrl.run.megatron_rehearsal import rehearse_megatron
 from tests.command_line import call_main
@@ -21,6 +21,7 @@ from tests.config.test_megatron_recipes import MODELS
 from tests.config.test_megatron_recipes import config_of as recipe_of
 from tests.config.values import config_of
 from tests.megatron.stand_ins import install
+from tests.tiny_models import make_tiny_model
 from tests.workers.train.engines import ACTOR
 
 _ROOT = Path(__file__).parents[2]
@@ -72,6 +73,26 @@ def test_all_models_are_checked_and_each_error_reported_once() -> None:
     assert lines[0].endswith("takes the configuration of: policy, reference, critic")
     assert len(refusals_of(*ppo[:2], "megatron.ddp_args={no_such: 1}")) == 1
     assert rehearse_megatron(config_of("mode=check")) == []
+
+
+@pytest.mark.parametrize(
+    ("teacher", "refused"),
+    [
+        ({"num_attention_heads": 3}, r"teacher_path=.*\(3\) must be a multiple"),
+        ({"hidden_act": "gelu"}, r"hidden_act='gelu'.*actor=fsdp2"),
+    ],
+)
+def test_a_teacher_is_rehearsed_with_its_own_architecture(
+    tmp_path: Path, teacher: dict[str, object], refused: str
+) -> None:
+    path = make_tiny_model(tmp_path, "llama", vocab_size=512) / "config.json"
+    halves = ("megatron.tensor_parallel_size=2", "cluster.num_ranks_per_node=2")
+    taught = (*CHECK, *halves, "algorithm=distillation", f"algorithm.teacher_path={tmp_path}")
+    [line] = rehearse_megatron(config_of(*taught))
+    assert line.endswith("takes the configuration of: policy, teacher")
+    path.write_text(json.dumps(json.loads(path.read_text()) | teacher))
+    with pytest.raises((ConfigErrors, ModelError), match=refused):
+        rehearse_megatron(config_of(*taught))
 
 
 def test_a_machine_without_megatron_says_what_it_could_not_check(

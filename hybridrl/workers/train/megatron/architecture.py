@@ -17,6 +17,10 @@ from hybridrl.errors import ModelError
 from hybridrl.models.load import read_model_type
 
 
+_WINDOWS = {"mistral": 4096, "mixtral": None}
+"""Families whose window has no switch, with the one of transformers where config.json has none."""
+
+
 def megatron_architecture(folder: Path) -> Architecture:
     """Read the architecture of a Hugging Face folder that megatron-core is to compute.
 
@@ -52,17 +56,11 @@ def megatron_architecture(folder: Path) -> Architecture:
 
 def _refused(values: Mapping[str, Any], architecture: Architecture) -> Iterator[str]:
     """Name options that megatron-core would ignore without an error."""
-    rope, layer_types = rope_of(values), values.get("layer_types") or []
-    slides = "sliding_attention" in layer_types
-    if not layer_types and values.get("use_sliding_window"):
-        first = values.get("max_window_layers", 28)
-        # Windows of a mixture of experts slide over all layers.
-        is_late = isinstance(first, int) and first >= architecture.num_layers
-        slides = values.get("sliding_window", 4096) is not None
-        slides &= architecture.model_type == "qwen3_moe" or not is_late
+    rope = rope_of(values)
+    if window := _window(values, architecture):
+        yield window
     wrong = {
         "hidden_act": values.get("hidden_act", "silu") != "silu",
-        "use_sliding_window": slides,
         "rope_parameters": rope["rope_type"] not in ("default", "llama3")
         or (rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0) != 1.0,
         "attention_bias": architecture.has_output_bias != architecture.has_mlp_bias,
@@ -71,6 +69,24 @@ def _refused(values: Mapping[str, Any], architecture: Architecture) -> Iterator[
     for key, is_wrong in wrong.items():
         if is_wrong:
             yield f"{key}={rope if key == 'rope_parameters' else values.get(key)!r}"
+
+
+def _window(values: Mapping[str, Any], architecture: Architecture) -> str:
+    """Name the option whose window hides earlier tokens of a row; empty where none does."""
+    layer_types = values.get("layer_types") or []
+    if architecture.model_type in _WINDOWS:
+        width = values.get("sliding_window", _WINDOWS[architecture.model_type])
+        # One as long as the context hides nothing.
+        hides = isinstance(width, int) and width < architecture.max_positions
+        return f"sliding_window={width!r}" if hides else ""
+    slides = "sliding_attention" in layer_types
+    if not layer_types and values.get("use_sliding_window"):
+        first = values.get("max_window_layers", 28)
+        # Windows of a mixture of experts slide over all layers.
+        is_late = isinstance(first, int) and first >= architecture.num_layers
+        slides = values.get("sliding_window", 4096) is not None
+        slides &= architecture.model_type == "qwen3_moe" or not is_late
+    return f"use_sliding_window={values.get('use_sliding_window')!r}" if slides else ""
 
 
 def inverse_frequencies(architecture: Architecture) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from functools import lru_cache
 
 from hybridrl.config.architecture import Architecture
+from hybridrl.config.families import ExpertNames
 from hybridrl.models.adapter_names import ADAPTER_NAME
 
 Shapes = dict[str, tuple[int, ...]]
@@ -17,6 +18,9 @@ Shapes = dict[str, tuple[int, ...]]
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 LAST_NORM = "model.norm.weight"
+
+_DENSE = ExpertNames()
+"""Names of the matrices in an MLP that is no expert; those of most experts are the same."""
 
 
 def layer_prefix(layer: int) -> str:
@@ -61,9 +65,13 @@ def _layer(architecture: Architecture, layer: int) -> Shapes:
     if experts is None or not architecture.is_sparse(layer):
         shapes |= _mlp("mlp", architecture, architecture.intermediate_size)
     else:
+        block, inner = experts.names.block, experts.intermediate_size
         for expert in range(experts.num_experts):
-            shapes |= _mlp(f"mlp.experts.{expert}", architecture, experts.intermediate_size)
-        shapes["mlp.gate.weight"] = (experts.num_experts, hidden)
+            shapes |= _mlp(f"{block}.experts.{expert}", architecture, inner, experts.names)
+        shapes[f"{block}.gate.weight"] = (experts.num_experts, hidden)
+        if experts.shared_size:
+            shapes |= _mlp("mlp.shared_expert", architecture, experts.shared_size)
+            shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
     shapes |= {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
     return {layer_prefix(layer) + name: shape for name, shape in shapes.items()}
 
@@ -80,12 +88,14 @@ def _attention(architecture: Architecture) -> Shapes:
     return shapes
 
 
-def _mlp(module: str, architecture: Architecture, inner: int) -> Shapes:
+def _mlp(
+    module: str, architecture: Architecture, inner: int, names: ExpertNames = _DENSE
+) -> Shapes:
     hidden, has_bias = architecture.hidden_size, architecture.has_mlp_bias
     return (
-        _linear(f"{module}.gate_proj", inner, hidden, has_bias=has_bias)
-        | _linear(f"{module}.up_proj", inner, hidden, has_bias=has_bias)
-        | _linear(f"{module}.down_proj", hidden, inner, has_bias=has_bias)
+        _linear(f"{module}.{names.gate}", inner, hidden, has_bias=has_bias)
+        | _linear(f"{module}.{names.up}", inner, hidden, has_bias=has_bias)
+        | _linear(f"{module}.{names.down}", hidden, inner, has_bias=has_bias)
     )
 
 

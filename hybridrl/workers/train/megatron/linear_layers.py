@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from hybridrl.config.architecture import Architecture
+from hybridrl.config.families import ExpertNames
 from hybridrl.errors import ModelError
 from hybridrl.models.adapter_names import ADAPTER_NAME
 from hybridrl.workers.train.megatron.context import ParallelRank
@@ -18,10 +19,9 @@ NamedSpecs = list[tuple[str, ShardSpec]]
 _Rows = list[tuple[str, int, int]]
 """Name of a linear layer within its transformer layer, and begin and end of its outputs."""
 
-_GATED = ("gate_proj", "up_proj")
-
 _LINEAR = re.compile(
-    r"(?:self_attention|mlp(?P<is_expert>\.experts(?:\.local_experts\.(?P<sequential>\d+))?)?)"
+    r"(?:self_attention|mlp(?:(?P<is_shared>\.shared_experts)"
+    r"|(?P<is_expert>\.experts(?:\.local_experts\.(?P<sequential>\d+))?))?)"
     r"\.(?P<linear>linear_qkv|linear_proj|linear_fc1|linear_fc2)"
     r"\.(?:lora\.(?P<adapted>\w+)\.(?P<matrix>[AB])|(?P<leaf>weight|bias))(?P<grouped>\d+)?"
 )
@@ -69,14 +69,17 @@ class _Linear:
         self._linear, self._adapted = match["linear"], match["adapted"]
         self._leaf = match["leaf"] or match["matrix"]
         self._rank, self._size = parallel.tp_rank, parallel.tp_size
-        self._mlp = "mlp"
+        self._mlp, self._names = "mlp", ExpertNames()
         self._inner = architecture.intermediate_size
-        if match["is_expert"] and architecture.experts is not None:
+        experts = architecture.experts
+        if match["is_shared"]:
+            self._mlp, self._inner = "mlp.shared_expert", experts.shared_size if experts else 0
+        elif match["is_expert"] and experts is not None:
             self._rank, self._size = parallel.etp_rank, parallel.etp_size
-            per_rank = _divide(architecture.experts.num_experts, parallel.ep_size)
+            per_rank = _divide(experts.num_experts, parallel.ep_size)
             local = int(match["sequential"] or match["grouped"] or 0)
-            self._mlp = f"mlp.experts.{parallel.ep_rank * per_rank + local}"
-            self._inner = architecture.experts.intermediate_size
+            self._names, self._inner = experts.names, experts.intermediate_size
+            self._mlp = f"{experts.names.block}.experts.{parallel.ep_rank * per_rank + local}"
 
     def shards(self, prefix: str, local_shape: Sequence[int]) -> NamedSpecs:
         """Return the shards in its rows; ``prefix`` is that of the transformer layer."""
@@ -114,8 +117,9 @@ class _Linear:
         if self._linear == "linear_proj":
             return [("self_attn.o_proj", 0, hidden)]
         if self._linear == "linear_fc2":
-            return [(f"{self._mlp}.down_proj", 0, hidden)]
-        return [(f"{self._mlp}.{leaf}", *self._own_range(self._inner)) for leaf in _GATED]
+            return [(f"{self._mlp}.{self._names.down}", 0, hidden)]
+        gated = (self._names.gate, self._names.up)
+        return [(f"{self._mlp}.{leaf}", *self._own_range(self._inner)) for leaf in gated]
 
     def _queries_keys_values(self) -> _Rows:
         """Interleave q, k and v by key-value head and keep this rank's rows.

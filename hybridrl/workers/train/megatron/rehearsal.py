@@ -33,6 +33,7 @@ from hybridrl.workers.train.megatron.transformer import (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Role:
     name: str
+    architecture: Architecture
     engine: EngineConfig
     duty: Duty
 
@@ -41,7 +42,8 @@ def rehearse(config: ExperimentConfig) -> list[str]:
     """Build megatron-core's configuration objects as the run's engines would.
 
     Args:
-        config: of a run that trains on megatron-core; only the config.json of its model is read.
+        config: of a run that trains on megatron-core; only the config.json of its model, and of
+            its teacher, is read.
 
     Returns:
         Lines for the user, with megatron-core's warnings.
@@ -50,14 +52,12 @@ def rehearse(config: ExperimentConfig) -> list[str]:
         ConfigErrors: it rejects the configuration of a model; all of them at once.
         ModelError: it cannot compute the model.
     """
-    path = config.model.path
-    architecture = megatron_architecture(Path(path)) if path else architecture_of(config.model)
     device = torch.device(config.cluster.device)
     unchecked = {} if HAVE_TE else keys_of_transformer_engine(config.megatron)
     if unchecked:
         config = replace(config, megatron=without_transformer_engine(config.megatron))
     rejected: dict[str, ConfigError] = {}
-    roles = list(_roles(config, architecture))
+    roles = list(_roles(config))
     context = MegatronContext(
         megatron=config.megatron,
         model=config.model,
@@ -69,8 +69,10 @@ def rehearse(config: ExperimentConfig) -> list[str]:
         warnings.simplefilter("always")
         for role in roles:
             try:
-                _build(role, architecture, context)
+                _build(role, context)
             except ConfigError as error:
+                if role.name == "teacher" and str(error) not in rejected:
+                    error = _of_teacher(error, config)
                 rejected[str(error)] = error
     if rejected:
         raise ConfigErrors([*rejected.values()])
@@ -89,21 +91,36 @@ def rehearse(config: ExperimentConfig) -> list[str]:
     return [*lines, *(f"megatron-core warns: {line}" for line in warned)]
 
 
-def _roles(config: ExperimentConfig, architecture: Architecture) -> Iterator[_Role]:
-    """Yield the models of a run that train on megatron-core."""
+def _roles(config: ExperimentConfig) -> Iterator[_Role]:
+    """Yield the models of a run that compute on megatron-core."""
+    path, teacher = config.model.path, config.algorithm.teacher_path
+    model = megatron_architecture(Path(path)) if path else architecture_of(config.model)
     if config.actor.engine == "megatron":
-        lora = config.lora
-        duty = adapting_duty(architecture, lora) if lora.enabled else "learns"
-        yield _Role(name="policy", engine=config.actor, duty=duty)
-        if config.algorithm.kl.placement != "none" and not config.lora.enabled:
-            yield _Role(name="reference", engine=config.actor, duty="scores")
+        actor, lora = config.actor, config.lora
+        duty = adapting_duty(model, lora) if lora.enabled else "learns"
+        yield _Role(name="policy", architecture=model, engine=actor, duty=duty)
+        if config.algorithm.kl.placement != "none" and not lora.enabled:
+            yield _Role(name="reference", architecture=model, engine=actor, duty="scores")
+        if teacher is not None:
+            taught_by = megatron_architecture(Path(teacher))
+            yield _Role(name="teacher", architecture=taught_by, engine=actor, duty="scores")
     if config.has_critic and config.critic.engine == "megatron":
-        yield _Role(name="critic", engine=config.critic, duty="learns")
+        yield _Role(name="critic", architecture=model, engine=config.critic, duty="learns")
 
 
-def _build(role: _Role, architecture: Architecture, context: MegatronContext) -> None:
-    kernels = choose_kernels(architecture, context, role.engine, duty=role.duty)
-    transformer_config(architecture, context, role.engine, kernels=kernels)
+def _of_teacher(error: ConfigError, config: ExperimentConfig) -> ConfigError:
+    """Say that the configuration suits the policy, and not its teacher."""
+    return ConfigError(
+        "algorithm.teacher_path",
+        config.algorithm.teacher_path,
+        f"the teacher cannot be built as the policy is: {error}",
+        "change the value it names, or set it to another folder of the policy's family",
+    )
+
+
+def _build(role: _Role, context: MegatronContext) -> None:
+    kernels = choose_kernels(role.architecture, context, role.engine, duty=role.duty)
+    transformer_config(role.architecture, context, role.engine, kernels=kernels)
     if role.duty != "scores":
         ddp_config(role.engine, context.megatron, context.device, duty=role.duty)
         optimizer_config(role.engine, context.megatron)

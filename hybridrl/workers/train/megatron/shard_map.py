@@ -37,6 +37,7 @@ _REPLICATED = {
     "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
     "mlp.linear_fc2.bias": "mlp.down_proj.bias",
     "mlp.router.weight": "mlp.gate.weight",
+    "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
 }
 """Tensors of a layer that every tensor-parallel rank has in full."""
 
@@ -134,7 +135,7 @@ class ShardMap:
         in_layer = _LAYER.fullmatch(name)
         if in_layer is not None:
             prefix, local_name = layer_prefix(int(in_layer[1])), in_layer[2]
-            hf_name = prefix + _REPLICATED.get(local_name, "")
+            hf_name = prefix + self._replicated(local_name)
             if hf_name in full_shapes:
                 return [_replica(hf_name, full_shapes[hf_name])]
             linear = linear_shards(
@@ -147,6 +148,13 @@ class ShardMap:
             f"parameter {name}; remove the option that adds it to the model, such as an entry of "
             "megatron.transformer_args, or train with actor=fsdp2"
         )
+
+    def _replicated(self, local_name: str) -> str:
+        """Return the Hugging Face name of such a tensor within its layer, else an empty one."""
+        name, experts = _REPLICATED.get(local_name, ""), self.architecture.experts
+        if experts is not None and name == "mlp.gate.weight":
+            return f"{experts.names.block}.gate.weight"
+        return name
 
     def _vocabulary(self) -> ShardSpec:
         vocab_size, hidden = self.architecture.vocab_size, self.architecture.hidden_size

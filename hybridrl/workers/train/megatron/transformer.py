@@ -213,6 +213,8 @@ def _experts(architecture: Architecture) -> dict[str, object]:
         "num_moe_experts": experts.num_experts,
         "moe_router_topk": experts.num_per_token,
         "moe_ffn_hidden_size": experts.intermediate_size,
+        "moe_shared_expert_intermediate_size": experts.shared_size or None,
+        "moe_shared_expert_gate": experts.shared_size > 0,
         "moe_layer_freq": [
             int(architecture.is_sparse(layer)) for layer in range(architecture.num_layers)
         ],

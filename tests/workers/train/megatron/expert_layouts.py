@@ -11,7 +11,7 @@ import pytest
 
 from tests.contract.layouts import Layout
 from tests.contract.ranks_under_test import RanksUnderTest
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import Family, make_tiny_model
 
 
 def _cut(name: str, *, num_ranks: int, dp_size: int = 1, **megatron: int | bool) -> Layout:
@@ -80,20 +80,19 @@ def running(name: str, **megatron: object) -> Iterator[RanksUnderTest]:
         ranks.close()
 
 
-def make_expert_model(folder: Path, **changes: Any) -> Path:
+def make_expert_model(folder: Path, family: Family = "qwen3_moe", **changes: Any) -> Path:
     """Four layers with four experts each, two of them for a token, unless told otherwise."""
-    make_tiny_model(
-        folder, "qwen3_moe", tie_embeddings=False, vocab_size=67, num_layers=4, **changes
-    )
+    make_tiny_model(folder, family, tie_embeddings=False, vocab_size=67, num_layers=4, **changes)
     (folder / "tokenizer.json").write_text("{}")
     return folder
 
 
-MODELS: dict[str, dict[str, object]] = {
+MODELS: dict[str, dict[str, Any]] = {
     "normalised weights": {},
-    # Of four layers the second alone has experts: of two stages the last has none.
+    # Of four layers the second alone has experts, and one for all tokens beside them: of two
+    # stages the last has none.
     "weights as they are, one sparse layer": {
-        "norm_topk_prob": False,
+        "family": "qwen2_moe",
         "decoder_sparse_step": 2,
         "mlp_only_layers": [3],
         "num_experts": 6,
@@ -102,5 +101,5 @@ MODELS: dict[str, dict[str, object]] = {
 }
 
 NORMALISED, SPARSE = MODELS
-BY_DAY = {(NORMALISED, "1"), (NORMALISED, "tp2-sp-ep2"), (SPARSE, "pp2"), (NORMALISED, "ep2")}
+BY_DAY = {(NORMALISED, "1"), (SPARSE, "tp2-sp-ep2"), (SPARSE, "pp2"), (NORMALISED, "ep2")}
 """Models with the layouts, or the layouts that saved them, which are not nightly."""

@@ -9,6 +9,7 @@ from itertools import product
 from hypothesis import strategies as st
 
 from hybridrl.config.architecture import Architecture, MoEConfig
+from hybridrl.config.families import FAMILIES
 from hybridrl.workers.train.megatron.context import ParallelRank
 from hybridrl.workers.train.megatron.shard_map import padded_vocab_size
 
@@ -46,6 +47,8 @@ def cut_models(draw: st.DrawFn) -> tuple[Architecture, list[ParallelRank]]:
             intermediate_size=draw(st.integers(1, 3), "inner of an expert") * etp,
             normalizes_weights=True,
             sparse_layers=tuple(range(draw(st.integers(0, num_layers), "sparse layers"))),
+            shared_size=tp * draw(st.integers(0, 2), "inner of the shared expert"),
+            names=FAMILIES[draw(st.sampled_from(["mixtral", "qwen3_moe"]), "names")].expert_names,
         ),
     )
     ranks = [
@@ -127,7 +130,12 @@ def _attention_adapters(a: Architecture, rank: ParallelRank, lora: int) -> Named
 def _experts(a: Architecture, rank: ParallelRank, is_fused: bool, lora: int) -> Named:
     assert a.experts is not None
     yield "mlp.router.weight", (a.experts.num_experts, a.hidden_size)
+    if a.experts.shared_size:
+        yield "mlp.shared_experts.gate_weight", (1, a.hidden_size)
+        shared = (a.experts.shared_size // rank.tp_size, lora)
+        yield from _mlp("mlp.shared_experts", "", a, shared)
     inner = a.experts.intermediate_size // rank.etp_size
+    lora *= a.experts.names.gate == "gate_proj"  # others have names that no adapter has
     for local in range(a.experts.num_experts // rank.ep_size):
         module = "mlp.experts" if is_fused else f"mlp.experts.local_experts.{local}"
         yield from _mlp(module, str(local) if is_fused else "", a, (inner, lora))

@@ -31,7 +31,7 @@ def _change(folder: Path, **values: object) -> Path:
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mixtral", "qwen2_moe"])
 def test_names_and_shapes_are_those_of_the_files(
     tmp_path: Path, family: Family, is_tied: bool
 ) -> None:
@@ -88,6 +88,8 @@ def test_rotary_frequencies_equal_those_of_transformers(
         ("llama", "rope_parameters", {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
         ("qwen3", "attention_dropout", 0.1),
         ("qwen3_moe", "use_sliding_window", True),
+        ("mistral", "sliding_window", 127),
+        ("mixtral", "sliding_window", 8),
     ],
 )
 def test_unsupported_options_are_rejected_by_name(
@@ -101,7 +103,14 @@ def test_unsupported_options_are_rejected_by_name(
         megatron_architecture(folder)
 
 
-def test_windows_that_slide_over_no_layer_are_no_windows(tmp_path: Path) -> None:
+def test_windows_that_hide_no_token_are_no_windows(tmp_path: Path) -> None:
+    mistral = make_tiny_model(tmp_path / "mistral", "mistral", max_position_embeddings=128)
+    for window in (None, 128):
+        assert megatron_architecture(_change(mistral, sliding_window=window)).num_layers == 2
+    without = {"model_type": "mistral"}  # transformers then has a window of 4096
+    (mistral / "config.json").write_text(json.dumps(without))
+    with pytest.raises(ModelError, match=r"sliding_window=4096 .*actor=fsdp2"):
+        megatron_architecture(mistral)
     folder = make_tiny_model(tmp_path, "qwen2", num_layers=2)
     windows = {"use_sliding_window": True, "sliding_window": 8, "layer_types": None}
     assert megatron_architecture(_change(folder, max_window_layers=2, **windows)).num_layers == 2
@@ -110,8 +119,8 @@ def test_windows_that_slide_over_no_layer_are_no_windows(tmp_path: Path) -> None
 
 
 def test_unknown_architecture_lists_the_supported_ones(tmp_path: Path) -> None:
-    folder = _change(make_tiny_model(tmp_path, "llama"), model_type="mistral")
-    with pytest.raises(ModelError, match=r"'mistral'.*llama, qwen2, qwen3, qwen3_moe.*bridge"):
+    folder = _change(make_tiny_model(tmp_path, "llama"), model_type="olmo2")
+    with pytest.raises(ModelError, match=r"'olmo2'.*llama, mistral.*, qwen3_moe.*bridge"):
         megatron_architecture(folder)
 
 
