@@ -18,6 +18,7 @@ from hybridrl.batch import PromptBatch
 from hybridrl.errors import first_of
 from hybridrl.metrics import Metrics
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket
+from hybridrl.workers.rollout.sampler import Program, RequestParams, T
 
 
 class MemoryTag(Enum):
@@ -49,6 +50,16 @@ class SamplingParams:
 
     stop_token_ids: tuple[int, ...] = ()
     """A response ends with the first of these tokens, which belongs to the response."""
+
+    def request_params(self) -> RequestParams:
+        """Return the parameters of each request of the call."""
+        return RequestParams(
+            max_new_tokens=self.max_response_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop_token_ids=self.stop_token_ids,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +140,15 @@ class RolloutEngine(WeightSender, Protocol):
 
     def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> list[Response]:
         """Sample; returns P * G responses in prompt order, those to the same prompt adjacent."""
+        ...
+
+    def run(self, program: Program[T]) -> T:
+        """Run a program over this engine's sampler, in an event loop of this thread.
+
+        Raises:
+            PhaseError: paused, another program is running, or a memory tag is released.
+            EngineError: the engine failed, or ``drain`` ended the program at its deadline.
+        """
         ...
 
     def weight_memory(self) -> tuple[WeightMemory, ...]:
