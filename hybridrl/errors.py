@@ -178,6 +178,10 @@ class EngineError(HybridRLError, RuntimeError):
     """A stage of waking, feeding or putting to sleep a rollout engine failed."""
 
 
+class RequestError(EngineError):
+    """A sampling request that is refused: its context or a parameter. Others are not affected."""
+
+
 class DriftError(EngineError):
     """Trainer and rollout engine are not the same policy any more; says by how much, and why."""
 

@@ -1,0 +1,105 @@
+"""The interface to tokens at the level of one request: programs sample through it alone.
+
+A rollout is a *program*, an async function that gets a ``Sampler`` and may call it from many tasks
+at once: ``RolloutEngine.run(program)``. Single-turn generation is the simplest
+(``single_turn.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestParams:
+    """How to sample the responses of one request."""
+
+    max_new_tokens: int
+    """Hard stop, in tokens, >= 1. A response also ends where it fills the engine's context."""
+
+    temperature: float
+    """Divides the logits; 0 is greedy, with log-probs taken at temperature 1."""
+
+    top_p: float = 1.0
+    """Nucleus, in (0, 1]."""
+
+    top_k: int = 0
+    """Sample among the k likeliest tokens; 0 is off."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """A response ends with the first of these tokens, which belongs to the response."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sampled continuation of a context."""
+
+    token_ids: Tensor
+    """int64 [n] on the CPU, 0 <= n <= max_new_tokens, with the stop token if one ended it."""
+
+    logprobs: Tensor
+    """float32 [n] nats, after the temperature and before top-p and top-k, for any engine: as the
+    trainer computes them for the same tokens."""
+
+    finish_reason: Literal["stop", "length"]
+    """``stop``: its last token is a stop token. ``length``: the limit or the context ended it."""
+
+    weight_version: int
+    """Policy version of the weights that sampled it."""
+
+    routed_experts_LJK: Tensor | None = None
+    """int32 [context + response - 1, layers, experts a token], experts of each token; the last
+    token was never an input. None unless ``rollout.routed_experts``."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the length limit ended it."""
+        return self.finish_reason == "length"
+
+
+class Sampler(Protocol):
+    """Samples continuations; requests of any number of tasks run at the same time.
+
+    To be awaited in the event loop of the program alone. A cancelled request frees its slot.
+    """
+
+    max_context_tokens: int
+    """Limit of context + response. A request's context must leave room for at least 1 token."""
+
+    async def sample_group(
+        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+    ) -> list[Sample]:
+        """Sample several continuations of one context, which is prefilled once.
+
+        Args:
+            token_ids: of the context, at least 1.
+            params: the same for all continuations.
+            keys: name the random stream of each continuation (``sampling.request_key``). Equal
+                contexts, parameters and keys give equal samples with the embedded engine.
+
+        Returns:
+            One sample a key, in order.
+
+        Raises:
+            RequestError: the context or a parameter is refused; other requests are not affected.
+            EngineError: the engine failed, or was drained; ``run`` ends with an error, too.
+            DeadlineError: the request took longer than ``rollout.request_timeout_s``.
+        """
+        ...
+
+    async def sample(
+        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, key: int
+    ) -> Sample:
+        """Sample one continuation; see ``sample_group``."""
+        (only,) = await self.sample_group(token_ids, params, keys=(key,))
+        return only
+
+
+Program = Callable[[Sampler], Coroutine[Any, Any, T]]
+"""A rollout: samples as often as it likes, and returns a result."""
