@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.algorithms import Run, draw, print_table
 from hybridrl.run.starter import write_random_model
 from tests.end_to_end.small import SMALL, small_config
 
@@ -42,7 +43,9 @@ STARTS_OFTEN: Mapping[str, list[str]] = {
     "startup": ["--runs", "1", "--kinds", "without evaluation"],
     "kills": ["--kills", "1"],
 }
-OTHERS = {"against_trl", "figures", "picture", "publish", "weight_sync"}  # tests of their own
+OTHERS = {  # tests of their own
+    *("against_trl", "algorithms", "figures", "picture", "publish", "weight_sync")
+}
 
 
 def run(name: str, *arguments: str) -> str:
@@ -92,11 +95,24 @@ def test_a_benchmark_that_starts_runs_again_and_again(name: str, tmp_path: Path)
     assert run(name, *STARTS_OFTEN[name], *models, *SMALL).strip()
 
 
+@pytest.mark.nightly
+def test_learning_curves_of_finished_runs_are_kept(tmp_path: Path) -> None:
+    picture = tmp_path / "curves.svg"
+    where = ("--cache", str(tmp_path / "cache"), "--picture", str(picture), *SMALL)
+    first = run("algorithms", "--recipes", "none", "--seeds", "0", *where)
+    (kept,) = (tmp_path / "cache").glob("none-*.json")
+    record = json.loads(kept.read_text())
+    kept.write_text(json.dumps(record | {"accuracies": [0.25, 0.0, 0.5]}))
+    both = ("--recipes", "none", "dr_grpo_cpu", "--seeds", "0", *where)
+    assert "| GRPO | 3 | 0.250 | 0.500 |" in run("algorithms", *both)
+    assert "| GRPO | 3 | 0." in first
+    assert ">Dr. GRPO</text>" in picture.read_text()
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        "against_trl",
-        "publish",
+        *("against_trl", "algorithms", "publish"),
         *(name for name in (*OF_RANKS, *RUNS, *STARTS_OFTEN) if name != "memory_plan"),
     ],
 )
@@ -135,6 +151,23 @@ def test_a_side_that_ends_early_says_why(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "hybridrl ended early" in done.stderr
     assert "config.json" in done.stderr
+
+
+def test_curves_have_a_panel_each_with_mean_and_band(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = {
+        "none": [Run([0, 10], [0.41, 0.7], 1.0), Run([0, 10], [0.43, 0.8], 0.5)],
+        "mine": [Run([0, 5], [0.42, 0.6], 1.5)] * 2,
+    }
+    print_table(runs, num_seeds=2)
+    table = capsys.readouterr().out
+    assert "| GRPO | 10 | 0.420 | 0.750 | 0.700 to 0.800 | 0.800 | 0.5 |" in table
+    assert "| mine | 5 | 0.420 | 0.600 | 0.600 to 0.600 | 0.600 | 1.5 |" in table
+    first, second = draw(runs).split("<g ")[1:]
+    assert ">GRPO<" in first
+    assert 'points="34.0,141.0 188.0,30.0 188.0,60.0 34.0,147.0"' in first  # .43 .8 and .7 .41
+    assert first.count('points="34.0,144.0 188.0,45.0"') == 2  # its mean, also as the thin line
+    assert second.count('points="34.0,144.0 188.0,45.0"') == 1
+    assert 'points="34.0,144.0 111.0,90.0"' in second
 
 
 def test_the_picture_of_a_run_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
