@@ -7,7 +7,7 @@ vocabulary, E experts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class MoEConfig:
     """Width inside the expert that takes every token, times the sigmoid of one more linear layer
     (Qwen2-MoE); 0: there is none."""
 
-    names: ExpertNames = ExpertNames()
+    names: ExpertNames = field(default_factory=ExpertNames)
     """Names in the model's files."""
 
 
