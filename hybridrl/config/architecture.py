@@ -114,6 +114,9 @@ class Architecture:
 
     rope_scaling: RopeScaling | None = None
 
+    window: int | None = None
+    """Tokens back to which attention reaches in Mistral and Mixtral; None: to the row's begin."""
+
     experts: MoEConfig | None = None
     """None in a dense model."""
 
@@ -252,8 +255,17 @@ def _of_values(values: Mapping[str, Any], family: Family) -> Architecture:
         norm_eps=float(values.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope["rope_theta"]),
         rope_scaling=_scaling(rope, size) if rope["rope_type"] == "llama3" else None,
+        window=_window(values, size) if "sliding_window" in family.defaults else None,
         experts=_experts(values, size) if "num_experts_per_tok" in family.defaults else None,
     )
+
+
+def _window(values: Mapping[str, Any], size: _SizeReader) -> int | None:
+    """Return the window of all layers; one as long as the context hides nothing."""
+    if values["sliding_window"] is None:
+        return None
+    width = size("sliding_window")
+    return width if width < size("max_position_embeddings") else None
 
 
 def _max_positions(rope: Mapping[str, Any], size: _SizeReader) -> int:

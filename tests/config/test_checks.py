@@ -242,6 +242,16 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "model.path",
         "does not tie that of qwen3_moe",
     ),
+    (
+        (*SGLANG, "model.starter=null", "model.path=dense_moe"),
+        "model.path",
+        "gives all layers of qwen2_moe random ones",
+    ),
+    (
+        (*SGLANG, *_FOLDER, "model.path=mistral", "rollout.max_response_tokens=4090"),
+        "model.path",
+        "reaches back 4096 tokens (sliding_window), and that of SGLang over all of a row",
+    ),
     (("rollout.tensor_parallel_size=2",), "rollout.tensor_parallel_size", "one rank"),
     (("mode=certify", "rollout=sglang"), "rollout.engine", "a generator of its own"),
     (("rollout.transport=disk",), "rollout.transport", "ignored"),
@@ -843,6 +853,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             {"weight_map": {f"w{n}": f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}}
         ),
         "tied_moe/config.json": '{"model_type": "qwen3_moe", "tie_word_embeddings": true}',
+        "dense_moe/config.json": '{"model_type": "qwen2_moe", "mlp_only_layers": [1]}',
+        "mistral/config.json": '{"model_type": "mistral"}',
         "moe/config.json": json.dumps(QWEN3_MOE),
         "gemma/config.json": '{"model_type": "gemma3_text"}',
         "capped/config.json": '{"model_type": "gemma3_text", "final_logit_softcapping": 30.0}',
