@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hybridrl.config.families import FAMILIES, Family, rope_of, unsupported_settings
 from hybridrl.config.model import ModelConfig, StarterConfig
@@ -109,6 +109,9 @@ class Architecture:
 
     experts: MoEConfig | None = None
     """None in a dense model."""
+
+    classifier: Literal["sequence", "token"] | None = None
+    """A classifier gives scores to a sequence, or to its tokens. None predicts the next token."""
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""
@@ -246,7 +249,16 @@ def _of_values(values: Mapping[str, Any], family: Family) -> Architecture:
         rope_theta=float(rope["rope_theta"]),
         rope_scaling=_scaling(rope, size) if rope["rope_type"] == "llama3" else None,
         experts=_experts(values, size) if "num_experts" in family.defaults else None,
+        classifier=_classifier(values),
     )
+
+
+def _classifier(values: Mapping[str, Any]) -> Literal["sequence", "token"] | None:
+    names = values.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    if name.endswith("ForSequenceClassification"):
+        return "sequence"
+    return "token" if name.endswith("ForTokenClassification") else None
 
 
 def _max_positions(rope: Mapping[str, Any], size: _SizeReader) -> int:

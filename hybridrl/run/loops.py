@@ -19,7 +19,12 @@ from hybridrl.data.turns import assistant_mask
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.rewards.report import warn_of_useless_rewards
 from hybridrl.rewards.scorer import RewardScorer
-from hybridrl.run.evaluation import build_eval_tasks, build_evaluator, eval_sample_taker
+from hybridrl.run.evaluation import (
+    build_eval_tasks,
+    build_evaluator,
+    eval_sample_taker,
+    scores_of,
+)
 from hybridrl.run.plan_check import PlanCheck
 from hybridrl.run.record import RunFolder
 from hybridrl.run.rows import load_eval_rows, load_train_rows, within_epochs
@@ -36,6 +41,7 @@ from hybridrl.trainer.kl_coefficient import KLCoefficient
 from hybridrl.trainer.loop import Loop, StepRecorder, UpdateGuard
 from hybridrl.trainer.policy import Critic, Learner, Policy
 from hybridrl.trainer.reward import TextReward
+from hybridrl.trainer.reward_models import load_reward_models
 from hybridrl.trainer.sft import SupervisedFineTuning
 from hybridrl.workers.rollout.protocol import SamplingParams
 
@@ -85,6 +91,7 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
         sampler=train_rows.sampler,
     )
     held_out = build_eval_tasks(config, tokenizer, stop_token_ids) if config.evaluates else []
+    reward_models = load_reward_models(config.reward)
     with RewardScorer(config.reward) as scorer:
         kl = KLCoefficient(config.algorithm.kl, num_rows=config.num_rows_per_step)
         rl = _ReinforcementLearning(
@@ -94,7 +101,9 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
             stop_token_ids=stop_token_ids,
             source=source,
             held_out=held_out,
-            reward=TextReward(scorer, tokenizer),
+            reward_with=lambda workers: TextReward(
+                scorer, tokenizer, scores_of(config, reward_models, workers["actor"])
+            ),
             kl=kl,
             plan_check=PlanCheck(config),
         )
@@ -113,7 +122,7 @@ class _ReinforcementLearning:
     held_out: Sequence[EvalTask]
     """The sets of evaluations; empty without evaluations."""
 
-    reward: TextReward
+    reward_with: Callable[[Workers], TextReward]
     kl: KLCoefficient
     plan_check: PlanCheck
 
@@ -158,7 +167,7 @@ class _ReinforcementLearning:
                 top_k=rollout.top_k,
                 stop_token_ids=self.stop_token_ids,
             ),
-            reward=self.reward,
+            reward=self.reward_with(workers),
             kl=self.kl,
             draw=self.source.next,
             on_phase=self.record.phase,
@@ -172,7 +181,10 @@ class _ReinforcementLearning:
         if not self.held_out:
             return lambda step: {}
         evaluator = build_evaluator(
-            self.config, cast(Policy, workers["actor"]), self.reward, self.tokenizer
+            self.config,
+            cast(Policy, workers["actor"]),
+            self.reward_with(workers),
+            self.tokenizer,
         )
         samples = eval_sample_taker(self.config, self.tokenizer)
 

@@ -84,7 +84,14 @@ def run_fingerprint(config: ExperimentConfig, model_folder: Path) -> RunFingerpr
     return RunFingerprint(
         recipe=recipe_of(config),
         model_folder=str(model_folder.absolute()),
-        fingerprints=folder_fingerprints(model_folder, with_weights=reads_weights),
+        fingerprints={
+            **folder_fingerprints(model_folder, with_weights=reads_weights),
+            **{
+                f"{kind} of reward model {name}": value
+                for name, path in config.reward.model_paths.items()
+                for kind, value in folder_fingerprints(Path(path), with_weights=True).items()
+            },
+        },
         environment=environment_of(config),
     )
 

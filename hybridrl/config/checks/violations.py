@@ -22,6 +22,7 @@ from hybridrl.config.checks import (
     model,
     parts,
     reward,
+    reward_models,
     rollout,
     trackers,
 )
@@ -88,11 +89,13 @@ _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
     "critic": critic.RULES,
     "batch sizes": batch_sizes.RULES,
     "reward": reward.RULES,
+    "reward models": reward_models.RULES,
     "evaluation": evaluation.RULES,
 }
 _EVAL_RULES: Mapping[str, tuple[Rule, ...]] = {
     "rollout": (*rollout.RULES, lora.check_lora_base),
     "reward": reward.RULES,
+    "reward models": reward_models.RULES,
     "evaluation": (*evaluation.RULES, evaluation.check_eval_checkpoint),
 }
 _SFT_RULES: Mapping[str, tuple[Rule, ...]] = {
