@@ -106,6 +106,14 @@ class SupervisedBatch(TensorClass):
     response_mask_BL: Tensor  # bool, jagged, True where the loss is taken
 
 
+class PreferenceBatch(TensorClass):
+    """B rows of B / 2 pairs: row 2i has the chosen answer, row 2i + 1 the rejected one."""
+
+    token_ids_BL: Tensor  # int64, jagged
+    response_mask_BL: Tensor  # bool, jagged, True on the answer and its end-of-sequence token
+    reference_logprobs_B: Tensor | None = None  # float32 nats, sum over the answer
+
+
 def jagged(rows: Sequence[Tensor]) -> Tensor:
     """Lay rows of different length end to end.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hybridrl import __version__
 from hybridrl.checkpoint.manifest import Recipe, RunFingerprint
-from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.experiment import OFFLINE_MODES, ExperimentConfig
 from hybridrl.config.spelling import flatten
 from hybridrl.errors import CheckpointError
 from hybridrl.json_text import to_json_text
@@ -56,11 +56,15 @@ def recipe_of(config: ExperimentConfig) -> Recipe:
     flat = dict(flatten(asdict(config)))
     if config.actor.optimizer.schedule == "constant":
         # A longer run begins as a shorter one does.
-        del flat["trainer.num_steps"], flat["sft.num_steps"], flat["trainer.num_epochs"]
+        for section in ("trainer", *OFFLINE_MODES):
+            del flat[f"{section}.num_steps"]
+        del flat["trainer.num_epochs"]
+    # Runs that began before these modes were known have no such keys; all have those of sft.
+    other_modes = tuple(f"{mode}." for mode in OFFLINE_MODES if mode not in ("sft", config.mode))
     kept = {
         key: value
         for key, value in flat.items()
-        if key not in _FREE_KEYS and not key.startswith(_FREE_SECTIONS)
+        if key not in _FREE_KEYS and not key.startswith((*_FREE_SECTIONS, *other_modes))
     }
     return {key: json.loads(to_json_text(value)) for key, value in kept.items()}
 

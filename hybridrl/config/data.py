@@ -34,7 +34,10 @@ class SourceConfig:
     """Column of the prompt."""
 
     answer_key: str | None = None
-    """Column of the reference answer."""
+    """Column of the reference answer, or of the chosen one."""
+
+    rejected_key: str | None = None
+    """Column of the rejected answer."""
 
     source_key: str | None = None
     """Column of the data source's name; a row without one gets the name of the source."""
@@ -70,12 +73,17 @@ class DataConfig:
     max_digits: Digits
     """sort_digits: longest number, in digits."""
 
-    prompt_key: str
-    """Column of the prompt: text, or a list of chat messages with role and content."""
+    prompt_key: str | None
+    """Column of the prompt: text, or a list of chat messages with role and content. Null: the
+    messages that both chats of a preference pair begin with."""
 
     answer_key: str | None
     """Column of the reference answer for the reward function. Null: the answer is the last message
-    of the prompt, which is the assistant's."""
+    of the prompt, which is the assistant's. With ``data.rejected_key`` the chosen answer."""
+
+    rejected_key: str | None
+    """Column of the rejected answer: rows are preference pairs, whose chosen answer is that of
+    ``data.answer_key``. Answers are text, or chats that end with the answer. Null: no pairs."""
 
     source_key: str
     """Column of the data source's name; may be missing."""

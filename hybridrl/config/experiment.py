@@ -13,6 +13,7 @@ from hybridrl.config.checkpoint import CheckpointConfig
 from hybridrl.config.cluster import ClusterConfig
 from hybridrl.config.critic import CriticConfig
 from hybridrl.config.data import DataConfig
+from hybridrl.config.dpo import DpoConfig
 from hybridrl.config.eval import EvalConfig
 from hybridrl.config.limits import Within
 from hybridrl.config.lora import LoraConfig
@@ -24,16 +25,23 @@ from hybridrl.config.sft import SftConfig
 from hybridrl.config.tracking import TrackingConfig
 from hybridrl.config.trainer import TrainerConfig
 
+OFFLINE_MODES: tuple[Literal["sft", "dpo"], ...] = ("sft", "dpo")
+"""Modes that learn from the rows of a data set and sample nothing. Each has a section of its own
+name, with ``num_steps``, ``batch_size`` and ``eval_every_num_steps``."""
+
+PAIR_MODES: tuple[str, ...] = ("dpo",)
+"""Those of them whose rows are preference pairs."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExperimentConfig:
     """Mirrors hydra_configs/config.yaml: one field per section."""
 
-    mode: Literal["train", "check", "plan", "sft", "certify", "eval", "doctor"]
-    """``train`` runs reinforcement learning, ``sft`` supervised fine-tuning. ``check`` validates
-    ``train``, ``plan`` predicts its memory, ``doctor`` examines its rows; they start nothing.
-    ``certify`` verifies that this training resumes bitwise identical. ``eval`` evaluates a model
-    and trains nothing."""
+    mode: Literal["train", "check", "plan", "sft", "dpo", "certify", "eval", "doctor"]
+    """``train`` runs reinforcement learning, ``sft`` supervised fine-tuning, ``dpo`` direct
+    preference optimisation. ``check`` validates ``train``, ``plan`` predicts its memory, ``doctor``
+    examines its rows; they start nothing. ``certify`` verifies that this training resumes bitwise
+    identical. ``eval`` evaluates a model and trains nothing."""
 
     seed: Annotated[int, Within(at_least=0, at_most=2**31 - 1, why="SGLang takes seeds of 31 bits")]
     """Seed of all randomness: model init, data order, sampling."""
@@ -83,6 +91,9 @@ class ExperimentConfig:
     sft: SftConfig
     """Supervised fine-tuning."""
 
+    dpo: DpoConfig
+    """Direct preference optimisation."""
+
     tracking: TrackingConfig
     """Where metrics are written."""
 
@@ -92,21 +103,32 @@ class ExperimentConfig:
         return self.trainer.num_prompts_per_step * self.rollout.num_responses_per_prompt
 
     @property
+    def offline(self) -> SftConfig | DpoConfig | None:
+        """The section of a mode that learns from the rows of a data set; None in other modes."""
+        sections: dict[str, SftConfig | DpoConfig] = {"sft": self.sft, "dpo": self.dpo}
+        return sections.get(self.mode)
+
+    @property
+    def learns_pairs(self) -> bool:
+        """Whether this mode learns from preference pairs."""
+        return self.mode in PAIR_MODES
+
+    @property
     def num_steps_key(self) -> str:
         """Key of the number of steps of this mode."""
-        return "sft.num_steps" if self.mode == "sft" else "trainer.num_steps"
+        return "trainer.num_steps" if self.offline is None else f"{self.mode}.num_steps"
 
     @property
     def num_steps(self) -> int:
         """Steps of the run in this mode."""
         if self.mode == "eval":
             return 1
-        return self.sft.num_steps if self.mode == "sft" else self.trainer.num_steps
+        return self.trainer.num_steps if self.offline is None else self.offline.num_steps
 
     @property
     def evaluates(self) -> bool:
         """Whether responses to held-out prompts are sampled."""
-        return self.mode == "eval" or (self.mode != "sft" and self.eval.every_num_steps > 0)
+        return self.mode == "eval" or (self.offline is None and self.eval.every_num_steps > 0)
 
     @property
     def files_by_key(self) -> dict[str, tuple[str, ...]]:
@@ -119,7 +141,7 @@ class ExperimentConfig:
     @property
     def exports_model(self) -> bool:
         """Whether a finished run leaves its model as a Hugging Face folder."""
-        return self.mode == "sft" or self.trainer.export_hf
+        return self.offline is not None or self.trainer.export_hf
 
     @property
     def max_row_tokens(self) -> int:
@@ -133,8 +155,9 @@ class ExperimentConfig:
 
     @property
     def has_critic(self) -> bool:
-        """Whether the algorithm uses a critic. ``mode=eval`` starts none."""
-        return self.mode != "eval" and self.algorithm.reads("values_BL")
+        """Whether the run trains a critic: its mode samples and learns, with one."""
+        samples_and_learns = self.offline is None and self.mode != "eval"
+        return samples_and_learns and self.algorithm.reads("values_BL")
 
     @property
     def has_critic_pool(self) -> bool:
@@ -159,14 +182,13 @@ class ExperimentConfig:
 
         Empty if no model of this run trains on megatron-core.
         """
-        has_critic = self.has_critic and self.mode != "sft"
         engines = {self.actor.engine}
-        if has_critic and not self.has_critic_pool:
+        if self.has_critic and not self.has_critic_pool:
             engines.add(self.critic.engine)
         worlds = {}
         if "megatron" in engines:
             worlds["cluster.num_ranks_per_node"] = self.cluster.num_ranks
-        if has_critic and self.has_critic_pool and self.critic.engine == "megatron":
+        if self.has_critic_pool and self.critic.engine == "megatron":
             worlds["critic.num_ranks_per_node"] = self.num_critic_ranks
         return worlds
 
@@ -178,8 +200,8 @@ class ExperimentConfig:
     @property
     def num_policy_updates(self) -> int:
         """Optimizer steps of the policy over the run."""
-        if self.mode == "sft":
-            return self.sft.num_steps
+        if self.offline is not None:
+            return self.offline.num_steps
         num_warmup_steps = self.critic.num_warmup_steps if self.has_critic else 0
         return (self.trainer.num_steps - num_warmup_steps) * self.algorithm.num_updates_per_step
 

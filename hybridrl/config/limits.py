@@ -110,6 +110,11 @@ MebibytesOrZero = Annotated[
 NotNegative = Annotated[float, Within(at_least=0.0, at_most=1e6, why=_IN_FLOAT32)]
 """A weight of a term in a float32 sum."""
 
+PreferenceBeta = Annotated[
+    float, Within(above=0.0, at_most=1e3, usual=0.1, why="the policy would stay at the reference")
+]
+"""Weight of the log-ratios of a preference pair."""
+
 Discount = Annotated[float, Within(at_least=0.0, at_most=1.0, why="sums over tokens would grow")]
 """Factor per token of the rewards to come."""
 

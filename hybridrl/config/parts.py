@@ -211,6 +211,25 @@ GROUP_FILTER = PartKind(
     inputs=frozenset({"rewards_B", "group_B"}),
 )
 
+PREFERENCE_LOSS = PartKind(
+    noun="preference loss",
+    key="dpo.loss",
+    args_key="dpo.loss_args",
+    built_in=_by_name(
+        {
+            "preference_losses": "sigmoid robust hinge ipo sigmoid_norm exo_pair nca_pair "
+            "sppo_hard apo_zero apo_down simpo orpo"
+        }
+    ),
+    inputs=frozenset(
+        {
+            *("chosen_logprobs_P", "rejected_logprobs_P"),
+            *("chosen_logratios_P", "rejected_logratios_P"),
+            *("chosen_lengths_P", "rejected_lengths_P"),
+        }
+    ),
+)
+
 KINDS = (
     ADVANTAGE,
     POLICY_LOSS,
@@ -219,4 +238,5 @@ KINDS = (
     KL,
     ROLLOUT_CORRECTION,
     GROUP_FILTER,
+    PREFERENCE_LOSS,
 )

@@ -20,7 +20,7 @@ from typing import Annotated, Literal, Union, cast, get_args, get_origin, get_ty
 import yaml
 
 from hybridrl.config.checks.violations import Rule, rules_of
-from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.experiment import OFFLINE_MODES, ExperimentConfig
 from hybridrl.config.limits import Within
 from hybridrl.config.load import known_keys
 
@@ -196,7 +196,7 @@ def _interval_of(hint: object) -> str:
 def rules_by_key() -> Mapping[str, Sequence[str]]:
     """Return, for each key, the first sentence of every rule of checks.py that names it."""
     sentences: dict[str, list[str]] = {}
-    rules = {rule: None for mode in ("train", "sft", "eval") for rule in _rules(mode)}
+    rules = {rule: None for mode in ("train", *OFFLINE_MODES, "eval") for rule in _rules(mode)}
     for rule in rules:
         sentence = " ".join((rule.__doc__ or "").split("\n\n")[0].split())
         for name in sorted(_names_in(rule)):

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from hybridrl.config.checks.violations import find_violations, rules_of
-from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.experiment import OFFLINE_MODES, PAIR_MODES, ExperimentConfig
 
 
 def summarize(config: ExperimentConfig) -> str:
     """Describe a configuration that passed its checks: a line per group of rules, then numbers."""
     groups = [f"{name:<12} {_mark(len(rules))}" for name, rules in rules_of(config.mode).items()]
-    refused = find_violations(replace(config, mode="sft"))
-    sft = "; ".join(str(violation) for violation in refused) or "ok"
     return "\n".join(
-        ["checked, nothing started:", *groups, f"{'mode=sft':<12} {sft}", "", *_numbers(config)]
+        ["checked, nothing started:", *groups, *_other_modes(config), "", *_numbers(config)]
     )
+
+
+def _other_modes(config: ExperimentConfig) -> Iterator[str]:
+    """Yield a line for each other mode that could learn from the same rows."""
+    has_pairs = config.data.task is not None or config.data.rejected_key is not None
+    for mode in OFFLINE_MODES:
+        if has_pairs or mode not in PAIR_MODES:
+            refused = find_violations(replace(config, mode=mode))
+            text = "; ".join(str(violation) for violation in refused) or "ok"
+            yield f"{f'mode={mode}':<12} {text}"
 
 
 def _mark(num_rules: int) -> str:

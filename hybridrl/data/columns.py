@@ -12,9 +12,14 @@ from hybridrl.config.experiment import ExperimentConfig
 class Columns:
     """The names of the columns in the files; see ``config/data.py``."""
 
-    prompt: str = "prompt"
+    prompt: str | None = "prompt"
+    """None takes the messages that both chats of a preference pair begin with."""
+
     answer: str | None = "answer"
     """None takes the last message of the prompt, which must be the assistant's."""
+
+    rejected: str | None = None
+    """The worse answer of a preference pair; None reads no pairs."""
 
     source: str = "source"
     difficulty: str | None = None
@@ -26,10 +31,13 @@ class Columns:
     @property
     def needed(self) -> Mapping[str, str]:
         """The configuration key of each column that a row must have."""
-        needed = {self.prompt: "prompt_key"}
-        needed |= {} if self.answer is None else {self.answer: "answer_key"}
-        needed |= {} if self.difficulty is None else {self.difficulty: "difficulty_key"}
-        return {name: f"{self.section}.{key}" for name, key in needed.items()}
+        keys = {
+            "prompt_key": self.prompt,
+            "answer_key": self.answer,
+            "rejected_key": self.rejected,
+            "difficulty_key": self.difficulty,
+        }
+        return {name: f"{self.section}.{key}" for key, name in keys.items() if name is not None}
 
 
 def columns_of(config: ExperimentConfig, section: str) -> Columns:
@@ -46,6 +54,7 @@ def columns_of(config: ExperimentConfig, section: str) -> Columns:
     usual = Columns(
         prompt=data.prompt_key,
         answer=data.answer_key,
+        rejected=data.rejected_key,
         source=data.source_key,
         difficulty=None if is_held_out else data.difficulty_key,
     )
@@ -54,6 +63,7 @@ def columns_of(config: ExperimentConfig, section: str) -> Columns:
     return Columns(
         prompt=source.prompt_key or usual.prompt,
         answer=source.answer_key or usual.answer,
+        rejected=source.rejected_key or usual.rejected,
         source=source.source_key or usual.source,
         difficulty=source.difficulty_key or usual.difficulty,
         section=section,

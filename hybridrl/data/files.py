@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from hybridrl.data.chats import split_answer, split_pair
 from hybridrl.data.columns import Columns
 from hybridrl.data.records import Malformed, Record, read_records, require_columns
 from hybridrl.data.rows import Message, Row
@@ -67,12 +68,18 @@ def _parse(record: Record, *, columns: Columns, default_source: str, origin: str
     if isinstance(record, str):
         record = _parse_json(record)
     needed = {name: _require(record, name, key=key) for name, key in columns.needed.items()}
-    prompt, name = needed[columns.prompt], columns.prompt
+    name = columns.prompt or f"{columns.answer}"
+    prompt = needed.get(columns.prompt or "")
+    rejected: object = None
     if columns.answer is None:
-        prompt, answer = _split_answer(prompt, name)
+        why = "since data.answer_key is null"
+        prompt, answer = split_answer(prompt, name, why=why, needs_prompt=True)
         answer_name = f"{name}[-1].content"
     else:
         answer, answer_name = needed[columns.answer], columns.answer
+        if columns.rejected is not None:
+            names = (columns.answer, columns.rejected)
+            prompt, (answer, rejected) = split_pair(prompt, {n: needed[n] for n in names})
     source = record.get(columns.source) or default_source
     return Row(
         prompt=_parse_messages(prompt, name)
@@ -84,23 +91,8 @@ def _parse(record: Record, *, columns: Columns, default_source: str, origin: str
         difficulty=0.0
         if columns.difficulty is None
         else _parse_number(needed[columns.difficulty], columns.difficulty),
+        rejected=None if columns.rejected is None else _parse_text(rejected, columns.rejected),
     )
-
-
-def _split_answer(messages: object, name: str) -> tuple[object, object]:
-    """Return the messages before the last one, and its content."""
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    if not isinstance(messages, list) or not isinstance(last, dict) or len(messages) < 2:
-        raise Malformed(
-            f"{name!r} is {shown(messages)}, must be two or more messages, since data.answer_key "
-            "is null"
-        )
-    if last.get("role") != "assistant":
-        raise Malformed(
-            f"the last message of {name!r} is of role {shown(last.get('role'))}, must be the "
-            "assistant's: it is the answer, since data.answer_key is null"
-        )
-    return messages[:-1], last.get("content")
 
 
 def _parse_json(line: str) -> Mapping[str, object]:

@@ -38,6 +38,9 @@ class Row:
     difficulty: float = 0.0
     """For a curriculum; low is easy."""
 
+    rejected: str | None = None
+    """The worse answer of a preference pair, whose better one is ``answer``; None without pairs."""
+
 
 def fingerprint(rows: Iterable[Row]) -> str:
     """Return the sha256 of all prompts, answers and sources, in order, as 64 hexadecimal digits.
@@ -51,5 +54,6 @@ def fingerprint(rows: Iterable[Row]) -> str:
             prompt = [[message.role, message.content] for message in row.prompt]
         # The fingerprints of rows without a difficulty are those of runs before it was known.
         values = [prompt, row.answer, row.source, *([row.difficulty] if row.difficulty else [])]
+        values += [] if row.rejected is None else [{"rejected": row.rejected}]
         digest.update(to_json_text(values).encode())
     return digest.hexdigest()

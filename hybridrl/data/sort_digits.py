@@ -15,7 +15,13 @@ _MAX_TRIES = 10_000
 
 
 def build_sort_digits_rows(
-    num_rows: int, *, split: Split, seed: int, min_digits: int, max_digits: int
+    num_rows: int,
+    *,
+    split: Split,
+    seed: int,
+    min_digits: int,
+    max_digits: int,
+    with_rejected: bool = False,
 ) -> list[Row]:
     """Make rows; the same arguments make the same rows.
 
@@ -29,18 +35,22 @@ def build_sort_digits_rows(
         seed: of the numbers.
         min_digits: shortest number, >= 1. Lengths are uniform.
         max_digits: longest number.
+        with_rejected: make preference pairs: the rejected answer has one other digit.
 
     Raises:
         DataError: no number of some length belongs to ``split``.
     """
     source = random.Random(f"sort_digits {split} {seed}")
+    errors = random.Random(f"sort_digits rejected {split} {seed}")
     rows = []
     for index in range(num_rows):
         number = _draw(source, split=split, num_digits=source.randint(min_digits, max_digits))
+        answer = "".join(sorted(number))
         rows.append(
             Row(
                 prompt=f"{number}=",
-                answer="".join(sorted(number)),
+                answer=answer,
+                rejected=_with_error(answer, errors) if with_rejected else None,
                 source="sort_digits",
                 origin=f"sort_digits/{split}:{index + 1}",
             )
@@ -56,6 +66,13 @@ def _draw(source: random.Random, *, split: Split, num_digits: int) -> str:
     raise DataError(
         f"sort_digits has no number of {num_digits} digits for {split}; set data.min_digits=2"
     )
+
+
+def _with_error(answer: str, source: random.Random) -> str:
+    """Replace one digit by another."""
+    at = source.randrange(len(answer))
+    other = source.choice("0123456789".replace(answer[at], ""))
+    return answer[:at] + other + answer[at + 1 :]
 
 
 def _split_of(number: str) -> Split:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybridrl.config.experiment import OFFLINE_MODES
 from hybridrl.errors import RunFolderError
 from hybridrl.report.history import History, read_rows
 from hybridrl.report.settings import Settings
@@ -31,7 +32,8 @@ class Run:
     @property
     def num_steps(self) -> int:
         """Number of steps of the complete run."""
-        section = "sft" if self.settings.text("mode") == "sft" else "trainer"
+        mode = self.settings.text("mode")
+        section = mode if mode in OFFLINE_MODES else "trainer"
         return int(self.settings.number(f"{section}.num_steps") or 0)
 
     @property

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl import env
 from hybridrl.config.data import SourceConfig
 from hybridrl.config.eval import EvalSet
-from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.experiment import ExperimentConfig, with_value
 from hybridrl.data.columns import columns_of
 from hybridrl.data.files import read_rows
+from hybridrl.data.preferences import PreferencePair, tokenize_pairs
 from hybridrl.data.prompts import TokenizedRow, tokenize_rows
 from hybridrl.data.rows import Row, fingerprint
 from hybridrl.data.sampler import MixSampler, RowSampler, Sampler
@@ -24,29 +27,50 @@ from hybridrl.data.sort_digits import Split, build_sort_digits_rows
 log = logging.getLogger(__name__)
 
 
+_Tokenized = TypeVar("_Tokenized", bound=TokenizedRow)
+
+
 @dataclass(frozen=True, slots=True)
-class TrainRows:
+class TrainRows(Generic[_Tokenized]):
     """The rows to learn from, and the order in which they are drawn."""
 
-    rows: Sequence[TokenizedRow]
+    rows: Sequence[_Tokenized]
     """Of all sources, end to end."""
 
     sampler: Sampler
 
 
-def load_train_rows(config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase) -> TrainRows:
+def load_train_rows(
+    config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase
+) -> TrainRows[TokenizedRow]:
     """Read or make the rows to learn from, and tokenize their prompts.
 
     Raises:
         DataError: bad rows, by file and line; or no rows.
     """
+    return _load_train(config, partial(_tokenize, config=config, tokenizer=tokenizer))
+
+
+def load_train_pairs(
+    config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase
+) -> TrainRows[PreferencePair]:
+    """Read or make the preference pairs to learn from, and tokenize prompts and answers.
+
+    Raises:
+        DataError: bad rows, by file and line; or no rows.
+    """
+    return _load_train(config, partial(_tokenize_pairs, config=config, tokenizer=tokenizer))
+
+
+def _load_train(
+    config: ExperimentConfig, tokenize: Callable[[Sequence[Row]], list[_Tokenized]]
+) -> TrainRows[_Tokenized]:
     data = config.data
     if not data.sources:
-        rows = _tokenize(read_train_rows(config), config, tokenizer)
+        rows = tokenize(read_train_rows(config))
         return TrainRows(rows, _sampler_of(rows, config))
     by_source = {
-        name: _tokenize(read_source(config, name, source), config, tokenizer)
-        for name, source in data.sources.items()
+        name: tokenize(read_source(config, name, source)) for name, source in data.sources.items()
     }
     samplers = {name: _sampler_of(rows, config) for name, rows in by_source.items()}
     weights = [source.weight or 1.0 for source in data.sources.values()]
@@ -65,6 +89,17 @@ def load_eval_rows(
     return _tokenize(read_eval_rows(config, settings), config, tokenizer)
 
 
+def load_eval_pairs(
+    config: ExperimentConfig, settings: EvalSet, tokenizer: PreTrainedTokenizerBase
+) -> list[PreferencePair]:
+    """Read or make the held-out preference pairs of a set, and tokenize prompts and answers.
+
+    Raises:
+        DataError: bad rows, by file and line; or no rows.
+    """
+    return _tokenize_pairs(read_eval_rows(config, settings), config, tokenizer)
+
+
 def within_epochs(config: ExperimentConfig, num_rows: int) -> ExperimentConfig:
     """Return the configuration with the steps of ``trainer.num_epochs``, if these are fewer.
 
@@ -73,13 +108,11 @@ def within_epochs(config: ExperimentConfig, num_rows: int) -> ExperimentConfig:
     num_epochs = config.trainer.num_epochs
     if num_epochs is None:
         return config
-    is_sft = config.mode == "sft"
-    num_a_step = config.sft.batch_size if is_sft else config.trainer.num_prompts_per_step
+    offline = config.offline
+    num_a_step = config.trainer.num_prompts_per_step if offline is None else offline.batch_size
     num_steps = min(config.num_steps, max(1, math.ceil(num_epochs * num_rows / num_a_step)))
     log.info("%g epochs of %d rows: %d steps", num_epochs, num_rows, num_steps)
-    if is_sft:
-        return replace(config, sft=replace(config.sft, num_steps=num_steps))
-    return replace(config, trainer=replace(config.trainer, num_steps=num_steps))
+    return with_value(config, config.num_steps_key, num_steps)
 
 
 def read_train_rows(config: ExperimentConfig) -> list[Row]:
@@ -152,6 +185,7 @@ def _make(config: ExperimentConfig, num_rows: int, *, split: Split) -> list[Row]
         seed=config.seed,
         min_digits=data.min_digits,
         max_digits=data.max_digits,
+        with_rejected=config.learns_pairs,
     )
 
 
@@ -166,4 +200,15 @@ def _tokenize(
         max_prompt_tokens=data.max_prompt_tokens,
         overlong=data.overlong_prompts,
         cache=env.cache_dir() / "tokens",
+    )
+
+
+def _tokenize_pairs(
+    rows: Sequence[Row], config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[PreferencePair]:
+    return tokenize_pairs(
+        _tokenize(rows, config, tokenizer),
+        tokenizer,
+        max_answer_tokens=config.rollout.max_response_tokens,
+        drops_overlong=config.data.overlong_prompts == "drop",
     )

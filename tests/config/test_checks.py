@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from hybridrl.config.checks.megatron import UNUSED
 from hybridrl.config.checks.rollout import READ_BY, check_sglang_is_installed
 from hybridrl.config.checks.violations import rules_of, run
-from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.experiment import OFFLINE_MODES, ExperimentConfig
 from hybridrl.config.load import load_config, read_config
 from hybridrl.config.reward import BATCH_COLUMNS, ROW_COLUMNS
 from hybridrl.errors import ConfigError, ConfigErrors, instruction
@@ -339,8 +339,26 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
             ("data.prompt_key", "data.prompt_key=answer"),
             ("data.prompt_key", "data.prompt_key=text", "data.source_key=text"),
             ("data.answer_key", "data.answer_key=source"),
+            ("data.rejected_key", "data.rejected_key=source"),
         )
     ),
+    (
+        (*FILES, "data.train_files=[train.jsonl]", "data.prompt_key=null"),
+        "data.prompt_key",
+        "only the chats of preference pairs",
+    ),
+    (
+        (*FILES, "data.train_files=[train.jsonl]", "data.rejected_key=r", "data.answer_key=null"),
+        "data.answer_key",
+        "a column of its own",
+    ),
+    (
+        (*FILES, "data.train_files=[train.jsonl]", "mode=dpo"),
+        "data.rejected_key",
+        "mode=dpo learns from pairs",
+    ),
+    (("mode=dpo", "dpo.loss=sigmod"), "dpo.loss", "neither a built-in preference loss nor"),
+    (("mode=dpo", "dpo.loss_args.tau=1"), "dpo.loss_args.tau", "sigmoid has no such number"),
     (
         (*FILES, "data.train_files=[train.jsonl,./train.jsonl]"),
         "data.train_files",
@@ -982,7 +1000,7 @@ def test_every_rule_has_an_example_that_breaks_it() -> None:
     examples.append(_broken((*FILES, "data.train_files=[empty.jsonl]")))
     rules = {
         rule
-        for mode in ("train", "sft", "eval")
+        for mode in ("train", *OFFLINE_MODES, "eval")
         for group in rules_of(mode).values()
         for rule in group
     }

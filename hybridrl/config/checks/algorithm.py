@@ -196,7 +196,7 @@ def check_group_filter(config: ExperimentConfig) -> Iterator[ConfigError]:
 def check_lr_warmup(config: ExperimentConfig) -> Iterator[ConfigError]:
     """The warm-up of a learning rate ends before the run does."""
     optimizers = [("actor", config.actor.optimizer, config.num_policy_updates)]
-    if config.has_critic and config.mode != "sft":
+    if config.has_critic:
         optimizers.append(("critic", config.critic.optimizer, config.num_critic_updates))
     for section, optimizer, num_steps in optimizers:
         if 0 < num_steps <= optimizer.num_warmup_steps:

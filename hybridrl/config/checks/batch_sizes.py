@@ -189,16 +189,19 @@ def _candidates(sizes: BatchSizes) -> Iterator[tuple[str, Iterable[int]]]:
     yield "num_ranks_per_node", (number for number in ranks if number < sizes.num_ranks_per_node)
 
 
-def check_sft_batch(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Rows of a supervised step divide evenly over the data-parallel ranks."""
-    size, num_ranks = config.sft.batch_size, config.num_train_groups
+def check_offline_batch(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Rows of a step from a data set divide evenly over the data-parallel ranks."""
+    if config.offline is None:
+        return
+    size, num_ranks = config.offline.batch_size, config.num_train_groups
     if size % num_ranks:
+        key = f"{config.mode}.batch_size"
         legal = [n for n in (size // num_ranks * num_ranks, -(-size // num_ranks) * num_ranks) if n]
         yield ConfigError(
-            "sft.batch_size",
+            key,
             size,
             f"must be a multiple of {num_ranks} data-parallel ranks",
-            remedies=[(f"sft.batch_size={n}",) for n in legal],
+            remedies=[(f"{key}={n}",) for n in legal],
         )
 
 

@@ -119,6 +119,9 @@ def _room_for_digits(config: ExperimentConfig, room: int) -> list[tuple[str, ...
 _COLUMNS = {"prompt_key": "prompt", "answer_key": "answer", "source_key": "source"}
 """Keys of ``data`` that name a column, with their defaults in hydra_configs/data."""
 
+_OF_PAIRS = {"prompt_key": "prompt", "answer_key": "chosen", "rejected_key": "rejected"}
+"""Those of preference pairs."""
+
 
 def check_data_columns(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Prompt, answer and source are three columns: a prompt that is its answer teaches to copy."""
@@ -127,17 +130,39 @@ def check_data_columns(config: ExperimentConfig) -> Iterator[ConfigError]:
     names = {
         "prompt_key": config.data.prompt_key,
         "answer_key": config.data.answer_key,
+        "rejected_key": config.data.rejected_key,
         "source_key": config.data.source_key,
     }
+    columns = _COLUMNS if config.data.rejected_key is None else {**_COLUMNS, **_OF_PAIRS}
     for one, other in combinations(names, 2):
-        if names[one] == names[other]:
-            usual = tuple(f"data.{key}={name}" for key, name in _COLUMNS.items())
+        if names[one] is not None and names[one] == names[other]:
+            usual = tuple(f"data.{key}={name}" for key, name in columns.items())
             yield ConfigError(
                 f"data.{one}",
                 names[one],
                 f"data.{other} names the same column",
                 remedies=[usual],
             )
+
+
+def check_pair_columns(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Preference pairs have two columns of answers, and they alone can do without a prompt's."""
+    data = config.data
+    if data.prompt_key is None and data.rejected_key is None:
+        yield ConfigError(
+            "data.prompt_key",
+            None,
+            "only the chats of preference pairs hold their prompt, and data.rejected_key is null",
+            remedies=[("data.prompt_key=prompt",)],
+        )
+    if data.answer_key is None and data.rejected_key is not None:
+        yield ConfigError(
+            "data.answer_key",
+            None,
+            f"data.rejected_key={data.rejected_key} makes rows preference pairs, and the chosen "
+            "answer has a column of its own",
+            remedies=[("data.answer_key=chosen",), ("data.rejected_key=null",)],
+        )
 
 
 def check_files_stand_once(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -157,6 +182,7 @@ def listed_twice(key: str, listed: tuple[str, ...], once: tuple[str, ...]) -> Co
 RULES = (
     check_data_source,
     check_data_columns,
+    check_pair_columns,
     check_data_files,
     check_files_stand_once,
     check_sort_digits,

@@ -124,8 +124,8 @@ def check_best_metric(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 def _measured(config: ExperimentConfig) -> Iterator[str]:
     """Yield the names of metrics that can judge a checkpoint; ``*`` is any source."""
-    if config.mode == "sft":
-        yield from ("loss/supervised_nats", "eval/loss_nats")
+    if config.offline is not None:
+        yield from _MEASURED_OFFLINE[config.mode]
         return
     yield "reward/mean"
     if not config.eval.every_num_steps:
@@ -138,6 +138,13 @@ def _measured(config: ExperimentConfig) -> Iterator[str]:
         names = ["reward/mean", *(f"pass_at_{k}" for k in one.pass_at_k)]
         for name in (*names, *(f"majority_at_{k}" for k in one.majority_at_k)):
             yield from (f"{prefix}{name}", f"{prefix}{name}/low")
+
+
+_MEASURED_OFFLINE = {
+    "sft": ("loss/supervised_nats", "eval/loss_nats"),
+    "dpo": ("preference/accuracy", "loss/preference", "eval/accuracy", "eval/preference_loss"),
+}
+"""Metrics that can judge a checkpoint, by mode that learns from a data set."""
 
 
 def _setting(one: EvalSet, name: str, value: object) -> tuple[str, ...]:

@@ -92,7 +92,7 @@ def check_liger_kernels(config: ExperimentConfig) -> Iterator[ConfigError]:
 def _engines(config: ExperimentConfig) -> Iterator[tuple[str, EngineConfig, int]]:
     """Yield section, engine and ranks of each model that learns."""
     yield "actor", config.actor, config.cluster.num_ranks
-    if config.has_critic and config.mode != "sft":
+    if config.has_critic:
         yield "critic", config.critic, config.num_critic_ranks
 
 

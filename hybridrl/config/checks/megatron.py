@@ -173,7 +173,7 @@ def _checkpointing(config: ExperimentConfig) -> dict[str, bool]:
     keys = {}
     if config.actor.engine == "megatron":
         keys["actor.gradient_checkpointing"] = config.actor.gradient_checkpointing
-    if config.mode != "sft" and config.has_critic and config.critic.engine == "megatron":
+    if config.has_critic and config.critic.engine == "megatron":
         keys["critic.gradient_checkpointing"] = config.critic.gradient_checkpointing
     return keys
 
@@ -192,9 +192,8 @@ def _lacking_modules(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
 
 def check_master_weights(config: ExperimentConfig) -> Iterator[ConfigError]:
     """The optimizer keeps float32 weights; a frozen base beside adapters needs none."""
-    has_critic = config.mode != "sft" and config.has_critic
     trains_policy = config.actor.engine == "megatron" and not config.lora.enabled
-    trains_critic = has_critic and config.critic.engine == "megatron"
+    trains_critic = config.has_critic and config.critic.engine == "megatron"
     if config.model.dtype != "float32" and (trains_policy or trains_critic):
         yield ConfigError(
             "model.dtype",
@@ -243,12 +242,12 @@ def check_routing_replay(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_routes_were_sampled(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """Examples in a file have no recorded routes. For supervised fine-tuning alone."""
+    """Examples in a file have no recorded routes. For modes that learn from a data set."""
     if config.megatron_worlds and config.megatron.replay_routing:
         yield ConfigError(
             "megatron.replay_routing",
             got=True,
-            rule="mode=sft learns from a file, which holds no routes of experts",
+            rule=f"mode={config.mode} learns from a file, which holds no routes of experts",
             remedies=[("megatron.replay_routing=false",)],
         )
 

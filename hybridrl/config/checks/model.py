@@ -199,15 +199,15 @@ def check_engines_know_the_model(config: ExperimentConfig) -> Iterator[ConfigErr
         return
     for problem in unsupported_settings(read_settings(Path(path)), FAMILIES[model_type]):
         yield ConfigError("model.path", path, problem, fix="set model.path to another model")
-    samples = config.mode != "sft"
+    samples = config.offline is None
     for key, engine, is_asked in (
         ("actor.engine", config.actor.engine, True),
-        ("critic.engine", config.critic.engine, samples and config.has_critic),
+        ("critic.engine", config.critic.engine, config.has_critic),
         ("rollout.engine", config.rollout.engine, samples),
     ):
         if is_asked and model_type not in _MODEL_TYPES[engine]:
             yield _engine_lacks_model(key, engine, model_type=model_type, path=path)
-    is_critic_of_transformers = samples and config.has_critic and config.critic.engine == "fsdp2"
+    is_critic_of_transformers = config.has_critic and config.critic.engine == "fsdp2"
     has_no_critic = model_type in TRANSFORMERS_MODEL_TYPES and model_type not in CRITIC_MODEL_TYPES
     if is_critic_of_transformers and has_no_critic:
         yield ConfigError(

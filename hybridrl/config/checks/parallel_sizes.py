@@ -70,8 +70,8 @@ def _is_legal(config: ExperimentConfig, model: Architecture | None, changes: Cha
         config = with_value(config, key, value)
     if next(_broken_rules(config, model), None) is not None:
         return False
-    if config.mode == "sft":
-        return config.sft.batch_size % config.num_train_groups == 0
+    if config.offline is not None:
+        return config.offline.batch_size % config.num_train_groups == 0
     return BatchSizes.of(config).are_legal and not any(check_critic_batch_sizes(config))
 
 

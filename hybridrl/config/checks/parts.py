@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from hybridrl.config import parts
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.limits import ArgumentValue
 from hybridrl.config.signatures import SignatureError, check_numbers
 from hybridrl.errors import ConfigError
 
-_CLIP = ("clip_low", "clip_high")
+_KEYS_OF_NUMBERS = {
+    (parts.POLICY_LOSS.key, "clip_low"): "algorithm.clip_low",
+    (parts.POLICY_LOSS.key, "clip_high"): "algorithm.clip_high",
+    (parts.PREFERENCE_LOSS.key, "beta"): "dpo.beta",
+}
+"""Numbers that have a key of their own."""
 
 
 def check_parts(config: ExperimentConfig) -> Iterator[ConfigError]:
     """A part is built in, or a function in a file, and has the numbers that are given to it."""
     for kind, spelled, given in config.algorithm.parts:
-        try:
-            signature = kind.read(spelled)
-        except SignatureError as error:
-            remedies = [(f"{kind.key}={name}",) for name in list(kind.built_in)[:1]]
-            yield ConfigError(kind.key, spelled, error.rule, error.fix, remedies=remedies)
-            continue
-        yield from check_numbers(
-            signature,
-            given,
-            function=spelled,
-            key_of=partial(_key_of, kind),
-            removing=partial(_removing, kind),
-        )
+        yield from check_part(kind, spelled, given)
+
+
+def check_part(
+    kind: parts.PartKind, spelled: str, given: Mapping[str, ArgumentValue]
+) -> Iterator[ConfigError]:
+    """Yield the violations of one part: of its name, or of the numbers that are given to it."""
+    try:
+        signature = kind.read(spelled)
+    except SignatureError as error:
+        remedies = [(f"{kind.key}={name}",) for name in list(kind.built_in)[:1]]
+        yield ConfigError(kind.key, spelled, error.rule, error.fix, remedies=remedies)
+        return
+    yield from check_numbers(
+        signature,
+        given,
+        function=spelled,
+        key_of=partial(_key_of, kind),
+        removing=partial(_removing, kind),
+    )
 
 
 def check_args_are_read(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -56,16 +69,12 @@ def check_args_are_read(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def _key_of(kind: parts.PartKind, name: str) -> str:
-    return f"algorithm.{name}" if _is_clip(kind, name) else f"{kind.args_key or kind.key}.{name}"
+    return _KEYS_OF_NUMBERS.get((kind.key, name), f"{kind.args_key or kind.key}.{name}")
 
 
 def _removing(kind: parts.PartKind, name: str) -> str:
     key = _key_of(kind, name)
-    return f"{key}=null" if _is_clip(kind, name) else f"~{key}"
-
-
-def _is_clip(kind: parts.PartKind, name: str) -> bool:
-    return kind is parts.POLICY_LOSS and name in _CLIP
+    return f"{key}=null" if (kind.key, name) in _KEYS_OF_NUMBERS else f"~{key}"
 
 
 RULES = (check_parts, check_args_are_read)

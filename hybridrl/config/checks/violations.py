@@ -21,6 +21,7 @@ from hybridrl.config.checks import (
     megatron_args,
     model,
     parts,
+    preferences,
     reward,
     reward_models,
     rollout,
@@ -51,7 +52,7 @@ def run(rules: tuple[Rule, ...], config: ExperimentConfig) -> list[ConfigError]:
 
 
 def rules_of(mode: str) -> Mapping[str, tuple[Rule, ...]]:
-    """Return the groups of rules by name; ``sft`` does not sample, ``eval`` does not train.
+    """Return the groups of rules by name; some modes do not sample, ``eval`` does not train.
 
     ``plan`` reads a model's config.json alone: it predicts a run before its data, packages and
     weights are on the machine.
@@ -60,7 +61,7 @@ def rules_of(mode: str) -> Mapping[str, tuple[Rule, ...]]:
         return {name: _ALL_RULES[name] for name in ("model", "data", "reward", "evaluation")}
     if mode == "eval":
         return {**_COMMON_RULES, **_EVAL_RULES}
-    of_mode = _SFT_RULES if mode == "sft" else _TRAIN_RULES
+    of_mode = _OFFLINE_RULES.get(mode, _TRAIN_RULES)
     groups = {**_COMMON_RULES, **_TRAINING_RULES, **of_mode}
     if mode != "plan":
         return groups
@@ -98,9 +99,12 @@ _EVAL_RULES: Mapping[str, tuple[Rule, ...]] = {
     "reward models": reward_models.RULES,
     "evaluation": (*evaluation.RULES, evaluation.check_eval_checkpoint),
 }
-_SFT_RULES: Mapping[str, tuple[Rule, ...]] = {
-    "sft": (batch_sizes.check_sft_batch, megatron.check_routes_were_sampled)
+_OF_DATA_SETS = (batch_sizes.check_offline_batch, megatron.check_routes_were_sampled)
+_OFFLINE_RULES: Mapping[str, Mapping[str, tuple[Rule, ...]]] = {
+    "sft": {"sft": _OF_DATA_SETS},
+    "dpo": {"dpo": (*_OF_DATA_SETS, *preferences.RULES)},
 }
+"""By mode that learns from a data set; see ``config.offline``."""
 _OF_A_RUN: frozenset[Rule] = frozenset(
     {
         check_data_files,

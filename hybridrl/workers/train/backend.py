@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hybridrl.batch import CriticBatch, RolloutBatch, SupervisedBatch, TrainBatch
+from hybridrl.batch import (
+    CriticBatch,
+    PreferenceBatch,
+    RolloutBatch,
+    SupervisedBatch,
+    TrainBatch,
+)
 from hybridrl.errors import ConfigError
 from hybridrl.metrics import Metrics
 from hybridrl.models.packed import AttentionKernel
@@ -30,7 +36,7 @@ if TYPE_CHECKING:  # peft takes 2 s, which a run without adapters need not wait 
     from hybridrl.models.adapter import Adapter
 
 
-Rows: TypeAlias = RolloutBatch | TrainBatch | SupervisedBatch | CriticBatch
+Rows: TypeAlias = RolloutBatch | TrainBatch | SupervisedBatch | CriticBatch | PreferenceBatch
 
 Output: TypeAlias = Tensor | tuple[Tensor, ...]
 """Columns of scored tokens: a tuple of float [S], one float [columns, S], or [S] for one column.
@@ -42,6 +48,11 @@ Compute: TypeAlias = Callable[[nn.Module, PackedTokens], Output]
 LossOf: TypeAlias = Callable[[MicroBatch, Output], tuple[Tensor, Metrics]]
 """From a micro-batch and its output to its share of the global loss, to be *summed*, and metrics.
 For a dummy micro-batch the share is a 0 that carries a gradient, and metrics are empty."""
+
+
+def num_together(rows: Rows) -> int:
+    """Return how many adjacent rows one micro-batch must compute: both of a preference pair."""
+    return 2 if isinstance(rows, PreferenceBatch) else 1
 
 
 def as_columns(output: Output, num_columns: int) -> Tensor:

@@ -30,6 +30,7 @@ from hybridrl.workers.train.backend import (
     StepOutcome,
     as_columns,
     choose_kernel,
+    num_together,
 )
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.export import Configuration, configs_of
@@ -126,7 +127,9 @@ class FSDP2Backend:
 
     def microbatches(self, rows: Rows) -> MicroBatches:
         """Divide this rank's rows; every rank gets as many micro-batches."""
-        return self._batcher.divide(rows.token_ids_BL, rows.response_mask_BL)
+        return self._batcher.divide(
+            rows.token_ids_BL, rows.response_mask_BL, num_together=num_together(rows)
+        )
 
     @torch.no_grad()
     def forward(self, microbatches: MicroBatches, compute: Compute, *, num_columns: int) -> Tensor:

@@ -125,17 +125,28 @@ class MicroBatcher:
         return BatchRows(token_ids_N, mask_N, experts_NJK, num_scored_B, rows)
 
     def divide(
-        self, token_ids_BL: Tensor, response_mask_BL: Tensor, experts_BLJK: Tensor | None = None
+        self,
+        token_ids_BL: Tensor,
+        response_mask_BL: Tensor,
+        experts_BLJK: Tensor | None = None,
+        *,
+        num_together: int = 1,
     ) -> MicroBatches:
         """Plan this rank's micro-batches; a collective call.
 
         All ranks get equally many micro-batches, at least one; some may be dummies.
 
+        Args:
+            token_ids_BL: see ``read``.
+            response_mask_BL: see ``read``.
+            experts_BLJK: see ``read``.
+            num_together: adjacent rows that one micro-batch computes: 2 for preference pairs.
+
         Raises:
             DataError: see ``read``.
         """
         rows = self.read(token_ids_BL, response_mask_BL, experts_BLJK)
-        planned = plan(rows, max_tokens=self.max_tokens)
+        planned = plan(rows, max_tokens=self.max_tokens, num_together=num_together)
         most = int(self.ranks.gather([len(planned)]).max())
         num_microbatches = -(-max(most, 1) // self.group_size) * self.group_size
         dummies: list[list[int]] = [[]] * (num_microbatches - len(planned))
@@ -163,11 +174,7 @@ class MicroBatches:
     @property
     def num_tokens(self) -> int:
         """Tokens of all micro-batches without padding; a shared prompt counts once."""
-        return sum(
-            _count_tokens(self._rows, group)
-            for numbers in self._planned
-            for group in group_by_prompt(self._rows, numbers)
-        )
+        return sum(_count_all_tokens(self._rows, numbers) for numbers in self._planned)
 
     def __len__(self) -> int:
         return len(self._planned)
@@ -184,23 +191,33 @@ def group_by_prompt(rows: BatchRows, numbers: Iterable[int]) -> list[list[int]]:
     return list(groups.values())
 
 
-def plan(rows: BatchRows, *, max_tokens: int) -> list[list[int]]:
+def plan(rows: BatchRows, *, max_tokens: int, num_together: int = 1) -> list[list[int]]:
     """Return the rows of each micro-batch of at most ``max_tokens`` tokens.
 
-    A group that is too long for one micro-batch is divided. A longer row gets its own.
+    A group that is too long for one micro-batch is divided, but not between rows that belong
+    together. Longer rows, with those that belong to them, get their own.
     """
     groups: list[list[int]] = []
-    for group in group_by_prompt(rows, rows.by_number):
+    for units in _units_by_prompt(rows, num_together):
         fitting: list[int] = []
-        for number in group:
-            if fitting and _count_tokens(rows, [*fitting, number]) > max_tokens:
+        for unit in units:
+            if fitting and _count_all_tokens(rows, [*fitting, *unit]) > max_tokens:
                 groups.append(fitting)
                 fitting = []
-            fitting = [*fitting, number]
+            fitting = [*fitting, *unit]
         groups.append(fitting)
-    num_tokens = [_count_tokens(rows, group) for group in groups]
+    num_tokens = [_count_all_tokens(rows, group) for group in groups]
     planned = plan_microbatches(num_tokens, max_tokens=max_tokens)
     return [[number for index in indices for number in groups[index]] for indices in planned]
+
+
+def _units_by_prompt(rows: BatchRows, num_together: int) -> list[list[list[int]]]:
+    """Return the rows that belong together, grouped by the prompt of their first."""
+    units: dict[int, list[int]] = {}
+    for number in rows.by_number:
+        units.setdefault(number // num_together, []).append(number)
+    first = {unit[0]: unit for unit in units.values()}
+    return [[first[number] for number in group] for group in group_by_prompt(rows, first)]
 
 
 def lay_out(rows: BatchRows, numbers: Sequence[int], batcher: MicroBatcher) -> MicroBatch:
@@ -367,6 +384,11 @@ def _take_share(packed: _Packed, batcher: MicroBatcher) -> tuple[_Packed, int, P
         row_S=packed.row_S[is_own_S],
     )
     return own, shared.num_padding, shared.layout
+
+
+def _count_all_tokens(rows: BatchRows, numbers: Sequence[int]) -> int:
+    """Count the tokens of rows, each prompt once."""
+    return sum(_count_tokens(rows, group) for group in group_by_prompt(rows, numbers))
 
 
 def _count_tokens(rows: BatchRows, group: Sequence[int]) -> int:

@@ -155,3 +155,19 @@ def scored(microbatch: MicroBatch) -> list[tuple[int, ...]]:
         *(microbatch.token_index_S, microbatch.rows.row_T),
     )
     return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def test_rows_that_belong_together_share_a_micro_batch() -> None:
+    pairs = columns_of(
+        [[7, 8, 1, 2], [7, 8, 3, 2], [7, 8, 4, 2], [7, 8, 5, 2], [9, 1, 1], [9, 2, 2]],
+        [[0, 0, 1, 1]] * 4 + [[0, 1, 1]] * 2,
+    )
+    rows = BATCHER.read(*pairs)
+    assert plan(rows, max_tokens=4, num_together=2) == [[0, 1], [2, 3], [4, 5]]
+    assert plan(rows, max_tokens=1, num_together=2) == [[0, 1], [2, 3], [4, 5]]
+    assert plan(rows, max_tokens=6, num_together=2) == [[0, 1, 2, 3], [4, 5]]
+    # Ranks that share tokens, and attend with the varlen kernel, compute each prompt by itself.
+    share = ContextParallelRank(rank=0, size=2, gather=lambda x: x)
+    apart = make_batcher("varlen", share=share).read(*pairs)
+    assert plan(apart, max_tokens=5, num_together=2) == [[0, 1], [2, 3], [4, 5]]
+    assert plan(apart, max_tokens=12, num_together=2) == [[0, 1], [2, 3, 4, 5]]

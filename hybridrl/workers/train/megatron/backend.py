@@ -28,7 +28,15 @@ from hybridrl.errors import ModelError
 from hybridrl.metrics import Metrics, merge
 from hybridrl.models.adapter_names import file_name
 from hybridrl.models.load import WeightFiles
-from hybridrl.workers.train.backend import Compute, LossOf, Output, Rows, StepOutcome, as_columns
+from hybridrl.workers.train.backend import (
+    Compute,
+    LossOf,
+    Output,
+    Rows,
+    StepOutcome,
+    as_columns,
+    num_together,
+)
 from hybridrl.workers.train.export import Configuration
 from hybridrl.workers.train.megatron.architecture import megatron_architecture
 from hybridrl.workers.train.megatron.balance import LoadBalance
@@ -153,7 +161,10 @@ class MegatronBackend:
             DataError: see ``Backend.microbatches``; or rows lack the experts that a replay needs.
         """
         return self.stages.batcher.divide(
-            rows.token_ids_BL, rows.response_mask_BL, self._routes(rows)
+            rows.token_ids_BL,
+            rows.response_mask_BL,
+            self._routes(rows),
+            num_together=num_together(rows),
         )
 
     def forward(self, microbatches: MicroBatches, compute: Compute, *, num_columns: int) -> Tensor:

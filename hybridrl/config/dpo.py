@@ -1,0 +1,62 @@
+"""The ``dpo`` section."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from hybridrl.config import parts
+from hybridrl.config.limits import (
+    ArgumentValue,
+    Count,
+    CountOrZero,
+    NotNegative,
+    PreferenceBeta,
+    Rows,
+)
+from hybridrl.config.parts import PartKind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DpoConfig:
+    """Direct preference optimisation (``mode=dpo``). Mirrors hydra_configs/dpo/*.yaml."""
+
+    num_steps: Count
+    """Optimizer steps."""
+
+    batch_size: Rows
+    """Pairs per step over all ranks."""
+
+    loss: str
+    """The loss of a pair, as sigmoid, ipo, hinge or simpo (see docs/how-to/dpo.md), or
+    ``path/to/file.py:function``. One that reads log-ratios loads a reference."""
+
+    beta: PreferenceBeta | None
+    """Weight of a pair's log-ratios: small values let the policy leave the reference. Null: the
+    loss's own, 0.1 for most."""
+
+    loss_args: Mapping[str, ArgumentValue]
+    """Further numbers of the loss, as label_smoothing; those not given have its own defaults."""
+
+    sft_coefficient: NotNegative
+    """Weight of the negative log-likelihood of the chosen answer, the mean over its tokens, beside
+    the loss (arXiv:2404.19733, eq. 1). 0 is none."""
+
+    eval_every_num_steps: CountOrZero
+    """Steps between measurements on held-out pairs. 0: never."""
+
+    @property
+    def parts(self) -> tuple[tuple[PartKind, str, Mapping[str, ArgumentValue]], ...]:
+        """The loss as a part: kind, name, and the numbers that were given."""
+        beta = {} if self.beta is None else {"beta": self.beta}
+        return ((parts.PREFERENCE_LOSS, self.loss, {**beta, **self.loss_args}),)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads log-ratios to a reference."""
+        names = ("chosen_logratios_P", "rejected_logratios_P")
+        return any(parts.PREFERENCE_LOSS.reads(self.loss, name) for name in names)
+
+    def with_absolute_files(self) -> DpoConfig:
+        """Return the same section with an absolute path of the loss's file, if it has one."""
+        return replace(self, loss=parts.absolute(self.loss))

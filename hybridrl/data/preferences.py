@@ -1,0 +1,112 @@
+"""Preference pairs: a prompt with a chosen and a rejected answer, as tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.batch import PreferenceBatch, jagged
+from hybridrl.data.prompts import TokenizedRow
+from hybridrl.errors import DataError
+
+log = logging.getLogger(__name__)
+
+_MAX_ROWS_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class PreferencePair(TokenizedRow):
+    """A row with the tokens of its prompt and of both answers."""
+
+    chosen_ids: Tensor
+    """int64 [L], the answer and the end-of-sequence token."""
+
+    rejected_ids: Tensor
+    """int64 [L], likewise."""
+
+
+def tokenize_pairs(
+    rows: Sequence[TokenizedRow],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_answer_tokens: int,
+    drops_overlong: bool,
+) -> list[PreferencePair]:
+    """Tokenize both answers of every pair now, so that a bad one ends the run before it began.
+
+    Args:
+        rows: with a rejected answer, their prompts tokenized.
+        tokenizer: the one that tokenized the prompts; it adds no special token to an answer.
+        max_answer_tokens: the longest answer, with its end-of-sequence token.
+        drops_overlong: leave pairs with a longer answer out, instead of raising.
+
+    Returns:
+        The pairs in order; fewer if some were dropped.
+
+    Raises:
+        DataError: the answers of a pair have the same tokens; one is overlong and not dropped, or
+            all pairs were dropped; a row has no rejected answer.
+    """
+    if missing := [row.row.origin for row in rows if row.row.rejected is None]:
+        raise DataError(f"{missing[0]} has no rejected answer; set data.rejected_key=COLUMN")
+    chosen = _tokenize([row.row.answer for row in rows], tokenizer)
+    rejected = _tokenize([str(row.row.rejected) for row in rows], tokenizer)
+    pairs = [
+        PreferencePair(row.row, row.prompt_text, row.token_ids, *answers)
+        for row, *answers in zip(rows, chosen, rejected, strict=True)
+    ]
+    for pair in pairs:
+        if torch.equal(pair.chosen_ids, pair.rejected_ids):
+            raise DataError(
+                f"{pair.row.origin}: chosen and rejected answer have the same tokens; remove the "
+                "row"
+            )
+    long = [pair for pair in pairs if _longest(pair) > max_answer_tokens]
+    if long and (not drops_overlong or len(long) == len(pairs)):
+        raise DataError(_describe_overlong(long, max_answer_tokens=max_answer_tokens))
+    if long:
+        log.warning("dropped pairs with overlong answers: count=%d of=%d", len(long), len(pairs))
+    return [pair for pair in pairs if _longest(pair) <= max_answer_tokens]
+
+
+def build_preference_batch(pairs: Sequence[PreferencePair]) -> PreferenceBatch:
+    """Lay prompt and answer of each row end to end, with the chosen before the rejected answer.
+
+    Args:
+        pairs: P >= 1 pairs.
+
+    Returns:
+        2 P rows; the mask is on the answer and on the end-of-sequence token.
+    """
+    rows = [(pair.token_ids, ids) for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
+    masks = [torch.arange(len(p) + len(a)) >= len(p) for p, a in rows]
+    return PreferenceBatch(
+        token_ids_BL=jagged([torch.cat(row) for row in rows]),
+        response_mask_BL=jagged(masks),
+        batch_size=[len(rows)],
+    )
+
+
+def _tokenize(answers: list[str], tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
+    encoded = tokenizer(answers, add_special_tokens=False, return_attention_mask=False)
+    return [torch.tensor([*tokens, tokenizer.eos_token_id]) for tokens in encoded["input_ids"]]
+
+
+def _longest(pair: PreferencePair) -> int:
+    return max(len(pair.chosen_ids), len(pair.rejected_ids))
+
+
+def _describe_overlong(long: Sequence[PreferencePair], *, max_answer_tokens: int) -> str:
+    named = [f"{pair.row.origin} ({_longest(pair)} tokens)" for pair in long[:_MAX_ROWS_SHOWN]]
+    more = f" and {len(long) - _MAX_ROWS_SHOWN} more" if len(long) > _MAX_ROWS_SHOWN else ""
+    longest = max(_longest(pair) for pair in long)
+    return (
+        f"answers longer than rollout.max_response_tokens={max_answer_tokens}: {', '.join(named)}"
+        f"{more}; set rollout.max_response_tokens={longest}, or data.overlong_prompts=drop to "
+        "leave such pairs out"
+    )

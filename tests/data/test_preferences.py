@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from hybridrl.data.columns import Columns
+from hybridrl.data.files import read_rows
+from hybridrl.data.preferences import PreferencePair, build_preference_batch, tokenize_pairs
+from hybridrl.data.prompts import tokenize_rows
+from hybridrl.data.rows import Message, Row, fingerprint
+from hybridrl.data.sort_digits import build_sort_digits_rows
+from hybridrl.data.starter_tokenizer import build_starter_tokenizer
+from hybridrl.errors import DataError
+
+PAIRS = Columns(answer="chosen", rejected="rejected")
+CHATS = Columns(prompt=None, answer="chosen", rejected="rejected")
+USER = {"role": "user", "content": "1+1="}
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def read(tmp_path: Path, record: object, columns: Columns = PAIRS) -> Row:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(record))
+    (row,) = read_rows([path], columns=columns, key="data.train_files")
+    return row
+
+
+@pytest.mark.parametrize(
+    ("record", "columns"),
+    [
+        ({"prompt": [USER], "chosen": "2", "rejected": "3"}, PAIRS),
+        ({"prompt": [USER], "chosen": [said("2")], "rejected": [said("3")]}, PAIRS),
+        ({"prompt": [USER], "chosen": [USER, said("2")], "rejected": [USER, said("3")]}, PAIRS),
+        ({"chosen": [USER, said("2")], "rejected": [USER, said("3")]}, CHATS),
+        ({"prompt": "x", "chosen": [USER, said("2")], "rejected": [USER, said("3")]}, CHATS),
+    ],
+)
+def test_a_pair_is_text_or_chats_with_their_prompt(
+    tmp_path: Path, record: object, columns: Columns
+) -> None:
+    row = read(tmp_path, record, columns)
+    assert (row.prompt, row.answer, row.rejected) == ((Message("user", "1+1="),), "2", "3")
+
+
+@pytest.mark.parametrize(
+    ("record", "columns", "problem"),
+    [
+        ({"prompt": "a", "chosen": "b"}, PAIRS, "has no 'rejected'; set data.rejected_key"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, PAIRS, "'rejected' is None, must be"),
+        ({"prompt": "a", "chosen": "b", "rejected": " "}, PAIRS, "'rejected' is empty"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, PAIRS, "are equal: a pair needs two"),
+        (
+            {"prompt": "a", "chosen": [said("b")], "rejected": [said("b")]},
+            PAIRS,
+            "are equal: a pair needs two",
+        ),
+        (
+            {"prompt": "a", "chosen": [said("b")], "rejected": "c"},
+            PAIRS,
+            "'rejected' is 'c', must be a list of messages, as the other answer is",
+        ),
+        (
+            {"chosen": "b", "rejected": "c"},
+            CHATS,
+            "must be two or more messages, since data.prompt",
+        ),
+        ({"chosen": [said("b")], "rejected": [said("c")]}, CHATS, "must be two or more messages"),
+        (
+            {"chosen": [USER, said("b")], "rejected": [USER, USER]},
+            CHATS,
+            "the last message of 'rejected' is of role 'user', must be the assistant's",
+        ),
+        (
+            {"chosen": [USER, said("b")], "rejected": [said("x"), said("c")]},
+            CHATS,
+            "'chosen' and 'rejected' differ before their last message",
+        ),
+        (
+            {"prompt": "a", "chosen": [USER, said("b")], "rejected": [USER, said("c")]},
+            PAIRS,
+            "set data.prompt_key=null to take them as the prompt",
+        ),
+        ({"chosen": [USER, said("")], "rejected": [USER, said("c")]}, CHATS, "'chosen' is empty"),
+    ],
+)
+def test_a_bad_pair_is_named_by_file_and_line(
+    tmp_path: Path, record: object, columns: Columns, problem: str
+) -> None:
+    with pytest.raises(DataError) as raised:
+        read(tmp_path, record, columns)
+    assert "a.jsonl:1: " in str(raised.value)
+    assert problem in str(raised.value)
+
+
+def pairs_of(*answers: tuple[str, str | None], most: int = 9, drops: bool = False) -> list[str]:
+    tokenizer = build_starter_tokenizer()
+    rows = [
+        Row("12=", good, "s", f"f:{n}", rejected=bad) for n, (good, bad) in enumerate(answers, 1)
+    ]
+    tokenized = tokenize_rows(
+        rows, tokenizer, use_chat_template=False, max_prompt_tokens=9, overlong="error"
+    )
+    pairs = tokenize_pairs(tokenized, tokenizer, max_answer_tokens=most, drops_overlong=drops)
+    return [pair.row.origin for pair in pairs]
+
+
+def test_an_answer_has_as_many_tokens_as_a_response_may() -> None:
+    assert pairs_of(("12", "21"), ("123", "1"), most=3, drops=True) == ["f:1"]
+    with pytest.raises(DataError, match=r"max_response_tokens=3: f:2 \(4 tokens\); set .*tokens=4"):
+        pairs_of(("12", "21"), ("1", "123"), most=3)
+    with pytest.raises(DataError, match=r"f:1 .* f:2 "):
+        pairs_of(("123", "21"), ("1", "123"), most=3, drops=True)
+
+
+def test_a_pair_without_two_answers_is_refused() -> None:
+    with pytest.raises(DataError, match=r"f:2 has no rejected answer; set data.rejected_key"):
+        pairs_of(("12", "21"), ("1", None))
+    with pytest.raises(DataError, match="f:1: chosen and rejected answer have the same tokens"):
+        pairs_of(("1", "1"))
+
+
+def test_a_batch_has_the_chosen_row_before_the_rejected_one() -> None:
+    tokenizer = build_starter_tokenizer()
+    (row,) = build_sort_digits_rows(
+        1, split="train", seed=0, min_digits=3, max_digits=3, with_rejected=True
+    )
+    tokenized = tokenize_rows(
+        [row], tokenizer, use_chat_template=False, max_prompt_tokens=9, overlong="error"
+    )
+    pairs: list[PreferencePair] = tokenize_pairs(
+        tokenized, tokenizer, max_answer_tokens=4, drops_overlong=False
+    )
+    batch = build_preference_batch(pairs)
+    end = tokenizer.eos_token
+    texts = [tokenizer.decode(tokens) for tokens in batch.token_ids_BL.unbind()]
+    assert texts == [f"{row.prompt}{row.answer}{end}", f"{row.prompt}{row.rejected}{end}"]
+    assert [mask.tolist() for mask in batch.response_mask_BL.unbind()] == [
+        [False] * 4 + [True] * 4
+    ] * 2
+
+
+def test_a_rejected_answer_of_the_task_has_one_wrong_digit() -> None:
+    make = partial(build_sort_digits_rows, 50, split="train", seed=0, min_digits=1, max_digits=9)
+    rows = make(with_rejected=True)
+    for row in rows:
+        assert row.rejected is not None
+        assert sum(a != b for a, b in zip(row.answer, row.rejected, strict=True)) == 1
+    plain = make()
+    assert [row.prompt for row in plain] == [row.prompt for row in rows]
+    assert fingerprint(plain) != fingerprint(rows)
