@@ -93,6 +93,12 @@ class CriticBatch(TensorClass):
     returns_BL: Tensor  # float32 reward units, jagged, targets of the values
 
 
+class RewardBatch(TensorClass):
+    """The scores of B conversations by one reward model."""
+
+    rewards_B: Tensor  # float32
+
+
 class SupervisedBatch(TensorClass):
     """B prompt-and-answer rows for supervised fine-tuning."""
 

@@ -1,12 +1,17 @@
-"""Tiny causal language models, made from a configuration: weights on disk, no tokenizer."""
+"""Tiny language models and classifiers made from a configuration: weights on disk, no tokenizer."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 Family = Literal[
     "qwen3",
@@ -121,5 +126,32 @@ def make_tiny_model(
                     parameter.normal_(std=initializer_range)
                 elif family not in _PLAIN_NORMS and name.endswith("norm.weight"):
                     parameter.add_(torch.randn_like(parameter), alpha=initializer_range)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_tiny_classifier(
+    folder: Path,
+    family: Family = "qwen3",
+    *,
+    kind: Literal["sequence", "token"] = "sequence",
+    num_labels: int = 1,
+    seed: int = 0,
+    **changes: Any,
+) -> Path:
+    """Save the body of ``make_tiny_model`` with a random head of ``num_labels`` numbers."""
+    body = make_tiny_model(folder.with_name(f"{folder.name}-body"), family, seed=seed, **changes)
+    config = AutoConfig.from_pretrained(body, num_labels=num_labels)
+    classes = {
+        "sequence": AutoModelForSequenceClassification,
+        "token": AutoModelForTokenClassification,
+    }
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        model = classes[kind].from_config(config)
+        model.model.load_state_dict(AutoModelForCausalLM.from_pretrained(body).model.state_dict())
+        with torch.no_grad():
+            for parameter in model.score.parameters():
+                parameter.normal_()
     model.save_pretrained(folder)
     return folder

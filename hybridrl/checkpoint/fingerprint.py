@@ -102,7 +102,7 @@ def folder_fingerprints(model_folder: Path, *, with_weights: bool) -> Mapping[st
 
 
 def own_fingerprints(config: ExperimentConfig) -> Mapping[str, str]:
-    """Digest the user's functions, by the key that names their file, and the teacher's folder.
+    """Digest the user's functions, by the key that names their file, teacher and reward models.
 
     Files that these files import are not looked at.
     """
@@ -115,6 +115,9 @@ def own_fingerprints(config: ExperimentConfig) -> Mapping[str, str]:
     if teacher is not None:
         folder = Path(teacher)
         own["algorithm.teacher_path"] = _digest(folder, ("config.json",)) + _sample(folder)
+    for name, path in config.reward.model_paths.items():
+        digests = folder_fingerprints(Path(path), with_weights=True)
+        own |= {f"{kind} of reward model {name}": digest for kind, digest in digests.items()}
     return own
 
 

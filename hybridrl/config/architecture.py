@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hybridrl.config.families import FAMILIES, ExpertNames, Family, rope_of, unsupported_settings
 from hybridrl.config.model import ModelConfig, StarterConfig
@@ -114,8 +114,14 @@ class Architecture:
 
     rope_scaling: RopeScaling | None = None
 
+    window: int | None = None
+    """Tokens back to which attention reaches in Mistral and Mixtral; None: to the row's begin."""
+
     experts: MoEConfig | None = None
     """None in a dense model."""
+
+    classifier: Literal["sequence", "token"] | None = None
+    """A classifier gives scores to a sequence, or to its tokens. None predicts the next token."""
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""
@@ -252,8 +258,26 @@ def _of_values(values: Mapping[str, Any], family: Family) -> Architecture:
         norm_eps=float(values.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope["rope_theta"]),
         rope_scaling=_scaling(rope, size) if rope["rope_type"] == "llama3" else None,
+        window=_window(values, size) if "sliding_window" in family.defaults else None,
         experts=_experts(values, size) if "num_experts_per_tok" in family.defaults else None,
+        classifier=_classifier(values),
     )
+
+
+def _window(values: Mapping[str, Any], size: _SizeReader) -> int | None:
+    """Return the window of all layers; one as long as the context hides nothing."""
+    if values["sliding_window"] is None:
+        return None
+    width = size("sliding_window")
+    return width if width < size("max_position_embeddings") else None
+
+
+def _classifier(values: Mapping[str, Any]) -> Literal["sequence", "token"] | None:
+    names = values.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    if name.endswith("ForSequenceClassification"):
+        return "sequence"
+    return "token" if name.endswith("ForTokenClassification") else None
 
 
 def _max_positions(rope: Mapping[str, Any], size: _SizeReader) -> int:

@@ -76,6 +76,7 @@ _MISTRAL = {
     "intermediate_size": 14336,
     "num_key_value_heads": 8,
     "max_position_embeddings": 131072,
+    "sliding_window": 4096,
 }
 _QWEN_MOE = {
     **_QWEN,
@@ -101,6 +102,7 @@ _QWEN2_MOE = {
 }
 _MIXTRAL = {
     **_MISTRAL,
+    "sliding_window": None,
     "rms_norm_eps": 1e-5,
     "rope_theta": 1_000_000.0,
     "num_local_experts": 8,

@@ -20,7 +20,7 @@ _DATA = "set data=files data.train_files=[FILE.jsonl]"
 _FOLDER = "set trainer.run_dir=FOLDER"
 _TRACKERS = "set tracking.trackers=[tensorboard,wandb]"
 _GPUS = "set cluster=one_gpu cluster.num_ranks_per_node"
-_REWARD_MODEL = f"reward models are not supported yet; {_REWARD} to score with Python"
+_REWARD_MODEL = "set reward.function=model reward.args.path=FOLDER"
 _TURNS = f"tools and several turns are not supported yet; {_REWARD} to score one response"
 
 _KEYS: Mapping[str, str] = {

@@ -61,6 +61,19 @@ def read_weight_map(folder: Path) -> dict[str, str]:
     return weight_map
 
 
+def num_labels_of(folder: Path) -> int:
+    """Return the numbers that a classifier gives; transformers takes 2 where none are listed.
+
+    Raises:
+        ModelError: as ``read_settings``.
+    """
+    values = read_settings(folder)
+    labels, count = values.get("id2label"), values.get("num_labels")
+    if isinstance(labels, Mapping):
+        return len(labels)
+    return count if _is_whole(count) else 2
+
+
 def problem_of(folder: Path) -> str:
     """Return the error in the JSON files of an existing folder; empty if there is none."""
     try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 from hybridrl.config.limits import ArgumentValue, Seconds, Within
@@ -13,8 +14,12 @@ BUILT_IN_REWARDS: Mapping[str, str] = {
     "math": "math_answers",
     "code": "code_answers",
     "http": "remote",
+    "model": "reward_model",
 }
 """Module below ``hybridrl.rewards`` by the name of the function in it."""
+
+MODEL = "model"
+"""The function whose scores the ranks compute."""
 
 BATCH_COLUMNS = ("responses", "answers", "prompts", "sources", "lengths")
 """Inputs of a function that scores several rows in a call; the last is in tokens."""
@@ -45,7 +50,7 @@ class RewardConfig:
 
     function: str | None
     """A built-in name (exact_match, sorted_prefix, numeric, length, format, math, code,
-    http) or ``path/to/file.py:function``. Null with ``reward.functions``."""
+    http, model) or ``path/to/file.py:function``. Null with ``reward.functions``."""
 
     args: Mapping[str, ArgumentValue]
     """Numbers and texts of the function: its keyword-only parameters."""
@@ -74,3 +79,23 @@ class RewardConfig:
             return self.functions
         name = self.function.rpartition(":")[2]
         return {name: RewardPart(function=self.function, args=self.args)}
+
+    @property
+    def model_paths(self) -> Mapping[str, str]:
+        """Folders of the reward models, by the name of their reward."""
+        return {
+            name: str(part.args["path"])
+            for name, part in self.parts.items()
+            if part.function == MODEL and "path" in part.args
+        }
+
+    def with_absolute_files(self) -> RewardConfig:
+        """Return the same rewards with absolute paths of models, for any working folder."""
+        absolute = {
+            name: replace(part, args={**part.args, "path": str(Path(path).absolute())})
+            for name, path in self.model_paths.items()
+            for part in [self.parts[name]]
+        }
+        if self.function is not None:
+            return replace(self, args=absolute[MODEL].args) if absolute else self
+        return replace(self, functions={**self.functions, **absolute})

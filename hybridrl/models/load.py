@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PretrainedConfig,
     PreTrainedModel,
@@ -204,18 +205,49 @@ def build_empty_critic(
     Raises:
         ModelError: as ``build_empty_model``.
     """
+    critic = _build_empty_classifier(folder, AutoModelForTokenClassification, dtype=dtype)
+    _begin_head_at_zero(critic, device)
+    return critic
+
+
+def build_empty_reward_model(
+    folder: Path, *, files: WeightFiles, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """Build the folder's model without memory, with a score instead of the output embedding.
+
+    A classifier of one label has its head in the files. From a language model the head begins as
+    zeros: both rows of a pair then score 0, and the first loss is log 2.
+
+    Raises:
+        ModelError: as ``build_empty_model``; or weights are missing, unexpected or quantised.
+    """
+    is_of_tokens = "score.bias" in files.names
+    kind = AutoModelForTokenClassification if is_of_tokens else AutoModelForSequenceClassification
+    model = _build_empty_classifier(folder, kind, dtype=dtype)
+    if "score.weight" in files.names:
+        check_weights(model, files)
+    else:
+        check_weights(build_empty_model(folder, dtype=dtype), files)
+        _begin_head_at_zero(model, device)
+    return model
+
+
+def _build_empty_classifier(folder: Path, kind: Any, *, dtype: torch.dtype) -> PreTrainedModel:  # noqa: ANN401 - one of transformers' factories
     _check_model_type(folder)
     config = load_model_config(folder, num_labels=1)
     read_architecture(folder)
     with torch.device("meta"):
-        critic = AutoModelForTokenClassification.from_config(
+        model: PreTrainedModel = kind.from_config(
             config, dtype=dtype, attn_implementation=PACKED_ATTENTION
         )
-    critic.config.architectures = [type(critic).__name__]
-    critic.score.to_empty(device=device)
-    for parameter in critic.score.parameters():
+    model.config.architectures = [type(model).__name__]
+    return model
+
+
+def _begin_head_at_zero(model: PreTrainedModel, device: torch.device) -> None:
+    model.score.to_empty(device=device)
+    for parameter in model.score.parameters():
         nn.init.zeros_(parameter)
-    return critic
 
 
 def check_weights(model: PreTrainedModel, files: WeightFiles) -> None:

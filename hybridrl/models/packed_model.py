@@ -77,12 +77,14 @@ class PolicyModel(PackedModel):
 class ValueModel(PackedModel):
     """A language model whose output is one number instead of a distribution over tokens.
 
-    Its ``hf`` is a ``...ForTokenClassification`` with a single label, so other programs load an
-    export. The head's dropout is not used: it would add noise to advantages.
+    Its ``hf`` is a ``...ForTokenClassification`` with a single label, or as a reward model a
+    ``...ForSequenceClassification``, so other programs load an export. The head's dropout is not
+    used: it would add noise to advantages.
     """
 
     def forward(self, tokens: PackedTokens) -> Tensor:
         """Return the value of the state before each scored token, float32 [S] reward units."""
         score = self.hf.score
         hidden_SH = self.hidden_before_scored(tokens).float()
-        return linear(hidden_SH, score.weight.float(), score.bias.float())[:, 0]
+        bias = None if score.bias is None else score.bias.float()
+        return linear(hidden_SH, score.weight.float(), bias)[:, 0]

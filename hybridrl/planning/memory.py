@@ -8,14 +8,14 @@ Pure: reads config.json, allocates nothing. The contents of memory in each phase
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from hybridrl.config.architecture import Architecture, architecture_of, read_architecture
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.planning.activations import Activations
-from hybridrl.planning.model_memory import ModelMemory
+from hybridrl.planning.model_memory import REWARD_MODEL, ModelMemory
 from hybridrl.planning.plan import MemoryItem, MemoryKind, MemoryPlan, Phase, capacity_bytes
 from hybridrl.planning.rollout import RolloutMemory
 from hybridrl.planning.split import Split, count_parameters
@@ -110,6 +110,8 @@ class _Rank:
             models["reference"] = self.model
         if algorithm.teacher_path is not None:
             models["teacher"] = read_architecture(Path(algorithm.teacher_path))
+        for name, path in config.reward.model_paths.items():
+            models[f"{REWARD_MODEL}{name}"] = read_architecture(Path(path))
         if config.has_critic and not config.has_critic_pool:
             models["critic"] = self.model
         models = {"critic": self.model} if self.is_critic_pool else models
@@ -127,12 +129,15 @@ class _Rank:
                 yield self._phase("offload_optimizer", [*standing, copies])
             yield self._phase("sync", max(self._sync(), key=_total))
             yield self._phase("generate", self._generate(standing))
-        if last.has_value_head:
+            if reward_models := [model for model in self._models if model.is_reward_model]:
+                passes = [self._forward(model) for model in reward_models]
+                yield self._phase("reward", [*standing, *max(passes, key=_total)])
+        if last.is_critic:
             yield self._phase("values", [*standing, *self._forward(last)])
         scores = algorithm.scores_rollouts
         if scores and not self.is_critic_pool:
             yield self._phase("logprobs", [*standing, *self._forward(first)])
-        if last.has_value_head:
+        if last.is_critic:
             yield self._phase("critic_update", [*standing, *self._update(last)])
         if not self.is_critic_pool:
             yield self._phase("update", [*standing, *self._update(first)])
@@ -205,8 +210,10 @@ class _Rank:
 
     def _pass(self, model: ModelMemory, *, is_update: bool) -> Activations:
         workload = self.workload
-        if model.has_value_head:
+        if model.is_critic:
             workload = workload.of_critic(self.config)
+        if model.is_reward_model:  # each conversation is computed by itself
+            workload = replace(workload, group_size=1)
         if not is_update:
             workload = workload.scoring()
         return Activations(model, workload.microbatch(shares_prompts=model.shares_prompts))

@@ -21,6 +21,9 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 _FLOAT32 = 4
 
+REWARD_MODEL = "reward model "
+"""Begins the name of a reward model; that of its reward follows."""
+
 
 @dataclass(frozen=True)  # without slots: sizes are computed once
 class ModelMemory:
@@ -28,7 +31,7 @@ class ModelMemory:
 
     config: ExperimentConfig
     name: str
-    """actor, reference, teacher or critic."""
+    """actor, reference, teacher or critic; or ``reward model`` and the name of its reward."""
 
     architecture: Architecture
     stage: int = 0
@@ -39,7 +42,7 @@ class ModelMemory:
     @property
     def engine(self) -> EngineConfig:
         """The configuration section of the engine that trains it."""
-        return self.config.critic if self.has_value_head else self.config.actor
+        return self.config.critic if self.is_critic else self.config.actor
 
     @property
     def is_megatron(self) -> bool:
@@ -47,9 +50,19 @@ class ModelMemory:
         return self.engine.engine == "megatron"
 
     @property
+    def is_critic(self) -> bool:
+        """Whether it learns values of states."""
+        return self.name == "critic"
+
+    @property
+    def is_reward_model(self) -> bool:
+        """Whether it scores conversations."""
+        return self.name.startswith(REWARD_MODEL)
+
+    @property
     def has_value_head(self) -> bool:
         """One number per state replaces the vocabulary's logits and the output embedding."""
-        return self.name == "critic"
+        return self.is_critic or self.is_reward_model
 
     @property
     def adapter(self) -> LoraConfig | None:
@@ -66,7 +79,7 @@ class ModelMemory:
     def num_ranks(self) -> int:
         """Ranks that train it; a critic may have a pool of its own."""
         config = self.config
-        return config.num_critic_ranks if self.has_value_head else config.cluster.num_ranks
+        return config.num_critic_ranks if self.is_critic else config.cluster.num_ranks
 
     @cached_property
     def split(self) -> Split:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Self
 
@@ -19,6 +19,7 @@ from hybridrl.errors import RewardError
 from hybridrl.rewards import functions
 from hybridrl.rewards.child import Reward, RewardFunction
 from hybridrl.rewards.pool import RewardPool, usual_num_processes
+from hybridrl.rewards.reward_model import model
 from hybridrl.rewards.runner import RewardInputs, check_sandbox, find_function
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,9 @@ class RewardScorer:
             for name, part in self._parts.items()
             if part.function in _IN_DRIVER
         }
-        self._in_pool = [name for name in self._parts if name not in self._in_driver]
+        self._models = config.model_paths
+        known = {*self._in_driver, *self._models}
+        self._in_pool = [name for name in self._parts if name not in known]
         self._pool = self._start_pool()
 
     def __enter__(self) -> Self:
@@ -113,15 +116,21 @@ class RewardScorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def score(self, inputs: RewardInputs) -> Scores:
+    def score(
+        self, inputs: RewardInputs, *, model_scores: Mapping[str, Sequence[Reward]] | None = None
+    ) -> Scores:
         """Score B responses.
+
+        Args:
+            inputs: of the functions.
+            model_scores: B scores by each reward model, or why there is none.
 
         Raises:
             RewardError: with ``on_error="stop"``, a function raised, hung or ended its process.
                 Or it returned another number of rewards, or a value that is not a number that
                 training can compute with. Names function, response and prompt.
         """
-        outcomes = self._call(inputs)
+        outcomes = self._call(inputs) | self._normalize(model_scores or {})
         rows = range(len(inputs))
         by_row = [
             [self._check(outcomes[name][row], part) for name, part in self._parts.items()]
@@ -154,9 +163,21 @@ class RewardScorer:
             timeout_s=self._config.timeout_s,
         )
 
-    def _call(self, inputs: RewardInputs) -> Mapping[str, Mapping[int, Reward]]:
-        """Return the rewards of each function by row, or why there is none."""
+    def _normalize(self, scores: Mapping[str, Sequence[Reward]]) -> dict[str, dict[int, Reward]]:
+        """Return the rewards of each reward model by row, or why there is none."""
         by_name: dict[str, dict[int, Reward]] = {}
+        for name in self._models:
+            normalize: Callable[..., list[float]] = model
+            args = self._parts[name].args
+            by_name[name] = {
+                row: score if isinstance(score, str) else normalize([score], **args)[0]
+                for row, score in enumerate(scores[name])
+            }
+        return by_name
+
+    def _call(self, inputs: RewardInputs) -> dict[str, Mapping[int, Reward]]:
+        """Return the rewards of each function by row, or why there is none."""
+        by_name: dict[str, Mapping[int, Reward]] = {}
         for name, function in self._in_driver.items():
             by_name[name] = _score_here(function, inputs)
         if self._pool is not None:

@@ -21,7 +21,12 @@ from hybridrl.json_text import to_json_text
 from hybridrl.metrics import Metrics
 from hybridrl.models.folder import require_usable_model
 from hybridrl.rewards.scorer import RewardScorer
-from hybridrl.run.evaluation import build_eval_tasks, build_evaluator, eval_sample_taker
+from hybridrl.run.evaluation import (
+    build_eval_tasks,
+    build_evaluator,
+    eval_sample_taker,
+    scores_of,
+)
 from hybridrl.run.export_checkpoint import export_checkpoint
 from hybridrl.run.record import RunFolder
 from hybridrl.run.starter import find_model
@@ -29,6 +34,7 @@ from hybridrl.run.workers import start_workers
 from hybridrl.trainer.evaluate import EvalReport
 from hybridrl.trainer.policy import Policy
 from hybridrl.trainer.reward import TextReward
+from hybridrl.trainer.reward_models import load_reward_models
 
 log = logging.getLogger(__name__)
 
@@ -85,11 +91,12 @@ def _evaluate(config: ExperimentConfig, record: RunFolder) -> tuple[list[EvalRep
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
     tasks = build_eval_tasks(config, tokenizer, load_stop_token_ids(folder, tokenizer))
     samples = eval_sample_taker(config, tokenizer)
+    models = load_reward_models(config.reward)
     with RewardScorer(config.reward) as scorer:
         record.phase("start workers")
         with start_workers(config, folder) as workers:
             policy = cast(Policy, workers["actor"])
-            reward = TextReward(scorer, tokenizer)
+            reward = TextReward(scorer, tokenizer, scores_of(config, models, workers["actor"]))
             record.begin_step(1)
             record.phase("evaluate")
             reports, metrics = build_evaluator(config, policy, reward, tokenizer).evaluate(tasks)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,9 +14,11 @@ from hybridrl.data.answers import response_answers
 from hybridrl.data.source import build_prompt_step
 from hybridrl.run.rows import load_eval_rows
 from hybridrl.run.samples import SampleTaker
+from hybridrl.single_controller import WorkerGroup
 from hybridrl.trainer.evaluate import EvalTask, Evaluator
 from hybridrl.trainer.policy import Policy
 from hybridrl.trainer.reward import TextReward
+from hybridrl.trainer.reward_models import ModelScores, RewardModel, RewardRanks
 from hybridrl.workers.rollout.protocol import SamplingParams
 
 
@@ -43,6 +47,17 @@ def build_eval_tasks(
         return EvalTask(settings, task, sampling)
 
     return [build(settings) for settings in config.eval.all_sets()]
+
+
+def scores_of(
+    config: ExperimentConfig, models: Sequence[RewardModel], ranks: WorkerGroup
+) -> ModelScores | None:
+    """Let these ranks score with the reward models; None if there are none."""
+    if not models:
+        return None
+    return ModelScores(
+        models=models, ranks=cast(RewardRanks, ranks), num_groups=config.num_train_groups
+    )
 
 
 def build_evaluator(

@@ -17,7 +17,12 @@ from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.rewards.report import warn_of_useless_rewards
 from hybridrl.rewards.scorer import RewardScorer
-from hybridrl.run.evaluation import build_eval_tasks, build_evaluator, eval_sample_taker
+from hybridrl.run.evaluation import (
+    build_eval_tasks,
+    build_evaluator,
+    eval_sample_taker,
+    scores_of,
+)
 from hybridrl.run.plan_check import PlanCheck
 from hybridrl.run.record import RunFolder
 from hybridrl.run.rows import load_train_rows, within_epochs
@@ -34,6 +39,7 @@ from hybridrl.trainer.kl_coefficient import KLCoefficient
 from hybridrl.trainer.loop import Loop, UpdateGuard
 from hybridrl.trainer.policy import Critic, Policy
 from hybridrl.trainer.reward import TextReward
+from hybridrl.trainer.reward_models import load_reward_models
 from hybridrl.workers.rollout.protocol import SamplingParams
 
 
@@ -82,6 +88,7 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
         sampler=train_rows.sampler,
     )
     held_out = build_eval_tasks(config, tokenizer, stop_token_ids) if config.evaluates else []
+    reward_models = load_reward_models(config.reward)
     with RewardScorer(config.reward) as scorer:
         kl = KLCoefficient(config.algorithm.kl, num_rows=config.num_rows_per_step)
         rl = _ReinforcementLearning(
@@ -91,7 +98,9 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
             stop_token_ids=stop_token_ids,
             source=source,
             held_out=held_out,
-            reward=TextReward(scorer, tokenizer),
+            reward_with=lambda workers: TextReward(
+                scorer, tokenizer, scores_of(config, reward_models, workers["actor"])
+            ),
             kl=kl,
             plan_check=PlanCheck(config),
         )
@@ -110,7 +119,7 @@ class _ReinforcementLearning:
     held_out: Sequence[EvalTask]
     """The sets of evaluations; empty without evaluations."""
 
-    reward: TextReward
+    reward_with: Callable[[Workers], TextReward]
     kl: KLCoefficient
     plan_check: PlanCheck
 
@@ -155,7 +164,7 @@ class _ReinforcementLearning:
                 top_k=rollout.top_k,
                 stop_token_ids=self.stop_token_ids,
             ),
-            reward=self.reward,
+            reward=self.reward_with(workers),
             kl=self.kl,
             draw=self.source.next,
             on_phase=self.record.phase,
@@ -169,7 +178,10 @@ class _ReinforcementLearning:
         if not self.held_out:
             return lambda step: {}
         evaluator = build_evaluator(
-            self.config, cast(Policy, workers["actor"]), self.reward, self.tokenizer
+            self.config,
+            cast(Policy, workers["actor"]),
+            self.reward_with(workers),
+            self.tokenizer,
         )
         samples = eval_sample_taker(self.config, self.tokenizer)
 

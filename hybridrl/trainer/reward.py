@@ -11,6 +11,7 @@ from hybridrl.data.source import PromptStep
 from hybridrl.data.tokenizer import decode_responses
 from hybridrl.rewards.runner import RewardInputs
 from hybridrl.rewards.scorer import RewardScorer, Scores
+from hybridrl.trainer.reward_models import ModelScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,9 @@ class TextReward:
 
     scorer: RewardScorer
     tokenizer: PreTrainedTokenizerBase
+
+    models: ModelScores | None = None
+    """Has reward models score, if there are any."""
 
     def __call__(self, rollouts: RolloutBatch, task: PromptStep) -> Scores:
         """Score B rows, the responses to a prompt adjacent."""
@@ -31,4 +35,5 @@ class TextReward:
             sources=[row.row.source for row in rows],
             lengths=response_lengths(rollouts.response_mask_BL).tolist(),
         )
-        return self.scorer.score(inputs)
+        scores = {} if self.models is None else self.models(rows, inputs.responses)
+        return self.scorer.score(inputs, model_scores=scores)

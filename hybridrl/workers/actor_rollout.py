@@ -10,7 +10,14 @@ from typing import Any
 
 from hybridrl.algorithms.load import require_part
 from hybridrl.algorithms.squared_probs import squared_probs
-from hybridrl.batch import LogprobBatch, PromptBatch, RolloutBatch, TrainBatch
+from hybridrl.batch import (
+    LogprobBatch,
+    PromptBatch,
+    RewardBatch,
+    RolloutBatch,
+    SupervisedBatch,
+    TrainBatch,
+)
 from hybridrl.config import parts
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model_folder import read_settings
@@ -22,6 +29,7 @@ from hybridrl.workers.build import (
     build_follower,
     build_policy_loss,
     build_reference_engine,
+    build_reward_engines,
     build_rollout_engine,
     build_teacher_engine,
     build_train_engine,
@@ -107,6 +115,9 @@ class ActorRolloutWorker(CheckpointedWorker):
         self._teacher = build_teacher_engine(config, device)
         if self._teacher is not None:
             self.sharding.register("teacher", self._teacher)
+        self._reward_models = build_reward_engines(config, device)
+        for name, reward_model in self._reward_models.items():
+            self.sharding.register(f"reward model {name}", reward_model)
         self._vocab_size = int(read_settings(model_folder)["vocab_size"])
         self.start_checkpoints(seed=config.seed)
         self.register_train_mesh(self._actor)
@@ -179,6 +190,13 @@ class ActorRolloutWorker(CheckpointedWorker):
                 teacher = self._teacher.compute_logprobs(rollouts, temperature=temperature)
                 logprobs.teacher_logprobs_BL = teacher.logprobs_BL
         return logprobs
+
+    @register(TRAIN)
+    def compute_rewards(self, rows: SupervisedBatch, *, model: str) -> RewardBatch:
+        """Score conversations with a reward model, by the name of its reward."""
+        self.sharding.require_training()
+        with self.sharding.meter("reward"):
+            return self._reward_models[model].compute_rewards(rows)
 
     @register(TRAIN_METRICS)
     def update(self, batch: TrainBatch, *, kl_coefficient: float) -> Metrics:

@@ -27,6 +27,7 @@ from hybridrl.workers.train.fsdp2 import FSDP2Backend
 from hybridrl.workers.train.losses import PolicyGradientLoss
 from hybridrl.workers.train.megatron.context import MegatronContext
 from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
+from hybridrl.workers.train.reward_engine import RewardEngine
 
 _ADAPTER = "hybridrl.models.adapter"
 """Imported by name on request: peft takes 2 s, which a run without adapters saves."""
@@ -79,6 +80,16 @@ def build_teacher_engine(config: ExperimentConfig, device: torch.device) -> Poli
     if folder is None:
         return None
     return PolicyEngine(_build_backend(config, Path(folder), device, section=config.actor))
+
+
+def build_reward_engines(config: ExperimentConfig, device: torch.device) -> dict[str, RewardEngine]:
+    """Start the frozen reward models by the name of their reward; a collective call."""
+    return {
+        name: RewardEngine(
+            _build_backend(config, Path(folder), device, section=config.actor, is_reward_model=True)
+        )
+        for name, folder in config.reward.model_paths.items()
+    }
 
 
 def build_critic_engine(
@@ -164,6 +175,7 @@ def _build_backend(
     section: ActorConfig | CriticConfig,
     num_total_steps: int | None = None,
     lora: LoraConfig | None = None,
+    is_reward_model: bool = False,
 ) -> Backend:
     """Choose the training back end by ``section.engine``; without steps it does not learn."""
     adapter = None
@@ -177,6 +189,7 @@ def _build_backend(
             device=device,
             num_total_steps=num_total_steps,
             adapter=adapter,
+            is_reward_model=is_reward_model,
         )
     context = MegatronContext(
         megatron=config.megatron,
@@ -191,5 +204,6 @@ def _build_backend(
         context=context,
         num_total_steps=num_total_steps,
         adapter=adapter,
+        is_reward_model=is_reward_model,
     )
     return backend

@@ -41,6 +41,15 @@ ADAPTER = (
 _FOLDER = ("model.starter=null", "data.use_chat_template=false")
 _GEMMA = (*_FOLDER, "model.path=gemma")
 
+SCORER = ("reward.function=model",)
+
+
+def _scorer(model_type: str, num_labels: int = 1, kind: str = "Sequence") -> str:
+    labels = {str(n): f"LABEL_{n}" for n in range(num_labels)}
+    names = [f"SomeFor{kind}Classification"]
+    return json.dumps({"model_type": model_type, "architectures": names, "id2label": labels})
+
+
 # What the user typed, the key that is named, and a word of the rule.
 BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (
@@ -55,6 +64,31 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         ("algorithm=ppo", "algorithm.loss_aggregation=prompt_mean_token_mean"),
         "algorithm.loss_aggregation",
         "the critic's loss cannot be a mean over prompts",
+    ),
+    (SCORER, "reward.args.path", "model needs it and has no default"),
+    ((*SCORER, "reward.args.path=nowhere"), "reward.args.path", "does not exist"),
+    ((*SCORER, "reward.args.path=model"), "reward.args.path", "no scalar head"),
+    ((*SCORER, "reward.args.path=labels"), "reward.args.path", "gives 2 numbers"),
+    ((*SCORER, "reward.args.path=scorer"), "reward.args.path", "no tokenizer"),
+    ((*SCORER, "reward.args.path=unknown"), "reward.args.path", "'mamba2' is not supported"),
+    (
+        (*SCORER, *MEGATRON, "reward.args.path=mistral_scorer"),
+        "reward.args.path",
+        "and it is mistral",
+    ),
+    (
+        (
+            "reward.function=null",
+            "reward.functions={nice: {function: model, args: {path: model}}}",
+        ),
+        "reward.functions.nice.args.path",
+        "no scalar head",
+    ),
+    ((*_FOLDER, "model.path=scorer"), "model.path", "names a classifier"),
+    (
+        ("algorithm=distillation", "algorithm.teacher_path=scorer"),
+        "algorithm.teacher_path",
+        "has no log-probs",
     ),
     (("model.starter=null",), "model.path", "needs a model folder"),
     (("model.path=model",), "model.starter", "ignored"),
@@ -241,6 +275,16 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         (*SGLANG, "model.starter=null", "model.path=tied_moe"),
         "model.path",
         "does not tie that of qwen3_moe",
+    ),
+    (
+        (*SGLANG, "model.starter=null", "model.path=dense_moe"),
+        "model.path",
+        "gives all layers of qwen2_moe random ones",
+    ),
+    (
+        (*SGLANG, *_FOLDER, "model.path=mistral", "rollout.max_response_tokens=4090"),
+        "model.path",
+        "reaches back 4096 tokens (sliding_window), and that of SGLang over all of a row",
     ),
     (("rollout.tensor_parallel_size=2",), "rollout.tensor_parallel_size", "one rank"),
     (("mode=certify", "rollout=sglang"), "rollout.engine", "a generator of its own"),
@@ -861,7 +905,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             {"weight_map": {f"w{n}": f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}}
         ),
         "tied_moe/config.json": '{"model_type": "qwen3_moe", "tie_word_embeddings": true}',
+        "dense_moe/config.json": '{"model_type": "qwen2_moe", "mlp_only_layers": [1]}',
+        "mistral/config.json": '{"model_type": "mistral"}',
         "moe/config.json": json.dumps(QWEN3_MOE),
+        "scorer/config.json": _scorer("qwen3"),
+        "labels/config.json": _scorer("qwen3", num_labels=2),
+        "mistral_scorer/config.json": _scorer("mistral", kind="Token"),
         "gemma/config.json": '{"model_type": "gemma3_text"}',
         "capped/config.json": '{"model_type": "gemma3_text", "final_logit_softcapping": 30.0}',
         "dynamic/config.json": json.dumps(

@@ -28,7 +28,7 @@ OWN = {"recipes", *known_keys()}
         ("beta", "algorithm.kl.coefficient"),
         ("data.train_batch_size", "trainer.num_prompts_per_step"),
         ("algorithm.adv_estimator", "algorithm=ppo"),
-        ("reward_model.model.path", "reward models are not supported yet"),
+        ("reward_model.model.path", "reward.function=model"),
         ("trainer.total_epochs", "trainer.num_epochs"),
         ("batch_size", "trainer.num_prompts_per_step"),
         ("actor.lr", "actor.optimizer.lr"),

@@ -23,6 +23,7 @@ from hybridrl.metrics import Metrics, merge
 from hybridrl.workers.build import (
     build_critic_engine,
     build_reference_engine,
+    build_reward_engines,
     build_train_engine,
 )
 from hybridrl.workers.train.checkpoint_files import shards_of
@@ -30,6 +31,7 @@ from hybridrl.workers.train.critic_engine import CriticEngine
 from hybridrl.workers.train.model_engine import ModelEngine
 from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
 from hybridrl.workers.train.protocol import LearningEngine
+from hybridrl.workers.train.reward_engine import RewardEngine
 from tests.config.values import config_of
 from tests.contract.layouts import ENGINES, Layout
 from tests.ranks import RankPool
@@ -70,6 +72,12 @@ class Rank:
     def critic(self, folder: Path, config: CriticConfig = CRITIC) -> CriticEngine:
         critic = self._with_layout(config)
         return build_critic_engine(replace(self._config, critic=critic), folder, CPU)
+
+    def reward_model(self, folder: Path) -> RewardEngine:
+        args = {"path": str(folder)}
+        reward = replace(self._config.reward, function="model", functions={}, args=args)
+        config = replace(self._config_with(ACTOR, NO_ADAPTER), reward=reward)
+        return build_reward_engines(config, CPU)["model"]
 
     def _config_with(self, config: ActorConfig, lora: LoraConfig) -> ExperimentConfig:
         return replace(self._config, actor=self._with_layout(config), lora=lora)

@@ -32,13 +32,18 @@ from tests.workers.train.megatron.expert_layouts import running
 PROMPTS = make_prompts((1, 7, 33, 12, 2))
 # SGLang gives a Qwen3-MoE an output embedding of its own, whatever config.json says: it cannot be
 # tied there (0.5.21), and no published one is.
-TIED: dict[Family, bool] = {"qwen3": True, "llama": True, "qwen3_moe": False}
+TIED: dict[Family, bool] = {
+    "qwen3": True,
+    "llama": True,
+    "qwen3_moe": False,
+    "mistral": True,
+    "mixtral": False,
+    "qwen2_moe": False,
+}
 GREEDY = sampling_params(group=1, tokens=8, temperature=0.0)
 
 
-@pytest.fixture(
-    scope="module", params=["qwen3", pytest.param("llama", marks=pytest.mark.nightly), "qwen3_moe"]
-)
+@pytest.fixture(scope="module", params=["qwen2_moe", "mistral"])
 def family(request: pytest.FixtureRequest) -> Family:
     return request.param
 
@@ -50,7 +55,16 @@ def family_engine(
     if family == "qwen3":
         yield request.getfixturevalue("shared_engine")
         return
-    folder = make_tiny_model(tmp_path_factory.mktemp("boot"), family, tie_embeddings=TIED[family])
+    folder = make_tiny_model(
+        tmp_path_factory.mktemp("boot"),
+        family,
+        tie_embeddings=TIED[family],
+        **(
+            {"sliding_window": None}
+            if family == "mistral"
+            else ({"mlp_only_layers": []} if family == "qwen2_moe" else {})
+        ),
+    )
     with running_engine(server_spec(folder, routed_experts=family == "qwen3_moe")) as it:
         yield it
 
@@ -62,7 +76,15 @@ def test_greedy_tokens_are_those_of_hugging_face_after_each_sync(
     answers = []
     for version in range(3):
         folder = make_tiny_model(
-            tmp_path / str(version), family, seed=version, tie_embeddings=TIED[family]
+            tmp_path / str(version),
+            family,
+            seed=version,
+            tie_embeddings=TIED[family],
+            **(
+                {"sliding_window": None}
+                if family == "mistral"
+                else ({"mlp_only_layers": []} if family == "qwen2_moe" else {})
+            ),
         )
         sync(family_engine, weights_of(folder), version=version)
         found = family_engine.run(single_turn(PROMPTS, GREEDY))

@@ -163,6 +163,8 @@ def check_teacher(config: ExperimentConfig) -> Iterator[ConfigError]:
             f"the teacher has {teacher.vocab_size} tokens and the policy {policy.vocab_size}, so "
             "their log-probs cannot be compared"
         )
+    if teacher is not None and teacher.classifier is not None:
+        flaw = "its config.json names a classifier, which has no log-probs"
     if flaw:
         yield ConfigError(key, folder, flaw, fix="set it to a folder of the policy's family")
 

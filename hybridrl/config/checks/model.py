@@ -165,6 +165,13 @@ def check_model_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
     if config.mode == "check" and (missing := missing_file_of(Path(path))):
         yield ConfigError("model.path", path, missing, fix="download the folder again")
     model = find_architecture(config.model)
+    if model is not None and model.classifier is not None:
+        yield ConfigError(
+            "model.path",
+            path,
+            "its config.json names a classifier: such a model scores text and cannot write any",
+            fix="set model.path to a ...ForCausalLM; a reward model is reward.function=model",
+        )
     if model is not None and config.max_row_tokens > (context := model.max_positions):
         yield ConfigError(
             "model.path",

@@ -117,7 +117,7 @@ def _check_in_file(choice: _Choice, file: Path, name: str) -> Iterator[ConfigErr
             yield _missing_function(choice, file, names)
         return
     node = names[name]
-    if flaw := _flaw_of(node):
+    if spelled not in BUILT_IN_REWARDS and (flaw := _flaw_of(node)):
         fix = f"write def {name}({', '.join(BATCH_COLUMNS[:2])}): ..., or with other columns"
         yield ConfigError(key, spelled, f"it {flaw}", fix=fix)
     elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.decorator_list:

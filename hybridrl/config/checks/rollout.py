@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from importlib.util import find_spec
 
-from hybridrl.config.architecture import find_architecture
+from hybridrl.config.architecture import Architecture, find_architecture
 from hybridrl.config.checks.passed_arguments import refuse_own_arguments
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.rollout import ABORT_GRACE_S, FLUSH_TIMEOUT_S
@@ -144,18 +144,39 @@ def check_drain_fits_its_stage(config: ExperimentConfig) -> Iterator[ConfigError
     )
 
 
-def check_server_reads_the_model(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """SGLang (seen with 0.5.21) leaves a tied output embedding of Qwen3-MoE random."""
+_MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+
+
+def check_server_computes_the_model(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """SGLang (seen with 0.5.17, 0.5.21 and 0.5.23) ignores some settings of config.json."""
     model = find_architecture(config.model)
-    if config.rollout.engine != "sglang" or model is None or not model.is_tied:
-        return
-    if model.model_type == "qwen3_moe":
-        yield ConfigError(
-            "model.path",
-            config.model.path,
+    if config.rollout.engine == "sglang" and model is not None:
+        for rule, fix in _ignored_by_sglang(config, model):
+            yield ConfigError("model.path", config.model.path, rule, fix=fix)
+
+
+def _ignored_by_sglang(config: ExperimentConfig, model: Architecture) -> Iterator[tuple[str, str]]:
+    """Yield settings that SGLang would ignore, each with what to do."""
+    is_mixture = model.model_type in _MIXTURES
+    if is_mixture and model.is_tied:
+        yield (
             "its output embedding is tied (tie_word_embeddings), and SGLang does not tie that of "
-            "qwen3_moe: it would sample from a random one",
-            fix="untie it: save lm_head.weight, and tie_word_embeddings=false in config.json",
+            f"{model.model_type}: it would sample from a random one",
+            "untie it: save lm_head.weight, and tie_word_embeddings=false in config.json",
+        )
+    if is_mixture and model.has_dense_layers:
+        yield (
+            "some of its layers have no experts (decoder_sparse_step, mlp_only_layers), and SGLang "
+            f"gives all layers of {model.model_type} random ones",
+            "set model.path to a model with experts in each layer",
+        )
+    if model.window is not None and config.max_row_tokens > model.window:
+        yield (
+            f"its attention reaches back {model.window} tokens (sliding_window), and that of "
+            f"SGLang over all of a row, {config.max_row_tokens} tokens with data.max_prompt_tokens="
+            f"{config.data.max_prompt_tokens} and rollout.max_response_tokens="
+            f"{config.rollout.max_response_tokens}",
+            "set these to fit into the window, or rollout=hf",
         )
 
 
@@ -241,5 +262,5 @@ RULES = (
     check_graphs_can_be_released,
     check_server_computes_in,
     check_drain_fits_its_stage,
-    check_server_reads_the_model,
+    check_server_computes_the_model,
 )

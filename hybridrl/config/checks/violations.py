@@ -23,6 +23,7 @@ from hybridrl.config.checks import (
     parts,
     preferences,
     reward,
+    reward_models,
     rollout,
     trackers,
 )
@@ -89,11 +90,13 @@ _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
     "critic": critic.RULES,
     "batch sizes": batch_sizes.RULES,
     "reward": reward.RULES,
+    "reward models": reward_models.RULES,
     "evaluation": evaluation.RULES,
 }
 _EVAL_RULES: Mapping[str, tuple[Rule, ...]] = {
     "rollout": (*rollout.RULES, lora.check_lora_base),
     "reward": reward.RULES,
+    "reward models": reward_models.RULES,
     "evaluation": (*evaluation.RULES, evaluation.check_eval_checkpoint),
 }
 _OF_DATA_SETS = (batch_sizes.check_offline_batch, megatron.check_routes_were_sampled)

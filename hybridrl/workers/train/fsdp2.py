@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,7 @@ from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet,
 from hybridrl.workers.train.shards import (
     as_fsdp,
     build_model,
+    build_reward_model,
     full_tensor,
     local_shard,
     reshard,
@@ -62,6 +64,7 @@ class FSDP2Backend:
         device: where the model computes.
         num_total_steps: optimizer steps of the run, where the schedule ends; None does not learn.
         adapter: learns instead of the policy's weights, in float32.
+        is_reward_model: makes a value model with the head of the folder, if it has one.
 
     Raises:
         ModelError: the folder is not usable, or the adapter does not fit the model.
@@ -82,6 +85,7 @@ class FSDP2Backend:
         device: torch.device,
         num_total_steps: int | None = None,
         adapter: Adapter | None = None,
+        is_reward_model: bool = False,
     ) -> None:
         self.folder = folder
         self.device = device
@@ -96,14 +100,15 @@ class FSDP2Backend:
             ranks=self.data_ranks,
             device=device,
         )
-        self.model = build_model(
+        adapt = None if adapter is None else adapter.inject
+        build = build_reward_model if is_reward_model else partial(build_model, adapt=adapt)
+        self.model = build(
             folder,
             config=config,
             dtype=DTYPES[model_config.dtype],
             device=device,
             num_ranks=self.data_ranks.size,
             is_trainable=num_total_steps is not None,
-            adapt=None if adapter is None else adapter.inject,
         )
         self._optimizer: GuardedAdamW | None = None
         if num_total_steps is not None:

@@ -30,6 +30,7 @@ from hybridrl.models.load import (
     WeightSource,
     build_empty_critic,
     build_empty_model,
+    build_empty_reward_model,
     check_weights,
     fill_weights,
     finish_model,
@@ -70,6 +71,27 @@ def build_model(
         weights = files if adapt is None else adapt(hf, files)
         model = PolicyModel(hf, chunk_tokens=config.logprob_chunk_tokens)
     _fill_and_shard(model, weights, config=config, device=device, num_ranks=num_ranks)
+    return model
+
+
+def build_reward_model(
+    folder: Path,
+    *,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_ranks: int = 1,
+    is_trainable: bool = False,
+) -> PackedModel:
+    """Load a Hugging Face folder as a value model with the head of the folder, if it has one.
+
+    Raises:
+        ModelError: the folder is not usable; see ``hybridrl.models.load``.
+    """
+    files = WeightFiles(folder)
+    hf = build_empty_reward_model(folder, files=files, dtype=dtype, device=device)
+    model = ValueModel(hf.requires_grad_(is_trainable))
+    _fill_and_shard(model, files, config=config, device=device, num_ranks=num_ranks)
     return model
 
 

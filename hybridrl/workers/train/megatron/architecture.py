@@ -17,10 +17,6 @@ from hybridrl.errors import ModelError
 from hybridrl.models.load import read_model_type
 
 
-_WINDOWS = {"mistral": 4096, "mixtral": None}
-"""Families whose window has no switch, with the one of transformers where config.json has none."""
-
-
 def megatron_architecture(folder: Path) -> Architecture:
     """Read the architecture of a Hugging Face folder that megatron-core is to compute.
 
@@ -74,11 +70,8 @@ def _refused(values: Mapping[str, Any], architecture: Architecture) -> Iterator[
 def _window(values: Mapping[str, Any], architecture: Architecture) -> str:
     """Name the option whose window hides earlier tokens of a row; empty where none does."""
     layer_types = values.get("layer_types") or []
-    if architecture.model_type in _WINDOWS:
-        width = values.get("sliding_window", _WINDOWS[architecture.model_type])
-        # One as long as the context hides nothing.
-        hides = isinstance(width, int) and width < architecture.max_positions
-        return f"sliding_window={width!r}" if hides else ""
+    if architecture.window is not None:
+        return f"sliding_window={architecture.window}"
     slides = "sliding_attention" in layer_types
     if not layer_types and values.get("use_sliding_window"):
         first = values.get("max_window_layers", 28)

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoConfig, GenerationConfig
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    GenerationConfig,
+)
 
 from hybridrl.batch import RolloutBatch, TrainBatch
 from hybridrl.config.actor import ActorConfig
@@ -63,6 +68,7 @@ class MegatronBackend:
         context: parallel sizes and device, the same for all models of a process.
         num_total_steps: optimizer steps of the run, where the schedule ends; None does not learn.
         adapter: learns instead of the policy's weights, in float32.
+        is_reward_model: makes a value model with the head of the folder, if it has one.
 
     Raises:
         ModelError: the folder is not usable, or the adapter does not fit the model.
@@ -77,11 +83,13 @@ class MegatronBackend:
         context: MegatronContext,
         num_total_steps: int | None = None,
         adapter: Adapter | None = None,
+        is_reward_model: bool = False,
     ) -> None:
         self.folder = folder
         self.device = context.device
         self.adapter = adapter
         self._config = config
+        self._is_reward_model = is_reward_model
         architecture = megatron_architecture(folder)
         duty: Duty = "scores" if num_total_steps is None else "learns"
         self._stage_adapter: StageAdapter | None = None
@@ -89,7 +97,12 @@ class MegatronBackend:
             self._stage_adapter = StageAdapter(adapter, architecture)
             duty = self._stage_adapter.duty
         self.stages = Stages(
-            architecture, config=config, context=context, duty=duty, adapter=self._stage_adapter
+            architecture,
+            config=config,
+            context=context,
+            duty=duty,
+            adapter=self._stage_adapter,
+            is_reward_model=is_reward_model,
         )
         self.parallel = self.stages.parallel
         self.data_ranks = self.stages.batcher.ranks
@@ -233,14 +246,21 @@ class MegatronBackend:
 
     def hf_configs(self) -> Sequence[Configuration]:
         """Return the configurations of an exported folder."""
-        is_critic = isinstance(self._config, CriticConfig)
-        changes = {"num_labels": 1} if is_critic else {}
+        is_classifier = self._is_reward_model or isinstance(self._config, CriticConfig)
+        changes = {"num_labels": 1} if is_classifier else {}
         config = AutoConfig.from_pretrained(self.folder, local_files_only=True, **changes)
         config.dtype = self.stages.transformer.params_dtype
-        if is_critic:
-            classifier = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(config)]
-            config.architectures = [classifier.__name__]
-        if is_critic or not (self.folder / "generation_config.json").is_file():
+        if is_classifier:
+            scores_sequences = (
+                self._is_reward_model and self.stages.shard_map.architecture.classifier != "token"
+            )
+            classifiers = (
+                MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+                if scores_sequences
+                else MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+            )
+            config.architectures = [classifiers[type(config)].__name__]
+        if is_classifier or not (self.folder / "generation_config.json").is_file():
             return [config]
         return [config, GenerationConfig.from_pretrained(self.folder, local_files_only=True)]
 
@@ -298,7 +318,7 @@ class MegatronBackend:
 
     def _routes(self, rows: Rows) -> Tensor | None:
         """Return the experts that tokens must go through; None lets the model choose."""
-        is_policy = isinstance(self._config, ActorConfig)
+        is_policy = isinstance(self._config, ActorConfig) and not self._is_reward_model
         if not (is_policy and self._optimizer is not None and self.parallel.config.replay_routing):
             return None
         experts = rows.routed_experts_BLJK if isinstance(rows, RolloutBatch | TrainBatch) else None

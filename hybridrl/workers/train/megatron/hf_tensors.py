@@ -17,6 +17,8 @@ Shapes = dict[str, tuple[int, ...]]
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+SCORE = "score.weight"
+SCORE_BIAS = "score.bias"
 LAST_NORM = "model.norm.weight"
 
 _DENSE = ExpertNames()
@@ -36,7 +38,11 @@ def hf_tensors(architecture: Architecture) -> Shapes:
     for layer in range(architecture.num_layers):
         shapes |= _layer(architecture, layer)
     shapes[LAST_NORM] = (architecture.hidden_size,)
-    if not architecture.is_tied:
+    if architecture.classifier is not None:
+        shapes[SCORE] = (1, architecture.hidden_size)
+        if architecture.classifier == "token":
+            shapes[SCORE_BIAS] = (1,)
+    elif not architecture.is_tied:
         shapes[HEAD] = vocabulary
     return shapes
 

@@ -244,7 +244,7 @@ class PolicyHead(ColumnParallelLinear):
 
 
 class CriticStage(PackedStage):
-    """A stage of a critic; the last one values states."""
+    """A stage of a critic or of a reward model; the last one values states."""
 
     def __init__(
         self,
@@ -253,10 +253,11 @@ class CriticStage(PackedStage):
         parallel: Parallel,
         *,
         vp_stage: int | None,
+        has_bias: bool = True,
     ) -> None:
         super().__init__(config, architecture, parallel, vp_stage=vp_stage)
         if self.post_process:
-            self.score = ValueHead(config, parallel.device)
+            self.score = ValueHead(config, parallel.device, has_bias=has_bias)
 
     def forward(self, tokens: PackedTokens) -> Tensor:
         """Return hidden states, or on the last stage the value of each scored state, [S]."""
@@ -271,13 +272,18 @@ class CriticStage(PackedStage):
 class ValueHead(nn.Module):
     """One number for each state; begins as zeros, and every tensor-parallel rank has all of it."""
 
-    def __init__(self, config: TransformerConfig, device: torch.device) -> None:
+    def __init__(
+        self, config: TransformerConfig, device: torch.device, *, has_bias: bool = True
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(
             torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device)
         )
-        self.bias = nn.Parameter(torch.zeros(1, dtype=config.params_dtype, device=device))
+        self.bias: nn.Parameter | None = None
+        if has_bias:
+            self.bias = nn.Parameter(torch.zeros(1, dtype=config.params_dtype, device=device))
 
     def forward(self, hidden_SH: Tensor) -> Tensor:
         """Return values, float32 [S] reward units."""
-        return linear(hidden_SH.float(), self.weight.float(), self.bias.float())[:, 0]
+        bias = None if self.bias is None else self.bias.float()
+        return linear(hidden_SH.float(), self.weight.float(), bias)[:, 0]

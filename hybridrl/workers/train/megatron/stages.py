@@ -40,6 +40,7 @@ class Stages:
         context: parallel sizes and device.
         duty: the weights that learn.
         adapter: to put beside the layers.
+        is_reward_model: makes a value model, whose head has a bias if that of the files has one.
 
     Raises:
         ConfigError: ``model.attention`` does not run on the device in the compute type, or
@@ -57,10 +58,12 @@ class Stages:
         context: MegatronContext,
         duty: Duty,
         adapter: StageAdapter | None,
+        is_reward_model: bool = False,
     ) -> None:
         megatron, device = context.megatron, context.device
         self._config = config
         self._adapter = adapter
+        self._is_reward_model = is_reward_model
         self.parallel = start_parallel(context)
         self.shard_map = ShardMap(architecture, self.parallel.rank)
         kernels = choose_kernels(architecture, context, config, duty=duty)
@@ -108,8 +111,14 @@ class Stages:
 
     def _build(self, vp_stage: int | None) -> PackedStage:
         architecture = self.shard_map.architecture
-        if isinstance(self._config, CriticConfig):
-            return CriticStage(self.transformer, architecture, self.parallel, vp_stage=vp_stage)
+        if self._is_reward_model or isinstance(self._config, CriticConfig):
+            return CriticStage(
+                self.transformer,
+                architecture,
+                self.parallel,
+                vp_stage=vp_stage,
+                has_bias=not self._is_reward_model or architecture.classifier == "token",
+            )
         stage = PolicyStage(
             self.transformer,
             architecture,

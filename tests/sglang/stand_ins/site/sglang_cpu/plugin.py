@@ -16,6 +16,7 @@ from sglang_cpu import without_cuda
 
 BEFORE_OTHER_PROCESSES = "sglang.srt.entrypoints.engine._set_envs_and_config"
 BATCH_INVARIANT_KERNELS = "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode"
+SHARED_EXPERT = "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add"
 
 
 def install() -> None:
@@ -34,6 +35,7 @@ def install() -> None:
     add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     HookRegistry.register(BEFORE_OTHER_PROCESSES, _fork_them, HookType.AROUND)
     HookRegistry.register(BATCH_INVARIANT_KERNELS, _keep_the_kernels_of_torch, HookType.REPLACE)
+    HookRegistry.register(SHARED_EXPERT, _add_shared_expert, HookType.REPLACE)
 
 
 def _fork_them(original: Callable[..., None], *args: object, **kwargs: object) -> None:
@@ -47,3 +49,11 @@ def _fork_them(original: Callable[..., None], *args: object, **kwargs: object) -
 
 def _keep_the_kernels_of_torch(*, enable_bmm: bool = True) -> None:
     del enable_bmm
+
+
+def _add_shared_expert(
+    hidden_TH: torch.Tensor, gate_H: torch.Tensor, shared_TH: torch.Tensor, sum_TH: torch.Tensor
+) -> None:
+    """Add the shared expert of Qwen2-MoE to ``sum_TH``, as a Triton kernel of SGLang does."""
+    gate_T1 = torch.sigmoid((hidden_TH.float() * gate_H.float()).sum(dim=1, keepdim=True))
+    sum_TH.copy_(sum_TH.float() + gate_T1 * shared_TH.float())

@@ -1,0 +1,23 @@
+"""The reward that a model gives. Ranks compute its scores; see ``trainer/reward_models.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from hybridrl.config.limits import Within
+
+
+def model(
+    scores: Sequence[float],
+    *,
+    path: str,
+    mean: Annotated[float, Within(at_least=-1e6, at_most=1e6, why="a score")] = 0.0,
+    std: Annotated[float, Within(above=0.0, at_most=1e6, usual=1.0, why="a score")] = 1.0,
+) -> list[float]:
+    """Return the scores of the reward model in ``path``, less ``mean``, over ``std``.
+
+    ``path`` is a Hugging Face folder of a classifier with one label. Its own tokenizer and chat
+    template render prompt and response; the score is that of the last token.
+    """
+    return [(score - mean) / std for score in scores]
