@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks import figures
-from benchmarks.figure_stamps import FIGURES, Block, Figures, find_all_faults, find_faults, put
+from benchmarks.figure_stamps import (
+    FIGURES,
+    Block,
+    Figures,
+    digest_of,
+    find_all_faults,
+    find_faults,
+    put,
+)
 from benchmarks.figures import page
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +74,15 @@ def test_a_table_is_stale_when_a_source_means_something_else(
     assert find_faults(text, [measured], tmp_path) == [
         "gae: its table is older than what it measures; type: python -m benchmarks.publish gae"
     ]
+
+
+def test_comments_of_yaml_do_not_count_and_values_do(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    digests = []
+    for text in ("# why\nlr: 1e-5\n", "lr: 1e-5 # a third\n", "lr: 3e-5\n"):
+        recipe.write_text(text)
+        digests.append(digest_of("train", ["recipe.yaml"], tmp_path))
+    assert digests[0] == digests[1] != digests[2]
 
 
 def test_a_table_without_command_or_outside_a_stamp_is_a_fault(
