@@ -152,6 +152,12 @@ def response_lengths(mask_BL: Tensor) -> Tensor:
     return counts[row_offsets(mask_BL)].diff()
 
 
+def row_sums(values_BL: Tensor) -> Tensor:
+    """Add the values of each row of a jagged float [B, L] on the host, [B]."""
+    lengths_B = row_lengths(values_BL)
+    return torch.segment_reduce(values_BL.values(), "sum", lengths=lengths_B)
+
+
 def spread_over_tokens(values_B: Tensor, mask_BL: Tensor) -> Tensor:
     """Give each True token of row b the value ``values_B[b]``, others 0: jagged float32 [B, L].
 

@@ -112,7 +112,7 @@ def from_json(values: Mapping[str, Sequence[Any]]) -> Metrics:
 
 AREAS = (
     *("reward", "loss", "policy", "moe", "critic", "rollout", "length"),
-    *("groups", "time", "memory", "throughput", "data", "eval"),
+    *("preference", "groups", "time", "memory", "throughput", "data", "eval"),
 )
 """First parts of names, a closed list."""
 
@@ -155,6 +155,13 @@ loss/kl | reward or 1 | KL penalty per token times its coefficient
 loss/entropy | reward or 1 | entropy bonus per token times its coefficient, negative
 loss/value | reward^2 | critic: half the squared error of the value per token, clipped as PPO2 does
 loss/supervised_nats | nats | negative log-likelihood per token, supervised fine-tuning
+loss/preference | 1 | loss per preference pair, without the supervised term
+preference/accuracy | 1 | pairs whose chosen answer has the higher reward; equal ones do not count
+preference/margin/mean | reward | reward of the chosen less that of the rejected answer
+preference/chosen_reward/mean | reward | of the chosen answer: with dpo beta times its log-ratio
+preference/rejected_reward/mean | reward | the same of the rejected answer
+preference/chosen_logprob_nats/mean | nats | log-prob of the chosen answer, sum over its tokens
+preference/rejected_logprob_nats/mean | nats | log-prob of the rejected answer
 policy/entropy_nats/mean | nats | entropy of the next-token distribution at response tokens
 policy/kl_to_reference_nats/mean | nats | k3 estimate of KL(policy, reference) per token
 policy/kl_to_old_nats/mean | nats | k3 estimate of KL(policy that sampled, policy now) per token
@@ -253,6 +260,11 @@ eval/length/response_tokens/mean | tokens | response length on held-out prompts
 eval/pass_at_{k} | 1 | probability that one of k responses is correct, unbiased estimate
 eval/majority_at_{k} | 1 | groups of k responses whose most frequent answer is correct
 eval/truncated_fraction | 1 | held-out responses ended by the length limit
+eval/preference_loss | 1 | loss per held-out preference pair
+eval/accuracy | 1 | held-out pairs whose chosen answer has the higher reward
+eval/margin | reward | reward of the chosen less that of the rejected answer, held-out pairs
+eval/chosen_reward | reward | of the chosen answer of held-out pairs
+eval/rejected_reward | reward | of the rejected answer of held-out pairs
 eval/loss_nats | nats | negative log-likelihood per token on held-out rows, supervised fine-tuning
 """
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-from hybridrl.config.algorithm import AlgorithmConfig
+from hybridrl.config.limits import ArgumentValue
 from hybridrl.config.parts import PartKind
 from hybridrl.config.signatures import SignatureError
 from hybridrl.errors import ConfigError, HybridRLError, TrainingError
@@ -63,27 +63,36 @@ class Part:
             ) from error
 
 
-def load_part(algorithm: AlgorithmConfig, kind: PartKind) -> Part | None:
-    """Import the part of a kind; None if the algorithm has none of it.
+class HasParts(Protocol):
+    """A section of the configuration that names parts: ``algorithm`` or ``dpo``."""
+
+    @property
+    def parts(self) -> tuple[tuple[PartKind, str, Mapping[str, ArgumentValue]], ...]:
+        """Kind, name and given numbers of each part."""
+        ...
+
+
+def load_part(section: HasParts, kind: PartKind) -> Part | None:
+    """Import the part of a kind; None if the section names none of it.
 
     Raises:
         ConfigError: there is no such part here, or its file cannot be imported.
     """
-    for named, spelled, numbers in algorithm.parts:
+    for named, spelled, numbers in section.parts:
         if named is kind:
             return _load(kind, spelled, numbers)
     return None
 
 
-def require_part(algorithm: AlgorithmConfig, kind: PartKind) -> Part:
-    """Import a part that every algorithm has.
+def require_part(section: HasParts, kind: PartKind) -> Part:
+    """Import a part that the section always names.
 
     Raises:
         ConfigError: there is no such part here, or its file cannot be imported.
     """
-    part = load_part(algorithm, kind)
+    part = load_part(section, kind)
     if part is None:
-        raise ConfigError(kind.key, None, f"every algorithm has a {kind.noun}", f"set {kind.key}")
+        raise ConfigError(kind.key, None, f"there must be a {kind.noun}", f"set {kind.key}")
     return part
 
 

@@ -23,7 +23,8 @@ class CheckpointConfig:
 
     best_metric: str | None
     """Metric of a step, by which its checkpoint is judged: ``eval/math/pass_at_8``. Null: the
-    highest ``eval/reward/mean``; for supervised fine-tuning the lowest ``eval/loss_nats``."""
+    highest ``eval/reward/mean``; of preference pairs ``eval/accuracy``; for supervised fine-tuning
+    the lowest ``eval/loss_nats``."""
 
     best_is: Literal["highest", "lowest"]
     """Which values of ``checkpoint.best_metric`` are good."""

@@ -125,6 +125,13 @@ class ExperimentConfig:
         return self.mode in PAIR_MODES
 
     @property
+    def needs_reference(self) -> bool:
+        """Whether ranks hold the model as it was loaded: for a KL penalty, or a loss of pairs."""
+        if self.offline is not None:
+            return self.mode == "dpo" and self.dpo.needs_reference
+        return self.mode != "eval" and self.algorithm.kl.placement != "none"
+
+    @property
     def num_steps_key(self) -> str:
         """Key of the number of steps of this mode."""
         return "trainer.num_steps" if self.offline is None else f"{self.mode}.num_steps"

@@ -9,10 +9,11 @@ from hybridrl.report.charts import COLORS, base_layout, trace
 from hybridrl.report.findings import diagnose
 from hybridrl.report.learning_rules import RULES
 from hybridrl.report.markup import Html, card, figure_html, number, page, section, table, tag
-from hybridrl.report.run import Run
+from hybridrl.report.run import EVALUATIONS, Run
 
 _METRICS = (
     *("reward/mean", "eval/reward/mean", "loss/supervised_nats", "eval/loss_nats"),
+    *("loss/preference", "preference/accuracy", "eval/accuracy"),
     *("policy/entropy_nats/mean", "policy/kl_to_reference_nats/mean", "policy/grad_norm"),
     *("length/response_tokens/mean", "time/step_s"),
 )
@@ -43,8 +44,8 @@ def build_comparison(runs: Sequence[Run]) -> str:
 
 
 def _result(run: Run) -> list[str]:
-    rewards, losses = (run.history.get(n).finite for n in ("eval/reward/mean", "eval/loss_nats"))
-    held_out = rewards or losses
+    measured = (run.history.get(name).finite for name, _ in EVALUATIONS)
+    held_out = next(filter(None, measured), ())
     best = run.best_evaluation
     return [
         run.folder.name,

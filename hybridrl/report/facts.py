@@ -51,20 +51,28 @@ def _gpus() -> list[str]:
     return [f"{count} x {name}" for name, count in models.items()]
 
 
+_OFFLINE = {
+    "sft": "supervised fine-tuning",
+    "dpo": "direct preference optimisation",
+    "reward_model": "training of a reward model",
+}
+
+
 def facts_of(run: Run) -> Iterator[tuple[str, str]]:
     """Yield the main facts about a run: a label, and a value."""
-    text, is_sft = run.settings.text, run.settings.text("mode") == "sft"
+    text = run.settings.text
+    offline = _OFFLINE.get(text("mode"))
     keys = (
         "algorithm.name",
         "algorithm.advantage",
         "algorithm.policy_loss",
     )
     algorithm = ", ".join(filter(None, map(text, keys)))
-    yield "algorithm", "supervised fine-tuning" if is_sft else algorithm
+    yield "algorithm", offline or algorithm
     yield "model", _model(run.settings)
     yield "learning rate", text("actor.optimizer.lr")
     yield "seed", text("seed")
-    sampling = "" if is_sft else f", samples with {text('rollout.engine')}"
+    sampling = "" if offline else f", samples with {text('rollout.engine')}"
     yield "engines", f"trains with {text('actor.engine')}{sampling}"
     nodes, ranks = text("cluster.num_nodes"), text("cluster.num_ranks_per_node")
     yield "ranks", f"{nodes} x {ranks} on {text('cluster.device')}"

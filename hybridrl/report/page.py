@@ -40,6 +40,7 @@ _NUM_LOG_LINES = 60
 _FEW_STEPS = 5
 _KEY_METRICS = (
     *("reward/mean", "eval/reward/mean", "loss/supervised_nats", "eval/loss_nats"),
+    *("loss/preference", "preference/accuracy", "eval/accuracy"),
     *("length/response_tokens/mean", "time/step_s", "throughput/tokens_per_s"),
 )
 

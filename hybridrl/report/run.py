@@ -13,6 +13,9 @@ from hybridrl.report.settings import Settings
 
 _LOG_TAIL_BYTES = 64 << 10
 
+EVALUATIONS = (("eval/reward/mean", max), ("eval/accuracy", max), ("eval/loss_nats", min))
+"""Metrics of evaluations, and which value is the best."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
@@ -38,8 +41,8 @@ class Run:
 
     @property
     def best_evaluation(self) -> tuple[float, int] | None:
-        """The best held-out reward, or the lowest held-out loss, and its step."""
-        for name, choose in (("eval/reward/mean", max), ("eval/loss_nats", min)):
+        """The best held-out reward or accuracy, or the lowest held-out loss, and its step."""
+        for name, choose in EVALUATIONS:
             series = self.history.get(name)
             if series.finite:
                 best = choose(series.finite)

@@ -18,7 +18,7 @@ from hybridrl.metrics import Max, Metrics, Sum
 log = logging.getLogger(__name__)
 
 _MAX_FAILED_SAVES = 3
-_USUAL_SIGNS = {"eval/reward/mean": 1.0, "eval/loss_nats": -1.0}
+_USUAL_SIGNS = {"eval/reward/mean": 1.0, "eval/accuracy": 1.0, "eval/loss_nats": -1.0}
 """Metrics that checkpoints are judged by unless one is named; negative: low values are good."""
 
 

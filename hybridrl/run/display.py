@@ -23,6 +23,7 @@ from rich.table import Table
 
 _SHOWN = (
     *("reward/mean", "eval/reward/mean", "loss/supervised_nats", "eval/loss_nats"),
+    *("loss/preference", "preference/accuracy", "eval/accuracy", "preference/margin/mean"),
     *("length/response_tokens/mean", "rollout/truncated_fraction"),
     *("policy/entropy_nats/mean", "policy/kl_to_reference_nats/mean", "policy/grad_norm"),
     *("critic/explained_variance", "policy/sampler_mismatch_nats/mean", "policy/skipped_updates"),

@@ -16,6 +16,8 @@ METRICS = "metrics.jsonl"
 SCORES: Sequence[tuple[str, Callable[[Sequence[float]], float]]] = (
     ("eval/reward/mean", max),
     ("reward/mean", max),
+    ("eval/accuracy", max),
+    ("preference/accuracy", max),
     ("eval/loss_nats", min),
     ("loss/supervised_nats", min),
 )

@@ -1,4 +1,4 @@
-"""The loops of the two ways to train: reinforcement learning, and supervised fine-tuning."""
+"""The loop of reinforcement learning; ``run/offline.py`` has those that sample nothing."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from typing import cast
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.sampler import Sampler
 from hybridrl.data.source import PromptSource
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
-from hybridrl.data.turns import assistant_mask
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.rewards.report import warn_of_useless_rewards
 from hybridrl.rewards.scorer import RewardScorer
@@ -27,7 +25,7 @@ from hybridrl.run.evaluation import (
 )
 from hybridrl.run.plan_check import PlanCheck
 from hybridrl.run.record import RunFolder
-from hybridrl.run.rows import load_eval_rows, load_train_rows, within_epochs
+from hybridrl.run.rows import load_train_rows, within_epochs
 from hybridrl.run.samples import SampleTaker
 from hybridrl.run.workers import Workers
 from hybridrl.trainer.build_algorithm import (
@@ -38,11 +36,10 @@ from hybridrl.trainer.build_algorithm import (
 )
 from hybridrl.trainer.evaluate import EvalTask
 from hybridrl.trainer.kl_coefficient import KLCoefficient
-from hybridrl.trainer.loop import Loop, StepRecorder, UpdateGuard
-from hybridrl.trainer.policy import Critic, Learner, Policy
+from hybridrl.trainer.loop import Loop, UpdateGuard
+from hybridrl.trainer.policy import Critic, Policy
 from hybridrl.trainer.reward import TextReward
 from hybridrl.trainer.reward_models import load_reward_models
-from hybridrl.trainer.sft import SupervisedFineTuning
 from hybridrl.workers.rollout.protocol import SamplingParams
 
 
@@ -196,55 +193,3 @@ class _ReinforcementLearning:
             return metrics
 
         return evaluate
-
-
-@contextmanager
-def open_sft(config: ExperimentConfig, folder: Path, record: StepRecorder) -> Iterator[Training]:
-    """Load rows and tokenizer of supervised fine-tuning.
-
-    Args:
-        config: of the run.
-        folder: Hugging Face folder of the model to start from.
-        record: of the run.
-
-    Raises:
-        DataError: bad rows, by file and line, or no rows.
-        ModelError: the tokenizer cannot be used.
-    """
-    tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
-    train_rows = load_train_rows(config, tokenizer)
-    config = within_epochs(config, len(train_rows.rows))
-    held_out: list[TokenizedRow] = []
-    if config.sft.eval_every_num_steps:
-        held_out = load_eval_rows(config, config.eval.own_set(), tokenizer)
-
-    if config.sft.turns == "all":  # so that a bad one ends the run before it began
-        for row in (*train_rows.rows, *held_out):
-            assistant_mask(row, tokenizer)
-
-    def loop_of(workers: Workers) -> Loop:
-        fine_tuning = SupervisedFineTuning(
-            learner=cast(Learner, workers["actor"]),
-            tokenizer=tokenizer,
-            rows=train_rows.rows,
-            sampler=train_rows.sampler,
-            batch_size=config.sft.batch_size,
-            learns_all_turns=config.sft.turns == "all",
-            dp_size=config.num_train_groups,
-            on_phase=record.phase,
-        )
-
-        def evaluate(_: int) -> Metrics:
-            record.phase("evaluate")
-            return fine_tuning.evaluate(held_out)
-
-        return Loop(
-            take_step=lambda _: fine_tuning.step(),
-            evaluate=evaluate,
-            recorder=record,
-            num_steps=config.sft.num_steps,
-            eval_every=config.sft.eval_every_num_steps,
-            guard=UpdateGuard(max_skipped=config.trainer.max_skipped_updates),
-        )
-
-    yield Training(config=config, stream=train_rows.sampler, loop_of=loop_of)

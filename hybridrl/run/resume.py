@@ -80,7 +80,7 @@ def should_resume(config: ExperimentConfig) -> bool:
 
 def run_fingerprint(config: ExperimentConfig, model_folder: Path) -> RunFingerprint:
     """Return the fingerprint: everything that the numbers of this run depend on."""
-    reads_weights = config.lora.enabled or config.algorithm.kl.placement != "none"
+    reads_weights = config.lora.enabled or config.needs_reference
     return RunFingerprint(
         recipe=recipe_of(config),
         model_folder=str(model_folder.absolute()),

@@ -31,7 +31,7 @@ from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import ConfigError, TrainingError
 from hybridrl.json_text import to_json_text
 from hybridrl.metrics import Metrics
-from hybridrl.run.loops import open_sft
+from hybridrl.run.offline import open_sft
 from hybridrl.run.record import RunFolder
 from hybridrl.run.workers import start_workers
 from hybridrl.trainer.policy import Learner
@@ -45,7 +45,7 @@ _NUM_ROWS = 10_000
 _PACKAGE = Path(hybridrl.__file__).parent
 _CODE = (
     *("data/sampler.py", "data/sort_digits.py", "data/starter_tokenizer.py", "data/supervised.py"),
-    *("run/loops.py", "run/rows.py", "run/starter.py", "trainer/sft.py"),
+    *("run/offline.py", "run/rows.py", "run/starter.py", "trainer/sft.py"),
     *("workers/train/optimizer.py",),
 )
 """Versions that decide a starter's weights: another version makes another starter."""

@@ -14,7 +14,8 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.sampler import SamplerState
 from hybridrl.models.folder import require_usable_model
 from hybridrl.run.checkpoints import Checkpointer, Saver
-from hybridrl.run.loops import Training, open_rl, open_sft
+from hybridrl.run.loops import Training, open_rl
+from hybridrl.run.offline import OPEN_OFFLINE
 from hybridrl.run.record import RunFolder
 from hybridrl.run.resume import check_resumable, checkpoint_store, newest_step, run_fingerprint
 from hybridrl.run.starter import find_model
@@ -39,8 +40,9 @@ def train(config: ExperimentConfig, *, record: RunFolder) -> None:
     folder = find_model(config, record)
     record.phase("load data")
     require_usable_model(folder)
-    open_training = open_sft if config.mode == "sft" else open_rl
-    with open_training(config, folder, record) as training:
+    opens = OPEN_OFFLINE.get(config.mode)
+    opened = open_rl(config, folder, record) if opens is None else opens(config, folder, record)
+    with opened as training:
         origin = run_fingerprint(config, folder)
         check_resumable(config, origin, rows=training.stream.state())
         record.live.num_steps = training.config.num_steps

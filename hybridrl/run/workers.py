@@ -25,12 +25,20 @@ from hybridrl.single_controller import (
 )
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.critic import CriticWorker
-from hybridrl.workers.supervised import SupervisedWorker
+from hybridrl.workers.offline import PreferenceWorker, SupervisedWorker
+from hybridrl.workers.reward_model import RewardModelWorker
 
 log = logging.getLogger(__name__)
 
 Workers = Mapping[str, WorkerGroup]
 """Worker groups by role: ``actor``, and ``critic`` if the algorithm uses one."""
+
+_OFFLINE_WORKERS: Mapping[str, type[Worker]] = {
+    "sft": SupervisedWorker,
+    "dpo": PreferenceWorker,
+    "reward_model": RewardModelWorker,
+}
+"""By mode that learns from a data set."""
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _INSTALLED = ("site-packages", "dist-packages")
@@ -54,6 +62,7 @@ def start_workers(config: ExperimentConfig, model_folder: Path) -> Iterator[Work
         model=replace(config.model, path=str(model_folder)),
         algorithm=config.algorithm.with_absolute_files(),
         reward=config.reward.with_absolute_files(),
+        dpo=config.dpo.with_absolute_files(),
     )
     variables = rank_variables(config)
     workers: dict[str, WorkerGroup] = {}
@@ -74,8 +83,8 @@ def _pools_of(
 ) -> list[tuple[ClusterConfig, Mapping[str, type[Worker]]]]:
     """Return the processes to start: pools of ranks, each with the workers of one rank by role."""
     cluster = config.cluster
-    if config.mode == "sft":
-        return [(cluster, {"actor": SupervisedWorker})]
+    if config.mode in _OFFLINE_WORKERS:
+        return [(cluster, {"actor": _OFFLINE_WORKERS[config.mode]})]
     pool = replace(cluster, num_ranks_per_node=config.critic.num_ranks_per_node)
     if config.rollout.engine != "hf":  # the policy's workers start servers
         limit_s = cluster.start_timeout_s + config.rollout.start_timeout_s

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from torch import Tensor
+
 from hybridrl.batch import (
     CriticBatch,
     LogprobBatch,
+    PreferenceBatch,
     PromptBatch,
     RolloutBatch,
     SupervisedBatch,
@@ -82,6 +85,22 @@ class Learner(Protocol):
 
     def export_adapter(self, folder: Path) -> list[None]:
         """Write a peft folder; there must be an adapter."""
+        ...
+
+
+class PreferenceLearner(Protocol):
+    """A worker group of ``PreferenceWorker``."""
+
+    def compute_reference(self, batch: PreferenceBatch) -> Tensor:
+        """Return the reference's log-prob of each answer, float32 [B] nats."""
+        ...
+
+    def update(self, batch: PreferenceBatch) -> Metrics:
+        """Take one optimizer step."""
+        ...
+
+    def evaluate(self, batch: PreferenceBatch) -> Metrics:
+        """Return loss and accuracy on held-out pairs."""
         ...
 
 

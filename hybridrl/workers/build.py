@@ -65,11 +65,11 @@ def build_train_engine(
 def build_reference_engine(
     config: ExperimentConfig, model_folder: Path, device: torch.device, *, actor: PolicyEngine
 ) -> PolicyEngine | BaseModelReference | None:
-    """Start the frozen reference, if a KL penalty needs one; a collective call.
+    """Start the frozen reference, if a KL penalty or ``dpo.loss`` needs one; a collective call.
 
     With LoRA it is the actor without its adapter: no second copy.
     """
-    if config.algorithm.kl.placement == "none" or config.mode == "eval":
+    if not config.needs_reference:
         return None
     if config.lora.enabled:
         return BaseModelReference(actor)

@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from hybridrl.algorithms.aggregate import sequence_mean_token_sum
 from hybridrl.algorithms.load import Part
 from hybridrl.batch import (
+    PreferenceBatch,
     RolloutBatch,
     ScoreBatch,
     SupervisedBatch,
@@ -30,12 +32,16 @@ from hybridrl.workers.train.export import write_adapter_folder
 from hybridrl.workers.train.losses import SupervisedLoss
 from hybridrl.workers.train.microbatcher import MicroBatch
 from hybridrl.workers.train.model_engine import TOKEN_MEAN, GroupSizes, ModelEngine
+from hybridrl.workers.train.preference_objective import PreferenceObjective
 from hybridrl.workers.train.protocol import (
     TokenLoss,
     TokenLossInputs,
     TrainState,
     WeightSet,
 )
+
+_ROW_MEAN = Part.of(sequence_mean_token_sum)
+"""Each row of an optimizer step weighs the same, however long it is."""
 
 
 class PolicyEngine(ModelEngine):
@@ -58,7 +64,7 @@ class PolicyEngine(ModelEngine):
 
     def compute_logprobs(
         self,
-        rows: RolloutBatch | SupervisedBatch,
+        rows: RolloutBatch | SupervisedBatch | PreferenceBatch,
         *,
         temperature: float,
         use_adapter: bool = True,
@@ -133,6 +139,32 @@ class PolicyEngine(ModelEngine):
             max_response_tokens=1,
         )
 
+    def fit_pairs(self, batch: PreferenceBatch, objective: PreferenceObjective) -> Metrics:
+        """Take one optimizer step on the mean loss of all ranks' pairs, or skip it.
+
+        Args:
+            batch: this rank's pairs, with log-probs of the reference if the loss reads them.
+            objective: the loss.
+        """
+
+        def compute(model: nn.Module, tokens: PackedTokens) -> Output:
+            output: Output = model(tokens, 1.0)
+            return output
+
+        def weighted_loss(
+            microbatch: MicroBatch, output: Output, weights_S: Tensor
+        ) -> tuple[Tensor, Metrics]:
+            logprobs_S, _ = output
+            share, metrics = objective.of_microbatch(
+                microbatch,
+                logprobs_S,
+                reference_R=batch.reference_logprobs_B,
+                weights_S=weights_S,
+            )
+            return share, metrics | (count_tokens(microbatch) if self.is_output_rank else {})
+
+        return self._take_step(batch, compute, weighted_loss, aggregation=_ROW_MEAN)
+
     def export_adapter(self, folder: Path) -> None:
         """Write a peft folder, atomically; see ``write_adapter_folder``.
 
@@ -165,7 +197,7 @@ class BaseModelReference:
         self.is_output_rank = policy.is_output_rank
 
     def compute_logprobs(
-        self, rows: RolloutBatch | SupervisedBatch, *, temperature: float
+        self, rows: RolloutBatch | SupervisedBatch | PreferenceBatch, *, temperature: float
     ) -> ScoreBatch:
         """Score this rank's rows with the loaded model, without gradient."""
         return self._policy.compute_logprobs(rows, temperature=temperature, use_adapter=False)

@@ -1,0 +1,170 @@
+"""The loops of modes that learn from a data set: supervised fine-tuning, preference pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from hybridrl.config.architecture import read_architecture
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.data.conversations import (
+    ConversationPair,
+    build_conversation_batch,
+    pad_token_of,
+    tokenize_conversation_pairs,
+)
+from hybridrl.data.preferences import PreferencePair
+from hybridrl.data.prompts import TokenizedRow
+from hybridrl.data.tokenizer import load_tokenizer
+from hybridrl.data.turns import assistant_mask
+from hybridrl.metrics import Metrics
+from hybridrl.run.loops import Training
+from hybridrl.run.rows import (
+    load_eval_pairs,
+    load_eval_rows,
+    load_train_pairs,
+    load_train_rows,
+    within_epochs,
+)
+from hybridrl.run.workers import Workers
+from hybridrl.trainer.dpo import PreferenceOptimization
+from hybridrl.trainer.loop import Loop, StepRecorder, UpdateGuard
+from hybridrl.trainer.policy import Learner, PreferenceLearner
+from hybridrl.trainer.sft import SupervisedFineTuning
+
+
+@contextmanager
+def open_sft(config: ExperimentConfig, folder: Path, record: StepRecorder) -> Iterator[Training]:
+    """Load rows and tokenizer of supervised fine-tuning.
+
+    Args:
+        config: of the run.
+        folder: Hugging Face folder of the model to start from.
+        record: of the run.
+
+    Raises:
+        DataError: bad rows, by file and line, or no rows.
+        ModelError: the tokenizer cannot be used.
+    """
+    tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
+    train_rows = load_train_rows(config, tokenizer)
+    config = within_epochs(config, len(train_rows.rows))
+    held_out: list[TokenizedRow] = []
+    if config.sft.eval_every_num_steps:
+        held_out = load_eval_rows(config, config.eval.own_set(), tokenizer)
+
+    if config.sft.turns == "all":  # so that a bad one ends the run before it began
+        for row in (*train_rows.rows, *held_out):
+            assistant_mask(row, tokenizer)
+
+    def loop_of(workers: Workers) -> Loop:
+        fine_tuning = SupervisedFineTuning(
+            learner=cast(Learner, workers["actor"]),
+            tokenizer=tokenizer,
+            rows=train_rows.rows,
+            sampler=train_rows.sampler,
+            batch_size=config.sft.batch_size,
+            learns_all_turns=config.sft.turns == "all",
+            dp_size=config.num_train_groups,
+            on_phase=record.phase,
+        )
+        return _loop(
+            config, fine_tuning.step, lambda: fine_tuning.evaluate(held_out), record=record
+        )
+
+    yield Training(config=config, stream=train_rows.sampler, loop_of=loop_of)
+
+
+@contextmanager
+def open_dpo(config: ExperimentConfig, folder: Path, record: StepRecorder) -> Iterator[Training]:
+    """Load pairs and tokenizer of direct preference optimisation; see ``open_sft``."""
+    tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
+    train_pairs = load_train_pairs(config, tokenizer)
+    config = within_epochs(config, len(train_pairs.rows))
+    held_out: list[PreferencePair] = []
+    if config.dpo.eval_every_num_steps:
+        held_out = load_eval_pairs(config, config.eval.own_set(), tokenizer)
+
+    def loop_of(workers: Workers) -> Loop:
+        optimization = PreferenceOptimization(
+            learner=cast(PreferenceLearner, workers["actor"]),
+            pairs=train_pairs.rows,
+            sampler=train_pairs.sampler,
+            batch_size=config.dpo.batch_size,
+            needs_reference=config.needs_reference,
+            dp_size=config.num_train_groups,
+            on_phase=record.phase,
+        )
+        return _loop(
+            config, optimization.step, lambda: optimization.evaluate(held_out), record=record
+        )
+
+    yield Training(config=config, stream=train_pairs.sampler, loop_of=loop_of)
+
+
+@contextmanager
+def open_reward_model(
+    config: ExperimentConfig, folder: Path, record: StepRecorder
+) -> Iterator[Training]:
+    """Load pairs and tokenizer of a reward model that is trained; see ``open_sft``."""
+    tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
+    train_pairs = load_train_pairs(config, tokenizer)
+    config = within_epochs(config, len(train_pairs.rows))
+    tokenize = partial(
+        tokenize_conversation_pairs,
+        tokenizer=tokenizer,
+        pad_token_id=pad_token_of(folder, tokenizer),
+        max_tokens=read_architecture(folder).max_positions,
+    )
+    pairs = tokenize(train_pairs.rows)
+    held_out: list[ConversationPair] = []
+    if config.reward_model.eval_every_num_steps:
+        held_out = tokenize(load_eval_pairs(config, config.eval.own_set(), tokenizer))
+
+    def loop_of(workers: Workers) -> Loop:
+        training = PreferenceOptimization(
+            learner=cast(PreferenceLearner, workers["actor"]),
+            pairs=pairs,
+            sampler=train_pairs.sampler,
+            batch_size=config.reward_model.batch_size,
+            needs_reference=False,
+            dp_size=config.num_train_groups,
+            lay_out=build_conversation_batch,
+            on_phase=record.phase,
+        )
+        return _loop(config, training.step, lambda: training.evaluate(held_out), record=record)
+
+    yield Training(config=config, stream=train_pairs.sampler, loop_of=loop_of)
+
+
+OPEN_OFFLINE: Mapping[
+    str, Callable[[ExperimentConfig, Path, StepRecorder], AbstractContextManager[Training]]
+] = {"sft": open_sft, "dpo": open_dpo, "reward_model": open_reward_model}
+"""Loads a run, by mode that learns from a data set; see ``config.offline``."""
+
+
+def _loop(
+    config: ExperimentConfig,
+    step: Callable[[], Metrics],
+    measure: Callable[[], Metrics],
+    *,
+    record: StepRecorder,
+) -> Loop:
+    """Return the loop of a mode: its step, and its measurement on held-out rows."""
+
+    def evaluate(_: int) -> Metrics:
+        record.phase("evaluate")
+        return measure()
+
+    offline = config.offline
+    return Loop(
+        take_step=lambda _: step(),
+        evaluate=evaluate,
+        recorder=record,
+        num_steps=config.num_steps,
+        eval_every=0 if offline is None else offline.eval_every_num_steps,
+        guard=UpdateGuard(max_skipped=config.trainer.max_skipped_updates),
+    )

@@ -1,0 +1,144 @@
+"""Workers of modes that learn from a data set: the policy's training engine alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from hybridrl.algorithms.load import require_part
+from hybridrl.batch import PreferenceBatch, SupervisedBatch, response_lengths, row_sums
+from hybridrl.config import parts
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.errors import ConfigError
+from hybridrl.metrics import Mean, Metrics
+from hybridrl.single_controller import Dispatch, register
+from hybridrl.workers.actor_rollout import TRAIN, TRAIN_METRICS
+from hybridrl.workers.build import build_reference_engine, build_train_engine
+from hybridrl.workers.checkpointed import CheckpointedWorker
+from hybridrl.workers.process_group import end_process_group, start_process_group
+from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
+from hybridrl.workers.train.preference_objective import (
+    PairLogprobs,
+    PreferenceObjective,
+    mean_over_pairs,
+)
+from hybridrl.workers.train.protocol import LearningEngine
+
+
+class OfflineWorker(CheckpointedWorker):
+    """One rank of a policy that samples nothing."""
+
+    def __init__(self, config: ExperimentConfig, model_folder: Path) -> None:
+        """Start the training engine from a Hugging Face folder; a collective call."""
+        self._device = start_process_group(
+            device=config.cluster.device,
+            local_rank=self.local_rank,
+            timeout_s=config.cluster.collective_timeout_s,
+        )
+        self._engine = build_train_engine(config, model_folder, self._device)
+        self.start_checkpoints(seed=config.seed)
+        self.register_train_mesh(self._engine)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def export_hf(self, folder: Path) -> None:
+        """Write the model as a Hugging Face folder, atomically."""
+        self._engine.export_hf(folder)
+
+    def checkpointed_engine(self) -> LearningEngine:
+        """Return the engine."""
+        return self._engine
+
+    @register(Dispatch.ONE_TO_ALL)
+    def export_adapter(self, folder: Path) -> None:
+        """Write the model's adapter as a peft folder, atomically."""
+        self._engine.export_adapter(folder)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        super().close()
+        end_process_group()
+
+
+class SupervisedWorker(OfflineWorker):
+    """One rank of a model that learns from examples."""
+
+    @register(TRAIN_METRICS)
+    def fit(self, batch: SupervisedBatch) -> Metrics:
+        """Take one optimizer step on the mean negative log-likelihood of the masked tokens."""
+        return self._engine.fit(batch)
+
+    @register(TRAIN_METRICS)
+    def evaluate(self, batch: SupervisedBatch) -> Metrics:
+        """Score held-out rows: the same loss, no step."""
+        scored = self._engine.compute_logprobs(batch, temperature=1.0)
+        if not self._engine.is_output_rank:
+            return {}
+        mask_T = batch.response_mask_BL.values()
+        total = -scored.logprobs_BL.values()[mask_T].sum().item()
+        return {"eval/loss_nats": Mean(total, float(mask_T.sum()))}
+
+
+class PreferenceWorker(OfflineWorker):
+    """One rank of a model that learns from preference pairs."""
+
+    def __init__(self, config: ExperimentConfig, model_folder: Path) -> None:
+        """Start the training engine, and the reference if the loss reads it; a collective call."""
+        super().__init__(config, model_folder)
+        self._objective = PreferenceObjective(
+            require_part(config.dpo, parts.PREFERENCE_LOSS), config.dpo.sft_coefficient
+        )
+        self._reference = build_reference_engine(
+            config, model_folder, self._device, actor=self._engine
+        )
+
+    @register(TRAIN)
+    def compute_reference(self, batch: PreferenceBatch) -> torch.Tensor:
+        """Return the reference's log-prob of each answer, float32 [B] nats.
+
+        Raises:
+            ConfigError: the loss reads no log-ratios, so there is no reference.
+        """
+        if self._reference is None:
+            rule = "reads no log-ratios, so that no reference is loaded"
+            raise ConfigError("dpo.loss", self._objective.loss.spelled, rule, "do not ask for it")
+        return _answer_logprobs(self._reference, batch)
+
+    @register(TRAIN_METRICS)
+    def update(self, batch: PreferenceBatch) -> Metrics:
+        """Take one optimizer step on the mean loss of the pairs."""
+        return self._engine.fit_pairs(batch, self._objective)
+
+    @register(TRAIN_METRICS)
+    def evaluate(self, batch: PreferenceBatch) -> Metrics:
+        """Score held-out pairs: the same loss and metrics, no step.
+
+        Pairs without a response mask are not counted.
+        """
+        policy_P2 = _answer_logprobs(self._engine, batch).view(-1, 2)
+        reference_B = None if self._reference is None else self.compute_reference(batch)
+        lengths_P2 = response_lengths(batch.response_mask_BL).view(-1, 2)
+        counted_P = lengths_P2[:, 0] > 0
+        if not self._engine.is_output_rank or not counted_P.any():
+            return {}
+        reference_P2 = None if reference_B is None else reference_B.view(-1, 2)[counted_P]
+        pairs = PairLogprobs(policy_P2[counted_P], reference_P2, lengths_P2[counted_P])
+        _, values = self._objective(pairs)
+        metrics = mean_over_pairs(values, torch.ones(len(pairs.policy_P2)))
+        return {_EVAL_NAMES[name]: metrics[name] for name in _EVAL_NAMES}
+
+
+_EVAL_NAMES = {
+    "loss/preference": "eval/preference_loss",
+    "preference/accuracy": "eval/accuracy",
+    "preference/margin/mean": "eval/margin",
+    "preference/chosen_reward/mean": "eval/chosen_reward",
+    "preference/rejected_reward/mean": "eval/rejected_reward",
+}
+"""The metrics of held-out pairs, by those of training that they are."""
+
+
+def _answer_logprobs(
+    model: PolicyEngine | BaseModelReference, batch: PreferenceBatch
+) -> torch.Tensor:
+    return row_sums(model.compute_logprobs(batch, temperature=1.0).logprobs_BL)

@@ -1,0 +1,130 @@
+"""The objective of preference pairs: from log-probs of answers to losses and metrics.
+
+Legend: P pairs, the last axis of [P, 2] is the chosen and the rejected answer; S scored tokens of a
+micro-batch, R = 2 P' rows of the batch that it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.load import Part
+from hybridrl.algorithms.preference_losses import PreferenceLoss
+from hybridrl.errors import TrainingError
+from hybridrl.metrics import Mean, Metrics
+from hybridrl.workers.train.microbatcher import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class PairLogprobs:
+    """Log-probs of the answers of P pairs: sums over their tokens, in nats."""
+
+    policy_P2: Tensor  # float32, may have a gradient
+    reference_P2: Tensor | None  # float32; None for a loss that reads no log-ratios
+    lengths_P2: Tensor  # int64, tokens of each answer, at least 1
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceObjective:
+    """A loss of pairs, and the likelihood of the chosen answer beside it."""
+
+    loss: Part
+    """Of ``algorithms/preference_losses.py``."""
+
+    sft_coefficient: float = 0.0
+    """Weight of the chosen answer's negative log-likelihood per token (arXiv:2404.19733, eq. 1)."""
+
+    def __call__(self, pairs: PairLogprobs) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the loss of each pair, [P], and metrics to average over pairs, each [P].
+
+        Raises:
+            TrainingError: the loss raised, or returned another number of losses than pairs.
+        """
+        chosen_P, rejected_P = pairs.policy_P2.unbind(dim=1)
+        lengths_P2 = pairs.lengths_P2.to(chosen_P.dtype)
+        ratios_P2 = None if pairs.reference_P2 is None else pairs.policy_P2 - pairs.reference_P2
+        result = self.loss(
+            chosen_logprobs_P=chosen_P,
+            rejected_logprobs_P=rejected_P,
+            chosen_logratios_P=None if ratios_P2 is None else ratios_P2[:, 0],
+            rejected_logratios_P=None if ratios_P2 is None else ratios_P2[:, 1],
+            chosen_lengths_P=lengths_P2[:, 0],
+            rejected_lengths_P=lengths_P2[:, 1],
+        )
+        if not isinstance(result, PreferenceLoss):
+            rewards_P2 = (pairs.policy_P2 if ratios_P2 is None else ratios_P2).detach()
+            result = PreferenceLoss(result, rewards_P2[:, 0], rewards_P2[:, 1])
+        losses_P = result.losses_P
+        if not isinstance(losses_P, Tensor) or losses_P.shape != chosen_P.shape:
+            shape = list(losses_P.shape) if isinstance(losses_P, Tensor) else type(losses_P)
+            raise TrainingError(
+                f"{self.loss.key}={self.loss.spelled} returned {shape}; return the loss of each "
+                f"of {len(chosen_P)} pairs"
+            )
+        margins_P = result.chosen_rewards_P - result.rejected_rewards_P
+        metrics = {
+            "loss/preference": losses_P,
+            "preference/chosen_reward/mean": result.chosen_rewards_P,
+            "preference/rejected_reward/mean": result.rejected_rewards_P,
+            "preference/margin/mean": margins_P,
+            "preference/accuracy": (margins_P > 0).to(margins_P.dtype),
+            "preference/chosen_logprob_nats/mean": chosen_P,
+            "preference/rejected_logprob_nats/mean": rejected_P,
+        }
+        if self.sft_coefficient:
+            metrics["loss/supervised_nats"] = -chosen_P / lengths_P2[:, 0]
+            losses_P = losses_P + self.sft_coefficient * metrics["loss/supervised_nats"]
+        return losses_P, {name: values_P.detach() for name, values_P in metrics.items()}
+
+    def of_microbatch(
+        self,
+        microbatch: MicroBatch,
+        logprobs_S: Tensor,
+        *,
+        reference_R: Tensor | None,
+        weights_S: Tensor,
+    ) -> tuple[Tensor, Metrics]:
+        """Return a micro-batch's share of the global loss, to be *summed*, and its metrics.
+
+        Ranks that share the tokens of a pair all compute its loss; each counts for its share of
+        them.
+
+        Args:
+            microbatch: has both rows of a pair, or neither; a dummy one has a share of 0 with a
+                gradient, and no metrics.
+            logprobs_S: float32 nats of this rank's tokens, with gradient.
+            reference_R: float32 nats, sums of the reference, of all rows of the batch.
+            weights_S: share of each token's *row* in the mean over all rows of the step.
+        """
+        rows = microbatch.rows
+        sums_P2, weights_P2 = (rows.sum(logprobs_S).view(-1, 2), rows.mean(weights_S).view(-1, 2))
+        lengths_P2 = rows.lengths_R.view(-1, 2)
+        computed_P = (lengths_P2 > 0).all(dim=1).nonzero()[:, 0]
+        if not len(computed_P):
+            return sums_P2.sum() * 0.0, {}
+        own_P2 = rows.row_T.bincount(minlength=len(rows.lengths_R)).view(-1, 2)
+        shares_P = (own_P2.sum(dim=1) / lengths_P2.sum(dim=1))[computed_P]
+        pairs = PairLogprobs(
+            sums_P2[computed_P],
+            None if reference_R is None else reference_R.to(sums_P2).view(-1, 2)[computed_P],
+            lengths_P2[computed_P],
+        )
+        losses_P, values = self(pairs)
+        share = (losses_P * shares_P * weights_P2.sum(dim=1)[computed_P]).sum()
+        return share, mean_over_pairs(values, shares_P)
+
+
+def mean_over_pairs(values: Mapping[str, Tensor], shares_P: Tensor) -> Metrics:
+    """Return metrics of pairs as means that merge, in one transfer to the host.
+
+    Args:
+        values: of each pair, [P] each, by name.
+        shares_P: the part of each pair that this rank counts for, 1 for all of it.
+    """
+    sums = [(values_P * shares_P).sum() for values_P in values.values()]
+    *totals, count = torch.stack([*sums, shares_P.sum()]).tolist()
+    return {name: Mean(total, count) for name, total in zip(values, totals, strict=True)}
