@@ -116,6 +116,20 @@ class PlainPolicy(Plain):
         logprobs, _ = self.score(batch, temperature=1.0)
         return self.step(-logprobs.sum() / batch.response_mask_BL.values().sum())
 
+    def prefer(self, batch: Any, *, beta: float, sft_coefficient: float) -> tuple[float, float]:
+        """Take a step of DPO (arXiv:2305.18290, 7) on rows 2i, chosen, and 2i + 1, rejected."""
+        logprobs, _ = self.score(batch, temperature=1.0)
+        masks = batch.response_mask_BL.unbind()
+        rows = logprobs.split([len(mask) for mask in masks])
+        losses = []
+        for at in range(0, len(rows), 2):
+            chosen, rejected = (rows[at + n].sum() for n in (0, 1))
+            reference = batch.reference_logprobs_B[at] - batch.reference_logprobs_B[at + 1]
+            margin = beta * (chosen - rejected - reference)
+            losses.append(torch.log1p(torch.exp(-margin)))
+            losses[-1] = losses[-1] - sft_coefficient * chosen / masks[at].sum()
+        return self.step(torch.stack(losses).mean())
+
 
 class PlainCritic(Plain):
     """A critic whose head begins as zeros."""

@@ -1,0 +1,69 @@
+"""Steps on preference pairs are those of the plain model, however pairs are divided."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.load import Part
+from hybridrl.algorithms.preference_losses import sigmoid
+from hybridrl.batch import PreferenceBatch
+from hybridrl.metrics import Metrics
+from hybridrl.workers.train.preference_objective import PreferenceObjective
+from tests.contract.layouts import on_layouts
+from tests.contract.plain import PlainPolicy
+from tests.contract.ranks_under_test import (
+    Rank,
+    RanksUnderTest,
+    merge_metrics,
+    output_metrics,
+    rows_of_rank,
+)
+from tests.workers.train.engines import ACTOR, make_rows, weights_of
+
+pytestmark = on_layouts(compares_numbers=True)
+
+BETA, SFT = 0.3, 0.5
+NUM_STEPS = 2
+
+
+def make_pairs() -> PreferenceBatch:
+    """Three pairs, of which a rank gets two at most."""
+    rows = make_rows(6, num_siblings=2)
+    return PreferenceBatch(
+        token_ids_BL=rows.token_ids_BL,
+        response_mask_BL=rows.response_mask_BL,
+        reference_logprobs_B=-torch.arange(6.0),
+        batch_size=[6],
+    )
+
+
+def _prefer(rank: Rank, folder: Path, max_tokens: int) -> tuple[list[Metrics], dict[str, Tensor]]:
+    engine = rank.policy(folder, replace(ACTOR, max_tokens_per_microbatch=max_tokens))
+    objective = PreferenceObjective(Part.of(sigmoid, beta=BETA), SFT)
+    batch = rows_of_rank(make_pairs(), engine, 4)
+    steps = [output_metrics(engine, engine.fit_pairs(batch, objective)) for _ in range(NUM_STEPS)]
+    return steps, weights_of(engine)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 1000], ids=["many micro-batches", "one"])
+def test_steps_on_pairs_are_those_of_the_plain_model(
+    ranks: RanksUnderTest, folder: Path, max_tokens: int
+) -> None:
+    model = PlainPolicy(folder, ACTOR.optimizer)
+    expected = [
+        model.prefer(make_pairs(), beta=BETA, sft_coefficient=SFT) for _ in range(NUM_STEPS)
+    ]
+    answers = ranks.run(_prefer, folder, max_tokens)
+    for step, (loss, norm) in enumerate(expected):
+        metrics = merge_metrics([answer[0][step] for answer in answers])
+        total = metrics["loss/preference"] + SFT * metrics["loss/supervised_nats"]
+        assert total == pytest.approx(loss, rel=1e-5)
+        assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    for name, tensor in model.weights().items():
+        torch.testing.assert_close(answers[0][1][name], tensor, atol=1e-5, rtol=0, msg=name)
+    assert expected[1][0] < expected[0][0]
