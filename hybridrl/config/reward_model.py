@@ -25,5 +25,9 @@ class RewardModelConfig:
     """Weight of the squared sum of a pair's scores, which keeps scores near 0
     (arXiv:2312.09244, eq. 2). 0 is off; 0.01 is usual."""
 
+    margin_key: str | None
+    """Column of numbers: by how much the score of the chosen answer must be higher (Llama 2,
+    arXiv:2307.09288, eq. 2). Null: 0."""
+
     eval_every_num_steps: CountOrZero
     """Steps between measurements on held-out pairs. 0: never."""

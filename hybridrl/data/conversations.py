@@ -136,8 +136,12 @@ def build_conversation_batch(
         [tokens for pair in pairs for tokens in (pair.chosen, pair.rejected)],
         [counts for counts in counted for _ in range(2)],
     )
+    margins_B = torch.tensor([pair.row.margin for pair in pairs for _ in range(2)])
     return PreferenceBatch(
-        token_ids_BL=token_ids_BL, response_mask_BL=mask_BL, batch_size=[2 * len(pairs)]
+        token_ids_BL=token_ids_BL,
+        response_mask_BL=mask_BL,
+        margins_B=margins_B if margins_B.any() else None,
+        batch_size=[2 * len(pairs)],
     )
 
 

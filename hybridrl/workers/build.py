@@ -18,8 +18,6 @@ from hybridrl.config.critic import CriticConfig
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.data.conversations import pad_token_of
-from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import RolloutEngine, WeightSender
 from hybridrl.workers.rollout.sglang.arguments import device_name, server_spec, show_devices
@@ -95,7 +93,11 @@ def build_reward_engines(config: ExperimentConfig, device: torch.device) -> dict
 
 
 def build_reward_trainer(
-    config: ExperimentConfig, model_folder: Path, device: torch.device
+    config: ExperimentConfig,
+    model_folder: Path,
+    device: torch.device,
+    *,
+    pad_token_id: int | None = None,
 ) -> RewardEngine:
     """Start the engine of a reward model that learns; a collective call."""
     backend = _build_backend(
@@ -106,11 +108,10 @@ def build_reward_trainer(
         num_total_steps=config.num_policy_updates,
         is_reward_model=True,
     )
-    tokenizer = load_tokenizer(model_folder, needs_chat_template=False)
     return RewardEngine(
         backend,
         center_coefficient=config.reward_model.center_coefficient,
-        pad_token_id=pad_token_of(model_folder, tokenizer),
+        pad_token_id=pad_token_id,
     )
 
 

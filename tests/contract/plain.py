@@ -192,9 +192,11 @@ class PlainRewardModel(Plain):
         """Return the score of each conversation, with gradient."""
         return torch.stack([self.model(torch.tensor([row])).logits[0, 0] for row in rows])
 
-    def update(self, rows: list[list[int]], *, center_coefficient: float) -> tuple[float, float]:
+    def update(
+        self, rows: list[list[int]], *, center_coefficient: float, margins: list[float]
+    ) -> tuple[float, float]:
         """Take a step on pairs, chosen before rejected; return loss and norm of its gradient."""
         chosen, rejected = self.scores(rows).view(-1, 2).unbind(dim=1)
-        loss = torch.log1p(torch.exp(rejected - chosen)).mean()
+        loss = torch.log1p(torch.exp(rejected + torch.tensor(margins) - chosen)).mean()
         loss = loss + center_coefficient * ((chosen + rejected) ** 2).mean()
         return self.step(loss)

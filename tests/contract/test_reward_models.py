@@ -74,11 +74,13 @@ def pairs(num_pairs: int, *, seed: int) -> list[list[int]]:
     return conversations(2 * num_pairs, seed=seed)
 
 
-def to_batch(rows: list[list[int]]) -> PreferenceBatch:
+def to_batch(rows: list[list[int]], margins: list[float] | None = None) -> PreferenceBatch:
     laid_out = lay_out_conversations(rows)
+    margins_B = None if margins is None else torch.tensor(margins).repeat_interleave(2)
     return PreferenceBatch(
         token_ids_BL=laid_out.token_ids_BL,
         response_mask_BL=laid_out.response_mask_BL,
+        margins_B=margins_B,
         batch_size=[len(rows)],
     )
 
@@ -95,11 +97,14 @@ class Case:
 
     begins: Literal["language model", "reward model"] = "language model"
     center_coefficient: float = 0.0
+    margins: list[float] | None = None
 
 
 CASES = {
     "one micro-batch": Case({}, begins="reward model"),
-    "many micro-batches": Case({"max_tokens_per_microbatch": 12}, center_coefficient=0.02),
+    "many micro-batches": Case(
+        {"max_tokens_per_microbatch": 12}, center_coefficient=0.02, margins=[0.5, 0.0, 2.0]
+    ),
     "a rank without rows": Case({"max_tokens_per_microbatch": 1}, first=6),
     "activations computed again": Case({"gradient_checkpointing": True}, first=2),
 }
@@ -113,7 +118,7 @@ def _train(
     )
     steps = []
     for seed in range(NUM_STEPS):
-        batch = rows_of_rank(to_batch(pairs(3, seed=seed)), engine, case.first)
+        batch = rows_of_rank(to_batch(pairs(3, seed=seed), case.margins), engine, case.first)
         steps.append(output_metrics(engine, engine.fit_pairs(batch)))
     held_out = rows_of_rank(to_batch(pairs(3, seed=9)), engine, case.first)
     measured = output_metrics(engine, engine.evaluate_pairs(held_out))
@@ -136,7 +141,11 @@ def test_steps_and_export_are_those_of_the_plain_model(
         )
     plain = PlainRewardModel(folder, OPTIMIZER)
     center = case.center_coefficient
-    expected = [plain.update(pairs(3, seed=n), center_coefficient=center) for n in range(NUM_STEPS)]
+    margins = case.margins or [0.0] * 3
+    expected = [
+        plain.update(pairs(3, seed=n), center_coefficient=center, margins=margins)
+        for n in range(NUM_STEPS)
+    ]
     answers = ranks.run(_train, folder, tmp_path / "exported", case)
     for step, (loss, norm) in enumerate(expected):
         metrics = merge_metrics([answer[0][step] for answer in answers])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,8 +46,9 @@ class Ranks:
         return [row[:-1] for row in rows]
 
 
-def scorer_folder(tmp_path: Path, *, chat_template: str | None = None, **changes: object) -> Path:
-    folder = make_tiny_classifier(tmp_path / "scorer", **{"vocab_size": 260, **changes})
+def scorer_folder(tmp_path: Path, *, chat_template: str | None = None, **changes: Any) -> Path:
+    sizes: dict[str, Any] = {"vocab_size": 260, **changes}
+    folder = make_tiny_classifier(tmp_path / "scorer", **sizes)
     tokenizer = build_starter_tokenizer()
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)

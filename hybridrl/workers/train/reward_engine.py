@@ -63,7 +63,8 @@ class RewardEngine(ModelEngine):
         def weighted_loss(
             microbatch: MicroBatch, output: Output, weights_S: Tensor
         ) -> tuple[Tensor, Metrics]:
-            share, metrics = self._loss_of(microbatch, cast(Tensor, output), weights_S)
+            scores_S = cast(Tensor, output)
+            share, metrics = self._loss_of(microbatch, scores_S, weights_S, batch.margins_B)
             return share, metrics | (count_tokens(microbatch) if self.is_output_rank else {})
 
         return self._take_step(batch, _compute, weighted_loss)
@@ -77,7 +78,7 @@ class RewardEngine(ModelEngine):
         counted_P = response_lengths(batch.response_mask_BL).view(-1, 2)[:, 0] > 0
         if not self.is_output_rank or not counted_P.any():
             return {}
-        values = self._values(scores_P2[counted_P])
+        values = self._values(scores_P2[counted_P], _of_pairs(batch.margins_B, counted_P))
         metrics = _means(values, torch.ones(len(scores_P2))[counted_P])
         return {_EVAL_NAMES[name]: metrics[name] for name in _EVAL_NAMES}
 
@@ -89,7 +90,11 @@ class RewardEngine(ModelEngine):
         return configs
 
     def _loss_of(
-        self, microbatch: MicroBatch, scores_S: Tensor, weights_S: Tensor
+        self,
+        microbatch: MicroBatch,
+        scores_S: Tensor,
+        weights_S: Tensor,
+        margins_B: Tensor | None,
     ) -> tuple[Tensor, Metrics]:
         """Return a micro-batch's share of the global loss, to be *summed*, and its metrics.
 
@@ -103,22 +108,26 @@ class RewardEngine(ModelEngine):
             return scores_P2.sum() * 0.0, {}
         own_P2 = rows.row_T.bincount(minlength=len(rows.lengths_R)).view(-1, 2)
         shares_P = own_P2.float().mean(dim=1)[computed_P]
-        values = self._values(scores_P2[computed_P])
+        margins_P = _of_pairs(margins_B, computed_P)
+        values = self._values(scores_P2[computed_P], margins_P)
         share = (values["loss/preference"] * shares_P * weights_P2.sum(dim=1)[computed_P]).sum()
         return share, _means(values, shares_P)
 
-    def _values(self, scores_P2: Tensor) -> Mapping[str, Tensor]:
+    def _values(self, scores_P2: Tensor, margins_P: Tensor | None) -> Mapping[str, Tensor]:
         """Return the loss of each pair, and metrics to average over pairs, each [P]."""
         chosen_P, rejected_P = scores_P2.unbind(dim=1)
-        margins_P = (chosen_P - rejected_P).detach()
+        differences_P = (chosen_P - rejected_P).detach()
         return {
             "loss/preference": bradley_terry(
-                chosen_P, rejected_P, center_coefficient=self._center_coefficient
+                chosen_P,
+                rejected_P,
+                margins_P=margins_P,
+                center_coefficient=self._center_coefficient,
             ),
             "preference/chosen_reward/mean": chosen_P.detach(),
             "preference/rejected_reward/mean": rejected_P.detach(),
-            "preference/margin/mean": margins_P,
-            "preference/accuracy": (margins_P > 0).to(margins_P.dtype),
+            "preference/margin/mean": differences_P,
+            "preference/accuracy": (differences_P > 0).to(differences_P.dtype),
         }
 
 
@@ -135,6 +144,11 @@ _EVAL_NAMES = {
 def _compute(model: nn.Module, tokens: PackedTokens) -> Tensor:
     values: Tensor = model(tokens)
     return values
+
+
+def _of_pairs(column_B: Tensor | None, index_P: Tensor) -> Tensor | None:
+    """Return a column of rows, whose pairs have equal values, at these pairs."""
+    return None if column_B is None else column_B.view(-1, 2)[:, 0].to(index_P.device)[index_P]
 
 
 def _means(values: Mapping[str, Tensor], shares_P: Tensor) -> Metrics:
