@@ -51,6 +51,7 @@ from hybridrl.config.help_text import help_text
 from hybridrl.config.interpolation import check_lengths, leaves, unresolved
 from hybridrl.config.load import free_keys, load_config, unknown_key
 from hybridrl.config.summary import summarize
+from hybridrl.config.unread_keys import find_unread_keys
 from hybridrl.config.yaml_text import flaw_of_yaml
 from hybridrl.errors import (
     ConfigError,
@@ -239,7 +240,7 @@ def _refusals_of_job(composed: DictConfig, overrides: Sequence[str]) -> list[Con
         load_config(_as_mapping(composed))
     except ConfigErrors as errors:
         return list(errors.violations)
-    return []
+    return list(find_unread_keys(composed.mode, overrides))
 
 
 def _flags_to_hand_on(settings: HydraConf) -> list[str]:
@@ -272,6 +273,8 @@ def _run_or_stop(composed: DictConfig, *, command: Sequence[str]) -> None:
 
 def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:
     config = load_config(_as_mapping(composed))
+    if unread := list(find_unread_keys(config.mode, command)):
+        raise ConfigErrors(unread)
     starts_nothing = config.mode in _STARTS_NOTHING
     launch = None if starts_nothing else import_module(_BY_NAME_TO_KEEP_RAY_OUT)
     if signal.getsignal(signal.SIGINT) is _end_quietly:  # the run ends in order from now on

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -54,6 +54,27 @@ def find_duplicates(rows: Sequence[TokenizedRow]) -> Iterator[Examination]:
         (alike if len(answers) == 1 else different).append(line)
     yield Examination("prompts that stand twice", len(rows), alike, is_problem=False)
     yield Examination("prompts with two different answers", len(rows), different)
+
+
+def both_answers(rows: Iterable[TokenizedRow]) -> list[TokenizedRow]:
+    """Return the rows, each preference pair as two: with its chosen and its rejected answer."""
+    return [
+        replace(row, row=replace(row.row, answer=answer, rejected=None))
+        for row in rows
+        for answer in (row.row.answer, row.row.rejected)
+        if answer is not None
+    ]
+
+
+def find_contradictions(rows: Sequence[TokenizedRow]) -> Examination:
+    """Find preference pairs that another pair has the other way round."""
+    preferred = {(_key(row), row.row.answer, row.row.rejected): row for row in rows}
+    lines = []
+    for row in rows:
+        other = preferred.get((_key(row), row.row.rejected or "", row.row.answer))
+        if other is not None and other.row.origin < row.row.origin:
+            lines.append(f"{_place(other)} and {_place(row)}: {_short(row.prompt_text)}")
+    return Examination("pairs that stand twice, the other way round", len(rows), lines)
 
 
 def find_overlap(

@@ -15,7 +15,9 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.examination import (
     Examination,
     answer_lengths,
+    both_answers,
     describe_lengths,
+    find_contradictions,
     find_duplicates,
     find_overlap,
     find_overlong,
@@ -53,12 +55,13 @@ def examine(config: ExperimentConfig) -> tuple[str, bool]:
     held_out = {one.name: _tokenize(read_eval_rows(config, one), config, tokenizer) for one in sets}
     checks = list(_examine_rows(config, train, held_out, tokenizer))
     lines = [*_describe_rows(train, held_out, config), ""]
-    for row in train[: config.data.num_shown_rows]:
+    for row in both_answers(train[: config.data.num_shown_rows]):
         lines += [*_describe_tokens(row, tokenizer, config), ""]
     prompt_limit, answer_limit = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     prompt_lengths = [len(row.token_ids) for row in train]
     lines += describe_lengths("prompts", prompt_lengths, limit=prompt_limit)
-    lines += describe_lengths("answers", answer_lengths(train, tokenizer), limit=answer_limit)
+    lengths = answer_lengths(both_answers(train), tokenizer)
+    lines += describe_lengths("answers", lengths, limit=answer_limit)
     lines += ["", *(line for check in checks for line in _describe_check(check))]
     is_bad = any(check.is_bad for check in checks)
     lines.append("" if not is_bad else "\nproblems: correct the rows marked with !")
@@ -73,13 +76,17 @@ def _examine_rows(
 ) -> Iterator[Examination]:
     rows = [*train, *(row for of_set in held_out.values() for row in of_set)]
     yield from find_overlong(
-        rows,
+        both_answers(rows),
         tokenizer,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=config.rollout.max_response_tokens,
         drops_prompts=config.data.overlong_prompts != "error",
     )
-    yield find_unlike_decoded(rows, tokenizer)
+    yield find_unlike_decoded(both_answers(rows), tokenizer)
+    if config.data.rejected_key is not None:  # a prompt may have several pairs; none is scored
+        yield find_contradictions(train)
+        yield from find_overlap(train, held_out)
+        return
     yield from find_duplicates(train)
     yield from find_overlap(train, held_out)
     yield from _examine_rewards(config, rows, tokenizer)

@@ -128,3 +128,22 @@ def test_the_command_has_an_exit_status_and_writes_nothing(folder: Path) -> None
     refused = call_main("mode=doctor", "reward.function=nowhere", folder=folder)
     assert refused.returncode == 2
     assert not list(folder.glob("runs*"))
+
+
+def test_preference_pairs_are_shown_with_both_answers() -> None:
+    pairs = [
+        {"prompt": f"{n}=", "chosen": f"{n}", "rejected": f"{n}{n}", "source": "p"}
+        for n in range(4)
+    ]
+    columns = ("data.answer_key=chosen", "data.rejected_key=rejected", "data.num_shown_rows=1")
+    page, is_bad = page_of(pairs, *columns)
+    assert not is_bad
+    assert page.count("train.jsonl:1 (p), ") == 2
+    assert "loss    0|<|end|>" in page
+    assert "loss    0|0|<|end|>" in page
+    assert "answers: 2 to 3 tokens" in page
+    assert "reward.function" not in page
+    turned = {"prompt": "0=", "chosen": "00", "rejected": "0"}
+    page, is_bad = page_of([*pairs, turned], *columns)
+    assert is_bad
+    assert "! pairs that stand twice, the other way round: 1 of 5" in page
