@@ -112,6 +112,7 @@ class PreferenceBatch(TensorClass):
     token_ids_BL: Tensor  # int64, jagged
     response_mask_BL: Tensor  # bool, jagged, True on the answer and its end-of-sequence token
     reference_logprobs_B: Tensor | None = None  # float32 nats, sum over the answer
+    margins_B: Tensor | None = None  # float32 score units, of each row's pair; None: 0
 
 
 def jagged(rows: Sequence[Tensor]) -> Tensor:

@@ -20,16 +20,17 @@ from hybridrl.config.lora import LoraConfig
 from hybridrl.config.megatron import MegatronConfig
 from hybridrl.config.model import ModelConfig
 from hybridrl.config.reward import RewardConfig
+from hybridrl.config.reward_model import RewardModelConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.config.sft import SftConfig
 from hybridrl.config.tracking import TrackingConfig
 from hybridrl.config.trainer import TrainerConfig
 
-OFFLINE_MODES: tuple[Literal["sft", "dpo"], ...] = ("sft", "dpo")
+OFFLINE_MODES: tuple[Literal["sft", "dpo", "reward_model"], ...] = ("sft", "dpo", "reward_model")
 """Modes that learn from the rows of a data set and sample nothing. Each has a section of its own
 name, with ``num_steps``, ``batch_size`` and ``eval_every_num_steps``."""
 
-PAIR_MODES: tuple[str, ...] = ("dpo",)
+PAIR_MODES: tuple[str, ...] = ("dpo", "reward_model")
 """Those of them whose rows are preference pairs."""
 
 
@@ -37,11 +38,14 @@ PAIR_MODES: tuple[str, ...] = ("dpo",)
 class ExperimentConfig:
     """Mirrors hydra_configs/config.yaml: one field per section."""
 
-    mode: Literal["train", "check", "plan", "sft", "dpo", "certify", "eval", "doctor"]
+    mode: Literal[
+        "train", "check", "plan", "sft", "dpo", "reward_model", "certify", "eval", "doctor"
+    ]
     """``train`` runs reinforcement learning, ``sft`` supervised fine-tuning, ``dpo`` direct
-    preference optimisation. ``check`` validates ``train``, ``plan`` predicts its memory, ``doctor``
-    examines its rows; they start nothing. ``certify`` verifies that this training resumes bitwise
-    identical. ``eval`` evaluates a model and trains nothing."""
+    preference optimisation, ``reward_model`` trains a model that gives rewards. ``check`` validates
+    ``train``, ``plan`` predicts its memory, ``doctor`` examines its rows; they start nothing.
+    ``certify`` verifies that this training resumes bitwise identical. ``eval`` evaluates a model
+    and trains nothing."""
 
     seed: Annotated[int, Within(at_least=0, at_most=2**31 - 1, why="SGLang takes seeds of 31 bits")]
     """Seed of all randomness: model init, data order, sampling."""
@@ -94,6 +98,9 @@ class ExperimentConfig:
     dpo: DpoConfig
     """Direct preference optimisation."""
 
+    reward_model: RewardModelConfig
+    """Training of a reward model."""
+
     tracking: TrackingConfig
     """Where metrics are written."""
 
@@ -103,9 +110,13 @@ class ExperimentConfig:
         return self.trainer.num_prompts_per_step * self.rollout.num_responses_per_prompt
 
     @property
-    def offline(self) -> SftConfig | DpoConfig | None:
+    def offline(self) -> SftConfig | DpoConfig | RewardModelConfig | None:
         """The section of a mode that learns from the rows of a data set; None in other modes."""
-        sections: dict[str, SftConfig | DpoConfig] = {"sft": self.sft, "dpo": self.dpo}
+        sections: dict[str, SftConfig | DpoConfig | RewardModelConfig] = {
+            "sft": self.sft,
+            "dpo": self.dpo,
+            "reward_model": self.reward_model,
+        }
         return sections.get(self.mode)
 
     @property

@@ -109,7 +109,13 @@ _KEYS: Mapping[str, str] = {
     "project_name": "set tracking.project",
     **dict.fromkeys(("experiment_name", "output_dir", "default_local_dir"), _FOLDER),
     **dict.fromkeys(("custom_reward_function", "reward_funcs", "reward_fn"), _REWARD),
-    **dict.fromkeys(("reward_model", "reward_pretrain", "remote_rm_url"), _REWARD_MODEL),
+    **dict.fromkeys(
+        (
+            *("reward_pretrain", "remote_rm_url", "reward_model.enable", "reward_model.path"),
+            *("reward_model.model", "reward_model.model.path", "reward_model.reward_manager"),
+        ),
+        _REWARD_MODEL,
+    ),
     **dict.fromkeys(("lora_rank", "use_peft"), "set lora=default lora.rank"),
     **dict.fromkeys(("model_name_or_path", "hf_checkpoint", "pretrain", "model.name"), _MODEL),
     **dict.fromkeys(("train_files", "dataset_name", "prompt_data"), _DATA),

@@ -25,6 +25,9 @@ class Columns:
     difficulty: str | None = None
     """None reads no difficulty: it is 0."""
 
+    margin: str | None = None
+    """None reads no margins: they are 0."""
+
     section: str = "data"
     """The configuration section that names them, for messages."""
 
@@ -37,7 +40,8 @@ class Columns:
             "rejected_key": self.rejected,
             "difficulty_key": self.difficulty,
         }
-        return {name: f"{self.section}.{key}" for key, name in keys.items() if name is not None}
+        needed = {name: f"{self.section}.{key}" for key, name in keys.items() if name is not None}
+        return needed | ({} if self.margin is None else {self.margin: "reward_model.margin_key"})
 
 
 def columns_of(config: ExperimentConfig, section: str) -> Columns:
@@ -57,6 +61,7 @@ def columns_of(config: ExperimentConfig, section: str) -> Columns:
         rejected=data.rejected_key,
         source=data.source_key,
         difficulty=None if is_held_out else data.difficulty_key,
+        margin=config.reward_model.margin_key if config.mode == "reward_model" else None,
     )
     if source is None:
         return usual
@@ -66,5 +71,6 @@ def columns_of(config: ExperimentConfig, section: str) -> Columns:
         rejected=source.rejected_key or usual.rejected,
         source=source.source_key or usual.source,
         difficulty=source.difficulty_key or usual.difficulty,
+        margin=usual.margin,
         section=section,
     )

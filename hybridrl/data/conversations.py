@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.batch import SupervisedBatch, jagged
+from hybridrl.batch import PreferenceBatch, SupervisedBatch, jagged
 from hybridrl.config.model_folder import read_settings
+from hybridrl.data.preferences import PreferencePair
 from hybridrl.data.prompts import TokenizedRow, render_chat
 from hybridrl.data.rows import Message
+from hybridrl.errors import DataError
 
 
 def render_conversation(
@@ -67,18 +71,108 @@ def lay_out_conversations(token_lists: Sequence[Sequence[int]]) -> SupervisedBat
     Args:
         token_lists: B >= 1 conversations of at least one token.
     """
-    lengths = [len(tokens) for tokens in token_lists]
+    token_ids_BL, mask_BL = _with_marked_ends(token_lists, [True] * len(token_lists))
     return SupervisedBatch(
-        token_ids_BL=jagged([torch.tensor([*tokens, tokens[-1]]) for tokens in token_lists]),
-        response_mask_BL=jagged([torch.arange(length + 1) == length for length in lengths]),
-        batch_size=[len(token_lists)],
+        token_ids_BL=token_ids_BL, response_mask_BL=mask_BL, batch_size=[len(token_lists)]
     )
 
 
-def pad_token_of(folder: Path) -> int | None:
-    """Return the padding that ``config.json`` names; None if it names none."""
+@dataclass(frozen=True, slots=True)
+class ConversationPair(PreferencePair):
+    """A preference pair as a reward model reads it."""
+
+    chosen: Sequence[int]
+    """Tokens of the conversation with the chosen answer."""
+
+    rejected: Sequence[int]
+
+
+def tokenize_conversation_pairs(
+    pairs: Sequence[PreferencePair],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    pad_token_id: int | None,
+    max_tokens: int,
+) -> list[ConversationPair]:
+    """Tokenize both conversations of every pair now, so that a bad one ends the run early.
+
+    Raises:
+        DataError: the chat template rejects a row; or both conversations have the same tokens, or
+            one has none, or more than ``max_tokens``, the model's context.
+    """
+    texts = [
+        render_conversation(pair, answer, tokenizer)
+        for pair in pairs
+        for answer in (pair.row.answer, str(pair.row.rejected))
+    ]
+    tokens = tokenize_conversations(texts, tokenizer, pad_token_id=pad_token_id)
+    tokenized = [
+        ConversationPair(
+            *(pair.row, pair.prompt_text, pair.token_ids, pair.chosen_ids, pair.rejected_ids),
+            *tokens[2 * number : 2 * number + 2],
+        )
+        for number, pair in enumerate(pairs)
+    ]
+    for pair in tokenized:
+        if flaw := _flaw_of(pair, max_tokens=max_tokens):
+            raise DataError(f"{pair.row.origin}: {flaw}; remove the row")
+    return tokenized
+
+
+def build_conversation_batch(
+    pairs: Sequence[ConversationPair], *, is_counted: Sequence[bool] | None = None
+) -> PreferenceBatch:
+    """Lay pairs out as ``lay_out_conversations`` does, with the chosen before the rejected answer.
+
+    Args:
+        pairs: P >= 1 pairs.
+        is_counted: of each pair; False masks it out. None counts all.
+
+    Returns:
+        2 P rows.
+    """
+    counted = is_counted or [True] * len(pairs)
+    token_ids_BL, mask_BL = _with_marked_ends(
+        [tokens for pair in pairs for tokens in (pair.chosen, pair.rejected)],
+        [counts for counts in counted for _ in range(2)],
+    )
+    margins_B = torch.tensor([pair.row.margin for pair in pairs for _ in range(2)])
+    return PreferenceBatch(
+        token_ids_BL=token_ids_BL,
+        response_mask_BL=mask_BL,
+        margins_B=margins_B if margins_B.any() else None,
+        batch_size=[2 * len(pairs)],
+    )
+
+
+def pad_token_of(folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> int | None:
+    """Return the padding that ``config.json`` names, or else the tokenizer; None without one."""
     token = read_settings(folder).get("pad_token_id")
+    if token is None and tokenizer is not None:
+        token = tokenizer.pad_token_id
     return token if isinstance(token, int) and token >= 0 else None
+
+
+def _with_marked_ends(
+    token_lists: Sequence[Sequence[int]], is_marked: Sequence[bool]
+) -> tuple[Tensor, Tensor]:
+    rows = [torch.tensor([*tokens, tokens[-1]]) for tokens in token_lists]
+    masks = [
+        (torch.arange(len(row)) == len(row) - 1) & marked
+        for row, marked in zip(rows, is_marked, strict=True)
+    ]
+    return jagged(rows), jagged(masks)
+
+
+def _flaw_of(pair: ConversationPair, *, max_tokens: int) -> str:
+    longest = max(len(pair.chosen), len(pair.rejected))
+    if not (pair.chosen and pair.rejected):
+        return "the chat template renders a conversation as no tokens"
+    if pair.chosen == pair.rejected:
+        return "the conversations with the chosen and the rejected answer have the same tokens"
+    if longest > max_tokens:
+        return f"a conversation has {longest} tokens, and the model's context is {max_tokens}"
+    return ""
 
 
 def _without_padding(tokens: list[int], pad_token_id: int | None) -> list[int]:

@@ -92,6 +92,9 @@ def _parse(record: Record, *, columns: Columns, default_source: str, origin: str
         if columns.difficulty is None
         else _parse_number(needed[columns.difficulty], columns.difficulty),
         rejected=None if columns.rejected is None else _parse_text(rejected, columns.rejected),
+        margin=0.0
+        if columns.margin is None
+        else _parse_number(needed[columns.margin], columns.margin),
     )
 
 

@@ -41,6 +41,9 @@ class Row:
     rejected: str | None = None
     """The worse answer of a preference pair, whose better one is ``answer``; None without pairs."""
 
+    margin: float = 0.0
+    """By how much the score of a reward model's better answer must be higher."""
+
 
 def fingerprint(rows: Iterable[Row]) -> str:
     """Return the sha256 of all prompts, answers and sources, in order, as 64 hexadecimal digits.
@@ -55,5 +58,6 @@ def fingerprint(rows: Iterable[Row]) -> str:
         # The fingerprints of rows without a difficulty are those of runs before it was known.
         values = [prompt, row.answer, row.source, *([row.difficulty] if row.difficulty else [])]
         values += [] if row.rejected is None else [{"rejected": row.rejected}]
+        values += [{"margin": row.margin}] if row.margin else []
         digest.update(to_json_text(values).encode())
     return digest.hexdigest()

@@ -51,7 +51,11 @@ def _gpus() -> list[str]:
     return [f"{count} x {name}" for name, count in models.items()]
 
 
-_OFFLINE = {"sft": "supervised fine-tuning", "dpo": "direct preference optimisation"}
+_OFFLINE = {
+    "sft": "supervised fine-tuning",
+    "dpo": "direct preference optimisation",
+    "reward_model": "training of a reward model",
+}
 
 
 def facts_of(run: Run) -> Iterator[tuple[str, str]]:

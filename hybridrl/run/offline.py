@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import cast
 
+from hybridrl.config.architecture import read_architecture
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.data.conversations import (
+    ConversationPair,
+    build_conversation_batch,
+    pad_token_of,
+    tokenize_conversation_pairs,
+)
 from hybridrl.data.preferences import PreferencePair
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.tokenizer import load_tokenizer
@@ -97,9 +105,44 @@ def open_dpo(config: ExperimentConfig, folder: Path, record: StepRecorder) -> It
     yield Training(config=config, stream=train_pairs.sampler, loop_of=loop_of)
 
 
+@contextmanager
+def open_reward_model(
+    config: ExperimentConfig, folder: Path, record: StepRecorder
+) -> Iterator[Training]:
+    """Load pairs and tokenizer of a reward model that is trained; see ``open_sft``."""
+    tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
+    train_pairs = load_train_pairs(config, tokenizer)
+    config = within_epochs(config, len(train_pairs.rows))
+    tokenize = partial(
+        tokenize_conversation_pairs,
+        tokenizer=tokenizer,
+        pad_token_id=pad_token_of(folder, tokenizer),
+        max_tokens=read_architecture(folder).max_positions,
+    )
+    pairs = tokenize(train_pairs.rows)
+    held_out: list[ConversationPair] = []
+    if config.reward_model.eval_every_num_steps:
+        held_out = tokenize(load_eval_pairs(config, config.eval.own_set(), tokenizer))
+
+    def loop_of(workers: Workers) -> Loop:
+        training = PreferenceOptimization(
+            learner=cast(PreferenceLearner, workers["actor"]),
+            pairs=pairs,
+            sampler=train_pairs.sampler,
+            batch_size=config.reward_model.batch_size,
+            needs_reference=False,
+            dp_size=config.num_train_groups,
+            lay_out=build_conversation_batch,
+            on_phase=record.phase,
+        )
+        return _loop(config, training.step, lambda: training.evaluate(held_out), record=record)
+
+    yield Training(config=config, stream=train_pairs.sampler, loop_of=loop_of)
+
+
 OPEN_OFFLINE: Mapping[
     str, Callable[[ExperimentConfig, Path, StepRecorder], AbstractContextManager[Training]]
-] = {"sft": open_sft, "dpo": open_dpo}
+] = {"sft": open_sft, "dpo": open_dpo, "reward_model": open_reward_model}
 """Loads a run, by mode that learns from a data set; see ``config.offline``."""
 
 

@@ -26,13 +26,18 @@ from hybridrl.single_controller import (
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.critic import CriticWorker
 from hybridrl.workers.offline import PreferenceWorker, SupervisedWorker
+from hybridrl.workers.reward_model import RewardModelWorker
 
 log = logging.getLogger(__name__)
 
 Workers = Mapping[str, WorkerGroup]
 """Worker groups by role: ``actor``, and ``critic`` if the algorithm uses one."""
 
-_OFFLINE_WORKERS: Mapping[str, type[Worker]] = {"sft": SupervisedWorker, "dpo": PreferenceWorker}
+_OFFLINE_WORKERS: Mapping[str, type[Worker]] = {
+    "sft": SupervisedWorker,
+    "dpo": PreferenceWorker,
+    "reward_model": RewardModelWorker,
+}
 """By mode that learns from a data set."""
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"

@@ -24,6 +24,9 @@ class PreferenceOptimization:
     batch_size: int
     needs_reference: bool
     dp_size: int
+    lay_out: Callable[..., PreferenceBatch] = build_preference_batch
+    """Makes a batch of pairs; ``is_counted`` says which of them count."""
+
     on_phase: Callable[[str], None] | None = None
 
     def step(self) -> Metrics:
@@ -56,7 +59,7 @@ class PreferenceOptimization:
         filled = [*pairs, *[pairs[0]] * (-len(pairs) % self.dp_size)]
         lengths = [2 * len(p.token_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in filled]
         order = balance_over_ranks(lengths, dp_size=self.dp_size, num_minibatches=1)
-        return build_preference_batch(
+        return self.lay_out(
             [filled[index] for index in order],
             is_counted=[index < len(pairs) for index in order],
         )

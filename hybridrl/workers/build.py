@@ -92,6 +92,29 @@ def build_reward_engines(config: ExperimentConfig, device: torch.device) -> dict
     }
 
 
+def build_reward_trainer(
+    config: ExperimentConfig,
+    model_folder: Path,
+    device: torch.device,
+    *,
+    pad_token_id: int | None = None,
+) -> RewardEngine:
+    """Start the engine of a reward model that learns; a collective call."""
+    backend = _build_backend(
+        config,
+        model_folder,
+        device,
+        section=config.actor,
+        num_total_steps=config.num_policy_updates,
+        is_reward_model=True,
+    )
+    return RewardEngine(
+        backend,
+        center_coefficient=config.reward_model.center_coefficient,
+        pad_token_id=pad_token_id,
+    )
+
+
 def build_critic_engine(
     config: ExperimentConfig, model_folder: Path, device: torch.device
 ) -> CriticEngine:

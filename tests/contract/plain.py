@@ -12,7 +12,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from hybridrl.config.actor import OptimizerConfig
 
@@ -171,3 +175,28 @@ def _token_weights(mask_BL: Tensor, aggregation: str) -> Tensor:
         return torch.cat(masks) / torch.cat(masks).sum()
     assert aggregation == "sequence_mean_token_mean"
     return torch.cat([mask / mask.sum() for mask in masks]) / len(masks)
+
+
+class PlainRewardModel(Plain):
+    """A reward model, and the loss of TRL's RewardTrainer, written anew."""
+
+    def __init__(self, folder: Path, optimizer: OptimizerConfig) -> None:
+        loaded = AutoModelForSequenceClassification.from_pretrained(
+            folder, num_labels=1, dtype="float32"
+        )
+        if "score.weight" not in weights_in(folder):
+            torch.nn.init.zeros_(loaded.score.weight)
+        super().__init__(loaded, optimizer)
+
+    def scores(self, rows: list[list[int]]) -> Tensor:
+        """Return the score of each conversation, with gradient."""
+        return torch.stack([self.model(torch.tensor([row])).logits[0, 0] for row in rows])
+
+    def update(
+        self, rows: list[list[int]], *, center_coefficient: float, margins: list[float]
+    ) -> tuple[float, float]:
+        """Take a step on pairs, chosen before rejected; return loss and norm of its gradient."""
+        chosen, rejected = self.scores(rows).view(-1, 2).unbind(dim=1)
+        loss = torch.log1p(torch.exp(rejected + torch.tensor(margins) - chosen)).mean()
+        loss = loss + center_coefficient * ((chosen + rejected) ** 2).mean()
+        return self.step(loss)

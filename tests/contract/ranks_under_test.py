@@ -24,6 +24,7 @@ from hybridrl.workers.build import (
     build_critic_engine,
     build_reference_engine,
     build_reward_engines,
+    build_reward_trainer,
     build_train_engine,
 )
 from hybridrl.workers.train.checkpoint_files import shards_of
@@ -78,6 +79,13 @@ class Rank:
         reward = replace(self._config.reward, function="model", functions={}, args=args)
         config = replace(self._config_with(ACTOR, NO_ADAPTER), reward=reward)
         return build_reward_engines(config, CPU)["model"]
+
+    def reward_trainer(
+        self, folder: Path, config: ActorConfig = ACTOR, *, center_coefficient: float = 0.0
+    ) -> RewardEngine:
+        section = replace(self._config.reward_model, center_coefficient=center_coefficient)
+        whole = replace(self._config_with(config, NO_ADAPTER), reward_model=section)
+        return build_reward_trainer(whole, folder, CPU)
 
     def _config_with(self, config: ActorConfig, lora: LoraConfig) -> ExperimentConfig:
         return replace(self._config, actor=self._with_layout(config), lora=lora)

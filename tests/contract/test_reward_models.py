@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from hybridrl.batch import SupervisedBatch
+from hybridrl.batch import PreferenceBatch, SupervisedBatch
 from hybridrl.data.conversations import lay_out_conversations
+from hybridrl.metrics import Metrics
+from hybridrl.workers.train.reward_engine import RewardEngine
 from tests.contract.layouts import on_layouts
-from tests.contract.ranks_under_test import Rank, RanksUnderTest, rows_of_rank
+from tests.contract.plain import PlainRewardModel, weights_in
+from tests.contract.ranks_under_test import (
+    Rank,
+    RanksUnderTest,
+    merge_metrics,
+    output_metrics,
+    rows_of_rank,
+)
 from tests.tiny_models import make_tiny_classifier
+from tests.workers.train.engines import ACTOR, OPTIMIZER
 
 pytestmark = on_layouts(lambda engine: engine.has_critic)
+
+NUM_STEPS = 3
 
 Kind = Literal["sequence", "token"]
 
@@ -55,3 +68,98 @@ def test_scores_are_those_of_transformers(
     answers = ranks.run(_scores, folder, lay_out_conversations(rows))
     scores = torch.cat([answer for answer in answers if answer is not None])
     torch.testing.assert_close(scores, plain_scores(folder, rows, kind), rtol=1e-4, atol=1e-4)
+
+
+def pairs(num_pairs: int, *, seed: int) -> list[list[int]]:
+    return conversations(2 * num_pairs, seed=seed)
+
+
+def to_batch(rows: list[list[int]], margins: list[float] | None = None) -> PreferenceBatch:
+    laid_out = lay_out_conversations(rows)
+    margins_B = None if margins is None else torch.tensor(margins).repeat_interleave(2)
+    return PreferenceBatch(
+        token_ids_BL=laid_out.token_ids_BL,
+        response_mask_BL=laid_out.response_mask_BL,
+        margins_B=margins_B,
+        batch_size=[len(rows)],
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to compute the same steps, and where they begin."""
+
+    changes: dict[str, Any]
+    """Of the actor's configuration."""
+
+    first: int = 4
+    """Rows of the first of two data-parallel ranks, of six."""
+
+    begins: Literal["language model", "reward model"] = "language model"
+    center_coefficient: float = 0.0
+    margins: list[float] | None = None
+
+
+CASES = {
+    "one micro-batch": Case({}, begins="reward model"),
+    "many micro-batches": Case(
+        {"max_tokens_per_microbatch": 12}, center_coefficient=0.02, margins=[0.5, 0.0, 2.0]
+    ),
+    "a rank without rows": Case({"max_tokens_per_microbatch": 1}, first=6),
+    "activations computed again": Case({"gradient_checkpointing": True}, first=2),
+}
+
+
+def _train(
+    rank: Rank, folder: Path, target: Path, case: Case
+) -> tuple[list[Metrics], Metrics, Tensor | None]:
+    engine = rank.reward_trainer(
+        folder, replace(ACTOR, **case.changes), center_coefficient=case.center_coefficient
+    )
+    steps = []
+    for seed in range(NUM_STEPS):
+        batch = rows_of_rank(to_batch(pairs(3, seed=seed), case.margins), engine, case.first)
+        steps.append(output_metrics(engine, engine.fit_pairs(batch)))
+    held_out = rows_of_rank(to_batch(pairs(3, seed=9)), engine, case.first)
+    measured = output_metrics(engine, engine.evaluate_pairs(held_out))
+    engine.export_hf(target)
+    return steps, measured, _scores_of(engine)
+
+
+def _scores_of(engine: RewardEngine) -> Tensor | None:
+    rewards_B = engine.compute_rewards(lay_out_conversations(conversations(5))).rewards_B
+    return rewards_B if engine.is_output_rank else None
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_steps_and_export_are_those_of_the_plain_model(
+    ranks: RanksUnderTest, folder: Path, tmp_path: Path, case: Case
+) -> None:
+    if case.begins == "reward model":
+        folder = make_tiny_classifier(
+            tmp_path / "model", ranks.layout.family, num_layers=ranks.layout.num_layers
+        )
+    plain = PlainRewardModel(folder, OPTIMIZER)
+    center = case.center_coefficient
+    margins = case.margins or [0.0] * 3
+    expected = [
+        plain.update(pairs(3, seed=n), center_coefficient=center, margins=margins)
+        for n in range(NUM_STEPS)
+    ]
+    answers = ranks.run(_train, folder, tmp_path / "exported", case)
+    for step, (loss, norm) in enumerate(expected):
+        metrics = merge_metrics([answer[0][step] for answer in answers])
+        assert metrics["loss/preference"] == pytest.approx(loss, rel=1e-4)
+        assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    stored = weights_in(tmp_path / "exported")
+    for name, tensor in plain.weights().items():
+        torch.testing.assert_close(stored[name], tensor, atol=2e-5, rtol=0, msg=name)
+    scores = plain_scores(tmp_path / "exported", conversations(5))
+    assert scores.std() > 1e-3
+    for computed in (answer[2] for answer in answers if answer[2] is not None):
+        torch.testing.assert_close(computed, scores, atol=1e-4, rtol=1e-4)
+    chosen, rejected = plain.scores(pairs(3, seed=9)).detach().view(-1, 2).unbind(dim=1)
+    measured = merge_metrics([answer[1] for answer in answers])
+    assert measured["eval/accuracy"] == pytest.approx((chosen > rejected).float().mean().item())
+    margin = (chosen - rejected).mean().item()
+    assert measured["eval/margin"] == pytest.approx(margin, rel=1e-3, abs=1e-4)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForSequenceClassification
 
 from hybridrl.batch import jagged, jagged_from
 from hybridrl.config.architecture import read_architecture
@@ -21,7 +22,7 @@ from hybridrl.planning.workload import Workload
 from hybridrl.workers.train.microbatcher import lay_out
 from hybridrl.workers.train.shards import build_model
 from tests.config.values import config_of
-from tests.tiny_models import DENSE, Family, make_tiny_model
+from tests.tiny_models import DENSE, Family, make_tiny_classifier, make_tiny_model
 from tests.workers.train.critics import CRITIC
 from tests.workers.train.engines import ACTOR, CPU
 from tests.workers.train.lora_engines import with_lora
@@ -293,3 +294,26 @@ def test_a_checkpoint_is_one_copy_of_weights_that_learn_and_their_moments() -> N
     state = part(plan, "export", "actor weights") + part(plan, "export", "optimizer")
     assert part(plan, "export", "checkpoint") == state
     assert part(plan_of("checkpoint.every_num_steps=0"), "export", "checkpoint") == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_reward_model_is_planned_beside_a_critic(tmp_path: Path, ranks: int) -> None:
+    folder = make_tiny_classifier(tmp_path / "model", "llama", num_layers=3)
+    (folder / "tokenizer.json").write_text("{}")
+    scorer = ("reward.function=model", f"reward.args.path={folder}")
+    plain = (
+        *(f"cluster.num_ranks_per_node={ranks}", "algorithm=ppo", "mode=plan"),
+        "rollout.sleep=true",
+    )
+    plan, before = plan_of(*plain, *scorer), plan_of(*plain)
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    num_bytes = 4 * sum(parameter.numel() for parameter in model.parameters()) / ranks
+    weights = part(plan, "update", "reward model model weights")
+    assert weights == pytest.approx(num_bytes, abs=4)  # counts a bias that it may have
+    names = [each.name for each in plan.phases]
+    assert [name for name in names if name != "reward"] == [each.name for each in before.phases]
+    assert names.index("reward") == names.index("generate") + 1
+    assert part(plan, "reward", "activations") > 0
+    assert part(plan, "values", "optimizer") == part(before, "values", "optimizer")
+    away = part(plan, "generate", "offloaded training state")
+    assert away - part(before, "generate", "offloaded training state") == weights

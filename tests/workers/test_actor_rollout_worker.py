@@ -10,7 +10,8 @@ import torch
 
 from hybridrl.batch import RolloutBatch
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.errors import DriftError
+from hybridrl.data.conversations import lay_out_conversations
+from hybridrl.errors import DriftError, PhaseError
 from hybridrl.metrics import Sum
 from hybridrl.trainer.train_batch import build_train_batch
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
@@ -21,7 +22,7 @@ from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.config.values import config_of
 from tests.ranks import run_ranks
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import make_tiny_classifier, make_tiny_model
 from tests.workers.rollout.engines import make_prompts, sampling_params
 from tests.workers.train.engines import make_rows, update
 
@@ -42,18 +43,25 @@ def _two_steps(rank: int, folder: Path, config: ExperimentConfig) -> None:
     reference, actor = worker._reference, worker._actor
     assert isinstance(reference, PolicyEngine)
     frozen = _sums(reference)
+    reward_model = worker._reward_models["model"]
+    rows = lay_out_conversations([[1, 2, 3], [4]])
+    scores = worker.compute_rewards(rows, model="model").rewards_B
     sent_bytes = sum(spec.num_bytes for spec in actor.weight_specs(WeightSet.BASE))
     for step in range(3):
         worker.sharding.take_metrics()
         with worker.sharding.rollout_phase() as engine:
             assert engine is not None
-            assert not any(reference.resident_bytes(part) for part in TrainState)
+            for part in TrainState:
+                assert reference.resident_bytes(part) == reward_model.resident_bytes(part) == 0
+            with pytest.raises(PhaseError, match="the rollout engine holds the device"):
+                worker.compute_rewards(rows, model="model")
             sampled = engine.checksums()  # type: ignore[attr-defined]
         assert reference.resident_bytes(TrainState.PARAMETERS) > 0
         assert worker.sharding.take_metrics()["memory/synced_bytes"] == Sum(sent_bytes)
         learned = _sums(actor)
         assert {name: sampled[name] for name in learned} == learned
         assert _sums(reference) == frozen
+        assert torch.equal(worker.compute_rewards(rows, model="model").rewards_B, scores)
         assert (learned == frozen) == (step == 0)
         update(actor, make_rows(4, seed=step))
         worker.sharding.weights_changed(version=step + 1)
@@ -61,7 +69,7 @@ def _two_steps(rank: int, folder: Path, config: ExperimentConfig) -> None:
 
 
 @pytest.mark.shows("4.11")
-def test_a_reference_leaves_the_device_in_each_phase_and_is_never_sent(tmp_path: Path) -> None:
+def test_a_reference_and_a_reward_model_leave_the_device_in_each_phase(tmp_path: Path) -> None:
     config = config_of(
         "algorithm.kl.placement=loss",
         "algorithm.kl.coefficient=0.1",
@@ -69,7 +77,12 @@ def test_a_reference_leaves_the_device_in_each_phase_and_is_never_sent(tmp_path:
         "rollout.max_response_tokens=6",
         "data.max_digits=4",
     )
-    config = replace(config, rollout=replace(config.rollout, num_slots=4, stage_timeout_s=30.0))
+    args = {"path": str(make_tiny_classifier(tmp_path / "scorer"))}
+    config = replace(
+        config,
+        rollout=replace(config.rollout, num_slots=4, stage_timeout_s=30.0),
+        reward=replace(config.reward, function="model", args=args),
+    )
     run_ranks(1, _two_steps, make_tiny_model(tmp_path / "model"), config)
 
 

@@ -140,9 +140,13 @@ def _measured(config: ExperimentConfig) -> Iterator[str]:
             yield from (f"{prefix}{name}", f"{prefix}{name}/low")
 
 
+_MEASURED_OF_PAIRS = (
+    *("preference/accuracy", "loss/preference", "eval/accuracy", "eval/preference_loss"),
+)
 _MEASURED_OFFLINE = {
     "sft": ("loss/supervised_nats", "eval/loss_nats"),
-    "dpo": ("preference/accuracy", "loss/preference", "eval/accuracy", "eval/preference_loss"),
+    "dpo": _MEASURED_OF_PAIRS,
+    "reward_model": _MEASURED_OF_PAIRS,
 }
 """Metrics that can judge a checkpoint, by mode that learns from a data set."""
 

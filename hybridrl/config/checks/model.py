@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybridrl.config.architecture import find_architecture
+from hybridrl.config.architecture import Architecture, find_architecture
 from hybridrl.config.checks.divisors import divisors_of, multiples_near
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.families import FAMILIES, unsupported_settings
@@ -17,7 +17,12 @@ from hybridrl.config.model import (
     SGLANG_MODEL_TYPES,
     TRANSFORMERS_MODEL_TYPES,
 )
-from hybridrl.config.model_folder import missing_file_of, problem_of, read_settings
+from hybridrl.config.model_folder import (
+    missing_file_of,
+    num_labels_of,
+    problem_of,
+    read_settings,
+)
 from hybridrl.config.paths import flaw_of_file, flaw_of_folder
 from hybridrl.config.spelling import to_override
 from hybridrl.errors import ConfigError, ModelError
@@ -165,13 +170,9 @@ def check_model_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
     if config.mode == "check" and (missing := missing_file_of(Path(path))):
         yield ConfigError("model.path", path, missing, fix="download the folder again")
     model = find_architecture(config.model)
-    if model is not None and model.classifier is not None:
-        yield ConfigError(
-            "model.path",
-            path,
-            "its config.json names a classifier: such a model scores text and cannot write any",
-            fix="set model.path to a ...ForCausalLM; a reward model is reward.function=model",
-        )
+    if flaw := _flaw_of_classifier(model, Path(path), learns=config.mode == "reward_model"):
+        fix = "set model.path to a ...ForCausalLM; a reward model is reward.function=model"
+        yield ConfigError("model.path", path, flaw, fix=fix)
     if model is not None and config.max_row_tokens > (context := model.max_positions):
         yield ConfigError(
             "model.path",
@@ -181,6 +182,15 @@ def check_model_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
             f"{config.rollout.max_response_tokens}",
             remedies=_shorter_rows(config, context),
         )
+
+
+def _flaw_of_classifier(model: Architecture | None, folder: Path, *, learns: bool) -> str:
+    if model is None or model.classifier is None:
+        return ""
+    if not learns:
+        return "its config.json names a classifier: such a model scores text and cannot write any"
+    num_labels = num_labels_of(folder)
+    return "" if num_labels == 1 else f"the model gives {num_labels} numbers, and a reward is one"
 
 
 def check_engines_know_the_model(config: ExperimentConfig) -> Iterator[ConfigError]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybridrl.config.architecture import read_architecture
+from hybridrl.config.checks import preferences
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.model import MEGATRON_MODEL_TYPES, TRANSFORMERS_MODEL_TYPES
 from hybridrl.config.model_folder import (
@@ -55,4 +56,17 @@ def _flaw_of_model(folder: Path, *, engine: str) -> str:
     return ""
 
 
+def check_reward_model_learns_all_weights(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Adapters are for language models: a value head has none."""
+    if config.lora.enabled:
+        yield ConfigError(
+            "lora.enabled",
+            got=True,
+            rule="mode=reward_model trains all weights, as the critic does",
+            remedies=[("lora=none",)],
+        )
+
+
 RULES = (check_reward_models,)
+TRAINING_RULES = (preferences.check_pairs_are_read, check_reward_model_learns_all_weights)
+"""Of ``mode=reward_model``."""

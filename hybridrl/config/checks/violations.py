@@ -103,6 +103,9 @@ _OF_DATA_SETS = (batch_sizes.check_offline_batch, megatron.check_routes_were_sam
 _OFFLINE_RULES: Mapping[str, Mapping[str, tuple[Rule, ...]]] = {
     "sft": {"sft": _OF_DATA_SETS},
     "dpo": {"dpo": (*_OF_DATA_SETS, *preferences.RULES)},
+    "reward_model": {
+        "reward model": (*_OF_DATA_SETS, *reward_models.TRAINING_RULES),
+    },
 }
 """By mode that learns from a data set; see ``config.offline``."""
 _OF_A_RUN: frozenset[Rule] = frozenset(

@@ -5,7 +5,7 @@ Legend: B rows of a batch, L tokens of a row, S scored (response) tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -20,7 +20,7 @@ from hybridrl.errors import PhaseError
 from hybridrl.metrics import Last, Max, Metrics, Sum, merge
 from hybridrl.workers.train.backend import Backend, Compute, Output, Rows
 from hybridrl.workers.train.collectives import Ranks
-from hybridrl.workers.train.export import write_hf_folder, write_on_first
+from hybridrl.workers.train.export import Configuration, write_hf_folder, write_on_first
 from hybridrl.workers.train.microbatcher import MicroBatch
 from hybridrl.workers.train.offload import OffloadedTensors, resident_bytes
 from hybridrl.workers.train.optimizer import StepResult
@@ -118,11 +118,15 @@ class ModelEngine:
                 folder,
                 weights,
                 specs=self.weight_specs(),
-                configs=self.backend.hf_configs(),
+                configs=self.hf_configs(),
                 source=self.backend.folder,
             )
 
         write_on_first(Ranks(self.backend.device), self.backend.merged_weights(), write)
+
+    def hf_configs(self) -> Sequence[Configuration]:
+        """Return the configurations of an exported folder."""
+        return self.backend.hf_configs()
 
     @property
     def num_updates(self) -> int:
