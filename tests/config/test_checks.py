@@ -117,6 +117,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "would be ignored",
     ),
     (("actor.fsdp2.liger_kernels=true",), "actor.fsdp2.liger_kernels", "on CUDA alone"),
+    (
+        (*_FOLDER, "model.path=moe", "actor.fsdp2.compile_blocks=true"),
+        "actor.fsdp2.compile_blocks",
+        "qwen3_moe's experts do not compile",
+    ),
     ((*GPUS, "actor.fsdp2.liger_kernels=true"), "actor.fsdp2.liger_kernels", "not installed"),
     (
         ("actor.fsdp2.liger_kernels=true", "actor.fsdp2.compile_blocks=true"),
@@ -240,7 +245,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (
         (*SGLANG, "model.starter=null", "model.path=tied_moe"),
         "model.path",
-        "does not tie that of qwen3_moe",
+        "does not tie that of mixtral",
     ),
     (("rollout.tensor_parallel_size=2",), "rollout.tensor_parallel_size", "one rank"),
     (("mode=certify", "rollout=sglang"), "rollout.engine", "a generator of its own"),
@@ -642,6 +647,16 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "comes with its layers",
     ),
     (
+        (*LORA, *_FOLDER, "model.path=moe"),
+        "lora.target_modules",
+        "actor.engine=fsdp2 and rollout.engine=hf cannot adapt experts",
+    ),
+    (
+        (*MEGATRON, *LORA, *_FOLDER, "model.path=moe"),
+        "lora.target_modules",
+        "rollout.engine=hf cannot adapt experts",
+    ),
+    (
         (*MOE, *LORA, *GPUS, "megatron.expert_tensor_parallel_size=2"),
         "megatron.expert_tensor_parallel_size",
         "on one rank",
@@ -730,7 +745,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "megatron.transformer_args.attention_dropout",
         "not be the one that sampled",
     ),
-    ((*MOE, "actor=fsdp2"), "actor.engine", "smollm3, and model.path=moe is qwen3_moe"),
     ((*_GEMMA, "rollout=sglang"), "rollout.engine", "model.path=gemma is gemma3_text"),
     ((*_GEMMA, "actor=megatron"), "actor.engine", "model.path=gemma is gemma3_text"),
     ((*_GEMMA, "algorithm=ppo"), "algorithm.advantage", "no gemma3_text with a value head"),
@@ -746,7 +760,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "model.path",
         "its context is 64 tokens",
     ),
-    ((*MOE, "rollout=hf"), "rollout.engine", "smollm3, and model.path=moe is qwen3_moe"),
     (
         (
             *(*FOUR, *TP2, "trainer.num_prompts_per_step=4", "rollout.num_responses_per_prompt=9"),
@@ -842,7 +855,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "half/model.safetensors.index.json": json.dumps(
             {"weight_map": {f"w{n}": f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}}
         ),
-        "tied_moe/config.json": '{"model_type": "qwen3_moe", "tie_word_embeddings": true}',
+        "tied_moe/config.json": '{"model_type": "mixtral", "tie_word_embeddings": true}',
         "moe/config.json": json.dumps(QWEN3_MOE),
         "gemma/config.json": '{"model_type": "gemma3_text"}',
         "capped/config.json": '{"model_type": "gemma3_text", "final_logit_softcapping": 30.0}',

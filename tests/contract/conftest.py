@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,10 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
 
     def make(layout: Layout, *, tie: bool = True, family: Family | None = None) -> Path:
         family = family or layout.family
-        folder = root / f"{family}-{layout.num_layers}-{'tied' if tie else 'untied'}"
+        sizes: Mapping[str, Any] = layout.sizes if family == layout.family else {}
+        of_sizes = "".join(f"-{size}" for size in sizes.values())
+        tied = "tied" if tie else "untied"
+        folder = root / f"{family}-{layout.num_layers}-{tied}{of_sizes}"
         if not folder.is_dir():
             make_tiny_model(
                 folder,
@@ -52,6 +56,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
                 num_layers=layout.num_layers,
                 # An odd number of words, which ranks that share it must fill up.
                 vocab_size=64 if tie else 67,
+                **sizes,
             )
             (folder / "tokenizer.json").write_text("{}")
         return folder
