@@ -245,7 +245,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (
         (*SGLANG, "model.starter=null", "model.path=tied_moe"),
         "model.path",
-        "does not tie that of mixtral",
+        "does not tie that of qwen3_moe",
     ),
     (("rollout.tensor_parallel_size=2",), "rollout.tensor_parallel_size", "one rank"),
     (("mode=certify", "rollout=sglang"), "rollout.engine", "a generator of its own"),
@@ -855,7 +855,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "half/model.safetensors.index.json": json.dumps(
             {"weight_map": {f"w{n}": f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}}
         ),
-        "tied_moe/config.json": '{"model_type": "mixtral", "tie_word_embeddings": true}',
+        "tied_moe/config.json": '{"model_type": "qwen3_moe", "tie_word_embeddings": true}',
         "moe/config.json": json.dumps(QWEN3_MOE),
         "gemma/config.json": '{"model_type": "gemma3_text"}',
         "capped/config.json": '{"model_type": "gemma3_text", "final_logit_softcapping": 30.0}',

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal
 
 import pytest
@@ -112,7 +111,7 @@ def _fsdp2(
     *,
     num_ranks: int = 2,
     family: Family = "qwen3",
-    sizes: Mapping[str, Any] = MappingProxyType({}),
+    sizes: Mapping[str, Any] | None = None,
     max_share: float = 0.6,
     deadline_s: float = 90.0,
     by_day: ByDay = "all",
@@ -124,7 +123,7 @@ def _fsdp2(
         num_ranks=num_ranks,
         dp_size=num_ranks,
         family=family,
-        sizes=sizes,
+        sizes=sizes or {},
         adapted=ATTENTION_LINEAR if family in SPARSE else ("all-linear",),
         fsdp2=options,
         max_share=max_share,
