@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor
 
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter
+from hybridrl.workers.train.checkpoint_files import ShardReader
 from hybridrl.workers.train.protocol import LearningEngine
 from tests.contract.layouts import RESHAPES, RESHAPES_BY_NIGHT, layout_of, on_layouts
 from tests.contract.ranks_under_test import (
@@ -129,6 +133,18 @@ def _weights(engine: Any, role: str) -> dict[str, Tensor]:
     return {name: t.clone() for name, t in engine.full_weights(engine.weight_sets[-1])}
 
 
+def _assert_values_are_stored_once(folder: Path) -> None:
+    """Of several replicas one writes; numbers without a dimension may come from each rank."""
+    num_stored: Counter[str] = Counter()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                num_stored[key.partition("#")[0]] += file.get_tensor(key).numel()
+    with ShardReader(folder) as reader:
+        for name, shape in reader.shapes.items():
+            assert not shape or num_stored[name] == math.prod(shape), name
+
+
 @pytest.mark.shows("6.2", "R2.3")
 @pytest.mark.parametrize(
     ("saved_by", "loaded_by"),
@@ -144,6 +160,7 @@ def test_checkpoint_of_one_layout_resumes_in_another(
     folder = make_model(writers.layout, tie=role == "adapter")
     try:
         saved = writers.run(_save_and_go_on, folder, tmp_path, role)[0]
+        _assert_values_are_stored_once(tmp_path)
         for loaded in readers.run(_load_and_go_on, folder, tmp_path, role):
             assert loaded.keys() == saved.keys()
             for name, tensor in loaded.items():

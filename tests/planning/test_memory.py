@@ -11,18 +11,27 @@ from transformers import AutoModelForSequenceClassification
 from hybridrl.batch import jagged, jagged_from
 from hybridrl.config.architecture import read_architecture
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.lora import ATTENTION_LINEAR
 from hybridrl.models.adapter import Adapter
+from hybridrl.models.load import build_empty_model
 from hybridrl.models.packed_model import PackedModel, PackedTokens
 from hybridrl.planning.activations import Activations
 from hybridrl.planning.memory import plan_critic_pool, plan_memory
 from hybridrl.planning.model_memory import ModelMemory
 from hybridrl.planning.page import plan_page
 from hybridrl.planning.plan import MemoryKind, MemoryPlan, Phase
+from hybridrl.planning.split import Split
 from hybridrl.planning.workload import Workload
 from hybridrl.workers.train.microbatcher import lay_out
 from hybridrl.workers.train.shards import build_model
 from tests.config.values import config_of
-from tests.tiny_models import DENSE, Family, make_tiny_classifier, make_tiny_model
+from tests.tiny_models import (
+    SPARSE,
+    TRAINED,
+    Family,
+    make_tiny_classifier,
+    make_tiny_model,
+)
 from tests.workers.train.critics import CRITIC
 from tests.workers.train.engines import ACTOR, CPU
 from tests.workers.train.lora_engines import with_lora
@@ -44,7 +53,7 @@ def part(plan: MemoryPlan, phase_name: str, name: str) -> int:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", TRAINED)
 @pytest.mark.parametrize("siblings", [1, 4])
 def test_activations_are_what_autograd_keeps(
     family: Family, siblings: int, checkpointing: bool, tmp_path: Path
@@ -82,6 +91,29 @@ def test_beside_an_adapter_only_its_inputs_are_kept(
     trained = [p.numel() for p in policy.parameters() if p.requires_grad]
     assert planned.trained.total == sum(trained)
     _compare_activations(policy, planned, siblings=4)
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_frozen_experts_keep_no_inputs_of_products(family: Family, tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, family, hidden_size=128, num_layers=3)
+    lora = with_lora(target_modules=ATTENTION_LINEAR)
+    adapt = Adapter(lora, seed=0).inject
+    policy = build_model(folder, config=ACTOR, dtype=torch.float32, device=CPU, adapt=adapt)
+    config = replace(_config(checkpointing=False), lora=lora)
+    planned = ModelMemory(config, "actor", read_architecture(folder))
+    _compare_activations(policy, planned, siblings=4)
+
+
+def test_gathered_are_the_blocks_with_experts(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, "qwen2_moe", num_layers=4, shared_expert_intermediate_size=9)
+    model = build_empty_model(folder, dtype=torch.float32)
+    blocks = [sum(p.numel() for p in block.parameters()) for block in model.model.layers]
+    root = model.num_parameters() - sum(blocks)
+    config = config_of("cluster.num_ranks_per_node=2")
+    planned = ModelMemory(config, "actor", read_architecture(folder))
+    assert planned.gathered == 4 * (root + 3 * max(blocks))
+    largest = max(p.numel() for p in model.model.layers[0].parameters())
+    assert Split().largest_gathered(planned.architecture) == largest
 
 
 def test_a_critic_has_no_vocabulary(tmp_path: Path) -> None:
