@@ -31,6 +31,12 @@ DENSE: tuple[Family, ...] = (
     "smollm3",
     "olmo2",
 )
+"""Families without experts."""
+
+SPARSE: tuple[Family, ...] = ("qwen3_moe", "mixtral", "qwen2_moe")
+"""Mixtures of experts."""
+
+TRAINED = (*DENSE, *SPARSE)
 """Families that FSDP2 trains."""
 
 WINDOWED: tuple[Family, ...] = ("mistral", "gemma3_text", "phi3")

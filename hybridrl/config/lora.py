@@ -9,10 +9,8 @@ from typing import Annotated, Literal
 from hybridrl.config.limits import NotNegative, Width, Within
 
 ALL_LINEAR = "all-linear"
-LINEAR_MODULES = (
-    *("q_proj", "k_proj", "v_proj", "o_proj"),
-    *("gate_proj", "up_proj", "down_proj"),
-)
+ATTENTION_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj")
+LINEAR_MODULES = (*ATTENTION_LINEAR, *("gate_proj", "up_proj", "down_proj"))
 """Linear layers of every block of every supported architecture but Phi-3. The output embedding is
 not among them: it is applied to scored tokens only, without any adapter."""
 

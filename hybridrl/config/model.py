@@ -10,6 +10,7 @@ from hybridrl.config.limits import CountOrZero, Heads, Layers, Rows, Width, With
 TRANSFORMERS_MODEL_TYPES = (
     *("llama", "qwen2", "qwen3"),
     *("gemma3_text", "mistral", "olmo2", "phi3", "smollm3"),
+    *("qwen3_moe", "mixtral", "qwen2_moe"),
 )
 """Architectures of the engines that run transformers' own code, ``fsdp2`` and ``hf``: those
 whose packed forward pass is shown equal to a pass of single rows."""
@@ -17,7 +18,10 @@ whose packed forward pass is shown equal to a pass of single rows."""
 LIGER_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 """Those of them whose norms and MLPs Liger's kernels replace."""
 
-CRITIC_MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "smollm3")
+CRITIC_MODEL_TYPES = (
+    *("llama", "qwen2", "qwen3", "mistral", "phi3", "smollm3"),
+    *("qwen3_moe", "mixtral", "qwen2_moe"),
+)
 """Those of them that transformers has with a value head (``...ForTokenClassification``)."""
 
 MEGATRON_MODEL_TYPES = (

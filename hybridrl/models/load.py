@@ -26,6 +26,7 @@ from hybridrl.config.architecture import read_architecture
 from hybridrl.config.model import TRANSFORMERS_MODEL_TYPES
 from hybridrl.config.model_folder import CONFIG, INDEX, WEIGHTS, read_settings, read_weight_map
 from hybridrl.errors import ModelError, suggest_name
+from hybridrl.models.experts import StoredNames
 from hybridrl.models.packed_attention import PACKED_ATTENTION
 
 SUPPORTED_MODEL_TYPES = TRANSFORMERS_MODEL_TYPES
@@ -143,6 +144,35 @@ class WeightFiles:
         return self._open[file_name]
 
 
+class ModelFiles:
+    """The weights of a folder by the names of transformers' parameters.
+
+    Folders have the matrices of experts apart, or, if somebody saved them so, fused.
+    """
+
+    def __init__(self, files: WeightFiles, model_type: str) -> None:
+        self._files = files
+        self._names = StoredNames(model_type)
+
+    def names_of(self, name: str, shape: torch.Size) -> list[str]:
+        """Return the tensors in the files that hold a parameter, or must hold it."""
+        if name in self._files.names:
+            return [name]
+        return [stored for stored, _ in self._names.shapes(name, shape)]
+
+    def read(self, name: str, *, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Read one parameter to host memory; see ``WeightFiles.read``."""
+        matrices = () if name in self._files.names else self._names.matrices(name, shape)
+        if not matrices:
+            (stored,) = self.names_of(name, shape)
+            return self._files.read(stored, shape=shape, dtype=dtype)
+        fused = torch.empty(shape, dtype=dtype)
+        for matrix in matrices:
+            values = self._files.read(matrix.name, shape=matrix.shape, dtype=dtype)
+            matrix.of(fused).copy_(values)
+        return fused
+
+
 def read_model_type(folder: Path) -> str:
     """Read the architecture of a Hugging Face folder.
 
@@ -225,9 +255,16 @@ def check_weights(model: PreTrainedModel, files: WeightFiles) -> None:
         ModelError: weights are missing, unexpected or quantised; names the first ones.
     """
     files.require_floats()
-    wanted = {name for name, _ in model.named_parameters()}
+    weights = ModelFiles(files, model.config.model_type)
+    wanted, known = (
+        {
+            stored
+            for name, p in model.named_parameters(remove_duplicate=is_once)
+            for stored in weights.names_of(name, p.shape)
+        }
+        for is_once in (True, False)
+    )
     # Copies of tied weights and, in old llama folders, rotary frequencies do no harm.
-    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     unexpected = {n for n in files.names - known if not n.endswith("rotary_emb.inv_freq")}
     for problem, names in (("missing", wanted - files.names), ("unexpected", unexpected)):
         if names:

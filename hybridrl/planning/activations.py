@@ -11,11 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from hybridrl.config.architecture import MoEConfig
 from hybridrl.planning.model_memory import ModelMemory
 from hybridrl.planning.workload import Microbatch
 
 _FLOAT32 = 4
 _ROUTER_COPIES = 3  # logits, probabilities and the ids of the chosen experts, in float32
+_ORDER_BYTES = 37  # of a (token, expert) pair in transformers: three indices, weights, a mask
 
 
 @dataclass(frozen=True)  # without slots: sizes are computed once
@@ -167,9 +169,23 @@ class Activations:
         experts = self.model.architecture.experts
         if experts is None:
             return 0
-        numbers = self._expert_numbers(of_width=5, of_hidden=2)
-        router = self._local.num_tokens // self.model.split.sequence * experts.num_experts
-        return numbers * self._size + router * _ROUTER_COPIES * _FLOAT32
+        if self.model.is_megatron:
+            numbers = self._expert_numbers(of_width=5, of_hidden=2)
+        else:  # gate, its SiLU and up; inputs of both products, if their weights learn
+            is_trained = self.model.adapter is None
+            numbers = self._expert_numbers(of_width=3 + is_trained, of_hidden=1 + is_trained)
+        numbers += self._local.num_tokens * self._numbers_of_shared_expert(experts)
+        router = experts.num_experts * _ROUTER_COPIES * _FLOAT32
+        if not self.model.is_megatron:
+            router = experts.num_experts * _FLOAT32 + experts.num_per_token * _ORDER_BYTES
+        return numbers * self._size + self._local.num_tokens // self.model.split.sequence * router
+
+    def _numbers_of_shared_expert(self, experts: MoEConfig) -> int:
+        """Count numbers per token of the expert for all tokens: inside it, and its result."""
+        if not experts.shared_size:
+            return 0
+        width = (3 + (self.model.adapter is None)) * experts.shared_size // self.model.split.tensor
+        return width + self.model.architecture.hidden_size
 
     def _expert_numbers(self, *, of_width: int, of_hidden: int) -> int:
         """Count numbers per (token, expert) pair: inside the expert, and outside of it.
@@ -199,7 +215,12 @@ class Activations:
         narrow = self.model.narrow
         widest = max(3 * narrow.intermediate_size, 3 * narrow.query_size + 2 * narrow.key_size)
         dense = self._local.num_tokens * (widest + 3 * narrow.hidden_size)
-        return max(dense, self._expert_numbers(of_width=3, of_hidden=2)) * self._size
+        if self.model.is_megatron:
+            sparse = self._expert_numbers(of_width=3, of_hidden=2)
+        else:  # of the backward pass: slopes inside the experts, or of what they return
+            inside = self._expert_numbers(of_width=5, of_hidden=1)
+            sparse = max(inside, self._expert_numbers(of_width=1, of_hidden=3))
+        return max(dense, sparse) * self._size
 
     @property
     def logits_forward(self) -> int:

@@ -318,7 +318,8 @@ class _Rank:
         lora, actor = self.config.lora, self._models[0]
         if not actor.gathers and not (lora.enabled and lora.sync == "merged"):
             return 0
-        largest = Split().count_embedding(self.model) * actor.storage_bytes
+        count = Split().count_embedding if actor.is_megatron else Split().largest_gathered
+        largest = count(self.model) * actor.storage_bytes
         bucket = self.config.rollout.bucket_mib * _MIB
         bucket = bucket or (_CUDA_BUCKET if self._is_cuda else _CPU_BUCKET)
         return min(self._model_bytes, bucket + largest) + actor.gathers * largest

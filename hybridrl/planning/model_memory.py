@@ -232,9 +232,12 @@ class ModelMemory:
 
     @property
     def _block(self) -> int:
-        """Numbers of a block, which FSDP2 gathers and reduces at once."""
-        blocks = self.parameters.total - self._root + self.adapter_parameters.total
-        return blocks // self.architecture.num_layers
+        """Numbers of the largest block, which FSDP2 gathers and reduces at once."""
+        model, num_sparse = self.architecture, self.split.num_sparse(self.architecture)
+        kinds = {True} if num_sparse else set()
+        kinds |= {False} if num_sparse < model.num_layers else set()
+        largest = max(self.split.count_block(model, is_sparse=kind).total for kind in kinds)
+        return largest + self.adapter_parameters.total // model.num_layers
 
     @property
     def _gradients(self) -> int:

@@ -136,24 +136,28 @@ class Split:
 
     def count(self, model: Architecture, *, has_value_head: bool = False) -> Parameters:
         """Count the parameters on a rank, without those of an adapter."""
-        hidden, inner, size = model.hidden_size, model.intermediate_size, self.tensor
         num_layers, num_sparse = len(self.layers_of(model)), self.num_sparse(model)
+        sparse = self.count_block(model, is_sparse=True) if num_sparse else Parameters()
+        dense = (num_layers - num_sparse) * self.count_block(model, is_sparse=False).total
+        root = self.count_root(model, has_value_head=has_value_head)
+        return Parameters(dense + num_sparse * sparse.dense + root, num_sparse * sparse.expert)
+
+    def count_block(self, model: Architecture, *, is_sparse: bool) -> Parameters:
+        """Count the parameters of a layer with or without experts."""
+        hidden, inner, size = model.hidden_size, model.intermediate_size, self.tensor
         attention = 2 * hidden * (model.query_size + model.key_size) // size
         attention += model.has_qkv_bias * (model.query_size + 2 * model.key_size) // size
         norms = model.num_norms * hidden + model.has_head_norms * 2 * model.head_size
         norms += model.norms_all_heads * (model.query_size + model.key_size)
         block = attention + norms + model.has_output_bias * hidden
-        mlp = 3 * hidden * inner // size + model.has_mlp_bias * (2 * inner // size + hidden)
-        router = expert = 0
-        if model.experts is not None:
-            router = hidden * model.experts.num_experts
-            if model.experts.shared_size:  # an expert for all tokens, and its gate
-                router += 3 * hidden * model.experts.shared_size // size + hidden
-            num_of_expert = 3 * hidden * model.experts.intermediate_size // self.expert_tensor
-            expert = model.experts.num_experts // self.expert * num_of_expert
-        dense = num_layers * block + (num_layers - num_sparse) * mlp + num_sparse * router
-        root = self.count_root(model, has_value_head=has_value_head)
-        return Parameters(dense + root, num_sparse * expert)
+        if not is_sparse or model.experts is None:
+            mlp = 3 * hidden * inner // size + model.has_mlp_bias * (2 * inner // size + hidden)
+            return Parameters(block + mlp)
+        block += hidden * model.experts.num_experts
+        if model.experts.shared_size:  # an expert for all tokens, and its gate
+            block += 3 * hidden * model.experts.shared_size // size + hidden
+        num_of_expert = 3 * hidden * model.experts.intermediate_size // self.expert_tensor
+        return Parameters(block, model.experts.num_experts // self.expert * num_of_expert)
 
     def count_root(self, model: Architecture, *, has_value_head: bool = False) -> int:
         """Count numbers outside the blocks: embeddings or a value head, and the last norm."""
@@ -186,6 +190,14 @@ class Split:
         if self.is_first or (self.is_last and not has_value_head):
             sizes.append(self.count_embedding(model))
         return max(sizes)
+
+    def largest_gathered(self, model: Architecture) -> int:
+        """Count the largest tensor that FSDP2 gathers: the embedding, or inputs of all experts."""
+        fused = 0
+        if model.experts is not None:
+            width = 2 * model.experts.intermediate_size
+            fused = model.experts.num_experts * width * model.hidden_size
+        return max(self.count_embedding(model), fused)
 
     def count_adapter(self, model: Architecture, lora: LoraConfig) -> Parameters:
         """Count the numbers of A and B on a rank: one of the two is not split."""

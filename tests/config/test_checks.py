@@ -125,6 +125,11 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "would be ignored",
     ),
     (("actor.fsdp2.liger_kernels=true",), "actor.fsdp2.liger_kernels", "on CUDA alone"),
+    (
+        (*_FOLDER, "model.path=moe", "actor.fsdp2.compile_blocks=true"),
+        "actor.fsdp2.compile_blocks",
+        "qwen3_moe's experts do not compile",
+    ),
     ((*GPUS, "actor.fsdp2.liger_kernels=true"), "actor.fsdp2.liger_kernels", "not installed"),
     (
         ("actor.fsdp2.liger_kernels=true", "actor.fsdp2.compile_blocks=true"),
@@ -660,6 +665,16 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "comes with its layers",
     ),
     (
+        (*LORA, *_FOLDER, "model.path=moe"),
+        "lora.target_modules",
+        "actor.engine=fsdp2 and rollout.engine=hf cannot adapt experts",
+    ),
+    (
+        (*MEGATRON, *LORA, *_FOLDER, "model.path=moe"),
+        "lora.target_modules",
+        "rollout.engine=hf cannot adapt experts",
+    ),
+    (
         (*MOE, *LORA, *GPUS, "megatron.expert_tensor_parallel_size=2"),
         "megatron.expert_tensor_parallel_size",
         "on one rank",
@@ -748,7 +763,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "megatron.transformer_args.attention_dropout",
         "not be the one that sampled",
     ),
-    ((*MOE, "actor=fsdp2"), "actor.engine", "smollm3, and model.path=moe is qwen3_moe"),
     ((*_GEMMA, "rollout=sglang"), "rollout.engine", "model.path=gemma is gemma3_text"),
     ((*_GEMMA, "actor=megatron"), "actor.engine", "model.path=gemma is gemma3_text"),
     ((*_GEMMA, "algorithm=ppo"), "algorithm.advantage", "no gemma3_text with a value head"),
@@ -770,7 +784,6 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "model.path",
         "its context is 64 tokens",
     ),
-    ((*MOE, "rollout=hf"), "rollout.engine", "smollm3, and model.path=moe is qwen3_moe"),
     (
         (
             *(*FOUR, *TP2, "trainer.num_prompts_per_step=4", "rollout.num_responses_per_prompt=9"),

@@ -44,10 +44,12 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
 
     def make(layout: Layout, *, tie: bool = True, family: Family | None = None) -> Path:
         family = family or layout.family
-        has_no_window = ENGINES[layout.engine].without_windows and family in WINDOWED
-        changes: dict[str, Any] = {"sliding_window": None} if has_no_window else {}
-        shape = f"{layout.num_layers}-{'wide' if has_no_window else 'as-is'}"
-        folder = root / f"{family}-{shape}-{'tied' if tie else 'untied'}"
+        sizes: dict[str, Any] = dict(layout.sizes) if family == layout.family else {}
+        if ENGINES[layout.engine].without_windows and family in WINDOWED:
+            sizes["sliding_window"] = None
+        of_sizes = "".join(f"-{size}" for size in sizes.values())
+        tied = "tied" if tie else "untied"
+        folder = root / f"{family}-{layout.num_layers}-{tied}{of_sizes}"
         if not folder.is_dir():
             make_tiny_model(
                 folder,
@@ -56,7 +58,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
                 num_layers=layout.num_layers,
                 # An odd number of words, which ranks that share it must fill up.
                 vocab_size=64 if tie else 67,
-                **changes,
+                **sizes,
             )
             (folder / "tokenizer.json").write_text("{}")
         return folder

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
+from hybridrl.config.lora import ATTENTION_LINEAR
 from tests.megatron.stand_ins import install
-from tests.tiny_models import DENSE, Family
+from tests.tiny_models import SPARSE, TRAINED, Family
 
 ByDay = Literal["all", "numbers", "steps", "nothing"]
 
@@ -35,6 +36,12 @@ class Layout:
 
     family: Family = "qwen3"
     num_layers: int = 2
+
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    """Changes of the model's configuration."""
+
+    adapted: tuple[str, ...] = ("all-linear",)
+    """Layers beside which adapters are."""
 
     megatron: Mapping[str, object] = field(default_factory=dict)
     """Changes of the ``megatron`` section."""
@@ -106,6 +113,8 @@ def _fsdp2(
     name: str,
     *,
     num_ranks: int = 2,
+    family: Family = "qwen3",
+    sizes: Mapping[str, Any] | None = None,
     max_share: float = 0.6,
     deadline_s: float = 90.0,
     by_day: ByDay = "all",
@@ -116,6 +125,9 @@ def _fsdp2(
         engine="fsdp2",
         num_ranks=num_ranks,
         dp_size=num_ranks,
+        family=family,
+        sizes=sizes or {},
+        adapted=ATTENTION_LINEAR if family in SPARSE else ("all-linear",),
         fsdp2=options,
         max_share=max_share,
         deadline_s=deadline_s,
@@ -141,8 +153,13 @@ ENGINES: dict[str, EngineUnderTest] = {
                 by_day="steps",
             ),
             _fsdp2("prefetch", num_prefetched_blocks=2, by_day="nothing"),
+            _fsdp2("moe", family="qwen3_moe"),
+            _fsdp2("moe-1", num_ranks=1, family="qwen2_moe", max_share=1.1, by_day="nothing"),
+            # Three experts on two ranks: each has half of every matrix.
+            _fsdp2("moe-rows", family="mixtral", sizes={"num_local_experts": 3}, by_day="nothing"),
+            _fsdp2("moe-2x2", num_ranks=4, num_replicas=2, family="qwen3_moe", by_day="nothing"),
         ),
-        families=DENSE,
+        families=TRAINED,
         prepare=_allow_compilation,
     ),
     "megatron": EngineUnderTest(
@@ -235,6 +252,7 @@ RESHAPES = [
     ("fsdp2-1", "fsdp2-2"),
     ("megatron-tp2", "fsdp2-2"),
     ("fsdp2-2", "megatron-pp2"),
+    ("fsdp2-moe", "megatron-ep2"),
 ]
 RESHAPES_BY_NIGHT = [
     ("fsdp2-2x2", "fsdp2-offload"),
@@ -243,6 +261,8 @@ RESHAPES_BY_NIGHT = [
     ("megatron-dp2", "megatron-pp2"),
     ("fsdp2-2", "megatron-cp2"),
     ("megatron-cp2", "megatron-tp2"),
+    ("megatron-ep2", "fsdp2-moe-2x2"),
+    ("fsdp2-moe-2x2", "fsdp2-moe"),
 ]
 """Layouts that write a checkpoint, and others that go on from it."""
 

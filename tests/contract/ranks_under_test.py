@@ -72,6 +72,8 @@ class Rank:
         return build_critic_engine(replace(self._config, critic=critic), folder, CPU)
 
     def _config_with(self, config: ActorConfig, lora: LoraConfig) -> ExperimentConfig:
+        if lora.target_modules == LORA.target_modules:
+            lora = replace(lora, target_modules=self.layout.adapted)
         return replace(self._config, actor=self._with_layout(config), lora=lora)
 
     def _with_layout(self, config: Config) -> Config:

@@ -18,9 +18,10 @@ from hybridrl.errors import ModelError, RunFolderError
 from hybridrl.metrics import Metrics
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState, WeightSet
-from tests.contract.layouts import ENGINES, on_layouts
+from tests.contract.layouts import on_layouts
 from tests.contract.plain import weights_in
 from tests.contract.ranks_under_test import Rank, RanksUnderTest, merge_metrics, take_step
+from tests.tiny_models import DENSE
 from tests.workers.train.engines import (
     assert_same_weights,
     make_rows,
@@ -32,8 +33,8 @@ from tests.workers.train.engines import (
 )
 from tests.workers.train.lora_engines import LORA, build_lora, with_lora
 
-# The measure is FSDP2 on one rank, which trains no mixture of experts.
-pytestmark = on_layouts(lambda engine: engine.has_adapters, families=ENGINES["fsdp2"].families)
+# The measure is FSDP2 on one rank, which adapts no experts.
+pytestmark = on_layouts(lambda engine: engine.has_adapters, families=DENSE)
 
 LIVELY = with_optimizer(lr=0.1, eps=1e-3)
 

@@ -12,13 +12,14 @@ from transformers import AutoModelForCausalLM
 from hybridrl.errors import ModelError
 from hybridrl.models.folder import require_usable_model
 from hybridrl.models.load import (
+    ModelFiles,
     WeightFiles,
     build_empty_model,
     check_weights,
     fill_weights,
     finish_model,
 )
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import SPARSE, Family, make_tiny_model
 
 CPU = torch.device("cpu")
 
@@ -27,7 +28,7 @@ def load(folder: Path) -> dict[str, Tensor]:
     model = build_empty_model(folder, dtype=torch.float32)
     files = WeightFiles(folder)
     check_weights(model, files)
-    fill_weights(model, "", files, CPU)
+    fill_weights(model, "", ModelFiles(files, model.config.model_type), CPU)
     finish_model(model, CPU)
     assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
     return {name: p.detach() for name, p in model.named_parameters()}
@@ -98,7 +99,7 @@ def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path) -> None:
             "weights are quantised",
         ),
         (json.dumps({"model_type": "quen3"}), "did you mean 'qwen3'"),
-        (json.dumps({"model_type": "gpt_neox"}), "known: .*llama, mistral, olmo2"),
+        (json.dumps({"model_type": "gpt_neox"}), "known: .*llama, mistral, mixtral, olmo2"),
     ],
 )
 def test_an_unusable_configuration_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -178,6 +179,30 @@ def test_missing_and_unexpected_weights_are_named(tmp_path: Path) -> None:
         load(folder)
     change_weights(folder, **{"model.norm.weight": torch.ones(33), "more": None})
     with pytest.raises(ModelError, match=r"model.norm.weight is \[33\], and .* \[32\]"):
+        load(folder)
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_experts_load_one_by_one_or_fused(family: Family, tmp_path: Path) -> None:
+    one = make_tiny_model(tmp_path / "one", family)
+    model = AutoModelForCausalLM.from_pretrained(one)
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    names = WeightFiles(tmp_path / "fused").names
+    assert "model.layers.0.mlp.experts.gate_up_proj" in names
+    separate, fused = load(one), load(tmp_path / "fused")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(separate[name], parameter), name
+        assert torch.equal(fused[name], parameter), name
+
+
+def test_a_missing_matrix_of_an_expert_is_named(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, "mixtral")
+    name = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    change_weights(folder, **{name: None})
+    with pytest.raises(ModelError, match=f"1 missing weights .* first: {name}"):
+        load(folder)
+    change_weights(folder, **{name: torch.ones(63, 32)})
+    with pytest.raises(ModelError, match=rf"{name} is \[63, 32\], and .* \[64, 32\]"):
         load(folder)
 
 

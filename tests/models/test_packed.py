@@ -9,10 +9,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hybridrl.errors import ModelError
-from hybridrl.models.load import WeightFiles, build_empty_model, fill_weights, finish_model
+from hybridrl.models.load import (
+    ModelFiles,
+    WeightFiles,
+    build_empty_model,
+    fill_weights,
+    finish_model,
+)
 from hybridrl.models.packed import AttentionKernel, PaddedLayout, Segment, build_layout
 from hybridrl.models.packed_model import PackedTokens, PolicyModel
-from tests.tiny_models import DENSE, Family, make_tiny_model
+from tests.tiny_models import TRAINED, Family, make_tiny_model
 
 CPU = torch.device("cpu")
 LENGTHS = [13, 12, 5, 4, 4, 1]  # descending, as the planner packs: three buckets
@@ -21,7 +27,7 @@ SHUFFLED = [4, 13, 1, 5, 12, 4]  # any order must be right
 
 def load(folder: Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     model = build_empty_model(folder, dtype=dtype)
-    fill_weights(model, "", WeightFiles(folder), CPU)
+    fill_weights(model, "", ModelFiles(WeightFiles(folder), model.config.model_type), CPU)
     finish_model(model, CPU)
     return model
 
@@ -50,7 +56,7 @@ def plain_logprobs(model: PreTrainedModel, row: Tensor) -> Tensor:
     return all_logprobs.gather(1, row[1:, None])[:, 0]
 
 
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", TRAINED)
 @pytest.mark.parametrize("tie_embeddings", [True, False])
 @pytest.mark.parametrize("lengths", [LENGTHS, SHUFFLED, [7]])
 def test_packed_rows_equal_single_rows(

@@ -10,6 +10,7 @@ from torch import Tensor
 from hybridrl.batch import jagged, jagged_from
 from hybridrl.config.architecture import read_architecture
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.lora import ATTENTION_LINEAR
 from hybridrl.models.adapter import Adapter
 from hybridrl.models.packed_model import PackedModel, PackedTokens
 from hybridrl.planning.activations import Activations
@@ -21,7 +22,7 @@ from hybridrl.planning.workload import Workload
 from hybridrl.workers.train.microbatcher import lay_out
 from hybridrl.workers.train.shards import build_model
 from tests.config.values import config_of
-from tests.tiny_models import DENSE, Family, make_tiny_model
+from tests.tiny_models import SPARSE, TRAINED, Family, make_tiny_model
 from tests.workers.train.critics import CRITIC
 from tests.workers.train.engines import ACTOR, CPU
 from tests.workers.train.lora_engines import with_lora
@@ -43,7 +44,7 @@ def part(plan: MemoryPlan, phase_name: str, name: str) -> int:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", TRAINED)
 @pytest.mark.parametrize("siblings", [1, 4])
 def test_activations_are_what_autograd_keeps(
     family: Family, siblings: int, checkpointing: bool, tmp_path: Path
@@ -80,6 +81,17 @@ def test_beside_an_adapter_only_its_inputs_are_kept(
     planned = ModelMemory(config, "actor", read_architecture(folder))
     trained = [p.numel() for p in policy.parameters() if p.requires_grad]
     assert planned.trained.total == sum(trained)
+    _compare_activations(policy, planned, siblings=4)
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_frozen_experts_keep_no_inputs_of_products(family: Family, tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, family, hidden_size=128, num_layers=3)
+    lora = with_lora(target_modules=ATTENTION_LINEAR)
+    adapt = Adapter(lora, seed=0).inject
+    policy = build_model(folder, config=ACTOR, dtype=torch.float32, device=CPU, adapt=adapt)
+    config = replace(_config(checkpointing=False), lora=lora)
+    planned = ModelMemory(config, "actor", read_architecture(folder))
     _compare_activations(policy, planned, siblings=4)
 
 

@@ -26,7 +26,9 @@ from tests.sglang.engines import (
     weights_of,
 )
 from tests.tiny_models import Family, make_tiny_model
+from tests.workers.device import largest_mismatch_nats
 from tests.workers.rollout.engines import make_prompts, sampling_params, tokens_of
+from tests.workers.train.engines import build_fsdp2, make_rows, update
 from tests.workers.train.megatron.expert_layouts import running
 
 PROMPTS = make_prompts((1, 7, 33, 12, 2))
@@ -130,6 +132,20 @@ def test_a_trainer_that_replays_routes_agrees_with_the_engine_over_steps(
                 weights_of(target)["lm_head.weight"], weights_of(folder)["lm_head.weight"]
             )
             folder = target
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe"], indirect=True)
+def test_experts_of_fsdp2_sample_as_they_score_over_steps(
+    family_engine: SGLangEngine, tmp_path: Path
+) -> None:
+    trainer = build_fsdp2(make_tiny_model(tmp_path, "qwen3_moe", seed=8, tie_embeddings=False))
+    sampling = replace(sampling_params(group=4, tokens=8), temperature=0.7)
+    for version in range(3):
+        sync(family_engine, dict(trainer.full_weights()), version=version)
+        responses = family_engine.generate(PROMPTS, sampling)
+        rollouts = assemble_rollouts(PROMPTS, responses, policy_version=version)
+        assert largest_mismatch_nats(trainer, rollouts, temperature=0.7) < 2e-4
+        update(trainer, make_rows(4, seed=version))
 
 
 def check_experts(folder: Path, responses: list[Response]) -> None:

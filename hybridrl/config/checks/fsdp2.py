@@ -89,6 +89,16 @@ def check_liger_kernels(config: ExperimentConfig) -> Iterator[ConfigError]:
             )
 
 
+def check_compiled_blocks(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Torch's compiler fails on the grouped products of experts (seen with torch 2.13)."""
+    model = find_architecture(config.model)
+    for section, engine, _ in _engines(config):
+        key = f"{section}.fsdp2.compile_blocks"
+        if engine.fsdp2.compile_blocks and model is not None and model.experts is not None:
+            rule = f"the products of {model.model_type}'s experts do not compile"
+            yield ConfigError(key, got=True, rule=rule, remedies=[(f"{key}=false",)])
+
+
 def _engines(config: ExperimentConfig) -> Iterator[tuple[str, EngineConfig, int]]:
     """Yield section, engine and ranks of each model that learns."""
     yield "actor", config.actor, config.cluster.num_ranks
@@ -96,4 +106,4 @@ def _engines(config: ExperimentConfig) -> Iterator[tuple[str, EngineConfig, int]
         yield "critic", config.critic, config.num_critic_ranks
 
 
-RULES = (check_fsdp2_is_used, check_replicas, check_liger_kernels)
+RULES = (check_fsdp2_is_used, check_replicas, check_liger_kernels, check_compiled_blocks)

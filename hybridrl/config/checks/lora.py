@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hybridrl.config.architecture import MLP_MODULES, Architecture, find_architecture
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.config.lora import ALL_LINEAR, LINEAR_MODULES
+from hybridrl.config.lora import ALL_LINEAR, ATTENTION_LINEAR, LINEAR_MODULES
 from hybridrl.errors import ConfigError, suggest_name
 
 _OF_HEADS = ("q_proj", "k_proj", "v_proj")
@@ -118,8 +118,26 @@ def check_adapted_layers(config: ExperimentConfig) -> Iterator[ConfigError]:
             "an expert with an adapter must be on one rank",
             remedies=[
                 ("megatron.expert_tensor_parallel_size=1",),
-                ("lora.target_modules=[q_proj,k_proj,v_proj,o_proj]",),
+                (f"lora.target_modules=[{','.join(ATTENTION_LINEAR)}]",),
             ],
+        )
+
+
+def check_experts_are_not_adapted(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Transformers computes all experts of a layer by one product, which peft cannot adapt."""
+    lora, model = config.lora, find_architecture(config.model)
+    if not lora.enabled or model is None or model.experts is None:
+        return
+    samples = config.mode != "sft" and config.rollout.engine == "hf" and lora.sends_adapters
+    engines = ["actor.engine=fsdp2"] * (config.actor.engine == "fsdp2")
+    engines += ["rollout.engine=hf"] * samples
+    if engines and not set(lora.modules).isdisjoint(MLP_MODULES):
+        yield ConfigError(
+            "lora.target_modules",
+            list(lora.target_modules),
+            f"{' and '.join(engines)} cannot adapt experts, but attention alone: one product "
+            "computes all experts of a layer",
+            remedies=[(f"lora.target_modules=[{','.join(ATTENTION_LINEAR)}]",)],
         )
 
 
@@ -130,4 +148,10 @@ def linear_sizes(model: Architecture) -> Mapping[str, tuple[int, int]]:
     return model.linear_sizes
 
 
-RULES = (check_lora_targets, check_lora_rank, check_lora_dropout, check_adapted_layers)
+RULES = (
+    check_lora_targets,
+    check_lora_rank,
+    check_lora_dropout,
+    check_adapted_layers,
+    check_experts_are_not_adapted,
+)

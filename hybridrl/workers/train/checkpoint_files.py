@@ -76,7 +76,7 @@ def shards_to_write(tensors: Mapping[str, CheckpointTensor]) -> dict[str, Tensor
     return {
         key: shard
         for name, tensor in tensors.items()
-        if not isinstance(tensor, Tensor) or is_first_copy(tensor)
+        if (is_first_copy(tensor) if isinstance(tensor, Tensor) else not tensor.is_copy)
         for key, shard in shards_of(name, tensor)
     }
 

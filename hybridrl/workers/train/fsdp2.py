@@ -21,6 +21,7 @@ from hybridrl.errors import ModelError
 from hybridrl.metrics import Metrics, merge
 from hybridrl.models.adapter_names import ADAPTER_NAME, file_name, hf_name, is_adapter_name
 from hybridrl.models.dtypes import DTYPES
+from hybridrl.models.experts import StoredNames
 from hybridrl.models.packed_model import PackedModel
 from hybridrl.workers.train.backend import (
     Compute,
@@ -31,10 +32,12 @@ from hybridrl.workers.train.backend import (
     choose_kernel,
 )
 from hybridrl.workers.train.collectives import Ranks
+from hybridrl.workers.train.expert_shards import stored_shards
 from hybridrl.workers.train.export import Configuration, configs_of
 from hybridrl.workers.train.microbatcher import MicroBatcher, MicroBatches
 from hybridrl.workers.train.optimizer import GuardedAdamW
 from hybridrl.workers.train.protocol import NamedTensors, TrainState, WeightSet, WeightSpec
+from hybridrl.workers.train.shard_spec import CheckpointTensor
 from hybridrl.workers.train.shards import (
     as_fsdp,
     build_model,
@@ -104,6 +107,7 @@ class FSDP2Backend:
             is_trainable=num_total_steps is not None,
             adapt=None if adapter is None else adapter.inject,
         )
+        self._names = StoredNames(self.model.hf.config.model_type)
         self._optimizer: GuardedAdamW | None = None
         if num_total_steps is not None:
             self._optimizer = self._prepare_to_learn(num_total_steps)
@@ -154,20 +158,22 @@ class FSDP2Backend:
     def weight_specs(self, weight_set: WeightSet) -> tuple[WeightSpec, ...]:
         """Describe the tensors of ``full_weights``, in its order."""
         return tuple(
-            WeightSpec(name, tuple(p.shape), p.numel() * p.element_size())
+            WeightSpec(stored, tuple(shape), shape.numel() * p.element_size())
             for name, p in self._weights(weight_set)
+            for stored, shape in self._names.shapes(name, p.shape)
         )
 
     def full_weights(self, weight_set: WeightSet) -> NamedTensors:
         """Yield each weight of a set, gathered from its shards, one at a time.
 
-        Without shards a tensor is the live weight.
+        Without shards a tensor is the live weight. Matrices of experts are views of what was
+        gathered.
         """
         if weight_set is WeightSet.BASE and WeightSet.ADAPTER not in self.weight_sets:
             yield from self.merged_weights()
             return
         for name, parameter in self._weights(weight_set):
-            yield name, full_tensor(parameter)
+            yield from self._names.views(name, full_tensor(parameter))
 
     def merged_weights(self) -> NamedTensors:
         """Yield the weights of the same model without adapters, one tensor at a time."""
@@ -181,7 +187,7 @@ class FSDP2Backend:
                 matrices = [parameters[f"{layer}lora_{m}.{ADAPTER_NAME}.weight"] for m in "AB"]
                 a_RI, b_OR = (full_tensor(matrix) for matrix in matrices)
                 weight = self.adapter.merge(weight, a_RI, b_OR)
-            yield hf_name(name), weight
+            yield from self._names.views(hf_name(name), weight)
 
     def hf_configs(self) -> Sequence[Configuration]:
         """Return the configurations of an exported folder."""
@@ -207,16 +213,17 @@ class FSDP2Backend:
         """Optimizer steps taken, skipped ones not counted."""
         return self.optimizer.num_steps
 
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
+    def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         """List the parameters that learn, and their moments; see ``LearningEngine``."""
-        optimizer = self.optimizer
         learning = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        moments = {
-            f"optimizer.{key}.{name}": value
-            for name, parameter in learning.items()
-            for key, value in optimizer.moments(parameter).items()
-        }
-        return {f"model.{name}": parameter for name, parameter in learning.items()} | moments
+        tensors: dict[str, CheckpointTensor] = {}
+        for name, parameter in learning.items():
+            tensors |= stored_shards("model.", name, parameter, parameter, self._names)
+        for name, parameter in learning.items():
+            for key, value in self.optimizer.moments(parameter).items():
+                prefix = f"optimizer.{key}."
+                tensors |= stored_shards(prefix, name, parameter, value, self._names)
+        return tensors
 
     def begin_restore(self, *, num_updates: int) -> None:
         """Go to ``num_updates``, with moments for the caller to fill."""

@@ -76,6 +76,9 @@ class RankShards:
     shards: tuple[TensorShard, ...]
     """They do not overlap; the values are views of the live memory."""
 
+    is_copy: bool = False
+    """Whether another rank, of another replica, has the same shards and saves them."""
+
 
 CheckpointTensor = Tensor | RankShards
 """A tensor that an engine saves: plain, a ``DTensor``, or a list of shards."""

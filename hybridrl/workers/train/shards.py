@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from hybridrl.config.actor import ActorConfig, EngineConfig
@@ -26,6 +26,7 @@ from hybridrl.models.compiled import compile_blocks
 from hybridrl.models.dtypes import DTYPES
 from hybridrl.models.liger import use_liger_kernels
 from hybridrl.models.load import (
+    ModelFiles,
     WeightFiles,
     WeightSource,
     build_empty_critic,
@@ -61,13 +62,14 @@ def build_model(
     hf = build_empty_model(folder, dtype=dtype)
     files = WeightFiles(folder)
     check_weights(hf, files)
-    weights: WeightSource = files
+    weights: WeightSource = ModelFiles(files, hf.config.model_type)
     model: PackedModel
     if isinstance(config, CriticConfig):
         model = ValueModel(build_empty_critic(folder, dtype=dtype, device=device))
     else:
         hf.requires_grad_(is_trainable)
-        weights = files if adapt is None else adapt(hf, files)
+        if adapt is not None:
+            weights = adapt(hf, weights)
         model = PolicyModel(hf, chunk_tokens=config.logprob_chunk_tokens)
     _fill_and_shard(model, weights, config=config, device=device, num_ranks=num_ranks)
     return model
@@ -116,6 +118,7 @@ def _sharding(
     return partial(
         fully_shard,
         mesh=_mesh(device, num_ranks=num_ranks, num_replicas=options.num_replicas),
+        shard_placement_fn=partial(_placement, num_shards=num_ranks // options.num_replicas),
         # Left to itself FSDP2 reshards all modules but the root, whose backward pass is the first.
         reshard_after_forward=None if options.reshard_after_forward else False,
         mp_policy=MixedPrecisionPolicy(
@@ -127,6 +130,12 @@ def _sharding(
             else OffloadPolicy()
         ),
     )
+
+
+def _placement(parameter: nn.Parameter, *, num_shards: int) -> Shard | None:
+    """Divide rows of each expert where ranks cannot have equally many experts; None: by dim 0."""
+    is_fused = parameter.ndim == 3 and len(parameter) % num_shards > 0
+    return Shard(1) if is_fused and parameter.shape[1] % num_shards == 0 else None
 
 
 def _mesh(device: torch.device, *, num_ranks: int, num_replicas: int) -> DeviceMesh:

@@ -13,7 +13,7 @@ from hybridrl.errors import EngineError
 from hybridrl.metrics import check_declared
 from hybridrl.workers.rollout.embedded import prefill
 from hybridrl.workers.rollout.protocol import Response, SamplingParams
-from tests.tiny_models import DENSE, Family, make_tiny_model
+from tests.tiny_models import TRAINED, Family, make_tiny_model
 from tests.workers.rollout.engines import (
     load,
     make_prompts,
@@ -45,7 +45,7 @@ def rescore(
 
 
 @pytest.mark.parametrize("tie_embeddings", [True, False])
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", TRAINED)
 def test_logprobs_are_those_of_hugging_face_whatever_the_slots(
     family: Family, tie_embeddings: bool, tmp_path: Path
 ) -> None:

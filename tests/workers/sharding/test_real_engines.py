@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrl.config.lora import LoraConfig
+from hybridrl.config.lora import ATTENTION_LINEAR, LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.workers.rollout.buckets import stage_by_reference
@@ -22,7 +22,7 @@ from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.sharding.states import State
 from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.ranks import run_ranks
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import SPARSE, Family, make_tiny_model
 from tests.workers.device import WAYS, Device, Journalling, LoraDevice, check_passes
 from tests.workers.rollout.engines import rollout_config, tokens_of
 from tests.workers.train.engines import CPU, build_fsdp2
@@ -95,6 +95,29 @@ def test_samples_have_the_trainers_log_probs_in_each_of_three_cycles(
 )
 def test_so_it_is_on_two_ranks(folder: Path, way: str, sync: str) -> None:
     for apart in run_ranks(2, _three_cycles, folder, way, sync):
+        assert max(apart) < 1e-4
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_experts_are_sent_and_sample_as_they_score(family: Family, tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, family)
+    assert max(_three_cycles(0, folder, "backup", "all weights")) < 1e-4
+
+
+def _two_kinds_of_cycles(rank: int, folder: Path) -> list[float]:
+    """Sync all weights, and then adapters of the attention alone."""
+    attention = with_lora(target_modules=ATTENTION_LINEAR)
+    device = on_device(folder, "resident", lora=attention)
+    apart = _three_cycles(rank, folder, "awake", "all weights")
+    for _ in range(2):
+        device.train()
+        apart.append(device.mismatch_nats())
+    return apart
+
+
+def test_experts_sharded_over_two_ranks_do_so_too(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, "mixtral", num_local_experts=3)
+    for apart in run_ranks(2, _two_kinds_of_cycles, folder):
         assert max(apart) < 1e-4
 
 

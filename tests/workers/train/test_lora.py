@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from hybridrl.config.lora import LINEAR_MODULES
+from hybridrl.config.lora import ATTENTION_LINEAR, LINEAR_MODULES
 from hybridrl.errors import ModelError
 from hybridrl.workers.train.policy_engine import BaseModelReference
 from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.ranks import run_ranks
-from tests.tiny_models import DENSE, Family, make_tiny_model
+from tests.tiny_models import SPARSE, TRAINED, Family, make_tiny_model
 from tests.workers.train.engines import (
     ACTOR,
     assert_same_weights,
@@ -132,7 +132,7 @@ def test_merged_stream_keeps_the_training_weights(folder: Path, use_rslora: bool
 
 
 @pytest.mark.shows("1.14")
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", TRAINED)
 @pytest.mark.parametrize("tie_embeddings", [True, False])
 def test_both_exports_give_the_same_logits_in_peft(
     tmp_path: Path, family: Family, tie_embeddings: bool
@@ -140,6 +140,7 @@ def test_both_exports_give_the_same_logits_in_peft(
     source = make_tiny_model(tmp_path / "model", family, tie_embeddings=tie_embeddings)
     fused = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
     names = fused if family == "phi3" else LORA.target_modules
+    names = ATTENTION_LINEAR if family in SPARSE else names
     engine = build_lora(source, lora=replace(LORA, target_modules=names))
     randomize(engine)
     engine.export_hf(tmp_path / "hf")

@@ -23,6 +23,7 @@ from hybridrl.diagnostics import activity
 from hybridrl.errors import EngineError, LedgerError, PhaseError, suggest_name
 from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.models.dtypes import DTYPES
+from hybridrl.models.experts import StoredNames
 from hybridrl.models.load import WeightFiles
 from hybridrl.workers.rollout.adapter_fit import built_without_adapters
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
@@ -95,8 +96,9 @@ class HFRolloutEngine:
     def _boot(self) -> None:
         model_config = load_config(self._folder, max_context_tokens=self._max_context_tokens)
         self._model = build_model(model_config, DTYPES[self._config.dtype], self._device)
-        parameters = dict(self._model.named_parameters())
-        every_name = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        names = StoredNames(model_config.model_type)
+        parameters = names.tensors(self._model)
+        every_name = names.tensors(self._model, tied_again=True).keys()
         self._tied_names = every_name - parameters.keys()
         self._buffer_names = frozenset(name for name, _ in self._model.named_buffers())
         self._tensors: dict[str, Tensor] = {**parameters, **dict(self._model.named_buffers())}

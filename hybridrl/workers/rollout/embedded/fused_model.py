@@ -24,7 +24,10 @@ from hybridrl.models.onednn import linear
 from hybridrl.workers.rollout.embedded.adapted_layers import AdaptedLinear
 from hybridrl.workers.rollout.embedded.kv_slots import KVStep
 
-_MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral")
+_MODEL_TYPES = (
+    *("llama", "qwen2", "qwen3", "mistral"),
+    *("mixtral", "qwen2_moe", "qwen3_moe"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,27 @@ def _join(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class _GatedMLP:
+    gate_up: FusedLinear
+    down: FusedLinear
+
+    def __call__(self, inputs_TW: Tensor) -> Tensor:
+        gate, up = self.gate_up(inputs_TW).chunk(2, dim=1)
+        return self.down(F.silu(gate).mul_(up))
+
+
+@dataclass(frozen=True, slots=True)
+class _Experts:
+    """A layer of experts, computed by transformers: its matrices are joined already."""
+
+    block: nn.Module
+
+    def __call__(self, inputs_TW: Tensor) -> Tensor:
+        outputs_1TW: Tensor = self.block(inputs_TW[None])
+        return outputs_1TW[0]
+
+
+@dataclass(frozen=True, slots=True)
 class _Layer:
     before_attention: nn.Module
     query_key_value: FusedLinear
@@ -78,8 +102,7 @@ class _Layer:
     key_norm: nn.Module | None
     output: FusedLinear
     before_mlp: nn.Module
-    gate_up: FusedLinear
-    down: FusedLinear
+    mlp: _GatedMLP | _Experts
     window: int | None
 
 
@@ -140,9 +163,14 @@ def _fuse_layer(layer: Any, window: int | None) -> _Layer:  # noqa: ANN401 - unt
         key_norm=norms.get("k_norm"),
         output=FusedLinear.of([attention.o_proj]),
         before_mlp=layer.post_attention_layernorm,
-        gate_up=FusedLinear.of([mlp.gate_proj, mlp.up_proj]),
-        down=FusedLinear.of([mlp.down_proj]),
+        mlp=_Experts(mlp) if "experts" in dict(mlp.named_children()) else _fuse_mlp(mlp),
         window=window,
+    )
+
+
+def _fuse_mlp(mlp: Any) -> _GatedMLP:  # noqa: ANN401 - untyped modules
+    return _GatedMLP(
+        gate_up=FusedLinear.of([mlp.gate_proj, mlp.up_proj]), down=FusedLinear.of([mlp.down_proj])
     )
 
 
@@ -195,8 +223,7 @@ class FusedForward:
         for number, layer in enumerate(self._layers):
             attended_TX = self._attend(number, layer, hidden_TW, rotary=rotary, kv_step=kv_step)
             hidden_TW = hidden_TW + layer.output(attended_TX)
-            gate, up = layer.gate_up(self._norm(layer.before_mlp, hidden_TW)).chunk(2, dim=1)
-            hidden_TW += layer.down(F.silu(gate).mul_(up))
+            hidden_TW += layer.mlp(self._norm(layer.before_mlp, hidden_TW))
         if logits_at is not None:
             hidden_TW = hidden_TW.index_select(0, logits_at)
         head = self._model.get_output_embeddings()

@@ -1,0 +1,101 @@
+"""Experts of a mixture: two parameters a layer in transformers, a tensor for each matrix in files.
+
+Transformers multiplies all experts of a layer at once, by ``mlp.experts.gate_up_proj`` [E, 2I, H]
+and ``mlp.experts.down_proj`` [E, H, I]. In Hugging Face folders, rollout engines and checkpoints
+each matrix of each expert has a name of its own, and these are slices of the parameters: views.
+
+Legend: E experts, I inputs of an expert's last matrix, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hybridrl.config.families import FAMILIES
+
+_BLOCK = ".mlp."
+"""Module of a layer that has the router and the experts, as transformers names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrix:
+    """A matrix of one expert: rows of a fused parameter."""
+
+    name: str
+    """In files."""
+
+    expert: int
+    begin: int
+    end: int
+    num_columns: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """Rows and columns."""
+        return torch.Size((self.end - self.begin, self.num_columns))
+
+    def of(self, fused: Tensor) -> Tensor:
+        """Return its view of the full parameter."""
+        return fused[self.expert, self.begin : self.end]
+
+
+class StoredNames:
+    """Names of a model's tensors in files, and in everything that takes tensors by these names."""
+
+    def __init__(self, model_type: str) -> None:
+        self._experts = FAMILIES[model_type].expert_names
+
+    def stored(self, name: str) -> str:
+        """Return the name in files of a parameter that is no fused one."""
+        return name.replace(_BLOCK, f".{self._experts.block}.")
+
+    def matrices(self, name: str, shape: torch.Size) -> tuple[ExpertMatrix, ...]:
+        """Return the matrices of a fused parameter; none of another parameter."""
+        module, _, leaf = name.rpartition(".")
+        if not module.endswith(f"{_BLOCK}experts") or leaf not in ("gate_up_proj", "down_proj"):
+            return ()
+        num_experts, num_rows, num_columns = shape
+        names = self._experts
+        kinds = [names.gate, names.up] if leaf == "gate_up_proj" else [names.down]
+        size = num_rows // len(kinds)
+        return tuple(
+            ExpertMatrix(
+                f"{self.stored(module)}.{expert}.{kind}.weight",
+                expert,
+                number * size,
+                (number + 1) * size,
+                num_columns,
+            )
+            for expert in range(num_experts)
+            for number, kind in enumerate(kinds)
+        )
+
+    def shapes(self, name: str, shape: torch.Size) -> Iterator[tuple[str, torch.Size]]:
+        """Yield the tensors in files of a parameter: names and shapes."""
+        matrices = self.matrices(name, shape)
+        if not matrices:
+            yield self.stored(name), shape
+        for matrix in matrices:
+            yield matrix.name, matrix.shape
+
+    def views(self, name: str, full: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the same tensors with their values, views of the full parameter."""
+        matrices = self.matrices(name, full.shape)
+        if not matrices:
+            yield self.stored(name), full
+        for matrix in matrices:
+            yield matrix.name, matrix.of(full)
+
+    def tensors(self, model: nn.Module, *, tied_again: bool = False) -> dict[str, Tensor]:
+        """Return the parameters of a model by their names in files, views of the live memory.
+
+        Args:
+            model: of this family.
+            tied_again: under each of its names, a tensor that has several.
+        """
+        named = model.named_parameters(remove_duplicate=not tied_again)
+        return {stored: view for name, p in named for stored, view in self.views(name, p)}
