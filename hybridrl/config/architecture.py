@@ -153,11 +153,15 @@ class Architecture:
                 "gate_up_proj": (2 * inner, hidden),
                 "down_proj": (hidden, inner),
             }
-        return {
+        attention = {
             "q_proj": (query, hidden),
             "k_proj": (self.key_size, hidden),
             "v_proj": (self.key_size, hidden),
             "o_proj": (hidden, query),
+        }
+        if self.experts is not None and self.experts.names.gate not in MLP_MODULES:
+            return attention  # rollout engines adapt no layers of these names
+        return attention | {
             "gate_proj": (inner, hidden),
             "up_proj": (inner, hidden),
             "down_proj": (hidden, inner),

@@ -168,7 +168,8 @@ class RolloutMemory:
         """One block's temporary tensors over a chunk of prompts; heads and MLPs are split."""
         experts, inside = self.model.experts, self.model.intermediate_size
         if experts is not None:
-            inside = max(inside, experts.num_per_token * experts.intermediate_size)
+            of_experts = experts.num_per_token * experts.intermediate_size
+            inside = max(inside, of_experts + experts.shared_size)
         split = 3 * inside + 2 * self.model.query_size + 2 * self.model.key_size
         given = self._section.engine_args.get("chunked_prefill_size")
         num_tokens = given if isinstance(given, int) and given > 0 else _CHUNK_TOKENS

@@ -186,6 +186,7 @@ class Split:
         if num_sparse and model.experts is not None:
             width = 2 * model.experts.intermediate_size // self.expert_tensor
             sizes.append(model.experts.num_experts // self.expert * width * hidden)
+            sizes.append(2 * hidden * model.experts.shared_size // self.tensor)
         if self.is_first or (self.is_last and not has_value_head):
             sizes.append(self.count_embedding(model))
         return max(sizes)
@@ -207,17 +208,30 @@ class Split:
                 continue
             num_dense = num_layers - num_sparse if name in MLP_MODULES else num_layers
             dense += num_dense * _sides(name, outputs, inputs, size=self.tensor)
-            if name in MLP_MODULES and model.experts is not None:
-                width, hidden = model.experts.intermediate_size, model.hidden_size
-                outputs, inputs = (width, hidden) if name in _BY_COLUMNS else (hidden, width)
-                sides = _sides(name, outputs, inputs, size=self.expert_tensor)
-                expert += num_sparse * (model.experts.num_experts // self.expert) * sides
+            experts = model.experts
+            if name not in MLP_MODULES or experts is None:
+                continue
+            per_rank = num_sparse * (experts.num_experts // self.expert)
+            for_all, for_some = (
+                _sides(name, *_turned(name, width, model.hidden_size), size=size)
+                for width, size in (
+                    (experts.shared_size, self.tensor),
+                    (experts.intermediate_size, self.expert_tensor),
+                )
+            )
+            dense += num_sparse * bool(experts.shared_size) * for_all
+            expert += per_rank * for_some
         return Parameters(lora.rank * dense, lora.rank * expert)
 
 
 def _sides(name: str, outputs: int, inputs: int, *, size: int) -> int:
     """Return outputs plus inputs on a rank of a matrix that is split by columns or by rows."""
     return outputs // size + inputs if name in _BY_COLUMNS else outputs + inputs // size
+
+
+def _turned(name: str, width: int, hidden: int) -> tuple[int, int]:
+    """Return outputs and inputs of a layer of an MLP that is ``width`` wide inside."""
+    return (width, hidden) if name in _BY_COLUMNS else (hidden, width)
 
 
 def padded_vocabulary(vocab_size: int, *, tp_size: int) -> int:

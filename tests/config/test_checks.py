@@ -38,6 +38,14 @@ ADAPTER = (
     *("lora=default", "lora.init_from=adapter", "lora.rank=2", "lora.alpha=2"),
     *("lora.target_modules=[o_proj,q_proj]", "model.starter.num_layers=1"),
 )
+MIXTRAL = (
+    *MEGATRON,
+    "rollout=sglang",
+    "rollout.dtype=bfloat16",
+    "model.starter=null",
+    "model.path=mixtral",
+)
+SHARED = ("rollout=sglang", "rollout.dtype=bfloat16", "model.path=shared", "model.starter=null")
 _FOLDER = ("model.starter=null", "data.use_chat_template=false")
 _GEMMA = (*_FOLDER, "model.path=gemma")
 
@@ -817,6 +825,12 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     ((*_FOLDER, "model.path=dynamic"), "model.path", "rope_type='dynamic' is not supported"),
     ((*_FOLDER, "model.path=phi", *LORA), "lora.target_modules", "matches no linear layer"),
+    ((*MIXTRAL, *LORA), "lora.target_modules", "(known: k_proj, o_proj, q_proj, v_proj)"),
+    (
+        (*MEGATRON, *TP2, "cluster.num_ranks_per_node=2", *SHARED),
+        "megatron.tensor_parallel_size",
+        "35 columns inside the shared expert",
+    ),
     (
         (*_FOLDER, "model.path=long", "rollout.max_response_tokens=100"),
         "model.path",
@@ -919,6 +933,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         "tied_moe/config.json": '{"model_type": "qwen3_moe", "tie_word_embeddings": true}',
         "dense_moe/config.json": '{"model_type": "qwen2_moe", "mlp_only_layers": [1]}',
+        "mixtral/config.json": '{"model_type": "mixtral"}',
+        "shared/config.json": json.dumps(
+            QWEN3_MOE | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 35}
+        ),
         "mistral/config.json": '{"model_type": "mistral"}',
         "moe/config.json": json.dumps(QWEN3_MOE),
         "scorer/config.json": _scorer("qwen3"),

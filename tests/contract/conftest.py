@@ -44,11 +44,12 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
 
     def make(layout: Layout, *, tie: bool = True, family: Family | None = None) -> Path:
         family = family or layout.family
-        has_no_window = ENGINES[layout.engine].without_windows and family in WINDOWED
-        sizes: dict[str, Any] = {"sliding_window": None} if has_no_window else {}
-        sizes |= layout.sizes if family == layout.family else {}
+        sizes: dict[str, Any] = dict(layout.sizes) if family == layout.family else {}
+        if ENGINES[layout.engine].without_windows and family in WINDOWED:
+            sizes["sliding_window"] = None
         of_sizes = "".join(f"-{size}" for size in sizes.values())
-        folder = root / f"{family}-{layout.num_layers}-{'tied' if tie else 'untied'}{of_sizes}"
+        tied = "tied" if tie else "untied"
+        folder = root / f"{family}-{layout.num_layers}-{tied}{of_sizes}"
         if not folder.is_dir():
             make_tiny_model(
                 folder,

@@ -222,7 +222,9 @@ ENGINES: dict[str, EngineUnderTest] = {
                 num_ranks=4,
                 by_day="nothing",
             ),
-            _megatron("ep2", expert_parallel_size=2, dp_size=2, family="mixtral", by_day="numbers"),
+            _megatron(
+                "ep2", expert_parallel_size=2, dp_size=2, family="qwen3_moe", by_day="numbers"
+            ),
             _megatron(
                 "sp2-ep2",
                 tensor_parallel_size=2,

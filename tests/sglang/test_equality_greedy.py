@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,20 +33,26 @@ from tests.workers.train.engines import build_fsdp2, make_rows, update
 from tests.workers.train.megatron.expert_layouts import running
 
 PROMPTS = make_prompts((1, 7, 33, 12, 2))
-# SGLang gives a Qwen3-MoE an output embedding of its own, whatever config.json says: it cannot be
-# tied there (0.5.21), and no published one is.
-TIED: dict[Family, bool] = {
-    "qwen3": True,
-    "llama": True,
-    "qwen3_moe": False,
-    "mistral": True,
-    "mixtral": False,
-    "qwen2_moe": False,
+# SGLang gives mixtures an output embedding of their own, whatever config.json says: it cannot be
+# tied there (0.5.21), and no published one is. Nor has it windows, or layers without experts.
+EXPERTS: tuple[Family, ...] = ("qwen3_moe", "mixtral", "qwen2_moe")
+CHANGES: dict[Family, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "qwen2_moe": {"mlp_only_layers": []},
 }
 GREEDY = sampling_params(group=1, tokens=8, temperature=0.0)
 
 
-@pytest.fixture(scope="module", params=["qwen2_moe", "mistral"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        *("qwen3", "qwen3_moe"),
+        *(
+            pytest.param(family, marks=pytest.mark.nightly)
+            for family in ("llama", "mistral", "mixtral", "qwen2_moe")
+        ),
+    ],
+)
 def family(request: pytest.FixtureRequest) -> Family:
     return request.param
 
@@ -57,18 +64,15 @@ def family_engine(
     if family == "qwen3":
         yield request.getfixturevalue("shared_engine")
         return
-    folder = make_tiny_model(
-        tmp_path_factory.mktemp("boot"),
-        family,
-        tie_embeddings=TIED[family],
-        **(
-            {"sliding_window": None}
-            if family == "mistral"
-            else ({"mlp_only_layers": []} if family == "qwen2_moe" else {})
-        ),
-    )
-    with running_engine(server_spec(folder, routed_experts=family == "qwen3_moe")) as it:
+    folder = make_served(tmp_path_factory.mktemp("boot"), family)
+    with running_engine(server_spec(folder, routed_experts=family in EXPERTS)) as it:
         yield it
+
+
+def make_served(folder: Path, family: Family, *, seed: int = 0) -> Path:
+    """A tiny model that SGLang computes as transformers does."""
+    is_tied, changes = family not in EXPERTS, CHANGES.get(family, {})
+    return make_tiny_model(folder, family, seed=seed, tie_embeddings=is_tied, **changes)
 
 
 @pytest.mark.shows("3.7")
@@ -77,24 +81,14 @@ def test_greedy_tokens_are_those_of_hugging_face_after_each_sync(
 ) -> None:
     answers = []
     for version in range(3):
-        folder = make_tiny_model(
-            tmp_path / str(version),
-            family,
-            seed=version,
-            tie_embeddings=TIED[family],
-            **(
-                {"sliding_window": None}
-                if family == "mistral"
-                else ({"mlp_only_layers": []} if family == "qwen2_moe" else {})
-            ),
-        )
+        folder = make_served(tmp_path / str(version), family, seed=version)
         sync(family_engine, weights_of(folder), version=version)
         found = family_engine.run(single_turn(PROMPTS, GREEDY))
         expected = greedy_of_hugging_face(folder, PROMPTS, num_tokens=8)
         assert tokens_of(found) == tokens_of(expected)
         for response, reference in zip(found, expected, strict=True):
             torch.testing.assert_close(response.logprobs, reference.logprobs, atol=2e-4, rtol=0)
-        if family == "qwen3_moe":
+        if family in EXPERTS:
             check_experts(folder, found)
         answers.append(tokens_of(found))
     assert answers[0] != answers[1] != answers[2]

@@ -22,7 +22,7 @@ def check_lora_targets(config: ExperimentConfig) -> Iterator[ConfigError]:
     key, everything = "lora.target_modules", ("lora.target_modules=[all-linear]",)
     model = find_architecture(config.model)
     names = LINEAR_MODULES if model is None else tuple(model.linear_sizes)
-    if model is not None and model.has_fused_layers:
+    if not set(LINEAR_MODULES).issubset(names):
         everything = (f"lora.target_modules=[{','.join(names)}]",)
     else:
         names = (*names, ALL_LINEAR)

@@ -128,11 +128,13 @@ def _smaller(sizes: Mapping[str, int]) -> Iterator[Changes]:
 def _tensor(config: ExperimentConfig, model: Architecture) -> Iterator[_Broken]:
     size, num_kv_heads = config.megatron.tensor_parallel_size, model.num_key_value_heads
     inner = model.intermediate_size if model.has_dense_layers else 0
+    shared = model.experts.shared_size if model.experts else 0
     projection = (model.num_heads + 2 * num_kv_heads) * model.head_size
     rules = []
     for number, what in (
         (model.num_heads, "query heads"),
         (inner, "columns inside the MLP (intermediate_size)"),
+        (shared, "columns inside the shared expert (shared_expert_intermediate_size)"),
     ):
         if number % size:
             rules.append(f"must divide the model's {number} {what}")
@@ -145,7 +147,7 @@ def _tensor(config: ExperimentConfig, model: Architecture) -> Iterator[_Broken]:
     legal = [
         n
         for n in divisors_of(model.num_heads)
-        if not (inner % n or projection % n)
+        if not (inner % n or shared % n or projection % n)
         and (num_kv_heads % n == 0 or (n % num_kv_heads == 0 and not config.lora.enabled))
     ]
     for rule in rules:

@@ -28,8 +28,8 @@ def megatron_architecture(folder: Path) -> Architecture:
     if model_type not in MEGATRON_MODEL_TYPES:
         raise ModelError(
             f"{folder}: model_type={model_type!r} has no converter to megatron-core, only "
-            f"{', '.join(MEGATRON_MODEL_TYPES)} have one. Set model.path to one of these; others "
-            "are planned with megatron-bridge, which is not supported yet"
+            f"{', '.join(MEGATRON_MODEL_TYPES)} have one. Set model.path to one of these, or "
+            "actor=fsdp2; docs/megatron.md says why megatron-bridge does not help"
         )
     architecture, file = read_architecture(folder), folder / "config.json"
     if refused := [*_refused(read_settings(folder), architecture)]:

@@ -88,7 +88,7 @@ def make_expert_model(folder: Path, family: Family = "qwen3_moe", **changes: Any
 
 
 MODELS: dict[str, dict[str, Any]] = {
-    "normalised weights": {},
+    "normalised weights": {"family": "mixtral"},
     # Of four layers the second alone has experts, and one for all tokens beside them: of two
     # stages the last has none.
     "weights as they are, one sparse layer": {

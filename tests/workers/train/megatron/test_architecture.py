@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.errors import ModelError
 from hybridrl.models.load import WeightFiles
+from hybridrl.planning.split import Split
 from hybridrl.workers.train.megatron.architecture import inverse_frequencies, megatron_architecture
-from hybridrl.workers.train.megatron.hf_tensors import hf_tensors
+from hybridrl.workers.train.megatron.hf_tensors import adapter_tensors, hf_tensors
 from tests.tiny_models import Family, make_tiny_model
+from tests.workers.train.lora_engines import LORA
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -62,6 +65,14 @@ def test_some_layers_of_a_mixture_may_be_dense(tmp_path: Path) -> None:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     own = {n for n, _ in model.named_parameters() if ".experts." not in n}
     assert own == {n for n in hf_tensors(architecture) if ".experts." not in n}
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2_moe", "qwen3_moe"])
+def test_adapters_are_planned_as_large_as_they_are(tmp_path: Path, family: Family) -> None:
+    architecture = megatron_architecture(make_tiny_model(tmp_path, family))
+    shapes = adapter_tensors(architecture, LORA.modules, LORA.rank).values()
+    planned = Split().count_adapter(architecture, LORA)
+    assert planned.total == sum(math.prod(shape) for shape in shapes)
 
 
 @pytest.mark.parametrize("scaling", [None, LLAMA3])

@@ -146,12 +146,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sparse")
-    return make_tiny_model(folder, "qwen3_moe", tie_embeddings=False)
-
-
-@pytest.fixture(scope="module")
 def lora(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LoraConfig:
     """An adapter to start from whose B is not 0, so that A learns from the first step on."""
     stored = tmp_path_factory.mktemp("adapter") / "start"
@@ -200,6 +194,7 @@ def test_two_steps_are_those_of_fsdp2_in_one_process(
 
 
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def _train_sparse(
@@ -219,17 +214,28 @@ def _start_and_train_sparse(
 
 
 @pytest.mark.parametrize(
-    ("targets", "layouts"),
-    [(("all-linear",), [EP2, SP2, {**SP2, **EP2}]), (EXPERTS, [EP2])],
-    ids=["all", "experts alone"],
+    ("family", "targets", "layouts", "num_adapted"),
+    [
+        # Four experts in a layer, and one for all tokens.
+        ("qwen2_moe", ("all-linear",), [EP2, SP2, {**SP2, **EP2}], 4 + 5 * 3),
+        ("qwen3_moe", EXPERTS, [EP2], 4 * 3),
+        ("mixtral", ATTENTION, [{**SP2, **EP2}], 4),
+    ],
+    ids=["all", "experts alone", "attention alone"],
 )
-def test_expert_adapters_learn_alike_on_sharing_ranks(
-    sparse: Path, tmp_path: Path, targets: tuple[str, ...], layouts: list[Sizes]
+def test_adapters_of_mixtures_learn_alike_on_sharing_ranks(
+    tmp_path: Path,
+    family: Family,
+    targets: tuple[str, ...],
+    layouts: list[Sizes],
+    num_adapted: int,
 ) -> None:
+    all_sparse = {"mlp_only_layers": []} if family == "qwen2_moe" else {}
+    sparse = make_tiny_model(tmp_path / "model", family, tie_embeddings=False, **all_sparse)
     start = tmp_path / "start"
     [alone] = run_ranks(1, _start_and_train_sparse, sparse, targets, start)
     started = load_file(start / ADAPTER_FILE)
-    assert len(started) == 2 * 2 * (4 * 3 + (4 if targets != EXPERTS else 0))
+    assert len(started) == 2 * 2 * num_adapted
     assert all(not torch.equal(alone.adapter[name], tensor) for name, tensor in started.items())
     for sizes in layouts:
         assert_same_training(run_ranks(2, _train_sparse, sparse, sizes, targets, start), alone)
