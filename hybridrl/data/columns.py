@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hybridrl.config.experiment import ExperimentConfig
 
@@ -23,13 +23,15 @@ class Columns:
     section: str = "data"
     """The configuration section that names them, for messages."""
 
-    @property
-    def needed(self) -> Mapping[str, str]:
-        """The configuration key of each column that a row must have."""
+    needed: Mapping[str, str] = field(init=False)
+    """The configuration key of each column that a row must have."""
+
+    def __post_init__(self) -> None:
         needed = {self.prompt: "prompt_key"}
         needed |= {} if self.answer is None else {self.answer: "answer_key"}
         needed |= {} if self.difficulty is None else {self.difficulty: "difficulty_key"}
-        return {name: f"{self.section}.{key}" for name, key in needed.items()}
+        keys = {name: f"{self.section}.{key}" for name, key in needed.items()}
+        object.__setattr__(self, "needed", keys)  # once, since every row asks for it
 
 
 def columns_of(config: ExperimentConfig, section: str) -> Columns:

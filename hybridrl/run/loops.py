@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -60,6 +61,14 @@ class Training:
     """Logs the results after the last step."""
 
 
+class ProgressRecorder(StepRecorder, Protocol):
+    """Receives the numbers of a run, and how far a phase is."""
+
+    def progress(self, text: str) -> None:
+        """Show how far the phase is."""
+        ...
+
+
 @contextmanager
 def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterator[Training]:
     """Load rows, tokenizer and reward function of a reinforcement-learning run.
@@ -76,7 +85,7 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
     """
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
     stop_token_ids = load_stop_token_ids(folder, tokenizer)
-    train_rows = load_train_rows(config, tokenizer)
+    train_rows = load_train_rows(config, tokenizer, on_progress=record.progress)
     config = within_epochs(config, len(train_rows.rows))
     source = PromptSource(
         train_rows.rows,
@@ -187,7 +196,9 @@ class _ReinforcementLearning:
 
 
 @contextmanager
-def open_sft(config: ExperimentConfig, folder: Path, record: StepRecorder) -> Iterator[Training]:
+def open_sft(
+    config: ExperimentConfig, folder: Path, record: ProgressRecorder
+) -> Iterator[Training]:
     """Load rows and tokenizer of supervised fine-tuning.
 
     Args:
@@ -200,14 +211,14 @@ def open_sft(config: ExperimentConfig, folder: Path, record: StepRecorder) -> It
         ModelError: the tokenizer cannot be used.
     """
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
-    train_rows = load_train_rows(config, tokenizer)
+    train_rows = load_train_rows(config, tokenizer, on_progress=record.progress)
     config = within_epochs(config, len(train_rows.rows))
-    held_out: list[TokenizedRow] = []
+    held_out: Sequence[TokenizedRow] = []
     if config.sft.eval_every_num_steps:
         held_out = load_eval_rows(config, config.eval.own_set(), tokenizer)
 
     if config.sft.turns == "all":  # so that a bad one ends the run before it began
-        for row in (*train_rows.rows, *held_out):
+        for row in chain(train_rows.rows, held_out):
             assistant_mask(row, tokenizer)
 
     def loop_of(workers: Workers) -> Loop:
