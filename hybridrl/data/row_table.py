@@ -13,7 +13,6 @@ import json
 import logging
 import mmap
 import os
-import time
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -42,8 +41,8 @@ _UNFINISHED = ".unfinished-"
 _DAY_S = 86_400.0
 
 
-def pack_block(rows: Sequence[tuple[Row, Rendered]]) -> bytes:
-    """Pack at least one row, with the text and token ids of its prompt."""
+def encode_block(rows: Sequence[tuple[Row, Rendered]]) -> bytes:
+    """Encode at least one row, with the text and token ids of its prompt."""
     columns: list[list[bytes]] = [[], [], [], []]
     for row, (text, token_ids) in rows:
         columns[0].append(np.array(token_ids, dtype=np.int32).tobytes())
@@ -108,7 +107,7 @@ class RowTable(Sequence[TokenizedRow]):
         """Hold blocks, which may be mapped from a file.
 
         Args:
-            blocks: see ``pack_block``.
+            blocks: see ``encode_block``.
             counts: rows of each block.
             fingerprint: of the rows; see ``data/rows.py``.
             num_dropped: overlong prompts that were left out.
@@ -201,8 +200,8 @@ class TableWriter:
         try:
             if self._file is None:
                 folder.mkdir(parents=True, exist_ok=True)
-                _remove_old(folder)
                 self._file = (folder / f"{_UNFINISHED}{os.getpid()}-{id(self):x}").open("x+b")
+                _remove_old(folder, now_s=os.fstat(self._file.fileno()).st_mtime)
             while self._blocks:
                 self._file.write(self._blocks[0])
                 self._file.flush()
@@ -259,9 +258,9 @@ def _keep(file: BinaryIO, target: Path, about: bytes) -> None:
         log.warning("rows are not kept: %s cannot be written: %s", target, error)
 
 
-def _remove_old(folder: Path) -> None:
-    """Remove files of runs that were killed while they wrote them."""
+def _remove_old(folder: Path, *, now_s: float) -> None:
+    """Remove files of runs that were killed while they wrote them; ``now_s`` is a new file's."""
     for path in folder.glob(f"{_UNFINISHED}*"):
         with suppress(FileNotFoundError):
-            if time.time() - path.stat().st_mtime > _DAY_S:
+            if now_s - path.stat().st_mtime > _DAY_S:
                 path.unlink()

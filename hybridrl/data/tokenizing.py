@@ -15,9 +15,9 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config.paths import split_function
+from hybridrl.data.encoder_pool import EncoderPool
 from hybridrl.data.files import Problems, RawRow, RowFiles
-from hybridrl.data.packing import Packed, Packer
-from hybridrl.data.packing_pool import PackingPool
+from hybridrl.data.row_encoder import EncodedRows, RowEncoder
 from hybridrl.data.row_table import RowTable, open_table, table_writer
 from hybridrl.data.rows import Row
 from hybridrl.errors import DataError
@@ -56,22 +56,22 @@ def tokenize_rows(
     max_prompt_tokens: int,
     overlong: str,
 ) -> RowTable:
-    """Tokenize rows that are in memory; see `Packer` and `pack_rows`."""
-    packer = Packer(
+    """Tokenize rows that are in memory; see `RowEncoder` and `encode_rows`."""
+    encoder = RowEncoder(
         tokenizer=tokenizer,
         use_chat_template=use_chat_template,
         max_prompt_tokens=max_prompt_tokens,
         overlong=overlong,
     )
-    return pack_rows(rows, packer)
+    return encode_rows(rows, encoder)
 
 
-def pack_rows(rows: Iterable[Row], packer: Packer) -> RowTable:
+def encode_rows(rows: Iterable[Row], encoder: RowEncoder) -> RowTable:
     """Tokenize rows that are in memory, and leave them there; errors as `tokenize_files`."""
-    return _tokenize(rows, packer, Resources(), None)
+    return _tokenize(rows, encoder, Resources(), None)
 
 
-def tokenize_files(files: RowFiles, packer: Packer, resources: Resources) -> RowTable:
+def tokenize_files(files: RowFiles, encoder: RowEncoder, resources: Resources) -> RowTable:
     """Read and tokenize all rows now, so that a bad one ends the run before it began.
 
     A set of many rows is kept in a file. Its name is a digest of paths, sizes, times, and first and
@@ -80,7 +80,7 @@ def tokenize_files(files: RowFiles, packer: Packer, resources: Resources) -> Row
 
     Args:
         files: of one key.
-        packer: without columns; those of ``files`` are taken.
+        encoder: without columns; those of ``files`` are taken.
         resources: folder and processes.
 
     Returns:
@@ -90,26 +90,26 @@ def tokenize_files(files: RowFiles, packer: Packer, resources: Resources) -> Row
         DataError: as `RowFiles.parsed` and `render`; or a prompt is overlong with
             ``overlong="error"``, or all prompts were dropped.
     """
-    packer = replace(packer, columns=files.columns)
-    target = None if resources.folder is None else cache_file(resources.folder, files, packer)
+    encoder = replace(encoder, columns=files.columns)
+    target = None if resources.folder is None else cache_file(resources.folder, files, encoder)
     table = None if target is None else open_table(target)
     if table is not None:
         _warn_of_dropped(table)
         return table
-    return _tokenize(files.read(), packer, resources, target)
+    return _tokenize(files.read(), encoder, resources, target)
 
 
-def cache_file(folder: Path, files: RowFiles, packer: Packer) -> Path | None:
+def cache_file(folder: Path, files: RowFiles, encoder: RowEncoder) -> Path | None:
     """Return the file of these rows, which need not exist; None if they cannot be known again.
 
     That is so for rows of a function, and if the tokenizer is not one of the fast ones.
     """
-    tokenizer = packer.tokenizer
+    tokenizer = encoder.tokenizer
     if not tokenizer.is_fast or any(split_function(path) for path in files.files):
         return None
     parts = [
         *(_FORMAT, [_identify(path) for path in files.files], asdict(files.columns)),
-        *(files.source, packer.use_chat_template, packer.max_prompt_tokens, packer.overlong),
+        *(files.source, encoder.use_chat_template, encoder.max_prompt_tokens, encoder.overlong),
         *(tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template),
         *(tokenizer.special_tokens_map, [version(package) for package in _PACKAGES]),
     ]
@@ -118,7 +118,7 @@ def cache_file(folder: Path, files: RowFiles, packer: Packer) -> Path | None:
 
 
 def _identify(path: Path) -> list[object]:
-    """Return what tells a file, or the files of a folder, from another version of it."""
+    """Return the facts by which a version of a file, or of a folder, is known."""
     names = sorted(path.iterdir()) if path.is_dir() else [path]
     parts: list[object] = [str(path)]
     for name in names:
@@ -148,10 +148,10 @@ class _Overlong:
         self.shortest = min([self.shortest, *lengths] if self.shortest else lengths, default=0)
         self.longest = max([self.longest, *lengths])
 
-    def raise_if_refused(self, packer: Packer, *, num_rows: int) -> None:
+    def raise_if_refused(self, encoder: RowEncoder, *, num_rows: int) -> None:
         """Raise DataError if there are some and none may be, or if no other prompt is left."""
-        limit = packer.max_prompt_tokens
-        if self.num_prompts and packer.overlong == "error":
+        limit = encoder.max_prompt_tokens
+        if self.num_prompts and encoder.overlong == "error":
             shown = ", ".join(f"{origin} ({length} tokens)" for origin, length in self.first)
             num_unnamed = self.num_prompts - len(self.first)
             more = f" and {num_unnamed} more" if num_unnamed else ""
@@ -159,7 +159,7 @@ class _Overlong:
                 f"prompts longer than data.max_prompt_tokens={limit}: {shown}{more}; set "
                 f"data.max_prompt_tokens={self.longest}, or data.overlong_prompts=drop or keep_end"
             )
-        if self.num_prompts == num_rows and packer.overlong == "drop":
+        if self.num_prompts == num_rows and encoder.overlong == "drop":
             raise DataError(
                 f"all {num_rows} prompts are longer than data.max_prompt_tokens={limit}; set it to "
                 f"{self.shortest} tokens or more"
@@ -167,25 +167,28 @@ class _Overlong:
 
 
 def _tokenize(
-    raws: Iterable[RawRow | Row], packer: Packer, resources: Resources, target: Path | None
+    raws: Iterable[RawRow | Row], encoder: RowEncoder, resources: Resources, target: Path | None
 ) -> RowTable:
     problems, overlong = Problems(), _Overlong()
-    with table_writer(resources.folder) as writer, closing(_pack(raws, packer, resources)) as packs:
-        for packed in packs:
-            for problem in packed.malformed:
+    with (
+        table_writer(resources.folder) as writer,
+        closing(_encode(raws, encoder, resources)) as chunks,
+    ):
+        for encoded in chunks:
+            for problem in encoded.malformed:
                 problems.add(problem)
-            problems.num_good += packed.num_rows
-            overlong.add(packed.overlong)
-            if packed.block and not problems.num_malformed:
-                writer.add(packed.block)
-            _note(problems.num_good, packed.num_rows, resources)
+            problems.num_good += encoded.num_rows
+            overlong.add(encoded.overlong)
+            if encoded.block and not problems.num_malformed:
+                writer.add(encoded.block)
+            _note(problems.num_good, encoded.num_rows, resources)
         problems.raise_if_any()
         num_rows = problems.num_good
         if num_rows:
-            overlong.raise_if_refused(packer, num_rows=num_rows)
-        num_dropped = overlong.num_prompts if packer.overlong == "drop" else 0
+            overlong.raise_if_refused(encoder, num_rows=num_rows)
+        num_dropped = overlong.num_prompts if encoder.overlong == "drop" else 0
         table = writer.finish(target, num_dropped=num_dropped)
-    if packer.use_chat_template:
+    if encoder.use_chat_template:
         _require_different_texts(table)
     _warn_of_dropped(table)
     return table
@@ -197,20 +200,20 @@ def _note(num_rows: int, num_new: int, resources: Resources) -> None:
         log.info("tokenized prompts: count=%d", num_rows)
 
 
-def _pack(
-    raws: Iterable[RawRow | Row], packer: Packer, resources: Resources
-) -> Generator[Packed, None, None]:
-    """Pack chunks of rows: this process alone for some seconds, then several, if they may."""
+def _encode(
+    raws: Iterable[RawRow | Row], encoder: RowEncoder, resources: Resources
+) -> Generator[EncodedRows, None, None]:
+    """Encode chunks of rows: this process alone for some seconds, then several, if they may."""
     chunks = _chunks(raws)
     begin_s = time.monotonic()
-    is_alone = resources.num_processes == 1 or not packer.tokenizer.is_fast
+    is_alone = resources.num_processes == 1 or not encoder.tokenizer.is_fast
     for chunk in chunks:
-        yield packer(chunk)
+        yield encoder(chunk)
         if not is_alone and time.monotonic() - begin_s > _SECONDS_ALONE:
             break
     further = next(chunks, None)
     if further is not None:
-        with PackingPool(packer, num_processes=resources.num_processes) as pool:
+        with EncoderPool(encoder, num_processes=resources.num_processes) as pool:
             yield from pool.map(chain([further], chunks))
 
 

@@ -15,12 +15,12 @@ from hybridrl.config.eval import EvalSet
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.columns import columns_of
 from hybridrl.data.files import RowFiles
-from hybridrl.data.packing import Packer
+from hybridrl.data.row_encoder import RowEncoder
 from hybridrl.data.row_table import RowTable
 from hybridrl.data.rows import Row
 from hybridrl.data.sampler import MixSampler, RowSampler, Sampler
 from hybridrl.data.sort_digits import Split, build_sort_digits_rows
-from hybridrl.data.tokenizing import Resources, pack_rows, tokenize_files
+from hybridrl.data.tokenizing import Resources, encode_rows, tokenize_files
 from hybridrl.diagnostics.processes import usual_num_processes
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def load_train_rows(
     data = config.data
     if data.task == "sort_digits":
         made = _make(config, data.num_task_rows, split="train")
-        rows = pack_rows(made, _packer_of(config, tokenizer))
+        rows = encode_rows(made, _encoder_of(config, tokenizer))
         return TrainRows(rows, _sampler_of(rows, config))
     tables = [load_rows(config, key, tokenizer, on_progress) for key in train_keys(config)]
     samplers = [_sampler_of(rows, config) for rows in tables]
@@ -95,7 +95,7 @@ def load_rows(
         num_processes=config.data.num_processes or usual_num_processes(),
         on_progress=on_progress,
     )
-    return tokenize_files(_files_of(config, key), _packer_of(config, tokenizer), resources)
+    return tokenize_files(_files_of(config, key), _encoder_of(config, tokenizer), resources)
 
 
 def load_eval_rows(
@@ -106,7 +106,7 @@ def load_eval_rows(
     Raises:
         DataError: bad rows, by file and line; or no rows.
     """
-    return pack_rows(_read_eval_rows(config, settings), _packer_of(config, tokenizer))
+    return encode_rows(_read_eval_rows(config, settings), _encoder_of(config, tokenizer))
 
 
 def within_epochs(config: ExperimentConfig, num_rows: int) -> ExperimentConfig:
@@ -179,9 +179,9 @@ def _make(config: ExperimentConfig, num_rows: int, *, split: Split) -> list[Row]
     )
 
 
-def _packer_of(config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase) -> Packer:
+def _encoder_of(config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase) -> RowEncoder:
     data = config.data
-    return Packer(
+    return RowEncoder(
         tokenizer=tokenizer,
         use_chat_template=data.use_chat_template,
         max_prompt_tokens=data.max_prompt_tokens,

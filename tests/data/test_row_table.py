@@ -13,7 +13,7 @@ import pytest
 from hybridrl.data import row_table
 from hybridrl.data.columns import Columns
 from hybridrl.data.files import RowFiles
-from hybridrl.data.packing import Packer
+from hybridrl.data.row_encoder import RowEncoder
 from hybridrl.data.row_table import RowTable
 from hybridrl.data.rows import Message, Row, fingerprint
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
@@ -37,12 +37,12 @@ def write_rows(folder: Path, *, num_rows: int = 6, prompt: str = "é") -> Path:
     return path
 
 
-def packer_of(
+def encoder_of(
     *, template: str = "", max_prompt_tokens: int = 100, overlong: str = "drop"
-) -> Packer:
+) -> RowEncoder:
     tokenizer = build_starter_tokenizer()
     tokenizer.chat_template = template or None
-    return Packer(
+    return RowEncoder(
         tokenizer=tokenizer,
         use_chat_template=bool(template),
         max_prompt_tokens=max_prompt_tokens,
@@ -50,17 +50,17 @@ def packer_of(
     )
 
 
-def load(path: Path, packer: Packer | None = None) -> RowTable:
+def load(path: Path, encoder: RowEncoder | None = None) -> RowTable:
     files = RowFiles(files=[path], columns=Columns(), key="data.train_files")
     resources = Resources(folder=path.parent / "cache")
-    return tokenize_files(files, packer or packer_of(), resources)
+    return tokenize_files(files, encoder or encoder_of(), resources)
 
 
 def contents(table: RowTable) -> list[tuple[Row, str, list[int]]]:
     return [(row.row, row.prompt_text, row.token_ids.tolist()) for row in table]
 
 
-def test_a_table_gives_back_the_rows_that_were_packed() -> None:
+def test_a_table_gives_back_the_rows_that_it_got() -> None:
     chat = Row((Message("user", "é"), Message("assistant", "b")), "c", "s", "f:9")
     tokenizer = build_starter_tokenizer()
     tokenizer.chat_template = TEMPLATE
@@ -100,7 +100,7 @@ def test_a_later_run_reads_the_file_of_the_first(
 )
 def test_other_rows_or_another_tokenizer_are_read_anew(tmp_path: Path, change: str) -> None:
     path = write_rows(tmp_path)
-    first, packer = load(path), packer_of()
+    first, encoder = load(path), encoder_of()
     if change == "rows":
         write_rows(tmp_path, num_rows=7)
     elif change == "same size":
@@ -108,16 +108,16 @@ def test_other_rows_or_another_tokenizer_are_read_anew(tmp_path: Path, change: s
         write_rows(tmp_path, prompt="è")
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     elif change == "limit":
-        packer = packer_of(max_prompt_tokens=4)
+        encoder = encoder_of(max_prompt_tokens=4)
     elif change == "treatment":
-        packer = packer_of(overlong="keep_end")
+        encoder = encoder_of(overlong="keep_end")
     elif change == "template":
-        packer = packer_of(template=TEMPLATE)
+        encoder = encoder_of(template=TEMPLATE)
     elif change == "token":
-        packer.tokenizer.add_tokens(["éé"])
+        encoder.tokenizer.add_tokens(["éé"])
     else:
         os.utime(path, ns=(1, 1))
-    again = load(path, packer)
+    again = load(path, encoder)
     same_rows = change in ("treatment", "template", "token", "time")
     assert (again.fingerprint == first.fingerprint) == same_rows
     same_tokens = change in ("treatment", "time", "rows")
@@ -163,9 +163,9 @@ def test_a_bad_row_leaves_no_file_and_old_leftovers_go(tmp_path: Path) -> None:
         leftover.write_text("")
         began_s = leftover.stat().st_mtime - age_s
         os.utime(leftover, (began_s, began_s))
-    packer = packer_of(max_prompt_tokens=10_000)
+    encoder = encoder_of(max_prompt_tokens=10_000)
     with pytest.raises(DataError, match="1 of 2001 rows are malformed"):
-        load(path, packer)
+        load(path, encoder)
     assert [file.name for file in cache.iterdir()] == [".unfinished-new"]
 
 
@@ -175,7 +175,7 @@ def test_dropped_prompts_are_told_by_later_runs(
     path = write_rows(tmp_path, num_rows=8)
     for _ in range(2):
         caplog.clear()
-        assert len(load(path, packer_of(max_prompt_tokens=12))) == 6
+        assert len(load(path, encoder_of(max_prompt_tokens=12))) == 6
         assert "count=2 of=8" in caplog.text
 
 
@@ -186,7 +186,7 @@ def test_memory_does_not_grow_with_the_number_of_rows(tmp_path: Path) -> None:
         path = tmp_path / f"{num_rows}.jsonl"
         path.write_text("".join(lines))
         tracemalloc.start()
-        table = load(path, packer_of(max_prompt_tokens=400))
+        table = load(path, encoder_of(max_prompt_tokens=400))
         assert table[num_rows - 1].row.answer == str(num_rows - 1)
         _, peaks[num_rows] = tracemalloc.get_traced_memory()
         tracemalloc.stop()

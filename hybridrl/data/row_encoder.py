@@ -1,4 +1,4 @@
-"""From rows as they were read to packed rows: parsed, tokenized, long prompts treated."""
+"""From rows as they were read to blocks of bytes: parsed, tokenized, long prompts treated."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hybridrl.data.columns import Columns
 from hybridrl.data.files import RawRow, parse
 from hybridrl.data.prompts import Rendered, render
 from hybridrl.data.records import Malformed
-from hybridrl.data.row_table import pack_block
+from hybridrl.data.row_table import encode_block
 from hybridrl.data.rows import Row
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """Some rows, packed, and what is to be said about them."""
+class EncodedRows:
+    """A block of rows, and the faults of those that are not in it."""
 
     block: bytes
     """Of the rows that are left; empty if none is. See ``data/row_table.py``."""
@@ -33,8 +33,8 @@ class Packed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Packer:
-    """Packs rows; the result depends on nothing else, so any process may do it."""
+class RowEncoder:
+    """Encodes rows; the result depends on nothing else, so any process may do it."""
 
     tokenizer: PreTrainedTokenizerBase
     """See ``data/prompts.py``."""
@@ -48,8 +48,8 @@ class Packer:
     columns: Columns | None = None
     """Of rows that were read; None if all rows are parsed."""
 
-    def __call__(self, raws: Sequence[RawRow | Row]) -> Packed:
-        """Pack some rows.
+    def __call__(self, raws: Sequence[RawRow | Row]) -> EncodedRows:
+        """Encode some rows.
 
         Raises:
             DataError: a prompt cannot be rendered or tokenized.
@@ -61,7 +61,7 @@ class Packer:
             except Malformed as problem:
                 malformed.append(f"{raw.origin}: {problem}")
         if not rows:
-            return Packed(b"", 0, malformed, [])
+            return EncodedRows(b"", 0, malformed, [])
         rendered = render(rows, self.tokenizer, use_chat_template=self.use_chat_template)
         kept: list[tuple[Row, Rendered]] = []
         overlong = []
@@ -72,4 +72,4 @@ class Packer:
                     kept.append((row, (text, token_ids[-self.max_prompt_tokens :])))
             else:
                 kept.append((row, (text, token_ids)))
-        return Packed(pack_block(kept) if kept else b"", len(rows), malformed, overlong)
+        return EncodedRows(encode_block(kept) if kept else b"", len(rows), malformed, overlong)

@@ -1,4 +1,4 @@
-"""Packs rows by several processes; the order of the result is that of the rows."""
+"""Encodes rows by several processes; the order of the result is that of the rows."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Self
 
 from hybridrl import env
 from hybridrl.data.files import RawRow
-from hybridrl.data.packing import Packed, Packer
+from hybridrl.data.row_encoder import EncodedRows, RowEncoder
 from hybridrl.data.rows import Row
 from hybridrl.diagnostics.processes import end_guarded, guarded
 from hybridrl.errors import DataError, HybridRLError
 
-_CHILD = "hybridrl.data.packing_child"
+_CHILD = "hybridrl.data.encoder_child"
 _CHUNKS_PER_PROCESS = 4  # so that none waits for this process
 
 
@@ -39,10 +39,10 @@ class _Child:
                 | {"PYTHONPATH": env.python_path(), "TOKENIZERS_PARALLELISM": "false"},
             )
 
-    def call(self, message: Packer | Sequence[RawRow | Row]) -> Packed | None:
+    def call(self, message: RowEncoder | Sequence[RawRow | Row]) -> EncodedRows | None:
         try:
             self._connection.send(message)
-            answer: Packed | HybridRLError | None = self._connection.recv()
+            answer: EncodedRows | HybridRLError | None = self._connection.recv()
         except (EOFError, OSError) as error:
             raise DataError(
                 "a process that tokenizes rows has ended, perhaps for want of memory; set "
@@ -60,17 +60,17 @@ class _Child:
             self._connection.close()
 
 
-class PackingPool:
+class EncoderPool:
     """Holds processes; use it in a ``with``."""
 
-    def __init__(self, packer: Packer, *, num_processes: int) -> None:
+    def __init__(self, encoder: RowEncoder, *, num_processes: int) -> None:
         """Start processes; they take seconds to begin, and nobody waits for that.
 
         Args:
-            packer: its tokenizer is a fast one, which can be sent to a process.
+            encoder: its tokenizer is a fast one, which can be sent to a process.
             num_processes: at least one.
         """
-        self._packer = packer
+        self._encoder = encoder
         self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="tokenize")
         self._idle: SimpleQueue[_Child] = SimpleQueue()
         self._children: list[_Child] = []
@@ -94,7 +94,7 @@ class PackingPool:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a process is ready to pack."""
+        """Whether a process is ready."""
         return any(start.done() for start in self._starts)
 
     def close(self) -> None:
@@ -105,35 +105,35 @@ class PackingPool:
         for child in self._children:
             child.close()
 
-    def map(self, chunks: Iterable[Sequence[RawRow | Row]]) -> Iterator[Packed]:
-        """Pack chunks, in order; this process does it until another one has begun.
+    def map(self, chunks: Iterable[Sequence[RawRow | Row]]) -> Iterator[EncodedRows]:
+        """Encode chunks, in order; this process does it until another one has begun.
 
         Raises:
-            DataError: a chunk cannot be packed, or a process has ended.
+            DataError: a chunk cannot be encoded, or a process has ended.
         """
-        packs: deque[Future[Packed]] = deque()
+        running: deque[Future[EncodedRows]] = deque()
         for chunk in chunks:
-            if not self.has_begun and not packs:
-                yield self._packer(chunk)
+            if not self.has_begun and not running:
+                yield self._encoder(chunk)
                 continue
-            packs.append(self._threads.submit(self._call, chunk))
-            if len(packs) == _CHUNKS_PER_PROCESS * len(self._children):
-                yield packs.popleft().result()
-        while packs:
-            yield packs.popleft().result()
+            running.append(self._threads.submit(self._call, chunk))
+            if len(running) == _CHUNKS_PER_PROCESS * len(self._children):
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
 
     def _start(self, child: _Child) -> None:
         try:
-            child.call(self._packer)
+            child.call(self._encoder)
         finally:
             self._idle.put(child)  # one that has ended fails at the first call
 
-    def _call(self, chunk: Sequence[RawRow | Row]) -> Packed:
+    def _call(self, chunk: Sequence[RawRow | Row]) -> EncodedRows:
         child = self._idle.get()
         try:
-            packed = child.call(chunk)
+            encoded = child.call(chunk)
         finally:
             self._idle.put(child)
-        if packed is None:
+        if encoded is None:
             raise DataError("a process that tokenizes rows gave no answer; start the run again")
-        return packed
+        return encoded

@@ -1,4 +1,4 @@
-"""A process that packs rows: ``python -m hybridrl.data.packing_child DESCRIPTOR``."""
+"""A process that encodes rows: ``python -m hybridrl.data.encoder_child DESCRIPTOR``."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import sys
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
-from hybridrl.data.packing import Packer
+from hybridrl.data.row_encoder import RowEncoder
 from hybridrl.errors import HybridRLError
 
 
 def main() -> None:
-    """Take a packer, then rows until the other end closes; answer each message."""
+    """Take a encoder, then rows until the other end closes; answer each message."""
     connection: Connection = Connection(int(sys.argv[1]))
     with connection, suppress(EOFError, ConnectionError):
-        packer: Packer = connection.recv()
+        encoder: RowEncoder = connection.recv()
         connection.send(None)
         while True:
             raws = connection.recv()
             try:
-                connection.send(packer(raws))
+                connection.send(encoder(raws))
             except HybridRLError as error:
                 connection.send(error)
 

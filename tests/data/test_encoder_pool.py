@@ -14,16 +14,16 @@ import psutil
 import pytest
 
 from hybridrl.data.columns import Columns
+from hybridrl.data.encoder_pool import EncoderPool
 from hybridrl.data.files import RawRow
-from hybridrl.data.packing import Packer
-from hybridrl.data.packing_pool import PackingPool
+from hybridrl.data.row_encoder import RowEncoder
 from hybridrl.data.rows import Row
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import DataError
 from tests.waiting import wait_until, wait_until_gone
 
 Chunk = list[RawRow | Row]
-PACKER = Packer(
+ENCODER = RowEncoder(
     tokenizer=build_starter_tokenizer(),
     use_chat_template=False,
     max_prompt_tokens=3,
@@ -40,21 +40,21 @@ def chunk_of(number: int) -> Chunk:
     return [RawRow(row, "s", f"f:{number}.{at}") for at, row in enumerate(rows)]
 
 
-def test_processes_pack_as_one_does_and_end_with_the_pool() -> None:
-    def chunks(pool: PackingPool) -> Iterator[Chunk]:
+def test_processes_encode_as_one_does_and_end_with_the_pool() -> None:
+    def chunks(pool: EncoderPool) -> Iterator[Chunk]:
         yield chunk_of(0)
         wait_until(lambda: pool.has_begun)
         yield from map(chunk_of, range(1, 30))
 
-    expected = [PACKER(chunk_of(number)) for number in range(30)]
-    with PackingPool(PACKER, num_processes=2) as pool:
+    expected = [ENCODER(chunk_of(number)) for number in range(30)]
+    with EncoderPool(ENCODER, num_processes=2) as pool:
         below = psutil.Process().children(recursive=True)
         assert list(pool.map(chunks(pool))) == expected
         chat = [Row((), "a", "s", "f:99")]
         with pytest.raises(DataError, match=r"f:99: .*data\.use_chat_template=false"):
             list(pool.map([chat]))
         for process in below:
-            if "packing_child" in " ".join(process.cmdline()):
+            if "encoder_child" in " ".join(process.cmdline()):
                 process.kill()
         with pytest.raises(DataError, match=r"has ended, .*set data\.num_processes=1"):
             list(pool.map(map(chunk_of, range(9))))
@@ -64,12 +64,12 @@ def test_processes_pack_as_one_does_and_end_with_the_pool() -> None:
 ENDLESS = """
     import itertools, sys
     sys.path.insert(0, {root!r})
-    from tests.data.test_packing_pool import PACKER, chunk_of
-    from hybridrl.data.packing_pool import PackingPool
+    from tests.data.test_encoder_pool import ENCODER, chunk_of
+    from hybridrl.data.encoder_pool import EncoderPool
 
     def main():
-        with PackingPool(PACKER, num_processes=1) as pool:
-            for packed in pool.map(map(chunk_of, itertools.count())):
+        with EncoderPool(ENCODER, num_processes=1) as pool:
+            for encoded in pool.map(map(chunk_of, itertools.count())):
                 if pool.has_begun:
                     print("begun", flush=True)
 
@@ -90,5 +90,5 @@ def test_an_interrupted_run_leaves_no_process(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert "KeyboardInterrupt" in errors
-    assert "packing_child" not in errors  # it did not notice
+    assert "encoder_child" not in errors  # it did not notice
     wait_until_gone(child.pid for child in below)
