@@ -73,7 +73,7 @@ _CONFIG_DIR = str(_ROOT / "hydra_configs")
 _BY_NAME_TO_KEEP_RAY_OUT = "hybridrl.run.launch"
 _MEGATRON_REHEARSAL = "hybridrl.run.megatron_rehearsal"
 _REWARD_REHEARSAL = "hybridrl.rewards.rehearsal"  # torch takes a second
-_ROWS_REHEARSAL = "hybridrl.data.rehearsal"  # pyarrow takes a quarter of a second
+_ROWS_CHECK = "hybridrl.run.rows_check"  # pyarrow takes a quarter of a second
 _DOCTOR = "hybridrl.run.doctor"  # it imports torch
 _STARTS_NOTHING = ("check", "plan", "doctor")
 _SEARCH_PATH = "hydra.searchpath="
@@ -281,7 +281,7 @@ def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.mode == "check":
         import_module(_REWARD_REHEARSAL).check_reward_loads(config.reward)
-        import_module(_ROWS_REHEARSAL).check_rows_are_read(config)
+        import_module(_ROWS_CHECK).check_rows(config)
         sys.stdout.write(f"{summarize(config)}\n{peak_line(config)}\n")
         sys.stdout.flush()
         for line in _rehearse(config):
@@ -320,7 +320,7 @@ def compose(overrides: Sequence[str]) -> Mapping[str, object]:
 
 def with_free_keys_added(overrides: Sequence[str]) -> list[str]:
     """Return the overrides as Hydra needs them: ``++`` before keys that a file need not list."""
-    free = tuple(f"{key}." for key in free_keys())
+    free = tuple(f"{key}{end}" for key in free_keys() for end in (".", "={"))
     return [f"++{override}" if override.startswith(free) else override for override in overrides]
 
 

@@ -32,6 +32,7 @@ _FREE_KEYS = (
     *_SHAPE,
     *("trainer.run_dir", "trainer.overwrite", "trainer.export_hf"),
     *("reward.timeout_s", "reward.on_error", "reward.num_processes", "rollout.num_threads"),
+    "data.num_processes",
     *("rollout.skew_timeout_s", "rollout.drain_timeout_s", "rollout.stage_timeout_s"),
     *("rollout.start_timeout_s", "rollout.request_timeout_s", "rollout.transport"),
     *("rollout.memory_fraction", "rollout.cuda_graphs"),

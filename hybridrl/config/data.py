@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from hybridrl.config.limits import CountOrZero, Tokens, Within
+from hybridrl.config.limits import CountOrZero, Processes, Tokens, Within
 
 Digits = Annotated[
     int, Within(at_least=1, at_most=640, why="Python may refuse to write longer ones")
@@ -109,3 +109,7 @@ class DataConfig:
 
     shuffle: bool
     """New order of rows each epoch, from ``seed``."""
+
+    num_processes: Processes | None
+    """Processes that read and tokenize a set of many rows. Null: as many as the driver may use
+    cores, at most 16. The rows are the same with any number."""

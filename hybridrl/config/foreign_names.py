@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hybridrl.config.reward import BUILT_IN_REWARDS
+
 _RESPONSES = "set rollout.num_responses_per_prompt"
 _PROMPTS = "set trainer.num_prompts_per_step, which counts prompts"
 _KL = "set algorithm.kl.placement=loss algorithm.kl.coefficient"
@@ -167,5 +169,6 @@ def answer_choice(group: str, name: str) -> str:
     if group == "data":
         return _DATA
     if group == "reward":
-        return f"{_REWARD}, or reward=exact_match"
+        is_built_in = name in BUILT_IN_REWARDS
+        return f"set reward.function={name}" if is_built_in else f"{_REWARD}, or reward=exact_match"
     return _CHOICES.get((group, name.lower()), "")

@@ -107,6 +107,8 @@ MebibytesOrZero = Annotated[
     int, Within(at_least=0, at_most=2**24, why="16 TiB, and no machine has more memory")
 ]
 
+Processes = Annotated[int, Within(at_least=1, at_most=1024, why="no processor has more cores")]
+
 NotNegative = Annotated[float, Within(at_least=0.0, at_most=1e6, why=_IN_FLOAT32)]
 """A weight of a term in a float32 sum."""
 

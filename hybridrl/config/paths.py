@@ -39,6 +39,12 @@ def is_there(path: str | Path) -> bool:
     return not _look_at(path)[1]
 
 
+def split_function(path: str | Path) -> tuple[Path, str] | None:
+    """Return file and name of ``path/to/file.py:function``; None if it is not of that form."""
+    file, colon, name = str(path).rpartition(":")
+    return (Path(file), name) if colon and file.endswith(".py") else None
+
+
 def _look_at(path: str | Path) -> tuple[int, str]:
     """Return the mode of the file, and the reason if it cannot be seen."""
     try:

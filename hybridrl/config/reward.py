@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from hybridrl.config.limits import ArgumentValue, Seconds, Within
+from hybridrl.config.limits import ArgumentValue, Processes, Seconds, Within
 
 BUILT_IN_REWARDS: Mapping[str, str] = {
     **dict.fromkeys(("exact_match", "sorted_prefix", "numeric", "length", "format"), "functions"),
@@ -59,9 +59,7 @@ class RewardConfig:
     """Several functions, each with a name, a weight (1) and its own args. The sum of weights times
     rewards is the reward of a response. Empty: ``reward.function`` alone."""
 
-    num_processes: (
-        Annotated[int, Within(at_least=1, at_most=1024, why="no processor has more cores")] | None
-    )
+    num_processes: Processes | None
     """Processes that score slices of the responses. Null: as many as the driver may use cores, at
     most 16. With 1, a function of ``responses`` gets all responses of a step in one call."""
 

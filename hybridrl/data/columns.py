@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hybridrl.config.experiment import ExperimentConfig
 
@@ -31,17 +31,19 @@ class Columns:
     section: str = "data"
     """The configuration section that names them, for messages."""
 
-    @property
-    def needed(self) -> Mapping[str, str]:
-        """The configuration key of each column that a row must have."""
+    needed: Mapping[str, str] = field(init=False)
+    """The configuration key of each column that a row must have."""
+
+    def __post_init__(self) -> None:
         keys = {
-            "prompt_key": self.prompt,
-            "answer_key": self.answer,
-            "rejected_key": self.rejected,
-            "difficulty_key": self.difficulty,
+            self.prompt: f"{self.section}.prompt_key",
+            self.answer: f"{self.section}.answer_key",
+            self.rejected: f"{self.section}.rejected_key",
+            self.difficulty: f"{self.section}.difficulty_key",
+            self.margin: "reward_model.margin_key",
         }
-        needed = {name: f"{self.section}.{key}" for key, name in keys.items() if name is not None}
-        return needed | ({} if self.margin is None else {self.margin: "reward_model.margin_key"})
+        needed = {name: key for name, key in keys.items() if name is not None}
+        object.__setattr__(self, "needed", needed)  # once, since every row asks for it
 
 
 def columns_of(config: ExperimentConfig, section: str) -> Columns:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from hybridrl.data.chats import split_answer, split_pair
 from hybridrl.data.columns import Columns
@@ -18,51 +20,118 @@ _MAX_PROBLEMS_SHOWN = 20
 _MESSAGE = "{role: ..., content: ...}"
 
 
+class RawRow(NamedTuple):
+    """A row that was read, and is not parsed."""
+
+    record: Record
+
+    source: str
+    """Of a row without the source column."""
+
+    origin: str
+    """As in `Row`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowFiles:
+    """The files that one key of the configuration lists; see ``data/records.py``."""
+
+    files: Sequence[Path]
+
+    columns: Columns
+
+    key: str
+    """The configuration key, for messages."""
+
+    source: str | None = None
+    """Of a row without the source column; None is its file's name."""
+
+    def read(self) -> Iterator[RawRow]:
+        """Yield the rows of all files, in order. Blank lines of a jsonl file are skipped.
+
+        Raises:
+            DataError: a file that is missing, unreadable or of another kind; a table without a
+                column; or no row at all.
+        """
+        is_empty = True
+        for path in self.files:
+            require = partial(
+                require_columns,
+                needed=self.columns.needed,
+                optional=(self.columns.source,),
+                where=str(path),
+            )
+            source = path.stem if self.source is None else self.source
+            for number, record in read_records(path, require, key=self.key):
+                is_empty = False
+                yield RawRow(record, source, f"{path}:{number}")
+        if is_empty:
+            names = ", ".join(str(path) for path in self.files) or "no file"
+            raise DataError(f"no rows in {names}; list files that have some in {self.key}")
+
+    def parsed(self) -> Iterator[Row]:
+        """Yield all rows, parsed.
+
+        Raises:
+            DataError: as `read`; and at the end, if some rows are malformed.
+        """
+        problems = Problems()
+        for raw in self.read():
+            try:
+                row = parse(raw, self.columns)
+            except Malformed as problem:
+                problems.add(f"{raw.origin}: {problem}")
+            else:
+                problems.num_good += 1
+                yield row
+        problems.raise_if_any()
+
+
 def read_rows(
     files: Sequence[Path], *, columns: Columns, key: str, source: str | None = None
 ) -> list[Row]:
-    """Read all rows of all files, in order.
+    """Read all rows of all files into memory; see `RowFiles`."""
+    return list(RowFiles(files=files, columns=columns, key=key, source=source).parsed())
 
-    Blank lines of a jsonl file are skipped.
 
-    Args:
-        files: see ``data/records.py``.
-        columns: names of the columns.
-        key: the configuration key that lists the files, for messages.
-        source: of a row without the source column; None is its file's name.
+@dataclass(slots=True)
+class Problems:
+    """Malformed rows: the first 20, and the number of all."""
 
-    Raises:
-        DataError: a file that is missing, unreadable or of another kind; a table without a
-            column; no row at all; or malformed rows: the first 20 are listed, the rest counted.
-    """
-    rows: list[Row] = []
-    problems: list[str] = []
-    for path in files:
-        require = partial(
-            require_columns, needed=columns.needed, optional=(columns.source,), where=str(path)
-        )
-        for number, record in read_records(path, require, key=key):
-            origin = f"{path}:{number}"
-            try:
-                usual = path.stem if source is None else source
-                rows.append(_parse(record, columns=columns, default_source=usual, origin=origin))
-            except Malformed as problem:
-                problems.append(f"{origin}: {problem}")
-    if problems:
-        shown = "\n  ".join(problems[:_MAX_PROBLEMS_SHOWN])
-        num_unnamed = len(problems) - _MAX_PROBLEMS_SHOWN
+    num_good: int = 0
+    num_malformed: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, problem: str) -> None:
+        """Note a malformed row."""
+        self.num_malformed += 1
+        if self.num_malformed <= _MAX_PROBLEMS_SHOWN:
+            self.first.append(problem)
+
+    def raise_if_any(self) -> None:
+        """Name them.
+
+        Raises:
+            DataError: there are some.
+        """
+        if not self.num_malformed:
+            return
+        lines = "\n  ".join(self.first)
+        num_unnamed = self.num_malformed - len(self.first)
         more = f"\n  and {num_unnamed} more" if num_unnamed > 0 else ""
         raise DataError(
-            f"{len(problems)} of {len(rows) + len(problems)} rows are malformed; correct or remove:"
-            f"\n  {shown}{more}"
+            f"{self.num_malformed} of {self.num_good + self.num_malformed} rows are malformed; "
+            f"correct or remove:\n  {lines}{more}"
         )
-    if not rows:
-        names = ", ".join(str(path) for path in files) or "no file"
-        raise DataError(f"no rows in {names}; list files that have some in {key}")
-    return rows
 
 
-def _parse(record: Record, *, columns: Columns, default_source: str, origin: str) -> Row:
+def parse(raw: RawRow, columns: Columns) -> Row:
+    """Parse a row.
+
+    Raises:
+        Malformed: it is not one; says why.
+    """
+    record = raw.record
     if isinstance(record, Malformed):
         raise record
     if isinstance(record, str):
@@ -80,14 +149,14 @@ def _parse(record: Record, *, columns: Columns, default_source: str, origin: str
         if columns.rejected is not None:
             names = (columns.answer, columns.rejected)
             prompt, (answer, rejected) = split_pair(prompt, {n: needed[n] for n in names})
-    source = record.get(columns.source) or default_source
+    source = record.get(columns.source) or raw.source
     return Row(
         prompt=_parse_messages(prompt, name)
         if isinstance(prompt, list)
         else _parse_text(prompt, name),
         answer=_parse_text(answer, answer_name),
         source=_parse_text(source, columns.source),
-        origin=origin,
+        origin=raw.origin,
         difficulty=0.0
         if columns.difficulty is None
         else _parse_number(needed[columns.difficulty], columns.difficulty),

@@ -1,7 +1,8 @@
 """Records of data files of each format, as they stand: jsonl, json, csv, parquet, datasets folder.
 
-A folder that ``save_to_disk`` of Hugging Face datasets wrote needs no package of theirs: it is
-Arrow streams, and a ``state.json`` that names them.
+A Python file with a function is one, too: see ``data/row_function.py``. A folder that
+``save_to_disk`` of Hugging Face datasets wrote needs no package of theirs: it is Arrow streams,
+and a ``state.json`` that names them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
+from hybridrl.config.paths import split_function
+from hybridrl.data.row_function import call_function
 from hybridrl.errors import DataError, suggest_name
 
 STATE = "state.json"
@@ -35,17 +38,22 @@ def read_records(path: Path, require: RequireColumns, *, key: str) -> Iterator[t
     """Yield row number from 1, and the row; for a text file the number of its line.
 
     Args:
-        path: a file by its suffix, or a folder.
+        path: a file by its suffix, a folder, or ``file.py:function``.
         require: asked once for the columns of a table.
         key: the configuration key that lists the file, for messages.
 
     Raises:
         DataError: it is missing, unreadable, of another kind, or lacks a column.
     """
+    if function := split_function(path):
+        for number, row in enumerate(call_function(*function, key=key), 1):
+            yield number, Malformed(row) if isinstance(row, str) else row
+        return
     reader = _read_folder if path.is_dir() else _READERS.get(path.suffix)
     if reader is None:
         raise DataError(
-            f"{key}: {path} is none of {', '.join(_READERS)}, nor a folder; convert or rename it"
+            f"{key}: {path} is none of {', '.join(_READERS)}, nor a folder, nor "
+            "file.py:function; convert or rename it"
         )
     if not path.exists():
         raise DataError(f"{key}: {path} is not a file; paths are relative to {Path.cwd()}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -52,12 +53,27 @@ def fingerprint(rows: Iterable[Row]) -> str:
     """
     digest = hashlib.sha256()
     for row in rows:
-        prompt: object = row.prompt
-        if not isinstance(row.prompt, str):
-            prompt = [[message.role, message.content] for message in row.prompt]
-        # The fingerprints of rows without a difficulty are those of runs before it was known.
-        values = [prompt, row.answer, row.source, *([row.difficulty] if row.difficulty else [])]
-        values += [] if row.rejected is None else [{"rejected": row.rejected}]
-        values += [{"margin": row.margin}] if row.margin else []
-        digest.update(to_json_text(values).encode())
+        digest.update(write_record(row))
     return digest.hexdigest()
+
+
+def write_record(row: Row) -> bytes:
+    """Write a row as JSON without its origin; the fingerprint is the digest of these bytes."""
+    prompt: object = row.prompt
+    if not isinstance(row.prompt, str):
+        prompt = [[message.role, message.content] for message in row.prompt]
+    # The fingerprints of rows without a difficulty are those of runs before it was known.
+    values = [prompt, row.answer, row.source, *([row.difficulty] if row.difficulty else [])]
+    values += [] if row.rejected is None else [{"rejected": row.rejected}]
+    values += [{"margin": row.margin}] if row.margin else []
+    return to_json_text(values).encode()
+
+
+def read_record(record: bytes, *, origin: str) -> Row:
+    """Read a row that `write_record` wrote."""
+    prompt, answer, source, *further = json.loads(record)
+    if not isinstance(prompt, str):
+        prompt = tuple(Message(role, content) for role, content in prompt)
+    difficulty = [value for value in further if not isinstance(value, dict)]
+    named = {key: text for value in further[len(difficulty) :] for key, text in value.items()}
+    return Row(prompt, answer, source, origin, *difficulty, **named)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hybridrl.config.data import MOST_SOURCES
 from hybridrl.errors import DataError
@@ -63,7 +67,7 @@ class RowSampler:
         seed: int,
         shuffle: bool,
         fingerprint: str,
-        difficulties: Sequence[float] | None = None,
+        difficulties: Sequence[float] | NDArray[np.float64] | None = None,
     ) -> None:
         """Start at the first row of epoch 0.
 
@@ -84,7 +88,7 @@ class RowSampler:
         self._seed = seed
         self._shuffle = shuffle
         self._fingerprint = fingerprint
-        self._difficulties = difficulties
+        self._difficulties = None if difficulties is None else np.asarray(difficulties)
         self._num_drawn = 0
         self._order = self._order_of(0)
 
@@ -131,13 +135,16 @@ class RowSampler:
         self._num_drawn = num_drawn
         self._order = self._order_of(num_drawn // self._num_rows)
 
-    def _order_of(self, epoch: int) -> list[int]:
-        order = list(range(self._num_rows))
+    def _order_of(self, epoch: int) -> array[int]:
+        order = array("q", range(self._num_rows))  # 8 bytes a row; a list takes 36
         if self._shuffle:
             # Text seeds go through sha512: neighbouring epochs get unrelated orders.
             random.Random(f"{self._seed} {epoch}").shuffle(order)
         if self._difficulties is not None:
-            order.sort(key=self._difficulties.__getitem__)  # stable: equal ones stay shuffled
+            numbers = np.frombuffer(order, np.int64)
+            # Stable: equal ones stay shuffled.
+            by_difficulty = np.argsort(self._difficulties[numbers], kind="stable")
+            order = array("q", numbers[by_difficulty].tobytes())
         return order
 
 

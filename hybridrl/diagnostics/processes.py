@@ -17,9 +17,15 @@ from hybridrl.diagnostics.activity import process_stat
 
 log = logging.getLogger(__name__)
 
+_MOST_PROCESSES = 16
 _KILL_WAIT_S = 10.0
 _POLL_S = 0.02
 _GUARD_WAIT_S = 15.0
+
+
+def usual_num_processes() -> int:
+    """Return the cores that this process may use, 16 at most."""
+    return min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
 
 
 def members_of(session: int) -> list[int]:

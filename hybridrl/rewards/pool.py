@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import queue
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -16,16 +15,10 @@ from hybridrl.rewards.runner import CallFailed, CallHung, ChildRunner, FunctionF
 
 log = logging.getLogger(__name__)
 
-_MOST_BY_DEFAULT = 16
 _PIECES_PER_PROCESS = 4
 _MAX_HANGS_IN_A_ROW, _MAX_HANGS = 3, 16  # for each process
 _GIVEN_UP = "not tried after others hung"
 _STOPPED = "not tried after another failed"
-
-
-def usual_num_processes() -> int:
-    """Return the cores that this process may use, 16 at most."""
-    return min(len(os.sched_getaffinity(0)), _MOST_BY_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from hybridrl.config.reward import RewardConfig, RewardPart
+from hybridrl.diagnostics.processes import usual_num_processes
 from hybridrl.errors import RewardError
 from hybridrl.rewards import functions
 from hybridrl.rewards.child import Reward, RewardFunction
-from hybridrl.rewards.pool import RewardPool, usual_num_processes
+from hybridrl.rewards.pool import RewardPool
 from hybridrl.rewards.reward_model import model
 from hybridrl.rewards.runner import RewardInputs, check_sandbox, find_function
 

@@ -51,6 +51,7 @@ class LiveView:
         self.trends: dict[str, list[float]] = {}
         self._running_step: int | None = None
         self._phase = "start"
+        self._progress = ""
         self._phase_began = time.monotonic()
         # Measured from the first end of a step: the time until then is start-up, not the pace.
         self._ends: deque[float] = deque(maxlen=_PACE_STEPS + 1)
@@ -60,6 +61,11 @@ class LiveView:
         # The time first: a reader in between then sees an old phase as young, never as old.
         self._phase_began = time.monotonic()
         self._phase = name
+        self._progress = ""
+
+    def progress(self, text: str) -> None:
+        """Say how far the phase is, for example ``2,048 rows``."""
+        self._progress = text
 
     def begin_step(self, step: int) -> None:
         """Begin step ``step``, counted from 1."""
@@ -97,7 +103,8 @@ class LiveView:
         """Name the running step, if any, and the age of its present phase."""
         running = self._running_step
         where = "" if running is None else f"step {running}/{self.num_steps}: "
-        return f"{where}{self._phase}, {time.monotonic() - self._phase_began:.0f} s"
+        phase = f"{self._phase}: {self._progress}" if self._progress else self._phase
+        return f"{where}{phase}, {time.monotonic() - self._phase_began:.0f} s"
 
     def describe_place(self) -> str:
         """Return the position of the run at an error."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.experiment import ExperimentConfig, with_value
 from hybridrl.data.examination import (
     Examination,
     answer_lengths,
@@ -23,14 +23,13 @@ from hybridrl.data.examination import (
     find_overlong,
     find_unlike_decoded,
 )
-from hybridrl.data.prompts import TokenizedRow, tokenize_rows
-from hybridrl.data.rows import Row
+from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.data.supervised import build_supervised_batch
 from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.rewards.runner import RewardInputs
 from hybridrl.rewards.scorer import RewardScorer
-from hybridrl.run.rows import read_eval_rows, read_train_rows
+from hybridrl.run.rows import load_eval_rows, load_train_rows
 
 _MOST_SCORED = 2000
 _MOST_EXAMPLES = 3
@@ -49,10 +48,12 @@ def examine(config: ExperimentConfig) -> tuple[str, bool]:
         ModelError: the tokenizer cannot be used.
         RewardError: the reward function cannot be loaded, or fails with ``reward.on_error=stop``.
     """
-    tokenizer = _tokenizer_of(config)
-    train = _tokenize(read_train_rows(config), config, tokenizer)
+    tokenizer = tokenizer_of(config)
+    # In full: prompts beyond the limit are counted, not refused.
+    unlimited = with_value(config, "data.max_prompt_tokens", _NO_LIMIT)
+    train = load_train_rows(unlimited, tokenizer).rows
     sets = config.eval.all_sets() if config.evaluates else []
-    held_out = {one.name: _tokenize(read_eval_rows(config, one), config, tokenizer) for one in sets}
+    held_out = {one.name: load_eval_rows(unlimited, one, tokenizer) for one in sets}
     checks = list(_examine_rows(config, train, held_out, tokenizer))
     lines = [*_describe_rows(train, held_out, config), ""]
     for row in both_answers(train[: config.data.num_shown_rows]):
@@ -184,21 +185,13 @@ def _describe_check(check: Examination) -> Iterator[str]:
         yield f"    and {num_more} more"
 
 
-def _tokenizer_of(config: ExperimentConfig) -> PreTrainedTokenizerBase:
+def tokenizer_of(config: ExperimentConfig) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of the model, which need not exist if the run would make it.
+
+    Raises:
+        ModelError: it cannot be used.
+    """
     if config.model.path is None:
         return build_starter_tokenizer()
     folder = Path(config.model.path)
     return load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
-
-
-def _tokenize(
-    rows: Sequence[Row], config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase
-) -> list[TokenizedRow]:
-    """Tokenize in full: prompts beyond the limit are counted, not refused."""
-    return tokenize_rows(
-        rows,
-        tokenizer,
-        use_chat_template=config.data.use_chat_template,
-        max_prompt_tokens=_NO_LIMIT,
-        overlong="error",
-    )

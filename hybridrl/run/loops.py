@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -36,7 +36,7 @@ from hybridrl.trainer.build_algorithm import (
 )
 from hybridrl.trainer.evaluate import EvalTask
 from hybridrl.trainer.kl_coefficient import KLCoefficient
-from hybridrl.trainer.loop import Loop, UpdateGuard
+from hybridrl.trainer.loop import Loop, StepRecorder, UpdateGuard
 from hybridrl.trainer.policy import Critic, Policy
 from hybridrl.trainer.reward import TextReward
 from hybridrl.trainer.reward_models import load_reward_models
@@ -63,6 +63,14 @@ class Training:
     """Logs the results after the last step."""
 
 
+class ProgressRecorder(StepRecorder, Protocol):
+    """Receives the numbers of a run, and how far a phase is."""
+
+    def progress(self, text: str) -> None:
+        """Show how far the phase is."""
+        ...
+
+
 @contextmanager
 def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterator[Training]:
     """Load rows, tokenizer and reward function of a reinforcement-learning run.
@@ -79,7 +87,7 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
     """
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
     stop_token_ids = load_stop_token_ids(folder, tokenizer)
-    train_rows = load_train_rows(config, tokenizer)
+    train_rows = load_train_rows(config, tokenizer, on_progress=record.progress)
     config = within_epochs(config, len(train_rows.rows))
     source = PromptSource(
         train_rows.rows,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import cast
 
@@ -21,7 +22,7 @@ from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.data.turns import assistant_mask
 from hybridrl.metrics import Metrics
-from hybridrl.run.loops import Training
+from hybridrl.run.loops import ProgressRecorder, Training
 from hybridrl.run.rows import (
     load_eval_pairs,
     load_eval_rows,
@@ -31,13 +32,15 @@ from hybridrl.run.rows import (
 )
 from hybridrl.run.workers import Workers
 from hybridrl.trainer.dpo import PreferenceOptimization
-from hybridrl.trainer.loop import Loop, StepRecorder, UpdateGuard
+from hybridrl.trainer.loop import Loop, UpdateGuard
 from hybridrl.trainer.policy import Learner, PreferenceLearner
 from hybridrl.trainer.sft import SupervisedFineTuning
 
 
 @contextmanager
-def open_sft(config: ExperimentConfig, folder: Path, record: StepRecorder) -> Iterator[Training]:
+def open_sft(
+    config: ExperimentConfig, folder: Path, record: ProgressRecorder
+) -> Iterator[Training]:
     """Load rows and tokenizer of supervised fine-tuning.
 
     Args:
@@ -50,14 +53,14 @@ def open_sft(config: ExperimentConfig, folder: Path, record: StepRecorder) -> It
         ModelError: the tokenizer cannot be used.
     """
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
-    train_rows = load_train_rows(config, tokenizer)
+    train_rows = load_train_rows(config, tokenizer, on_progress=record.progress)
     config = within_epochs(config, len(train_rows.rows))
-    held_out: list[TokenizedRow] = []
+    held_out: Sequence[TokenizedRow] = []
     if config.sft.eval_every_num_steps:
         held_out = load_eval_rows(config, config.eval.own_set(), tokenizer)
 
     if config.sft.turns == "all":  # so that a bad one ends the run before it began
-        for row in (*train_rows.rows, *held_out):
+        for row in chain(train_rows.rows, held_out):
             assistant_mask(row, tokenizer)
 
     def loop_of(workers: Workers) -> Loop:
@@ -79,10 +82,12 @@ def open_sft(config: ExperimentConfig, folder: Path, record: StepRecorder) -> It
 
 
 @contextmanager
-def open_dpo(config: ExperimentConfig, folder: Path, record: StepRecorder) -> Iterator[Training]:
+def open_dpo(
+    config: ExperimentConfig, folder: Path, record: ProgressRecorder
+) -> Iterator[Training]:
     """Load pairs and tokenizer of direct preference optimisation; see ``open_sft``."""
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
-    train_pairs = load_train_pairs(config, tokenizer)
+    train_pairs = load_train_pairs(config, tokenizer, on_progress=record.progress)
     config = within_epochs(config, len(train_pairs.rows))
     held_out: list[PreferencePair] = []
     if config.dpo.eval_every_num_steps:
@@ -107,11 +112,11 @@ def open_dpo(config: ExperimentConfig, folder: Path, record: StepRecorder) -> It
 
 @contextmanager
 def open_reward_model(
-    config: ExperimentConfig, folder: Path, record: StepRecorder
+    config: ExperimentConfig, folder: Path, record: ProgressRecorder
 ) -> Iterator[Training]:
     """Load pairs and tokenizer of a reward model that is trained; see ``open_sft``."""
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
-    train_pairs = load_train_pairs(config, tokenizer)
+    train_pairs = load_train_pairs(config, tokenizer, on_progress=record.progress)
     config = within_epochs(config, len(train_pairs.rows))
     tokenize = partial(
         tokenize_conversation_pairs,
@@ -141,7 +146,7 @@ def open_reward_model(
 
 
 OPEN_OFFLINE: Mapping[
-    str, Callable[[ExperimentConfig, Path, StepRecorder], AbstractContextManager[Training]]
+    str, Callable[[ExperimentConfig, Path, ProgressRecorder], AbstractContextManager[Training]]
 ] = {"sft": open_sft, "dpo": open_dpo, "reward_model": open_reward_model}
 """Loads a run, by mode that learns from a data set; see ``config.offline``."""
 
@@ -151,7 +156,7 @@ def _loop(
     step: Callable[[], Metrics],
     measure: Callable[[], Metrics],
     *,
-    record: StepRecorder,
+    record: ProgressRecorder,
 ) -> Loop:
     """Return the loop of a mode: its step, and its measurement on held-out rows."""
 

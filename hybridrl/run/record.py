@@ -45,6 +45,10 @@ class RunFolder:
         """Show the phase that begins."""
         self.live.phase(name)
 
+    def progress(self, text: str) -> None:
+        """Show how far the phase is."""
+        self.live.progress(text)
+
     def begin_step(self, step: int) -> None:
         """Show the step that begins."""
         self.live.begin_step(step)

@@ -6,23 +6,27 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Generic, TypeVar
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl import env
-from hybridrl.config.data import SourceConfig
 from hybridrl.config.eval import EvalSet
 from hybridrl.config.experiment import ExperimentConfig, with_value
 from hybridrl.data.columns import columns_of
-from hybridrl.data.files import read_rows
+from hybridrl.data.files import RowFiles
 from hybridrl.data.preferences import PreferencePair, tokenize_pairs
-from hybridrl.data.prompts import TokenizedRow, tokenize_rows
+from hybridrl.data.prompts import TokenizedRow
+from hybridrl.data.row_encoder import RowEncoder
+from hybridrl.data.row_table import RowTable
 from hybridrl.data.rows import Row, fingerprint
 from hybridrl.data.sampler import MixSampler, RowSampler, Sampler
 from hybridrl.data.sort_digits import Split, build_sort_digits_rows
+from hybridrl.data.tokenizing import Resources, encode_rows, tokenize_files
+from hybridrl.diagnostics.processes import usual_num_processes
 
 log = logging.getLogger(__name__)
 
@@ -41,52 +45,94 @@ class TrainRows(Generic[_Tokenized]):
 
 
 def load_train_rows(
-    config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase
+    config: ExperimentConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    on_progress: Callable[[str], None] = lambda text: None,
 ) -> TrainRows[TokenizedRow]:
     """Read or make the rows to learn from, and tokenize their prompts.
 
+    Args:
+        config: of the run.
+        tokenizer: of the model.
+        on_progress: called with the number of rows so far.
+
     Raises:
         DataError: bad rows, by file and line; or no rows.
     """
-    return _load_train(config, partial(_tokenize, config=config, tokenizer=tokenizer))
+    tables = _load_tables(config, tokenizer, on_progress)
+    rows = tables[0] if len(tables) == 1 else RowTable.joined(tables)
+    return TrainRows(rows, _sampler_of(tables, config))
 
 
 def load_train_pairs(
-    config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase
+    config: ExperimentConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    on_progress: Callable[[str], None] = lambda text: None,
 ) -> TrainRows[PreferencePair]:
     """Read or make the preference pairs to learn from, and tokenize prompts and answers.
+
+    All pairs are in memory. Arguments and errors are those of ``load_train_rows``.
+    """
+    tables = _load_tables(config, tokenizer, on_progress)
+    pairs = [_pairs_of(rows, config, tokenizer) for rows in tables]
+    return TrainRows(list(chain.from_iterable(pairs)), _sampler_of(pairs, config))
+
+
+def _load_tables(
+    config: ExperimentConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    on_progress: Callable[[str], None],
+) -> list[RowTable]:
+    """Read or make the rows to learn from: one table, or one a source of a mix."""
+    if config.data.task == "sort_digits":
+        made = _make(config, config.data.num_task_rows, split="train")
+        return [encode_rows(made, _encoder_of(config, tokenizer))]
+    return [load_rows(config, key, tokenizer, on_progress) for key in train_keys(config)]
+
+
+def train_keys(config: ExperimentConfig) -> list[str]:
+    """Return the keys that list files to learn from: one, or those of a mix."""
+    if config.data.task is not None:
+        return []
+    keys = [f"data.sources.{name}.files" for name in config.data.sources]
+    return keys or ["data.train_files"]
+
+
+def eval_key(settings: EvalSet) -> str:
+    """Return the key that lists the files of an evaluation set."""
+    return "data.eval_files" if settings.files is None else f"{settings.key}.files"
+
+
+def load_rows(
+    config: ExperimentConfig,
+    key: str,
+    tokenizer: PreTrainedTokenizerBase,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> RowTable:
+    """Read the files of a key, and tokenize their prompts.
 
     Raises:
         DataError: bad rows, by file and line; or no rows.
     """
-    return _load_train(config, partial(_tokenize_pairs, config=config, tokenizer=tokenizer))
-
-
-def _load_train(
-    config: ExperimentConfig, tokenize: Callable[[Sequence[Row]], list[_Tokenized]]
-) -> TrainRows[_Tokenized]:
-    data = config.data
-    if not data.sources:
-        rows = tokenize(read_train_rows(config))
-        return TrainRows(rows, _sampler_of(rows, config))
-    by_source = {
-        name: tokenize(read_source(config, name, source)) for name, source in data.sources.items()
-    }
-    samplers = {name: _sampler_of(rows, config) for name, rows in by_source.items()}
-    weights = [source.weight or 1.0 for source in data.sources.values()]
-    rows = [row for rows in by_source.values() for row in rows]
-    return TrainRows(rows, MixSampler(samplers, weights, seed=config.seed))
+    resources = Resources(
+        folder=env.cache_dir() / "rows",
+        num_processes=config.data.num_processes or usual_num_processes(),
+        on_progress=on_progress,
+    )
+    return tokenize_files(_files_of(config, key), _encoder_of(config, tokenizer), resources)
 
 
 def load_eval_rows(
     config: ExperimentConfig, settings: EvalSet, tokenizer: PreTrainedTokenizerBase
-) -> list[TokenizedRow]:
+) -> RowTable:
     """Read or make the held-out rows of a set, and tokenize their prompts.
 
     Raises:
         DataError: bad rows, by file and line; or no rows.
     """
-    return _tokenize(read_eval_rows(config, settings), config, tokenizer)
+    return encode_rows(_read_eval_rows(config, settings), _encoder_of(config, tokenizer))
 
 
 def load_eval_pairs(
@@ -97,7 +143,7 @@ def load_eval_pairs(
     Raises:
         DataError: bad rows, by file and line; or no rows.
     """
-    return _tokenize_pairs(read_eval_rows(config, settings), config, tokenizer)
+    return _pairs_of(load_eval_rows(config, settings, tokenizer), config, tokenizer)
 
 
 def within_epochs(config: ExperimentConfig, num_rows: int) -> ExperimentConfig:
@@ -115,65 +161,63 @@ def within_epochs(config: ExperimentConfig, num_rows: int) -> ExperimentConfig:
     return with_value(config, config.num_steps_key, num_steps)
 
 
-def read_train_rows(config: ExperimentConfig) -> list[Row]:
-    """Read or make the rows to learn from; those of a mix end to end.
-
-    Raises:
-        DataError: bad rows, by file and line; or no rows.
-    """
-    data = config.data
-    if data.task == "sort_digits":
-        return _make(config, data.num_task_rows, split="train")
-    if data.sources:
-        by_source = (read_source(config, name, s) for name, s in data.sources.items())
-        return [row for rows in by_source for row in rows]
-    files = [Path(file) for file in data.train_files]
-    return read_rows(files, columns=columns_of(config, "data"), key="data.train_files")
+def _files_of(config: ExperimentConfig, key: str) -> RowFiles:
+    """Return the files that a key lists, with their columns."""
+    section = key.removesuffix(".files")
+    parent, _, name = section.rpartition(".")
+    return RowFiles(
+        files=[Path(file) for file in config.files_by_key[key]],
+        columns=columns_of(config, section),
+        key=key,
+        source=name if parent == "data.sources" else None,
+    )
 
 
-def read_source(config: ExperimentConfig, name: str, source: SourceConfig) -> list[Row]:
-    """Read the rows of one source of a mix.
-
-    Raises:
-        DataError: bad rows, by file and line; or no rows.
-    """
-    section = f"data.sources.{name}"
-    columns = columns_of(config, section)
-    files = [Path(file) for file in source.files]
-    return read_rows(files, columns=columns, key=f"{section}.files", source=name)
-
-
-def read_eval_rows(config: ExperimentConfig, settings: EvalSet) -> list[Row]:
+def _read_eval_rows(config: ExperimentConfig, settings: EvalSet) -> list[Row]:
     """Read or make the held-out rows of a set.
 
     Files are read in full, so that each bad row is named; the first ``num_prompts`` are taken.
-
-    Raises:
-        DataError: bad rows, by file and line; or no rows.
     """
     data = config.data
     if data.task == "sort_digits" and settings.files is None:
         return _make(config, settings.num_prompts, split="eval")
-    key = "data.eval_files" if settings.files is None else f"{settings.key}.files"
-    names = data.eval_files if settings.files is None else settings.files
-    columns = columns_of(config, key)
-    rows = read_rows([Path(name) for name in names], columns=columns, key=key)
+    files = _files_of(config, eval_key(settings))
+    rows = [row for at, row in enumerate(files.parsed()) if at < settings.num_prompts]
     learned_files = [*data.train_files, *(f for s in data.sources.values() for f in s.files)]
     learned = {Path(name).resolve() for name in learned_files}
+    names = config.files_by_key[files.key]
     if both := [name for name in names if Path(name).resolve() in learned]:
         log.warning("evaluating on files that are also learnt from: %s", ", ".join(both))
-    return rows[: settings.num_prompts]
+    return rows
 
 
-def _sampler_of(rows: Sequence[TokenizedRow], config: ExperimentConfig) -> RowSampler:
-    signs = {"none": 0.0, "easy_first": 1.0, "hard_first": -1.0}
-    sign = signs[config.data.curriculum]
+def _sampler_of(
+    by_source: Sequence[RowTable] | Sequence[list[PreferencePair]], config: ExperimentConfig
+) -> Sampler:
+    """Return the order of the rows: of one source, or of a mix."""
+    samplers = [_row_sampler(rows, config) for rows in by_source]
+    sources = config.data.sources
+    if not sources:
+        return samplers[0]
+    weights = [source.weight or 1.0 for source in sources.values()]
+    return MixSampler(dict(zip(sources, samplers, strict=True)), weights, seed=config.seed)
+
+
+def _row_sampler(rows: RowTable | list[PreferencePair], config: ExperimentConfig) -> RowSampler:
+    sign = {"none": 0.0, "easy_first": 1.0, "hard_first": -1.0}[config.data.curriculum]
+    difficulties = None
+    if sign and isinstance(rows, RowTable):
+        difficulties = sign * rows.difficulties()
+    elif sign:
+        difficulties = sign * np.array([row.row.difficulty for row in rows])
     return RowSampler(
         len(rows),
         seed=config.seed,
         shuffle=config.data.shuffle,
-        fingerprint=fingerprint(row.row for row in rows),
-        difficulties=[sign * row.row.difficulty for row in rows] if sign else None,
+        fingerprint=rows.fingerprint
+        if isinstance(rows, RowTable)
+        else fingerprint(row.row for row in rows),
+        difficulties=difficulties,
     )
 
 
@@ -189,25 +233,21 @@ def _make(config: ExperimentConfig, num_rows: int, *, split: Split) -> list[Row]
     )
 
 
-def _tokenize(
-    rows: Sequence[Row], config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase
-) -> list[TokenizedRow]:
+def _encoder_of(config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase) -> RowEncoder:
     data = config.data
-    return tokenize_rows(
-        rows,
-        tokenizer,
+    return RowEncoder(
+        tokenizer=tokenizer,
         use_chat_template=data.use_chat_template,
         max_prompt_tokens=data.max_prompt_tokens,
         overlong=data.overlong_prompts,
-        cache=env.cache_dir() / "tokens",
     )
 
 
-def _tokenize_pairs(
-    rows: Sequence[Row], config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase
+def _pairs_of(
+    rows: RowTable, config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase
 ) -> list[PreferencePair]:
     return tokenize_pairs(
-        _tokenize(rows, config, tokenizer),
+        rows[:],
         tokenizer,
         max_answer_tokens=config.rollout.max_response_tokens,
         drops_overlong=config.data.overlong_prompts == "drop",

@@ -250,6 +250,9 @@ class _WarmupRecorder:
     def phase(self, name: str) -> None:
         """Do nothing: `record` says how far it is."""
 
+    def progress(self, text: str) -> None:
+        """Do nothing, likewise."""
+
     def begin_step(self, step: int) -> None:
         """Do nothing, likewise."""
 

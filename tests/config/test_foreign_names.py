@@ -49,6 +49,7 @@ def test_a_key_of_another_framework_is_answered(key: str, answer: str) -> None:
         ("model/Qwen", "Qwen2.5-0.5B", "set model=hf_folder model.path=FOLDER"),
         ("data", "gsm8k", "set data=files"),
         ("reward", "my_reward.py", "set reward.function=FILE.py:NAME"),
+        ("reward", "http", "set reward.function=http"),
         ("tracking", "wandb", "set tracking.trackers=["),
     ],
 )

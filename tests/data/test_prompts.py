@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import pytest
 from tokenizers import processors
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.data.prompts import TokenizedRow, tokenize_rows
+from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Message, Row
+from hybridrl.data.tokenizing import tokenize_rows
 from hybridrl.errors import DataError
 
 
@@ -21,7 +23,7 @@ def tokenize(
     *,
     chat: bool = False,
     overlong: str = "error",
-) -> list[TokenizedRow]:
+) -> Sequence[TokenizedRow]:
     return tokenize_rows(
         data, tokenizer, use_chat_template=chat, max_prompt_tokens=20, overlong=overlong
     )

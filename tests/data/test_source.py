@@ -4,19 +4,21 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.data.prompts import TokenizedRow, tokenize_rows
+from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Row
 from hybridrl.data.source import PromptSource, build_prompt_step, prompt_seed
 from hybridrl.data.supervised import build_supervised_batch
+from hybridrl.data.tokenizing import tokenize_rows
 from hybridrl.errors import DataError
 
 
 @pytest.fixture
 def rows(tokenizer: PreTrainedTokenizerBase) -> list[TokenizedRow]:
     data = [Row(f"{n}" * (n + 1) + "=", f"{n}", "s", f"f:{n}") for n in range(5)]
-    return tokenize_rows(
+    table = tokenize_rows(
         data, tokenizer, use_chat_template=False, max_prompt_tokens=20, overlong="error"
     )
+    return list(table)
 
 
 def source(rows: list[TokenizedRow], *, seed: int = 0) -> PromptSource:

@@ -10,9 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.data.columns import Columns
 from hybridrl.data.files import read_rows
-from hybridrl.data.prompts import TokenizedRow, tokenize_rows
+from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Message, Row
 from hybridrl.data.supervised import build_supervised_batch
+from hybridrl.data.tokenizing import tokenize_rows
 from hybridrl.data.turns import assistant_mask
 from hybridrl.errors import DataError
 

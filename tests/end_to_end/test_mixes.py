@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.data import row_table
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import DataError
 from hybridrl.run.launch import run
@@ -29,7 +30,11 @@ def _mixed(folder: Path, *overrides: str) -> tuple[str, ...]:
     )
 
 
-def test_a_mix_resumes_with_the_rows_of_an_unbroken_run(tmp_path: Path) -> None:
+def test_a_mix_resumes_with_the_rows_of_an_unbroken_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_table, "ROWS_IN_MEMORY", 4)  # one source in a file, one in memory
+    monkeypatch.setenv("HYBRIDRL_CACHE", str(tmp_path / "cache"))
     whole = small_config(tmp_path / "unbroken", *_mixed(tmp_path, "trainer.num_steps=50"))
     run(whole, resolved_yaml="")
     lines = read_metrics(tmp_path / "unbroken")
@@ -38,6 +43,7 @@ def test_a_mix_resumes_with_the_rows_of_an_unbroken_run(tmp_path: Path) -> None:
     for num_steps in (2, 50):
         overrides = _mixed(tmp_path, f"trainer.num_steps={num_steps}")
         run(small_config(tmp_path / "resumed", *overrides), resolved_yaml="mode: train\n")
+    assert len(list((tmp_path / "cache/rows").iterdir())) == 1
     resumed = read_metrics(tmp_path / "resumed")
     for name in ("reward/mean", "policy/grad_norm", "data/epoch"):
         assert [line[name] for line in lines] == [line[name] for line in resumed]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.data.rehearsal import check_rows_are_read
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import ConfigError
 from hybridrl.run.rows import load_eval_rows
+from hybridrl.run.rows_check import check_rows
 from tests.config.values import config_of
 
 ROW = '{"prompt": "1=", "answer": "1"}\n'
@@ -50,6 +50,6 @@ def test_a_check_reads_the_rows_of_every_source_and_set(
     files = ["data.eval_files=[train.jsonl]", "data.task=null"]
     files += [] if "sources" in override else ["data.train_files=[train.jsonl]"]
     with pytest.raises(ConfigError, match=rf"has no '{column}'; set data.*answer_key") as raised:
-        check_rows_are_read(config_of(*files, override))
+        check_rows(config_of(*files, override))
     assert raised.value.key == f"{key}.files"
     assert "b.jsonl:1" in str(raised.value)

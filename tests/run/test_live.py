@@ -49,6 +49,9 @@ def test_a_line_shows_the_mean_of_ten_steps_beside_the_last_one() -> None:
 
 def test_the_step_shown_is_the_step_that_runs() -> None:
     view = LiveView(9)
+    view.phase("load data")
+    view.progress("2,048 rows")
+    assert view.describe_phase() == "load data: 2,048 rows, 0 s"
     view.phase("start workers")
     assert view.describe_phase() == "start workers, 0 s"
     view.step(0, {"eval/reward/mean": 0.5})

@@ -35,6 +35,13 @@ def test_a_mix_has_columns_and_weights_of_its_own() -> None:
     assert sum(prompt.startswith("a") for prompt in prompts) == 250
 
 
+def test_progress_counts_the_rows() -> None:
+    notes: list[str] = []
+    config = config_of(*FILES, "data.train_files=[a.jsonl]")
+    load_train_rows(config, TOKENIZER, on_progress=notes.append)
+    assert notes == ["3 rows"]
+
+
 def test_a_curriculum_begins_with_easy_or_hard_rows() -> None:
     level = ("data.train_files=[a.jsonl]", "data.difficulty_key=level")
     assert drawn(4, *level, "data.curriculum=easy_first") == ["a2", "a1", "a0", "a2"]
