@@ -29,9 +29,8 @@ _TOKEN = 0  # newest token, not yet in the cache
 _LENGTH = 1  # tokens in the cache, which is the position of the newest token
 _CURSOR = 2  # index of the newest token in the flat output [S * C]
 _LAST = 3  # index of the last permitted token
-_KEY = 4  # of the response's random stream
-_STOPS = 5  # index of the response's set of stop tokens, times V
-_NUM_COLUMNS = 6
+_STOPS = 4  # index of the response's set of stop tokens, times V
+_NUM_COLUMNS = 5
 
 # Rows of a decode step are a multiple of this: oneDNN generates code for each new number of rows,
 # which takes longer than some unused rows do.
@@ -121,13 +120,10 @@ class _Seat(NamedTuple):
     """The response in a slot."""
 
     request: Request
-    index: int  # among the request's responses
+    number: int  # among the request's responses
     lane: int  # row of the output
     first_step: int  # which drew its first token
-
-    def num_cached(self, step: int) -> int:
-        """Return the tokens in the cache when ``step`` draws."""
-        return len(self.request.token_ids) + step - self.first_step
+    start: int  # tokens in the cache when a step draws, minus the step
 
 
 class _Ended(NamedTuple):
@@ -167,6 +163,7 @@ class Decoding:
         out_size = slots.num_slots * slots.max_tokens
         self._tokens_out = torch.zeros(out_size, dtype=torch.int64, device=device)
         self._logprobs_out = torch.zeros(out_size, dtype=torch.float32, device=device)
+        self._uniforms = torch.zeros(out_size, dtype=torch.float64, device=device)
         self._is_stop_XV = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
         self._stop_sets: dict[tuple[int, ...], int] = {}
         self._row_groups: list[tuple[DrawParams, Tensor | None]] | None = None
@@ -251,7 +248,7 @@ class Decoding:
 
     def _longest(self) -> int:
         """Return the length, in tokens, of the longest running response with its context."""
-        return max(seat.num_cached(self._step) for seat in self._seats)
+        return max(seat.start for seat in self._seats) + self._step
 
     def _fill_free_slots(self, logits_NV: Tensor | None) -> Tensor | None:
         """Give slots to waiting responses, behind the N used ones; None if no response runs.
@@ -310,21 +307,33 @@ class Decoding:
             if request.num_seated == len(request.keys):
                 self._waiting.popleft().prefilled = None
         device = self._table_S.device
-        self._table_S[:, first_row : len(self._seats)] = torch.tensor(columns, device=device).T
+        table_N = self._table_S[:, first_row : len(self._seats)]
+        table_N[:] = torch.tensor(columns, device=device).T
+        self._draw_uniforms(self._seats[first_row:], table_N)
         self._row_groups = None
         return torch.tensor(rows, device=device)
 
+    def _draw_uniforms(self, seats: list[_Seat], table_N: Tensor) -> None:
+        """Draw the random numbers of all tokens of new responses: all at once costs least."""
+        keys = [seat.request.keys[seat.number] for seat in seats]
+        key_N1 = torch.tensor(keys, device=table_N.device)[:, None]
+        room = max(seat.request.params.max_new_tokens for seat in seats)
+        token_M = torch.arange(min(room, self._slots.max_tokens), device=table_N.device)
+        lane_N = table_N[_CURSOR] // self._slots.max_tokens
+        uniform_NM = uniforms(key_N1, table_N[_LENGTH][:, None] + token_M)
+        self._uniforms.view(self._slots.num_slots, -1)[lane_N, : len(token_M)] = uniform_NM
+
     def _take_slot(self, request: Request) -> tuple[int, ...]:
         """Seat the request's next response; return its first column of the slot table."""
-        params, length, index = request.params, len(request.token_ids), request.num_seated
+        params, length, number = request.params, len(request.token_ids), request.num_seated
         lane = self._free_lanes.pop()
         self._kept.pop(len(self._seats), None)
-        self._seats.append(_Seat(request, index, lane, self._step))
+        self._seats.append(_Seat(request, number, lane, self._step, length - self._step))
         request.num_seated += 1
         cursor = lane * self._slots.max_tokens
         last = cursor + min(params.max_new_tokens, self._slots.max_tokens - length) - 1
         stops = self._stop_set(params.stop_token_ids) * self._is_stop_XV.shape[1]
-        return 0, length, cursor, last, request.keys[index], stops
+        return 0, length, cursor, last, stops
 
     def _stop_set(self, stop_token_ids: tuple[int, ...]) -> int:
         """Return the row of a set of stop tokens, which is added if it is new."""
@@ -339,7 +348,7 @@ class Decoding:
         """Draw and store one token for each running response; return which ended, bool [N]."""
         table_N = self._table_S[:, : len(self._seats)]
         cursor_N = table_N[_CURSOR]
-        token_N, logprob_N = self._sample(logits_NV, uniforms(table_N[_KEY], table_N[_LENGTH]))
+        token_N, logprob_N = self._sample(logits_NV, self._uniforms[cursor_N])
         table_N[_TOKEN] = token_N
         self._tokens_out[cursor_N] = token_N
         self._logprobs_out[cursor_N] = logprob_N
@@ -417,11 +426,11 @@ class Decoding:
         )
         require_finite(logprobs_DM)
         for (seat, num_tokens, row), token_M, logprob_M in zip(
-            ended, tokens_DM, logprobs_DM, strict=True
+            ended, tokens_DM.unbind(), logprobs_DM.unbind(), strict=True
         ):
             request, token_ids = seat.request, token_M[:num_tokens]
             is_stop = int(token_ids[-1]) in request.params.stop_token_ids
-            request.samples[seat.index] = Sample(
+            request.samples[seat.number] = Sample(
                 token_ids=token_ids,
                 logprobs=logprob_M[:num_tokens],
                 finish_reason="stop" if is_stop else "length",

@@ -52,6 +52,6 @@ class EmbeddedSampler(Sampler):
             vocab_size=self.vocab_size,
         )
         with self.call.request(len(keys)):
-            future = asyncio.get_running_loop().create_future()
+            future: asyncio.Future[list[Sample]] = asyncio.get_running_loop().create_future()
             self.decoding.submit(Request(tokens_L, params, keys, is_continued, future))
             return await future
