@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hybridrl.workers.rollout.embedded.decoding import Decoding, Request
+from hybridrl.workers.rollout.embedded.decoding import Decoding
+from hybridrl.workers.rollout.embedded.requests import Request
 from hybridrl.workers.rollout.request_gate import ProgramCall
 from hybridrl.workers.rollout.sampler import RequestParams, Sample, Sampler
 from hybridrl.workers.rollout.sampling import check_request
