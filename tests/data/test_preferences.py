@@ -9,10 +9,10 @@ import pytest
 from hybridrl.data.columns import Columns
 from hybridrl.data.files import read_rows
 from hybridrl.data.preferences import PreferencePair, build_preference_batch, tokenize_pairs
-from hybridrl.data.prompts import tokenize_rows
 from hybridrl.data.rows import Message, Row, fingerprint
 from hybridrl.data.sort_digits import build_sort_digits_rows
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
+from hybridrl.data.tokenizing import tokenize_rows
 from hybridrl.errors import DataError
 
 PAIRS = Columns(answer="chosen", rejected="rejected")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.batch import RolloutBatch, ScoreBatch, SupervisedBatch
+from hybridrl.batch import PreferenceBatch, RolloutBatch, ScoreBatch, SupervisedBatch
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError
 from hybridrl.metrics import Metrics
@@ -421,7 +421,7 @@ class RecordingTrainEngine(RecordingTenant):
             yield name, self.state[TrainState.PARAMETERS][name].clone()
 
     def compute_logprobs(
-        self, rows: RolloutBatch | SupervisedBatch, *, temperature: float
+        self, rows: RolloutBatch | SupervisedBatch | PreferenceBatch, *, temperature: float
     ) -> ScoreBatch:
         raise NotImplementedError
 
