@@ -134,8 +134,10 @@ async def converse(sampler: Sampler, sibling: int, *, num_turns: int) -> list[Sa
 
 @pytest.mark.parametrize("window", [None, 8])
 def test_a_later_turn_reads_the_cache_of_the_one_before(window: int | None, tmp_path: Path) -> None:
-    options = {} if window is None else {"family": "mistral", "sliding_window": window}
-    folder = make_tiny_model(tmp_path, **options)
+    if window is None:
+        folder = make_tiny_model(tmp_path)
+    else:
+        folder = make_tiny_model(tmp_path, "mistral", sliding_window=window)
     many = ready_engine(folder, num_slots=8, max_context_tokens=64)
 
     async def program(sampler: Sampler) -> list[list[Sample]]:
