@@ -81,16 +81,18 @@ def should_resume(config: ExperimentConfig) -> bool:
 def run_fingerprint(config: ExperimentConfig, model_folder: Path) -> RunFingerprint:
     """Return the fingerprint: everything that the numbers of this run depend on."""
     reads_weights = config.lora.enabled or config.needs_reference
+    scorers = config.reward.model_paths if config.offline is None else {}
+    of_scorers = {
+        f"{kind} of reward model {name}": value
+        for name, path in scorers.items()
+        for kind, value in folder_fingerprints(Path(path), with_weights=True).items()
+    }
     return RunFingerprint(
         recipe=recipe_of(config),
         model_folder=str(model_folder.absolute()),
         fingerprints={
             **folder_fingerprints(model_folder, with_weights=reads_weights),
-            **{
-                f"{kind} of reward model {name}": value
-                for name, path in config.reward.model_paths.items()
-                for kind, value in folder_fingerprints(Path(path), with_weights=True).items()
-            },
+            **of_scorers,
         },
         environment=environment_of(config),
     )
