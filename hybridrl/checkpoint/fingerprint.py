@@ -116,7 +116,8 @@ def own_fingerprints(config: ExperimentConfig) -> Mapping[str, str]:
     if teacher is not None:
         folder = Path(teacher)
         own["algorithm.teacher_path"] = _digest(folder, ("config.json",)) + _sample(folder)
-    for name, path in config.reward.model_paths.items():
+    scorers = config.reward.model_paths if config.offline is None else {}
+    for name, path in scorers.items():
         digests = folder_fingerprints(Path(path), with_weights=True)
         own |= {f"{kind} of reward model {name}": digest for kind, digest in digests.items()}
     return own

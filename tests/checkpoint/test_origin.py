@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from hybridrl.checkpoint.manifest import RunFingerprint
 from hybridrl.errors import CheckpointError
 from hybridrl.run.resume import run_fingerprint
 from tests.config.values import config_of
+from tests.tiny_models import make_tiny_classifier, make_tiny_model
 
 WHERE = Path("runs/it")
 
@@ -144,3 +146,19 @@ def _origin(folder: Path) -> RunFingerprint:
     return run_fingerprint(
         config_of("lora=default"), folder
     )  # which reads its frozen weights again
+
+
+def test_another_reward_model_in_the_same_folder_is_another_run(tmp_path: Path) -> None:
+    scorer = make_tiny_classifier(tmp_path / "scorer")
+    config = config_of()
+    reward = replace(config.reward, function="model", args={"path": str(scorer)})
+    config, folder = replace(config, reward=reward), make_tiny_model(tmp_path / "model")
+    before = run_fingerprint(config, folder)
+    assert run_fingerprint(config, folder) == before
+    make_tiny_classifier(scorer, seed=1)
+    changed = [
+        kind
+        for kind, value in run_fingerprint(config, folder).fingerprints.items()
+        if before.fingerprints[kind] != value
+    ]
+    assert changed == ["frozen weights of reward model model"]

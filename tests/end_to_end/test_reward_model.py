@@ -37,13 +37,28 @@ def _of_pairs(line: dict[str, float]) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path:
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Pairs that are easily told apart, and the overrides that read them."""
+    folder = tmp_path_factory.mktemp("pairs")
+    for name, numbers in {"train": range(10, 74), "eval": range(80, 87)}.items():
+        rows = [{"prompt": f"{n}=", "chosen": f"{n}", "rejected": "zz"} for n in numbers]
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    files = [f"data.{name}_files=[{folder}/{name}.jsonl]" for name in ("train", "eval")]
+    return ("data=preferences", "data.use_chat_template=false", *files)
+
+
+@pytest.fixture(scope="module")
+def trained(
+    tmp_path_factory: pytest.TempPathFactory, pairs: tuple[str, ...], ray_cluster: None
+) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    _run(folder, *TRAINING, "reward_model.num_steps=8")
+    _run(folder, *TRAINING, *pairs, "reward_model.num_steps=8")
     return folder
 
 
-def test_it_learns_to_score_the_chosen_answers_higher(trained: Path, tmp_path: Path) -> None:
+def test_it_learns_to_score_the_chosen_answers_higher(
+    trained: Path, pairs: tuple[str, ...], tmp_path: Path
+) -> None:
     whole = read_metrics(trained)
     before, first, last = whole[0], whole[1], whole[8]
     assert first["loss/preference"] == pytest.approx(log(2))  # the head begins as zeros
@@ -53,7 +68,8 @@ def test_it_learns_to_score_the_chosen_answers_higher(trained: Path, tmp_path: P
         last["eval/chosen_reward"] - last["eval/rejected_reward"], rel=1e-4
     )
     for num_steps in (4, 8):  # in two parts
-        parts = _run(tmp_path / "parts", *TRAINING, f"reward_model.num_steps={num_steps}")
+        steps = f"reward_model.num_steps={num_steps}"
+        parts = _run(tmp_path / "parts", *TRAINING, *pairs, steps)
     assert [_of_pairs(line) for line in parts] == [_of_pairs(line) for line in whole]
     ours, theirs = (load_file(of / "hf/model.safetensors") for of in (tmp_path / "parts", trained))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -62,7 +78,7 @@ def test_it_learns_to_score_the_chosen_answers_higher(trained: Path, tmp_path: P
 @pytest.mark.parametrize("engine", ["fsdp2", "megatron"])
 def test_a_trained_model_rewards_another_run(trained: Path, tmp_path: Path, engine: str) -> None:
     several = (
-        f"reward.functions={{length: {{function: length, weight: 0.5, args: {{tokens: 4}}}}, "
+        f"+reward.functions={{length: {{function: length, weight: 0.5, args: {{tokens: 4}}}}, "
         f"nice: {{function: model, weight: 2, args: {{path: {trained}/hf, mean: 1, std: 4}}}}}}"
     )
     dynamic = (

@@ -147,3 +147,9 @@ def test_preference_pairs_are_shown_with_both_answers() -> None:
     page, is_bad = page_of([*pairs, turned], *columns)
     assert is_bad
     assert "! pairs that stand twice, the other way round: 1 of 5" in page
+
+
+def test_the_scores_of_a_reward_model_are_not_examined() -> None:
+    page, is_bad = page_of(GOOD, "reward.function=model", "reward.args.path=somewhere")
+    assert not is_bad
+    assert "rewards      not examined: a reward model scores in a run alone" in page
