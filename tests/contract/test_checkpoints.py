@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
+from hybridrl.config.lora import ATTENTION_LINEAR
 from hybridrl.workers.train import checkpoint
 from hybridrl.workers.train.checkpoint import CheckpointWriter
 from hybridrl.workers.train.checkpoint_files import ShardReader
@@ -43,6 +44,8 @@ def _build(rank: Rank, folder: Path, role: str) -> LearningEngine:
     if role == "policy":
         return rank.policy(folder, config)
     lora = LORA if role == "adapter" else with_lora(sync="merged")
+    if role == "adapter of attention":
+        lora = with_lora(target_modules=ATTENTION_LINEAR)
     return rank.policy(folder, config, lora=lora)
 
 
@@ -128,7 +131,7 @@ def _load_and_go_on(rank: Rank, folder: Path, target: Path, role: str) -> dict[s
 
 
 def _weights(engine: Any, role: str) -> dict[str, Tensor]:
-    if role != "adapter":
+    if role == "policy":
         return weights_of(engine)
     return {name: t.clone() for name, t in engine.full_weights(engine.weight_sets[-1])}
 
@@ -158,6 +161,8 @@ def test_checkpoint_of_one_layout_resumes_in_another(
     if role == "adapter" and not (writers.engine.has_adapters and readers.engine.has_adapters):
         pytest.skip("one of them has no adapters")
     folder = make_model(writers.layout, tie=role == "adapter")
+    if role == "adapter" and writers.layout.adapted != readers.layout.adapted:
+        role = "adapter of attention"  # one of them cannot adapt experts
     try:
         saved = writers.run(_save_and_go_on, folder, tmp_path, role)[0]
         _assert_values_are_stored_once(tmp_path)
