@@ -236,7 +236,7 @@ def test_adapters_of_mixtures_learn_alike_on_sharing_ranks(
     layouts: list[Sizes],
     num_adapted: int,
 ) -> None:
-    all_sparse = {"mlp_only_layers": []} if family == "qwen2_moe" else {}
+    all_sparse: dict[str, Any] = {"mlp_only_layers": []} if family == "qwen2_moe" else {}
     model = make_tiny_model(tmp_path / "model", family, tie_embeddings=False, **all_sparse)
     start = tmp_path / "start"
     [alone] = run_ranks(1, _start_and_train_sparse, model, targets, start)
