@@ -146,6 +146,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sparse")
+    return make_tiny_model(folder, "qwen3_moe", tie_embeddings=False)
+
+
+@pytest.fixture(scope="module")
 def lora(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LoraConfig:
     """An adapter to start from whose B is not 0, so that A learns from the first step on."""
     stored = tmp_path_factory.mktemp("adapter") / "start"
@@ -230,15 +236,15 @@ def test_adapters_of_mixtures_learn_alike_on_sharing_ranks(
     layouts: list[Sizes],
     num_adapted: int,
 ) -> None:
-    all_sparse = {"mlp_only_layers": []} if family == "qwen2_moe" else {}
-    sparse = make_tiny_model(tmp_path / "model", family, tie_embeddings=False, **all_sparse)
+    all_sparse: dict[str, Any] = {"mlp_only_layers": []} if family == "qwen2_moe" else {}
+    model = make_tiny_model(tmp_path / "model", family, tie_embeddings=False, **all_sparse)
     start = tmp_path / "start"
-    [alone] = run_ranks(1, _start_and_train_sparse, sparse, targets, start)
+    [alone] = run_ranks(1, _start_and_train_sparse, model, targets, start)
     started = load_file(start / ADAPTER_FILE)
     assert len(started) == 2 * 2 * num_adapted
     assert all(not torch.equal(alone.adapter[name], tensor) for name, tensor in started.items())
     for sizes in layouts:
-        assert_same_training(run_ranks(2, _train_sparse, sparse, sizes, targets, start), alone)
+        assert_same_training(run_ranks(2, _train_sparse, model, sizes, targets, start), alone)
 
 
 def _export(_rank: int, folder: Path, sizes: Sizes, target: Path) -> list[str]:
