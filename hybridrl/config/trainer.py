@@ -18,8 +18,8 @@ class TrainerConfig:
     """Steps: one rollout batch and its updates each."""
 
     num_epochs: Annotated[float, Within(above=0.0, at_most=1e6, usual=1.0, why=_PASSES)] | None
-    """End after this many passes over the rows, if that is before ``num_steps`` (with ``mode=sft``
-    before ``sft.num_steps``). Null: the steps alone count."""
+    """End after this many passes over the rows, if that is before ``num_steps`` (with
+    ``mode=sft`` and ``dpo`` their own). Null: the steps alone count."""
 
     num_prompts_per_step: Rows
     """Prompts P per step; P x rollout.num_responses_per_prompt responses are sampled."""

@@ -13,6 +13,7 @@ from hybridrl.algorithms.load import Part
 from hybridrl.algorithms.preference_losses import sigmoid
 from hybridrl.batch import PreferenceBatch
 from hybridrl.metrics import Metrics
+from hybridrl.workers.train.model_engine import ModelEngine
 from hybridrl.workers.train.preference_objective import PreferenceObjective
 from tests.contract.layouts import on_layouts
 from tests.contract.plain import PlainPolicy
@@ -20,8 +21,8 @@ from tests.contract.ranks_under_test import (
     Rank,
     RanksUnderTest,
     merge_metrics,
+    mute,
     output_metrics,
-    rows_of_rank,
 )
 from tests.workers.train.engines import ACTOR, make_rows, weights_of
 
@@ -42,10 +43,20 @@ def make_pairs() -> PreferenceBatch:
     )
 
 
+def pairs_of_rank(engine: ModelEngine) -> PreferenceBatch:
+    """Two pairs for data-parallel rank 0, one for rank 1, none for others."""
+    batch: PreferenceBatch = make_pairs()
+    if engine.dp_size == 1:
+        return batch
+    if engine.dp_rank == 0:
+        return batch[:4]
+    return batch[4:] if engine.dp_rank == 1 else mute(batch[4:])
+
+
 def _prefer(rank: Rank, folder: Path, max_tokens: int) -> tuple[list[Metrics], dict[str, Tensor]]:
     engine = rank.policy(folder, replace(ACTOR, max_tokens_per_microbatch=max_tokens))
     objective = PreferenceObjective(Part.of(sigmoid, beta=BETA), SFT)
-    batch = rows_of_rank(make_pairs(), engine, 4)
+    batch = pairs_of_rank(engine)
     steps = [output_metrics(engine, engine.fit_pairs(batch, objective)) for _ in range(NUM_STEPS)]
     return steps, weights_of(engine)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from math import log
 from pathlib import Path
 
@@ -16,14 +17,26 @@ from tests.end_to_end.small import read_metrics, small_config
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 DPO = (
-    *("mode=dpo", "dpo.batch_size=8", "dpo.eval_every_num_steps=4", "eval.num_prompts=7"),
+    *(
+        "mode=dpo",
+        "data=preferences",
+        "data.use_chat_template=false",
+        "dpo.batch_size=8",
+        "dpo.eval_every_num_steps=4",
+        "eval.num_prompts=7",
+    ),
     *("actor.optimizer.lr=1e-2", "checkpoint.every_num_steps=4"),
 )
 OF_PAIRS = ("preference/", "eval/", "loss/")
 
 
 def _train(folder: Path, *overrides: str) -> list[dict[str, float]]:
-    config = small_config(folder, *DPO, *overrides)
+    """Train on pairs whose chosen answer is 1, and evaluate on other prompts."""
+    for name, numbers in (("train", range(10, 42)), ("eval", range(50, 57))):
+        pairs = [{"prompt": f"{n}=", "chosen": "1", "rejected": f"{n % 7 + 2}"} for n in numbers]
+        (folder.parent / f"{name}.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    files = [f"data.{name}_files=[{folder.parent / name}.jsonl]" for name in ("train", "eval")]
+    config = small_config(folder, *DPO, *files, *overrides)
     run(config, resolved_yaml=to_yaml(config))
     return read_metrics(folder)
 
