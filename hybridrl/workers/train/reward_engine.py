@@ -21,13 +21,14 @@ from hybridrl.batch import (
     response_lengths,
     row_offsets,
 )
-from hybridrl.metrics import Mean, Metrics
+from hybridrl.metrics import Metrics
 from hybridrl.models.packed_model import PackedTokens
 from hybridrl.workers.train.backend import Backend, Output
 from hybridrl.workers.train.export import Configuration
 from hybridrl.workers.train.microbatcher import MicroBatch
 from hybridrl.workers.train.model_engine import ModelEngine
 from hybridrl.workers.train.policy_engine import count_tokens
+from hybridrl.workers.train.preference_objective import mean_over_pairs, of_held_out
 from hybridrl.workers.train.protocol import TrainState
 
 
@@ -79,8 +80,7 @@ class RewardEngine(ModelEngine):
         if not self.is_output_rank or not counted_P.any():
             return {}
         values = self._values(scores_P2[counted_P], _of_pairs(batch.margins_B, counted_P))
-        metrics = _means(values, torch.ones(len(scores_P2))[counted_P])
-        return {_EVAL_NAMES[name]: metrics[name] for name in _EVAL_NAMES}
+        return of_held_out(mean_over_pairs(values, torch.ones(len(scores_P2))[counted_P]))
 
     def hf_configs(self) -> Sequence[Configuration]:
         """Return the configurations of an exported folder."""
@@ -111,7 +111,8 @@ class RewardEngine(ModelEngine):
         margins_P = _of_pairs(margins_B, computed_P)
         values = self._values(scores_P2[computed_P], margins_P)
         share = (values["loss/preference"] * shares_P * weights_P2.sum(dim=1)[computed_P]).sum()
-        return share, _means(values, shares_P)
+        detached = {name: values_P.detach() for name, values_P in values.items()}
+        return share, mean_over_pairs(detached, shares_P)
 
     def _values(self, scores_P2: Tensor, margins_P: Tensor | None) -> Mapping[str, Tensor]:
         """Return the loss of each pair, and metrics to average over pairs, each [P]."""
@@ -131,16 +132,6 @@ class RewardEngine(ModelEngine):
         }
 
 
-_EVAL_NAMES = {
-    "loss/preference": "eval/preference_loss",
-    "preference/accuracy": "eval/accuracy",
-    "preference/margin/mean": "eval/margin",
-    "preference/chosen_reward/mean": "eval/chosen_reward",
-    "preference/rejected_reward/mean": "eval/rejected_reward",
-}
-"""The metrics of held-out pairs, by those of training that they are."""
-
-
 def _compute(model: nn.Module, tokens: PackedTokens) -> Tensor:
     values: Tensor = model(tokens)
     return values
@@ -149,10 +140,3 @@ def _compute(model: nn.Module, tokens: PackedTokens) -> Tensor:
 def _of_pairs(column_B: Tensor | None, index_P: Tensor) -> Tensor | None:
     """Return a column of rows, whose pairs have equal values, at these pairs."""
     return None if column_B is None else column_B.view(-1, 2)[:, 0].to(index_P.device)[index_P]
-
-
-def _means(values: Mapping[str, Tensor], shares_P: Tensor) -> Metrics:
-    """Return metrics of pairs as means that merge, in one transfer to the host."""
-    sums = [(values_P.detach() * shares_P).sum() for values_P in values.values()]
-    *totals, count = torch.stack([*sums, shares_P.sum()]).tolist()
-    return {name: Mean(total, count) for name, total in zip(values, totals, strict=True)}
