@@ -39,7 +39,8 @@ class LoraConfig:
 
     target_modules: tuple[str, ...]
     """Adapted layers by the last word of their name, as q_proj; [all-linear] is all seven. Those of
-    Phi-3 are qkv_proj, o_proj, gate_up_proj and down_proj."""
+    Phi-3 are qkv_proj, o_proj, gate_up_proj and down_proj. Only ``actor.engine=megatron`` adapts
+    experts: for FSDP2 name q_proj, k_proj, v_proj and o_proj."""
 
     sync: Literal["adapter", "merged"]
     """Weights sent to rollout engines. ``adapter``: the frozen weights once, then A and B alone.

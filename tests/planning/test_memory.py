@@ -12,12 +12,14 @@ from hybridrl.config.architecture import read_architecture
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora import ATTENTION_LINEAR
 from hybridrl.models.adapter import Adapter
+from hybridrl.models.load import build_empty_model
 from hybridrl.models.packed_model import PackedModel, PackedTokens
 from hybridrl.planning.activations import Activations
 from hybridrl.planning.memory import plan_critic_pool, plan_memory
 from hybridrl.planning.model_memory import ModelMemory
 from hybridrl.planning.page import plan_page
 from hybridrl.planning.plan import MemoryKind, MemoryPlan, Phase
+from hybridrl.planning.split import Split
 from hybridrl.planning.workload import Workload
 from hybridrl.workers.train.microbatcher import lay_out
 from hybridrl.workers.train.shards import build_model
@@ -93,6 +95,18 @@ def test_frozen_experts_keep_no_inputs_of_products(family: Family, tmp_path: Pat
     config = replace(_config(checkpointing=False), lora=lora)
     planned = ModelMemory(config, "actor", read_architecture(folder))
     _compare_activations(policy, planned, siblings=4)
+
+
+def test_gathered_are_the_blocks_with_experts(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, "qwen2_moe", num_layers=4, shared_expert_intermediate_size=9)
+    model = build_empty_model(folder, dtype=torch.float32)
+    blocks = [sum(p.numel() for p in block.parameters()) for block in model.model.layers]
+    root = model.num_parameters() - sum(blocks)
+    config = config_of("cluster.num_ranks_per_node=2")
+    planned = ModelMemory(config, "actor", read_architecture(folder))
+    assert planned.gathered == 4 * (root + 3 * max(blocks))
+    largest = max(p.numel() for p in model.model.layers[0].parameters())
+    assert Split().largest_gathered(planned.architecture) == largest
 
 
 def test_a_critic_has_no_vocabulary(tmp_path: Path) -> None:
