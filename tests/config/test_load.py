@@ -12,6 +12,7 @@ from hybridrl.config.limits import Within
 from hybridrl.config.load import known_keys, load_config
 from hybridrl.config.spelling import to_override
 from hybridrl.errors import ConfigError, ConfigErrors, instruction
+from hybridrl.main import compose
 from tests.config.values import config_of, values_of, with_overrides
 
 
@@ -233,3 +234,10 @@ def test_a_weight_of_zero_in_a_mix_is_refused() -> None:
     refused = {violation.key: violation for violation in violations}
     assert refused["data.sources.a.weight"].rule == "must be > 0 and <= 1000000"
     assert refused["data.sources.a.weight"].remedies == (("data.sources.a.weight=1.0",),)
+
+
+@pytest.mark.parametrize("key", ["data.sources", "eval.sets", "reward.functions"])
+def test_a_command_may_give_all_named_sections_at_once(key: str) -> None:
+    section, name = key.split(".")
+    composed: Any = compose([f"{key}={{a: {{b: 1}}}}"])
+    assert composed[section][name] == {"a": {"b": 1}}

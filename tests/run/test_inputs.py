@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.config.experiment import with_value
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import ConfigError
 from hybridrl.run.rows import load_eval_rows
@@ -53,3 +54,14 @@ def test_a_check_reads_the_rows_of_every_source_and_set(
         check_rows(config_of(*files, override))
     assert raised.value.key == f"{key}.files"
     assert "b.jsonl:1" in str(raised.value)
+
+
+def test_a_check_refuses_prompts_that_are_all_too_long(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "123=", "answer": "1"}\n')
+    files = ("data.task=null", f"data.train_files=[{tmp_path}/train.jsonl]")
+    config = config_of(*files, "eval.every_num_steps=0", "data.max_prompt_tokens=3")
+    with pytest.raises(ConfigError, match=r"data\.max_prompt_tokens=3.*set.*=4"):
+        check_rows(config)
+    dropping = with_value(config, "data.overlong_prompts", "drop")
+    with pytest.raises(ConfigError, match=r"all 1 prompts are longer .* set it to 4 tokens"):
+        check_rows(dropping)
