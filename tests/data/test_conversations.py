@@ -58,7 +58,7 @@ def test_the_last_token_of_both_conversations_is_scored() -> None:
 
 BAD = [
     (CHAT, ("good", "x" * 60), 40, r"file:7: a conversation has 79 tokens.* context is 40"),
-    (CHAT.replace("m.content", "m.content[:2]"), ("abc", "abd"), 40, "the same tokens"),
+    (CHAT.replace("m.content", "m.content[:2]"), ("abc", "abe"), 40, "the same tokens"),
     ("{{ raise_exception('never') }}", ("a", "b"), 40, "file:7: .*rejects the prompt: never"),
 ]
 
