@@ -1,6 +1,6 @@
 """Shards of fused experts in a checkpoint: each matrix of each expert by its name in files.
 
-Megatron-core's ranks save the same tensors, so a run goes on with either engine.
+Megatron-core saves the same tensors, so either engine resumes a run of the other.
 """
 
 from __future__ import annotations
