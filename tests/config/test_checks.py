@@ -825,6 +825,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     ((*_FOLDER, "model.path=dynamic"), "model.path", "rope_type='dynamic' is not supported"),
     ((*_FOLDER, "model.path=phi", *LORA), "lora.target_modules", "matches no linear layer"),
+    ((*MIXTRAL, "rollout.routed_experts=true"), "rollout.routed_experts", "no layer number"),
     ((*MIXTRAL, *LORA), "lora.target_modules", "(known: k_proj, o_proj, q_proj, v_proj)"),
     (
         (*MEGATRON, *TP2, "cluster.num_ranks_per_node=2", *SHARED),

@@ -150,9 +150,18 @@ _MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 def check_server_computes_the_model(config: ExperimentConfig) -> Iterator[ConfigError]:
     """SGLang (seen with 0.5.17, 0.5.21 and 0.5.23) ignores some settings of config.json."""
     model = find_architecture(config.model)
-    if config.rollout.engine == "sglang" and model is not None:
-        for rule, fix in _ignored_by_sglang(config, model):
-            yield ConfigError("model.path", config.model.path, rule, fix=fix)
+    if config.rollout.engine != "sglang" or model is None:
+        return
+    for rule, fix in _ignored_by_sglang(config, model):
+        yield ConfigError("model.path", config.model.path, rule, fix=fix)
+    if model.model_type == "mixtral" and config.rollout.routed_experts:
+        yield ConfigError(
+            "rollout.routed_experts",
+            got=True,
+            rule="SGLang before 0.5.23 gives routers of mixtral no layer number, so its server "
+            "ends when it records the experts of a layer",
+            remedies=[("rollout.routed_experts=false", "megatron.replay_routing=false")],
+        )
 
 
 def _ignored_by_sglang(config: ExperimentConfig, model: Architecture) -> Iterator[tuple[str, str]]:
