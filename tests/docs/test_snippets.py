@@ -45,6 +45,12 @@ QWEN = {
     "tie_word_embeddings": True,
 }
 
+SCORER = {
+    **QWEN,
+    "architectures": ["Qwen2ForSequenceClassification"],
+    "id2label": {"0": "LABEL_0"},
+}
+
 
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
@@ -53,8 +59,12 @@ def name_of(page: Path) -> str:
 @pytest.fixture
 def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the files that a reader of the documents has by then."""
-    for name, settings in {"Qwen2.5-0.5B-Instruct": QWEN, "Qwen3-8B": QWEN3_8B}.items():
-        model = tmp_path / "models" / name
+    for name, settings in {
+        "models/Qwen2.5-0.5B-Instruct": QWEN,
+        "models/Qwen3-8B": QWEN3_8B,
+        "models/my_reward_model": SCORER,
+    }.items():
+        model = tmp_path / name
         model.mkdir(parents=True)
         (model / "config.json").write_text(json.dumps(settings))
         (model / "model.safetensors").write_bytes(b"")
@@ -63,6 +73,8 @@ def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("train.jsonl", "test.jsonl"):
             (folder / name).write_text('{"prompt": "1", "answer": "1"}\n')
+    for name in ("pairs.jsonl", "held_out.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "1", "chosen": "1", "rejected": "2"}\n')
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
