@@ -154,6 +154,7 @@ def test_some_layers_may_be_dense_and_the_stage_that_has_more_experts_is_fuller(
 ) -> None:
     dense_first = {**QWEN3_30B_A3B, "mlp_only_layers": list(range(20))}
     (tmp_path / "config.json").write_text(json.dumps(dense_first))
+    sparse = (*sparse, "rollout=hf")  # SGLang would give the dense layers experts
     first, last = memory_of(*sparse), memory_of(*sparse, stage=1)
     assert first.parameters.expert == 4 * 16 * 3 * 2048 * 768
     mlp, router = 3 * 2048 * 6144 // 2, 2048 * 128

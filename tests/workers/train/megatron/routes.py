@@ -20,7 +20,8 @@ class ForcedRouter(nn.Module):
     def __init__(self, router: Any) -> None:
         super().__init__()
         self.weight = router.weight
-        self._top_k, self._normalizes = router.top_k, router.norm_topk_prob
+        self._top_k = router.top_k
+        self._normalizes = getattr(router, "norm_topk_prob", True)  # Mixtral's has no choice
         self.given_LK: Tensor | None = None
         self.used_LK = torch.zeros(0)
 
