@@ -85,6 +85,8 @@ def test_a_trained_model_rewards_another_run(trained: Path, tmp_path: Path, engi
         *("algorithm=dapo", "algorithm.max_sampling_rounds=2"),
         *(f"actor={engine}", "cluster.num_ranks_per_node=2", "rollout.sleep=true"),
     )
+    hook = "cluster.worker_setup_hook=tests.megatron.stand_ins.install"
+    dynamic += (hook,) if engine == "megatron" else ()
     lines = _run(tmp_path / "run", "reward.function=null", several, *dynamic, *STEPS)
     model = AutoModelForSequenceClassification.from_pretrained(trained / "hf").eval()
     tokenizer = AutoTokenizer.from_pretrained(trained / "hf")
