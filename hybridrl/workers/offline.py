@@ -22,6 +22,7 @@ from hybridrl.workers.train.preference_objective import (
     PairLogprobs,
     PreferenceObjective,
     mean_over_pairs,
+    of_held_out,
 )
 from hybridrl.workers.train.protocol import LearningEngine
 
@@ -125,17 +126,7 @@ class PreferenceWorker(OfflineWorker):
         pairs = PairLogprobs(policy_P2[counted_P], reference_P2, lengths_P2[counted_P])
         _, values = self._objective(pairs)
         metrics = mean_over_pairs(values, torch.ones(len(pairs.policy_P2)))
-        return {_EVAL_NAMES[name]: metrics[name] for name in _EVAL_NAMES}
-
-
-_EVAL_NAMES = {
-    "loss/preference": "eval/preference_loss",
-    "preference/accuracy": "eval/accuracy",
-    "preference/margin/mean": "eval/margin",
-    "preference/chosen_reward/mean": "eval/chosen_reward",
-    "preference/rejected_reward/mean": "eval/rejected_reward",
-}
-"""The metrics of held-out pairs, by those of training that they are."""
+        return of_held_out(metrics)
 
 
 def _answer_logprobs(

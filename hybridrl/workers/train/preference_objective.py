@@ -128,3 +128,14 @@ def mean_over_pairs(values: Mapping[str, Tensor], shares_P: Tensor) -> Metrics:
     sums = [(values_P * shares_P).sum() for values_P in values.values()]
     *totals, count = torch.stack([*sums, shares_P.sum()]).tolist()
     return {name: Mean(total, count) for name, total in zip(values, totals, strict=True)}
+
+
+def of_held_out(metrics: Metrics) -> Metrics:
+    """Return metrics of pairs under the names of held-out ones."""
+    return {
+        "eval/preference_loss": metrics["loss/preference"],
+        "eval/accuracy": metrics["preference/accuracy"],
+        "eval/margin": metrics["preference/margin/mean"],
+        "eval/chosen_reward": metrics["preference/chosen_reward/mean"],
+        "eval/rejected_reward": metrics["preference/rejected_reward/mean"],
+    }
