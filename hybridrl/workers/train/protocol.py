@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from hybridrl.algorithms.token_rows import TokenRows
-from hybridrl.batch import PreferenceBatch, RolloutBatch, ScoreBatch, SupervisedBatch
+from hybridrl.batch import RolloutBatch, ScoreBatch, SupervisedBatch
 from hybridrl.metrics import Metrics
 from hybridrl.workers.train.shard_spec import CheckpointTensor
 
@@ -147,7 +147,7 @@ class TrainEngine(OffloadableModel, Protocol):
         ...
 
     def compute_logprobs(
-        self, rows: RolloutBatch | SupervisedBatch | PreferenceBatch, *, temperature: float
+        self, rows: RolloutBatch | SupervisedBatch, *, temperature: float
     ) -> ScoreBatch:
         """Score this rank's rows with the current weights, without gradient."""
         ...
