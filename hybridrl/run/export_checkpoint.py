@@ -11,10 +11,8 @@ import yaml
 from hybridrl.checkpoint.store import Checkpoint, CheckpointStore
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import read_config
-from hybridrl.config.model import TRANSFORMERS_MODEL_TYPES
-from hybridrl.config.model_folder import read_settings
 from hybridrl.errors import CheckpointError, RunFolderError
-from hybridrl.workers.build import build_train_engine
+from hybridrl.workers.build import build_reward_trainer, build_train_engine
 from hybridrl.workers.train import checkpoint
 
 
@@ -50,28 +48,14 @@ def export_checkpoint(
         if folder.exists():
             raise RunFolderError(f"{folder} exists; export to a new folder with --output FOLDER")
     model_folder = Path(chosen.manifest.origin.model_folder)
-    engine = build_train_engine(_on_fsdp2(config, model_folder), model_folder, torch.device("cpu"))
+    on_fsdp2 = replace(config, actor=replace(config.actor, engine="fsdp2"))  # reads all checkpoints
+    build = build_reward_trainer if config.mode == "reward_model" else build_train_engine
+    engine = build(on_fsdp2, model_folder, torch.device("cpu"))
     checkpoint.load_weights(engine, chosen.folder / "actor")
     engine.export_hf(written[0].absolute())
     if config.lora.enabled:
         engine.export_adapter(written[1].absolute())
     return written
-
-
-def _on_fsdp2(config: ExperimentConfig, model_folder: Path) -> ExperimentConfig:
-    """Return the configuration of one process: FSDP2 reads the checkpoints of every engine.
-
-    Raises:
-        CheckpointError: FSDP2 does not know the model, a mixture of experts.
-    """
-    model_type = str(read_settings(model_folder)["model_type"])
-    if model_type not in TRANSFORMERS_MODEL_TYPES:
-        raise CheckpointError(
-            f"checkpoints of a mixture of experts ({model_type}) cannot be exported by one process "
-            f"(supported are {', '.join(TRANSFORMERS_MODEL_TYPES)}); resume the run with its last "
-            "step as trainer.num_steps: it exports at its end"
-        )
-    return replace(config, actor=replace(config.actor, engine="fsdp2"))
 
 
 def _read_config(run_folder: Path) -> ExperimentConfig:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.batch import SupervisedBatch, row_lengths
+from hybridrl.batch import SupervisedBatch, row_lengths, row_offsets
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.sampler import Sampler
 from hybridrl.data.supervised import build_supervised_batch
@@ -54,7 +54,13 @@ class SupervisedFineTuning:
         return {**loss, "time/eval_s": clock.metrics()["time/eval_s"]}
 
     def _arrange(self, rows: Sequence[TokenizedRow]) -> SupervisedBatch:
-        batch = build_supervised_batch(rows, self.tokenizer, learns_all_turns=self.learns_all_turns)
+        """Balance rows over ranks; copies without loss fill them up to a multiple."""
+        filled = [*rows, *[rows[0]] * (-len(rows) % self.dp_size)]
+        batch = build_supervised_batch(
+            filled, self.tokenizer, learns_all_turns=self.learns_all_turns
+        )
+        num_tokens = int(row_offsets(batch.token_ids_BL)[len(rows)])
+        batch.response_mask_BL.values()[num_tokens:] = False
         lengths = row_lengths(batch.token_ids_BL).tolist()
         order = balance_over_ranks(lengths, dp_size=self.dp_size, num_minibatches=1)
         return batch[order]

@@ -18,6 +18,8 @@ from hybridrl.config.critic import CriticConfig
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
+from hybridrl.data.conversations import pad_token_of
+from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import RolloutEngine, WeightSender
 from hybridrl.workers.rollout.sglang.arguments import device_name, server_spec, show_devices
@@ -93,13 +95,10 @@ def build_reward_engines(config: ExperimentConfig, device: torch.device) -> dict
 
 
 def build_reward_trainer(
-    config: ExperimentConfig,
-    model_folder: Path,
-    device: torch.device,
-    *,
-    pad_token_id: int | None = None,
+    config: ExperimentConfig, model_folder: Path, device: torch.device
 ) -> RewardEngine:
     """Start the engine of a reward model that learns; a collective call."""
+    tokenizer = load_tokenizer(model_folder, needs_chat_template=False)
     backend = _build_backend(
         config,
         model_folder,
@@ -111,7 +110,7 @@ def build_reward_trainer(
     return RewardEngine(
         backend,
         center_coefficient=config.reward_model.center_coefficient,
-        pad_token_id=pad_token_id,
+        pad_token_id=pad_token_of(model_folder, tokenizer),
     )
 
 

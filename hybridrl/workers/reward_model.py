@@ -6,8 +6,6 @@ from pathlib import Path
 
 from hybridrl.batch import PreferenceBatch
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.data.conversations import pad_token_of
-from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.metrics import Metrics
 from hybridrl.single_controller import Dispatch, register
 from hybridrl.workers.actor_rollout import TRAIN_METRICS
@@ -27,10 +25,7 @@ class RewardModelWorker(CheckpointedWorker):
             local_rank=self.local_rank,
             timeout_s=config.cluster.collective_timeout_s,
         )
-        tokenizer = load_tokenizer(model_folder, needs_chat_template=False)
-        self._engine = build_reward_trainer(
-            config, model_folder, device, pad_token_id=pad_token_of(model_folder, tokenizer)
-        )
+        self._engine = build_reward_trainer(config, model_folder, device)
         self.start_checkpoints(seed=config.seed)
         self.register_train_mesh(self._engine)
 

@@ -80,9 +80,9 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ((*SCORER, "reward.args.path=scorer"), "reward.args.path", "no tokenizer"),
     ((*SCORER, "reward.args.path=unknown"), "reward.args.path", "'mamba2' is not supported"),
     (
-        (*SCORER, *MEGATRON, "reward.args.path=mistral_scorer"),
+        (*SCORER, *MEGATRON, "reward.args.path=phi3_scorer"),
         "reward.args.path",
-        "and it is mistral",
+        "and it is phi3",
     ),
     (
         (
@@ -942,7 +942,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "moe/config.json": json.dumps(QWEN3_MOE),
         "scorer/config.json": _scorer("qwen3"),
         "labels/config.json": _scorer("qwen3", num_labels=2),
-        "mistral_scorer/config.json": _scorer("mistral", kind="Token"),
+        "phi3_scorer/config.json": _scorer("phi3", kind="Token"),
         "gemma/config.json": '{"model_type": "gemma3_text"}',
         "capped/config.json": '{"model_type": "gemma3_text", "final_logit_softcapping": 30.0}',
         "dynamic/config.json": json.dumps(

@@ -165,7 +165,8 @@ def test_checkpoint_of_one_layout_resumes_in_another(
         role = "adapter of attention"  # one of them cannot adapt experts
     try:
         saved = writers.run(_save_and_go_on, folder, tmp_path, role)[0]
-        _assert_values_are_stored_once(tmp_path)
+        if writers.layout.engine == "fsdp2":  # Megatron's ranks each store what they have in full
+            _assert_values_are_stored_once(tmp_path)
         for loaded in readers.run(_load_and_go_on, folder, tmp_path, role):
             assert loaded.keys() == saved.keys()
             for name, tensor in loaded.items():

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hybridrl.run.child import to_yaml
+from hybridrl.run.export_checkpoint import export_checkpoint
 from hybridrl.run.launch import run
 from tests.end_to_end.small import read_metrics, small_config
 
@@ -73,6 +74,10 @@ def test_it_learns_to_score_the_chosen_answers_higher(
     assert [_of_pairs(line) for line in parts] == [_of_pairs(line) for line in whole]
     ours, theirs = (load_file(of / "hf/model.safetensors") for of in (tmp_path / "parts", trained))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    export_checkpoint(tmp_path / "parts", output=tmp_path / "exported")
+    for file in ("model.safetensors", "config.json"):
+        exported, of_run = tmp_path / "exported" / file, trained / "hf" / file
+        assert exported.read_bytes() == of_run.read_bytes()
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "megatron"])

@@ -142,6 +142,7 @@ def test_supervised_fine_tuning_lowers_the_loss_on_held_out_rows(tmp_path: Path)
         "sft.batch_size=8",
         "sft.eval_every_num_steps=4",
         "actor.optimizer.lr=1e-2",
+        *("cluster.num_ranks_per_node=2", "eval.num_prompts=7"),  # not a multiple of the ranks
     )
     run(config, resolved_yaml="")
     losses = [line["eval/loss_nats"] for line in read_metrics(tmp_path / "run")[::4]]

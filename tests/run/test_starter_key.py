@@ -12,14 +12,14 @@ import torch
 import transformers
 
 from hybridrl.data import sampler, sort_digits, starter_tokenizer, supervised
-from hybridrl.run import loops, rows, starter
+from hybridrl.run import offline, rows, starter
 from hybridrl.trainer import sft as fine_tuning
 from hybridrl.workers.train import optimizer
 from tests.config.values import config_of
 
 DECIDING = [
     *(sampler, sort_digits, starter_tokenizer, supervised),  # rows, their order and their tokens
-    *(starter, loops, rows, fine_tuning, optimizer),  # first weights, batches and steps
+    *(starter, offline, rows, fine_tuning, optimizer),  # first weights, batches and steps
 ]
 
 
