@@ -73,7 +73,7 @@ _CONFIG_DIR = str(_ROOT / "hydra_configs")
 _BY_NAME_TO_KEEP_RAY_OUT = "hybridrl.run.launch"
 _MEGATRON_REHEARSAL = "hybridrl.run.megatron_rehearsal"
 _REWARD_REHEARSAL = "hybridrl.rewards.rehearsal"  # torch takes a second
-_ROWS_CHECK = "hybridrl.run.rows_check"  # pyarrow takes a quarter of a second
+_ROWS_CHECK = "hybridrl.run.rows_check"  # it imports torch, to tokenize as a run does
 _DOCTOR = "hybridrl.run.doctor"  # it imports torch
 _STARTS_NOTHING = ("check", "plan", "doctor")
 _SEARCH_PATH = "hydra.searchpath="
@@ -281,7 +281,8 @@ def _run_composed(composed: DictConfig, *, command: Sequence[str]) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.mode == "check":
         import_module(_REWARD_REHEARSAL).check_reward_loads(config.reward)
-        import_module(_ROWS_CHECK).check_rows(config)
+        if any(config.files_by_key.values()):
+            import_module(_ROWS_CHECK).check_rows(config)
         sys.stdout.write(f"{summarize(config)}\n{peak_line(config)}\n")
         sys.stdout.flush()
         for line in _rehearse(config):

@@ -27,7 +27,7 @@ class SamplerState:
     with commas between."""
 
 
-class Sampler(Protocol):
+class RowOrder(Protocol):
     """Draws row numbers without end, from one set of rows or from a mix."""
 
     @property

@@ -11,7 +11,7 @@ import torch
 from hybridrl.batch import PromptBatch, jagged
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import fingerprint
-from hybridrl.data.sampler import RowSampler, Sampler, SamplerState
+from hybridrl.data.sampler import RowOrder, RowSampler, SamplerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class PromptSource:
         num_prompts: int,
         seed: int,
         shuffle: bool = True,
-        sampler: Sampler | None = None,
+        sampler: RowOrder | None = None,
     ) -> None:
         """Start at the beginning of the stream.
 
@@ -49,7 +49,7 @@ class PromptSource:
         self._rows = rows
         self._num_prompts = num_prompts
         self._seed = seed
-        self._sampler: Sampler = sampler or RowSampler(
+        self._sampler: RowOrder = sampler or RowSampler(
             len(rows),
             seed=seed,
             shuffle=shuffle,

@@ -11,7 +11,7 @@ from typing import Protocol, cast
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config.experiment import ExperimentConfig
-from hybridrl.data.sampler import Sampler
+from hybridrl.data.sampler import RowOrder
 from hybridrl.data.source import PromptSource
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
 from hybridrl.metrics import Mean, Metrics
@@ -50,7 +50,7 @@ class Training:
     config: ExperimentConfig
     """Of the run, with the steps that ``trainer.num_epochs`` allows."""
 
-    stream: PromptSource | Sampler
+    stream: PromptSource | RowOrder
     """Draws the rows of each step."""
 
     loop_of: Callable[[Workers], Loop]

@@ -22,7 +22,7 @@ from hybridrl.run.display import LiveView, open_live
 from hybridrl.run.final_summary import describe_end
 from hybridrl.run.line_files import read_metrics
 from hybridrl.run.postmortem import is_crash, write_postmortem
-from hybridrl.run.run_folder import RunLogger, Sample
+from hybridrl.run.run_folder import RunLogger, SampleRow
 from hybridrl.trainer.interrupt import RunStopped
 
 _logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class RunFolder:
             self.run_log.rewind(step, sizes=run.log_sizes, elapsed_s=run.elapsed_s)
         self.live.rewind(step, read_metrics(self.folder))
 
-    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def samples(self, step: int, samples: Sequence[SampleRow]) -> None:
         """Keep some responses of a step."""
         self.run_log.log_samples(step, samples)
 

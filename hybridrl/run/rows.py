@@ -23,7 +23,7 @@ from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.row_encoder import RowEncoder
 from hybridrl.data.row_table import RowTable
 from hybridrl.data.rows import Row, fingerprint
-from hybridrl.data.sampler import MixSampler, RowSampler, Sampler
+from hybridrl.data.sampler import MixSampler, RowOrder, RowSampler
 from hybridrl.data.sort_digits import Split, build_sort_digits_rows
 from hybridrl.data.tokenizing import Resources, encode_rows, tokenize_files
 from hybridrl.diagnostics.processes import usual_num_processes
@@ -41,7 +41,7 @@ class TrainRows(Generic[_Tokenized]):
     rows: Sequence[_Tokenized]
     """Of all sources, end to end."""
 
-    sampler: Sampler
+    sampler: RowOrder
 
 
 def load_train_rows(
@@ -193,7 +193,7 @@ def _read_eval_rows(config: ExperimentConfig, settings: EvalSet) -> list[Row]:
 
 def _sampler_of(
     by_source: Sequence[RowTable] | Sequence[list[PreferencePair]], config: ExperimentConfig
-) -> Sampler:
+) -> RowOrder:
     """Return the order of the rows: of one source, or of a mix."""
     samplers = [_row_sampler(rows, config) for rows in by_source]
     sources = config.data.sources

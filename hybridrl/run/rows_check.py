@@ -20,8 +20,6 @@ def check_rows(config: ExperimentConfig) -> None:
         ConfigError: a file or a row is unusable, or prompts are too long; names file and line.
         ModelError: the tokenizer of the model cannot be used.
     """
-    if not any(config.files_by_key.values()):
-        return
     tokenizer = tokenizer_of(config)
     for key in train_keys(config):
         with _refused(config, key):

@@ -62,7 +62,7 @@ class Tracker(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
+class SampleRow:
     """One response as ``samples.jsonl`` shows it."""
 
     prompt: str
@@ -208,7 +208,7 @@ class RunLogger:
                 tracker.log(step, finite)
         return values
 
-    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def log_samples(self, step: int, samples: Sequence[SampleRow]) -> None:
         """Write the first ``tracking.num_samples_per_step`` of ``samples``, compactly.
 
         Raises:

@@ -11,7 +11,7 @@ from hybridrl.batch import RolloutBatch, row_offsets
 from hybridrl.data.source import PromptStep
 from hybridrl.data.tokenizer import decode_responses
 from hybridrl.rewards.scorer import Scores
-from hybridrl.run.run_folder import Sample
+from hybridrl.run.run_folder import SampleRow
 from hybridrl.trainer.evaluate import EvalReport
 
 _MAX_TOKENS = 512
@@ -34,12 +34,12 @@ class SampleTaker:
         self._split: Literal["train", "eval"] = split
         self._texts: dict[int, str] = {}
 
-    def take_report(self, report: EvalReport) -> list[Sample]:
+    def take_report(self, report: EvalReport) -> list[SampleRow]:
         """Return one sample per prompt of an evaluation set."""
         samples = self.take(report.task.task, report.rollouts, report.scores)
         return [replace(sample, eval_set=report.task.settings.name) for sample in samples]
 
-    def take(self, task: PromptStep, rollouts: RolloutBatch, scores: Scores) -> list[Sample]:
+    def take(self, task: PromptStep, rollouts: RolloutBatch, scores: Scores) -> list[SampleRow]:
         """Return one sample per prompt, at most ``num_samples``.
 
         Args:
@@ -53,7 +53,7 @@ class SampleTaker:
             return []
         texts = decode_responses(rollouts[rows], self._tokenizer)
         return [
-            Sample(
+            SampleRow(
                 prompt=prompt.prompt_text,
                 response=text,
                 answer=prompt.row.answer,

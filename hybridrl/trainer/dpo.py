@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hybridrl.batch import PreferenceBatch
 from hybridrl.data.preferences import PreferencePair, build_preference_batch
-from hybridrl.data.sampler import Sampler
+from hybridrl.data.sampler import RowOrder
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.trainer.clock import Clock
 from hybridrl.trainer.policy import PreferenceLearner
@@ -20,7 +20,7 @@ class PreferenceOptimization:
 
     learner: PreferenceLearner
     pairs: Sequence[PreferencePair]
-    sampler: Sampler
+    sampler: RowOrder
     batch_size: int
     needs_reference: bool
     dp_size: int

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.batch import SupervisedBatch, row_lengths, row_offsets
 from hybridrl.data.prompts import TokenizedRow
-from hybridrl.data.sampler import Sampler
+from hybridrl.data.sampler import RowOrder
 from hybridrl.data.supervised import build_supervised_batch
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.trainer.clock import Clock
@@ -24,7 +24,7 @@ class SupervisedFineTuning:
     learner: Learner
     tokenizer: PreTrainedTokenizerBase
     rows: Sequence[TokenizedRow]
-    sampler: Sampler
+    sampler: RowOrder
     batch_size: int
     learns_all_turns: bool
     dp_size: int

@@ -23,7 +23,7 @@ from hybridrl.config.tracking import TrackingConfig
 from hybridrl.diagnostics.trace import SpanRecorder
 from hybridrl.errors import MetricError, RunFolderError
 from hybridrl.metrics import Max, Mean
-from hybridrl.run.run_folder import RunLogger, Sample
+from hybridrl.run.run_folder import RunLogger, SampleRow
 from hybridrl.run.trackers.tensorboard import TensorBoardTracker
 
 ROOT = Path(__file__).parents[2]
@@ -56,8 +56,8 @@ def read_lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def sample(text: str) -> Sample:
-    return Sample(prompt="31=", response=text, answer="13", reward=0.5, is_truncated=False)
+def sample(text: str) -> SampleRow:
+    return SampleRow(prompt="31=", response=text, answer="13", reward=0.5, is_truncated=False)
 
 
 @pytest.mark.shows("4.19")

@@ -61,15 +61,15 @@ def response_keys(seed_N: Tensor, sibling_N: Tensor) -> Tensor:
     return _mix(_mix(seed_N + _INCREMENT) + (sibling_N + 1) * _INCREMENT)
 
 
-def request_key(seed: int, sibling: int, *, turn: int = 0) -> int:
+def request_key(seed: int, response_index: int, *, turn: int = 0) -> int:
     """Name the random stream of one response in a conversation; see ``response_keys``.
 
     Args:
         seed: of the prompt (``PromptBatch.seed_P``).
-        sibling: index of the conversation among those that start with the same prompt, from 0.
+        response_index: of the conversation among those that start with the same prompt, from 0.
         turn: of the conversation, from 0; the first has the stream of a single-turn response.
     """
-    key = response_keys(torch.tensor([seed]), torch.tensor([sibling]))
+    key = response_keys(torch.tensor([seed]), torch.tensor([response_index]))
     return int(response_keys(key, torch.tensor([turn]))) if turn else int(key)
 
 
