@@ -28,7 +28,7 @@ from hybridrl.main import compose
 from hybridrl.metrics import Metrics
 from hybridrl.run.cluster import ray_cluster
 from hybridrl.run.record import RunFolder, open_record
-from hybridrl.run.run_folder import Sample
+from hybridrl.run.run_folder import SampleRow
 from hybridrl.run.train import train
 
 _LIMIT = 0.01
@@ -59,7 +59,7 @@ class TimedRecord(RunFolder):
         """Take over a run's record."""
         return cls(**{one.name: getattr(record, one.name) for one in fields(record)})
 
-    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def samples(self, step: int, samples: Sequence[SampleRow]) -> None:
         """Keep samples, and time it."""
         begin = time.perf_counter()
         super().samples(step, samples)

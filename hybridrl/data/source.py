@@ -11,7 +11,8 @@ import torch
 from hybridrl.batch import PromptBatch, jagged
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import fingerprint
-from hybridrl.data.sampler import RowOrder, RowSampler, SamplerState
+from hybridrl.data.sampler import RowOrder, RowSampler
+from hybridrl.data.sampler_state import SamplerState
 
 
 @dataclass(frozen=True, slots=True)

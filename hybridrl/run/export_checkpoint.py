@@ -14,6 +14,8 @@ from hybridrl.config.load import read_config
 from hybridrl.errors import CheckpointError, RunFolderError
 from hybridrl.workers.build import build_reward_trainer, build_train_engine
 from hybridrl.workers.train import checkpoint
+from hybridrl.workers.train.policy_engine import PolicyEngine
+from hybridrl.workers.train.reward_engine import RewardEngine
 
 
 def export_checkpoint(
@@ -49,11 +51,12 @@ def export_checkpoint(
             raise RunFolderError(f"{folder} exists; export to a new folder with --output FOLDER")
     model_folder = Path(chosen.manifest.origin.model_folder)
     on_fsdp2 = replace(config, actor=replace(config.actor, engine="fsdp2"))  # reads all checkpoints
-    build = build_reward_trainer if config.mode == "reward_model" else build_train_engine
-    engine = build(on_fsdp2, model_folder, torch.device("cpu"))
+    is_reward_model = config.mode == "reward_model"
+    build = build_reward_trainer if is_reward_model else build_train_engine
+    engine: PolicyEngine | RewardEngine = build(on_fsdp2, model_folder, torch.device("cpu"))
     checkpoint.load_weights(engine, chosen.folder / "actor")
     engine.export_hf(written[0].absolute())
-    if config.lora.enabled:
+    if config.lora.enabled and isinstance(engine, PolicyEngine):
         engine.export_adapter(written[1].absolute())
     return written
 

@@ -47,9 +47,12 @@ def test_processes_encode_as_one_does_and_end_with_the_pool() -> None:
         yield from map(chunk_of, range(1, 30))
 
     expected = [ENCODER(chunk_of(number)) for number in range(30)]
+    already = set(psutil.Process().children(recursive=True))
     with EncoderPool(ENCODER, num_processes=2) as pool:
-        below = psutil.Process().children(recursive=True)
         assert list(pool.map(chunks(pool))) == expected
+        # A guard each, and the process below it.
+        wait_until(lambda: len(set(psutil.Process().children(recursive=True)) - already) == 4)
+        below = set(psutil.Process().children(recursive=True)) - already
         chat = [Row((), "a", "s", "f:99")]
         with pytest.raises(DataError, match=r"f:99: .*data\.use_chat_template=false"):
             list(pool.map([chat]))
@@ -62,12 +65,13 @@ def test_processes_encode_as_one_does_and_end_with_the_pool() -> None:
 
 
 ENDLESS = """
-    import itertools, sys
+    import itertools, signal, sys
     sys.path.insert(0, {root!r})
     from tests.data.test_encoder_pool import ENCODER, chunk_of
     from hybridrl.data.encoder_pool import EncoderPool
 
     def main():
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job ignores it
         with EncoderPool(ENCODER, num_processes=1) as pool:
             for encoded in pool.map(map(chunk_of, itertools.count())):
                 if pool.has_begun:

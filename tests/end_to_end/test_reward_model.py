@@ -86,7 +86,7 @@ def test_a_trained_model_rewards_another_run(trained: Path, tmp_path: Path, engi
         f"+reward.functions={{length: {{function: length, weight: 0.5, args: {{tokens: 4}}}}, "
         f"nice: {{function: model, weight: 2, args: {{path: {trained}/hf, mean: 1, std: 4}}}}}}"
     )
-    dynamic = (
+    dynamic: tuple[str, ...] = (
         *("algorithm=dapo", "algorithm.max_sampling_rounds=2"),
         *(f"actor={engine}", "cluster.num_ranks_per_node=2", "rollout.sleep=true"),
     )

@@ -223,12 +223,13 @@ class FSDP2Backend:
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         """List the parameters that learn, and their moments; see ``LearningEngine``."""
+        optimizer = self.optimizer
         learning = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         tensors: dict[str, CheckpointTensor] = {}
         for name, parameter in learning.items():
             tensors |= stored_shards("model.", name, parameter, parameter, self._names)
         for name, parameter in learning.items():
-            for key, value in self.optimizer.moments(parameter).items():
+            for key, value in optimizer.moments(parameter).items():
                 prefix = f"optimizer.{key}."
                 tensors |= stored_shards(prefix, name, parameter, value, self._names)
         return tensors
