@@ -71,9 +71,9 @@ def stranger_asks(engine: SGLangEngine, *, num_requests: int) -> list[Body]:
     return answers
 
 
-def wait_until_running(engine: SGLangEngine) -> None:
-    """Return once a request has been given its place on the server."""
-    while True:
+def wait_until_running(engine: SGLangEngine, call: Future[Any]) -> None:
+    """Return once a request of a call has been given its place on the server, or it has ended."""
+    while not call.done():
         state = server_of(engine).client.call("/v1/loads", timeout_s=10.0, method="GET")
         if any(load["num_running_reqs"] for load in state["loads"]):
             return
@@ -87,5 +87,5 @@ def generating(
     """A generate call in another thread, as Ray and evaluation may have one; it runs on entry."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         call = pool.submit(engine.run, single_turn(prompts, sampling))
-        wait_until_running(engine)
+        wait_until_running(engine, call)
         yield call

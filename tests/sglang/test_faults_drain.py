@@ -113,7 +113,7 @@ def test_a_strangers_endless_request_does_not_hold_up_the_drain(
     for _ in range(2):
         with ThreadPoolExecutor(max_workers=1) as pool:
             theirs = pool.submit(stranger_asks, engine, num_requests=NUM_REQUESTS)
-            wait_until_running(engine)
+            wait_until_running(engine, theirs)
             server_of(engine).post("/pause_generation", mode=mode)
             engine.pause()
             assert engine.drain(timeout_s=0.3) == 0
