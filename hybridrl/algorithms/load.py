@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +15,7 @@ from hybridrl.config.limits import ArgumentValue
 from hybridrl.config.parts import PartKind
 from hybridrl.config.signatures import SignatureError
 from hybridrl.errors import ConfigError, HybridRLError, TrainingError
+from hybridrl.import_file import import_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +114,10 @@ def _load(kind: PartKind, spelled: str, numbers: Mapping[str, object]) -> Part:
 
 def _import_from_file(kind: PartKind, spelled: str) -> Callable[..., Any]:
     path, _, name = spelled.rpartition(":")
-    module_name = f"hybridrl_part_{Path(path).stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
+    if not path.endswith(".py"):
         raise ConfigError(kind.key, spelled, f"{path} is not a Python file", "rename it to NAME.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses look their module up
     try:
-        spec.loader.exec_module(module)
-        function: Callable[..., Any] = vars(module)[name]
+        function: Callable[..., Any] = vars(import_file(Path(path), prefix="hybridrl_part"))[name]
     except Exception as error:
         rule = f"it cannot be imported: {type(error).__name__}: {error}"
         raise ConfigError(kind.key, spelled, rule, f"correct {path}") from error

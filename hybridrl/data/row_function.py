@@ -5,14 +5,13 @@ The function takes no argument and yields dictionaries, always the same in the s
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hybridrl.errors import DataError, shown
+from hybridrl.import_file import import_file
 
 
 def call_function(path: Path, name: str, *, key: str) -> Iterator[Mapping[str, object] | str]:
@@ -47,14 +46,7 @@ def call_function(path: Path, name: str, *, key: str) -> Iterator[Mapping[str, o
 
 
 def _import(path: Path, name: str) -> Callable[[], Any]:
-    module_name = f"hybridrl_rows_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    function = vars(module).get(name)
+    function = vars(import_file(path, prefix="hybridrl_rows")).get(name)
     if not callable(function):
         raise AttributeError(f"there is no function {name!r}")
     rows: Callable[[], Any] = function
