@@ -1,7 +1,8 @@
-"""Workers of modes that learn from a data set: the policy's training engine alone."""
+"""Workers of modes that learn from a data set: a training engine alone."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from hybridrl.workers.actor_rollout import TRAIN, TRAIN_METRICS
 from hybridrl.workers.build import build_reference_engine, build_train_engine
 from hybridrl.workers.checkpointed import CheckpointedWorker
 from hybridrl.workers.process_group import end_process_group, start_process_group
+from hybridrl.workers.train.model_engine import ModelEngine
 from hybridrl.workers.train.policy_engine import BaseModelReference, PolicyEngine
 from hybridrl.workers.train.preference_objective import (
     PairLogprobs,
@@ -28,7 +30,9 @@ from hybridrl.workers.train.protocol import LearningEngine
 
 
 class OfflineWorker(CheckpointedWorker):
-    """One rank of a policy that samples nothing."""
+    """One rank of a model that samples nothing."""
+
+    _engine: ModelEngine
 
     def __init__(self, config: ExperimentConfig, model_folder: Path) -> None:
         """Start the training engine from a Hugging Face folder; a collective call."""
@@ -37,9 +41,13 @@ class OfflineWorker(CheckpointedWorker):
             local_rank=self.local_rank,
             timeout_s=config.cluster.collective_timeout_s,
         )
-        self._engine = build_train_engine(config, model_folder, self._device)
+        self._engine = self.build_engine(config, model_folder)
         self.start_checkpoints(seed=config.seed)
         self.register_train_mesh(self._engine)
+
+    @abstractmethod
+    def build_engine(self, config: ExperimentConfig, model_folder: Path) -> ModelEngine:
+        """Start the engine on this rank's device; see ``workers/build.py``."""
 
     @register(Dispatch.ONE_TO_ALL)
     def export_hf(self, folder: Path) -> None:
@@ -50,18 +58,25 @@ class OfflineWorker(CheckpointedWorker):
         """Return the engine."""
         return self._engine
 
-    @register(Dispatch.ONE_TO_ALL)
-    def export_adapter(self, folder: Path) -> None:
-        """Write the model's adapter as a peft folder, atomically."""
-        self._engine.export_adapter(folder)
-
     def close(self) -> None:
         """Leave the process group."""
         super().close()
         end_process_group()
 
 
-class SupervisedWorker(OfflineWorker):
+class _PolicyWorker(OfflineWorker):
+    _engine: PolicyEngine
+
+    def build_engine(self, config: ExperimentConfig, model_folder: Path) -> PolicyEngine:
+        return build_train_engine(config, model_folder, self._device)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def export_adapter(self, folder: Path) -> None:
+        """Write the model's adapter as a peft folder, atomically."""
+        self._engine.export_adapter(folder)
+
+
+class SupervisedWorker(_PolicyWorker):
     """One rank of a model that learns from examples."""
 
     @register(TRAIN_METRICS)
@@ -80,7 +95,7 @@ class SupervisedWorker(OfflineWorker):
         return {"eval/loss_nats": Mean(total, float(mask_T.sum()))}
 
 
-class PreferenceWorker(OfflineWorker):
+class PreferenceWorker(_PolicyWorker):
     """One rank of a model that learns from preference pairs."""
 
     def __init__(self, config: ExperimentConfig, model_folder: Path) -> None:
