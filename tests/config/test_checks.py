@@ -1294,6 +1294,12 @@ def test_an_adapter_that_fits_is_accepted_and_one_that_is_torn_is_named() -> Non
         assert word in violation.rule
 
 
+@pytest.mark.parametrize("mode", ["sft", "dpo"])
+def test_experts_are_adapted_where_no_engine_samples(mode: str) -> None:
+    config = config_of(*MEGATRON, *LORA, *_FOLDER, "model.path=moe", f"mode={mode}")
+    assert "up_proj" in config.lora.modules
+
+
 def test_rank_zero_is_refused_with_a_legal_one() -> None:
     (violation,) = violations_of(*LORA, "lora.rank=0")
     assert (violation.key, violation.remedies) == ("lora.rank", (("lora.rank=1",),))

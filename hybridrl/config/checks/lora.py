@@ -128,7 +128,7 @@ def check_experts_are_not_adapted(config: ExperimentConfig) -> Iterator[ConfigEr
     lora, model = config.lora, find_architecture(config.model)
     if not lora.enabled or model is None or model.experts is None:
         return
-    samples = config.mode != "sft" and config.rollout.engine == "hf" and lora.sends_adapters
+    samples = config.offline is None and config.rollout.engine == "hf" and lora.sends_adapters
     engines = ["actor.engine=fsdp2"] * (config.actor.engine == "fsdp2")
     engines += ["rollout.engine=hf"] * samples
     if engines and not set(lora.modules).isdisjoint(MLP_MODULES):
