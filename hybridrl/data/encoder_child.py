@@ -11,7 +11,7 @@ from hybridrl.errors import HybridRLError
 
 
 def main() -> None:
-    """Take a encoder, then rows until the other end closes; answer each message."""
+    """Take an encoder, then rows until the other end closes; answer each message."""
     connection: Connection = Connection(int(sys.argv[1]))
     with connection, suppress(EOFError, ConnectionError):
         encoder: RowEncoder = connection.recv()
