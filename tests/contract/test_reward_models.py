@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from hybridrl.batch import PreferenceBatch, SupervisedBatch
 from hybridrl.data.conversations import lay_out_conversations
+from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.metrics import Metrics
 from hybridrl.workers.train.reward_engine import RewardEngine
 from tests.contract.layouts import on_layouts
@@ -147,6 +148,7 @@ def test_steps_and_export_are_those_of_the_plain_model(
         folder = make_tiny_classifier(
             tmp_path / "model", ranks.layout.family, num_layers=ranks.layout.num_layers
         )
+        build_starter_tokenizer().save_pretrained(folder)
     plain = PlainRewardModel(folder, OPTIMIZER)
     center = case.center_coefficient
     margins = case.margins or [0.0] * 3
