@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.templates import TurnTemplate
-from hybridrl.agents.tool_calls import BrokenCall, ToolCall
+from hybridrl.agents.tool_calls import BrokenCall, Calls, ToolCall
 from hybridrl.agents.tools import Toolbox, ToolResult
 from hybridrl.agents.trajectory import Ended, Trajectory, Turn
 from hybridrl.data.rows import Message
@@ -58,6 +58,9 @@ class Setting:
     tokenizer: PreTrainedTokenizerBase
     template: TurnTemplate
     toolbox: Toolbox
+    parse: Callable[[str], Calls]
+    """Reads calls in the format of ``agent.tool_format``."""
+
     max_turns: int
     """Turns of the assistant."""
 
@@ -70,7 +73,10 @@ class ConversationEnded(Exception):
 
 
 class Agent(Protocol):
-    """Holds conversations: any program over ``Conversation``."""
+    """Holds conversations: any program over ``Conversation``. Made without arguments."""
+
+    appended_roles: Sequence[str]
+    """Of the messages that it appends, ``tool`` or ``user``: their form is checked at the start."""
 
     async def run(self, conversation: Conversation) -> None:
         """Sample turns and append messages until there is an answer.
@@ -136,6 +142,10 @@ class Conversation:
         token_ids = torch.tensor(self._setting.template.increment(messages))
         self._end_if("tokens", reached=len(token_ids) >= self._num_left)
         self._add(Turn(token_ids, None))
+
+    def read_calls(self, text: str) -> Calls:
+        """Read the calls in a sampled turn, broken ones too; none is an answer."""
+        return self._setting.parse(text)
 
     async def call(self, call: ToolCall | BrokenCall) -> ToolResult:
         """Call a tool. Its failure is a result, too."""

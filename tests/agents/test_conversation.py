@@ -31,7 +31,7 @@ TOOLS = load_tools(["calculator", f"{Path(__file__).with_name('tools_file.py')}:
 TOOLBOX = Toolbox(TOOLS, limits=ToolLimits(timeout_s=5.0, max_chars=100), num_processes=1)
 
 
-def _setting(sampler: FakeSampler, *, max_new_tokens: int = 2000, max_turns: int = 6) -> Setting:
+def _setting(sampler: FakeSampler, *, style: str = "hermes", max_new_tokens: int = 2000, max_turns: int = 6) -> Setting:
     tokenizer = sampler.tokenizer
     return Setting(
         sampler=sampler,
@@ -39,6 +39,7 @@ def _setting(sampler: FakeSampler, *, max_new_tokens: int = 2000, max_turns: int
         tokenizer=tokenizer,
         template=TurnTemplate(tokenizer, stop_token_ids=(tokenizer.eos_token_id,)),
         toolbox=TOOLBOX,
+        parse=PARSERS[style],
         max_turns=max_turns,
         timeout_s=60.0,
     )
@@ -101,9 +102,9 @@ def test_trained_tokens_are_the_sampled_tokens(
 ) -> None:
     script = [*(_write_call(style, text) for text in texts), answer]
     sampler = FakeSampler(TOKENIZERS[family], script)
-    setting = _setting(sampler, max_new_tokens=max_new_tokens, max_turns=max_turns)
+    setting = _setting(sampler, style=style, max_new_tokens=max_new_tokens, max_turns=max_turns)
 
-    trajectory = _hold(ToolCalls(PARSERS[style]), setting)
+    trajectory = _hold(ToolCalls(), setting)
 
     _require_as_sampled(trajectory, sampler)
     row = trajectory.to_sample()
@@ -120,7 +121,7 @@ def test_the_model_reads_results_and_answers() -> None:
     tokenizer = TOKENIZERS["qwen2.5"]
     sampler = FakeSampler(tokenizer, [call, broken, "It is 84."])
 
-    trajectory = _hold(ToolCalls(PARSERS["hermes"]), _setting(sampler))
+    trajectory = _hold(ToolCalls(), _setting(sampler))
 
     texts = [tokenizer.decode(turn.token_ids) for turn in trajectory.turns]
     assert texts[1] == (
@@ -139,6 +140,7 @@ class ByFunction:
     """An agent that is one function."""
 
     function: Callable[[Conversation], Awaitable[None]]
+    appended_roles: Sequence[str] = ("user",)
 
     async def run(self, conversation: Conversation) -> None:
         await self.function(conversation)
