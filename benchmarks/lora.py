@@ -32,6 +32,7 @@ from hybridrl.models.adapter import Adapter
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import SamplingParams
+from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.train.fsdp2 import FSDP2Backend
@@ -99,7 +100,7 @@ class Way:
         began = time.perf_counter()
         with self.manager.rollout_phase() as engine:
             assert engine is not None
-            responses = engine.generate(prompts, _SAMPLING)
+            responses = engine.run(single_turn(prompts, _SAMPLING))
         rollouts = assemble_rollouts(prompts, responses, policy_version=version)
         self.sample_s.append(time.perf_counter() - began)
         batch = TrainBatch(

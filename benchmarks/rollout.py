@@ -27,6 +27,7 @@ from hybridrl.batch import PromptBatch, jagged
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import SamplingParams
+from hybridrl.workers.rollout.single_turn import single_turn
 
 _ROLLOUT_CONFIG = Path(__file__).parents[1] / "hydra_configs/rollout/hf.yaml"
 _VOCAB_SIZE = 512
@@ -103,14 +104,16 @@ def make_prompts() -> PromptBatch:
 
 def run_engine(engine: HFRolloutEngine, prompts: PromptBatch, workload: Workload) -> int:
     """Sample; returns the number of response tokens."""
-    responses = engine.generate(
-        prompts,
-        SamplingParams(
-            num_responses_per_prompt=_GROUP_SIZE,
-            max_response_tokens=_MAX_RESPONSE_TOKENS,
-            temperature=1.0,
-            stop_token_ids=workload.stop_token_ids,
-        ),
+    responses = engine.run(
+        single_turn(
+            prompts,
+            SamplingParams(
+                num_responses_per_prompt=_GROUP_SIZE,
+                max_response_tokens=_MAX_RESPONSE_TOKENS,
+                temperature=1.0,
+                stop_token_ids=workload.stop_token_ids,
+            ),
+        )
     )
     return sum(len(response.token_ids) for response in responses)
 

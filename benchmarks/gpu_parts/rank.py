@@ -24,6 +24,7 @@ from hybridrl.main import compose
 from hybridrl.metrics import Metrics
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.rollout.protocol import RolloutEngine, SamplingParams
+from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.train.protocol import TrainState
 
@@ -208,7 +209,7 @@ class Rank:
         """Ask the probes one by one; returns tokens and log-probs of each, and the seconds."""
         greedy = replace(self.sampling(), num_responses_per_prompt=1, temperature=0.0)
         begin = time.perf_counter()
-        responses = [engine.generate(probe, greedy)[0] for probe in self.probes]
+        responses = [engine.run(single_turn(probe, greedy))[0] for probe in self.probes]
         seconds = time.perf_counter() - begin
         return [(r.token_ids.tolist(), r.logprobs.tolist()) for r in responses], seconds
 

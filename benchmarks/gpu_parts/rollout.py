@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benchmarks.gpu_parts.bench import Bench
 from benchmarks.gpu_parts.rank import Rank, Setup
+from hybridrl.workers.rollout.single_turn import single_turn
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SETUP = Setup(
@@ -34,7 +35,7 @@ def run(bench: Bench) -> None:
             with rank.worker.sharding.rollout_phase() as engine:
                 assert engine is not None
                 begin = time.perf_counter()
-                responses = engine.generate(prompts, rank.sampling())
+                responses = engine.run(single_turn(prompts, rank.sampling()))
                 seconds = time.perf_counter() - begin
             rates.append(sum(len(r.token_ids) for r in responses) / seconds)
     ours = statistics.median(rates[1:])

@@ -31,6 +31,7 @@ from hybridrl.workers.process_group import end_process_group, start_process_grou
 from hybridrl.workers.rollout.assemble import assemble_rollouts, require_known_tokens
 from hybridrl.workers.rollout.protocol import SamplingParams
 from hybridrl.workers.rollout.sglang.arguments import device_name
+from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.frozen_base import resolve_lora_base
 from hybridrl.workers.sharding.fused_engines import start_engine
@@ -143,7 +144,7 @@ class ActorRolloutWorker(CheckpointedWorker):
         with self.sharding.rollout_phase() as engine:
             if engine is not None:
                 with self.sharding.meter("generate"), trace.span("sample", prompts=len(prompts)):
-                    responses = engine.generate(prompts, sampling)
+                    responses = engine.run(single_turn(prompts, sampling))
         if responses is None:
             return None
         version = self._policy_version

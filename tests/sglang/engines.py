@@ -16,7 +16,8 @@ from hybridrl.batch import PromptBatch
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import PhaseError
 from hybridrl.workers.rollout.buckets import Bucket
-from hybridrl.workers.rollout.protocol import MemoryTag, Response
+from hybridrl.workers.rollout.protocol import MemoryTag
+from hybridrl.workers.rollout.sampler import Sample
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from tests.workers.rollout.engines import rollout_config
@@ -92,9 +93,7 @@ def make_ready(engine: SGLangEngine, folder: Path) -> None:
     sync(engine, weights_of(folder), version=0)
 
 
-def greedy_of_hugging_face(
-    folder: Path, prompts: PromptBatch, *, num_tokens: int
-) -> list[Response]:
+def greedy_of_hugging_face(folder: Path, prompts: PromptBatch, *, num_tokens: int) -> list[Sample]:
     """Continue each prompt by itself with transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     responses = []
@@ -107,5 +106,5 @@ def greedy_of_hugging_face(
             logprobs.append(last.max())
             row = torch.cat([row, last.argmax()[None, None]], dim=1)
         tokens = row[0, len(prompt) :]
-        responses.append(Response(tokens, torch.stack(logprobs), is_truncated=True))
+        responses.append(Sample(tokens, torch.stack(logprobs), "length", weight_version=0))
     return responses

@@ -13,9 +13,11 @@ from typing import Any
 import psutil
 
 from hybridrl.batch import PromptBatch
-from hybridrl.workers.rollout.protocol import Response, SamplingParams
+from hybridrl.workers.rollout.protocol import SamplingParams
+from hybridrl.workers.rollout.sampler import Sample
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.server import Server
+from hybridrl.workers.rollout.single_turn import single_turn
 
 Body = dict[str, Any]
 
@@ -81,9 +83,9 @@ def wait_until_running(engine: SGLangEngine) -> None:
 @contextmanager
 def generating(
     engine: SGLangEngine, prompts: PromptBatch, sampling: SamplingParams
-) -> Iterator[Future[list[Response]]]:
+) -> Iterator[Future[list[Sample]]]:
     """A generate call in another thread, as Ray and evaluation may have one; it runs on entry."""
     with ThreadPoolExecutor(max_workers=1) as pool:
-        call = pool.submit(engine.generate, prompts, sampling)
+        call = pool.submit(engine.run, single_turn(prompts, sampling))
         wait_until_running(engine)
         yield call

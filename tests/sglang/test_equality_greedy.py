@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 from hybridrl.batch import LogprobBatch, RolloutBatch, spread_over_tokens
 from hybridrl.trainer.train_batch import build_train_batch
 from hybridrl.workers.rollout.assemble import assemble_rollouts
-from hybridrl.workers.rollout.protocol import Response
+from hybridrl.workers.rollout.sampler import Sample
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
+from hybridrl.workers.rollout.single_turn import single_turn
 from tests.contract.ranks_under_test import Rank, take_step
 from tests.sglang.engines import (
     greedy_of_hugging_face,
@@ -64,7 +65,7 @@ def test_greedy_tokens_are_those_of_hugging_face_after_each_sync(
             tmp_path / str(version), family, seed=version, tie_embeddings=TIED[family]
         )
         sync(family_engine, weights_of(folder), version=version)
-        found = family_engine.generate(PROMPTS, GREEDY)
+        found = family_engine.run(single_turn(PROMPTS, GREEDY))
         expected = greedy_of_hugging_face(folder, PROMPTS, num_tokens=8)
         assert tokens_of(found) == tokens_of(expected)
         for response, reference in zip(found, expected, strict=True):
@@ -101,7 +102,7 @@ def test_a_trainer_that_replays_routes_agrees_with_the_engine_over_steps(
     with running("tp2-sp-ep2", replay_routing=True) as ranks:
         for version in range(2):
             sync(family_engine, weights_of(folder), version=version)
-            responses = family_engine.generate(PROMPTS, sampling)
+            responses = family_engine.run(single_turn(PROMPTS, sampling))
             rollouts = assemble_rollouts(PROMPTS, responses, policy_version=version)
             target = tmp_path / str(version + 1)
             mask = rollouts.response_mask_BL.values()
@@ -116,7 +117,7 @@ def test_a_trainer_that_replays_routes_agrees_with_the_engine_over_steps(
             folder = target
 
 
-def check_experts(folder: Path, responses: list[Response]) -> None:
+def check_experts(folder: Path, responses: list[Sample]) -> None:
     """The experts of every token but the last are those that Hugging Face's router chooses."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     for prompt, response in zip(PROMPTS.token_ids_PL.unbind(), responses, strict=True):

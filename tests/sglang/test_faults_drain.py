@@ -13,6 +13,7 @@ from hybridrl.errors import DeadlineError, EngineError
 from hybridrl.metrics import Sum
 from hybridrl.workers.rollout.sglang import engine as sglang
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
+from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from tests.sglang.engines import sglang_config
 from tests.sglang.strangers import (
@@ -38,7 +39,7 @@ def managed(engine: SGLangEngine, *, drain_timeout_s: float) -> ManagedEngine:
 
 def require_serving(engine: SGLangEngine) -> None:
     """The engine answers as it did: the same tokens, twice."""
-    found = [tokens_of(engine.generate(make_prompts((4, 9)), GREEDY)) for _ in range(2)]
+    found = [tokens_of(engine.run(single_turn(make_prompts((4, 9)), GREEDY))) for _ in range(2)]
     assert found[0] == found[1]
     assert all(len(tokens) == 6 for tokens in found[0])
 

@@ -12,10 +12,10 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from hybridrl.batch import PromptBatch
 from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.buckets import StagedBucket
-from hybridrl.workers.rollout.protocol import MemoryTag, Response, SamplingParams
+from hybridrl.workers.rollout.protocol import MemoryTag
+from hybridrl.workers.rollout.sampler import Program, T
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.states import State
@@ -38,14 +38,15 @@ class MortalEngine(SGLangEngine):
     dies_in = ""
     kill: Callable[[SGLangEngine], None] = staticmethod(kill_server)
 
-    def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> list[Response]:
+    def run(self, program: Program[T]) -> T:
         if self.dies_in != "generate":
-            return super().generate(prompts, sampling)
+            return super().run(program)
         self.dies_in = ""
         many = make_prompts([5] * 25)
         with generating(self, many, LONG) as call:
             self.kill(self)
-            return call.result()
+            call.result()  # raises
+        raise AssertionError("the server was killed, and answered")
 
     def load(self, staged: StagedBucket, handles: Sequence[str]) -> None:
         self._die_if_due("load")

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.workers.rollout.protocol import MemoryTag
-from hybridrl.workers.rollout.sglang.sampling import GroupSampler, build_groups
+from hybridrl.workers.rollout.request_gate import ProgramCall
+from hybridrl.workers.rollout.sglang.sampling import Group, ServedModel, ServerSampler
+from hybridrl.workers.rollout.single_turn import single_turn
 from tests.sglang.engines import greedy_of_hugging_face, sync, weights_of
 from tests.sglang.lora_device import GREEDY, PROMPTS, ForgetfulEngine
 from tests.workers.rollout.engines import tokens_of
@@ -62,15 +64,10 @@ def load_unchecked(engine: ForgetfulEngine, adapter: dict[str, Tensor]) -> None:
 def ask(engine: ForgetfulEngine, *, adapter: str | None = None) -> list[list[int]]:
     """Send the prompts as they are spelled, past the engine's own checks."""
     answers: list[list[int]] = []
-    sampler = GroupSampler(
-        engine._server.client,
-        GREEDY,
-        max_context_tokens=96,
-        weight_version="",
-        timeout_s=60.0,
-        adapter=adapter,
-    )
-    for group in build_groups(PROMPTS, GREEDY):
+    model = ServedModel(max_context_tokens=96, vocab_size=64, version=0, adapter=adapter)
+    sampler = ServerSampler(engine._server.client, model, ProgramCall(), timeout_s=60.0)
+    for tokens in PROMPTS.token_ids_PL.unbind():
+        group = Group(tokens.tolist(), GREEDY.request_params(), [0])
         items: list[dict[str, Any]] = engine._server.post("/generate", **sampler.group_body(group))
         answers += [item["output_ids"] for item in items]
     return answers
@@ -87,7 +84,11 @@ def test_each_request_names_the_adapter(
     load(loaded, adapter)
     frozen = of_the_frozen_model(served_model)
     assert ask(loaded) == frozen  # the guard is off, and nobody complains
-    assert tokens_of(loaded.generate(PROMPTS, GREEDY)) == ask(loaded, adapter="policy") != frozen
+    assert (
+        tokens_of(loaded.run(single_turn(PROMPTS, GREEDY)))
+        == ask(loaded, adapter="policy")
+        != frozen
+    )
     with pytest.raises(EngineError, match="never been loaded: stranger"):
         ask(loaded, adapter="stranger")
 
@@ -97,9 +98,9 @@ def test_nothing_is_sampled_before_an_adapter_has_come(
 ) -> None:
     for _ in range(2):
         with pytest.raises(EngineError, match="no adapter is loaded, and the frozen model alone"):
-            loaded.generate(PROMPTS, GREEDY)
+            loaded.run(single_turn(PROMPTS, GREEDY))
         load(loaded, adapter)
-        assert len(loaded.generate(PROMPTS, GREEDY)) == len(PROMPTS)
+        assert len(loaded.run(single_turn(PROMPTS, GREEDY))) == len(PROMPTS)
         loaded.unload_adapter()
 
 
@@ -109,11 +110,11 @@ def test_an_adapter_that_matches_no_layer_is_refused(
 ) -> None:
     elsewhere = {name.replace("layers", "blocks"): tensor for name, tensor in adapter.items()}
     load_unchecked(loaded, elsewhere)
-    assert tokens_of(loaded.generate(PROMPTS, GREEDY)) == of_the_frozen_model(served_model)
+    assert tokens_of(loaded.run(single_turn(PROMPTS, GREEDY))) == of_the_frozen_model(served_model)
     with pytest.raises(EngineError, match="matches none of the 14 adapted layers"):
         load(loaded, elsewhere)
     with pytest.raises(EngineError, match="no adapter is loaded"):
-        loaded.generate(PROMPTS, GREEDY)
+        loaded.run(single_turn(PROMPTS, GREEDY))
 
 
 @pytest.mark.shows("1.9")
@@ -133,9 +134,9 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(
         with pytest.raises(EngineError, match=words):
             load(loaded, torn)
         with pytest.raises(EngineError, match="no adapter is loaded"):
-            loaded.generate(PROMPTS, GREEDY)
+            loaded.run(single_turn(PROMPTS, GREEDY))
     load(loaded, adapter)
-    assert loaded.generate(PROMPTS, GREEDY)
+    assert loaded.run(single_turn(PROMPTS, GREEDY))
 
 
 def test_a_rank_above_the_servers_limit_is_refused_by_the_server_too(
@@ -168,7 +169,7 @@ def test_an_adapter_is_unloaded_if_gone_and_never_loaded_over(
     with pytest.raises(EngineError, match="already loaded"):
         load(loaded, adapter, unloads_before=False)
     load(loaded, adapter)
-    assert loaded.generate(PROMPTS, GREEDY)
+    assert loaded.run(single_turn(PROMPTS, GREEDY))
 
 
 def test_an_adapter_is_not_loaded_into_released_memory(loaded: ForgetfulEngine) -> None:

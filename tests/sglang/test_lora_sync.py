@@ -8,9 +8,11 @@ import pytest
 
 from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
-from hybridrl.workers.rollout.protocol import MemoryTag, Response
+from hybridrl.workers.rollout.protocol import MemoryTag
+from hybridrl.workers.rollout.sampler import Sample
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
+from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.states import State
 from hybridrl.workers.train.protocol import WeightSet
@@ -23,7 +25,7 @@ from tests.workers.train.lora_engines import LORA, adapter_of, with_lora
 _CACHE = (MemoryTag.KV_CACHE.value, MemoryTag.CUDA_GRAPH.value)
 
 
-def greedy_of_the_embedded_engine(device: ServedDevice, folder: Path) -> list[Response]:
+def greedy_of_the_embedded_engine(device: ServedDevice, folder: Path) -> list[Sample]:
     """What the embedded engine samples with the trainer's weights and adapter."""
     lora = device.lora if device.lora.sends_adapters else None
     engine = HFRolloutEngine(
@@ -33,7 +35,7 @@ def greedy_of_the_embedded_engine(device: ServedDevice, folder: Path) -> list[Re
     if lora is not None:
         engine.load_adapter(dict(device.trainer.full_weights(WeightSet.ADAPTER)))
     engine.finish_update(version=device.version)
-    return engine.generate(PROMPTS, GREEDY)
+    return engine.run(single_turn(PROMPTS, GREEDY))
 
 
 def assert_samples_as_the_trainer_for_three_cycles(device: ServedDevice, folder: Path) -> None:
@@ -122,7 +124,7 @@ def test_a_server_that_died_gets_base_and_adapter_first(
         lora_engine._adapter_shapes = {name: torn[name].shape for name in torn}  # no guard
         lora_engine.load_adapter(torn)
         with pytest.raises(EngineError, match=r"SGLang (was killed|ended)"):
-            lora_engine.generate(PROMPTS, GREEDY)
+            lora_engine.run(single_turn(PROMPTS, GREEDY))
     lora_engine._adapter_shapes = adapter_shapes(base_shapes(served_model), LORA)
     lora_engine.forget_journal()
     assert device.mismatch_nats() < 1e-4

@@ -12,6 +12,7 @@ from hybridrl.config.lora import LoraConfig
 from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.buckets import stage_by_reference
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
+from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.fused_engines import FusedEngines
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
@@ -64,7 +65,7 @@ def test_a_true_first_sync_is_proved_and_later_ones_are_only_sent(
         assert is_proved(engines)
         tear(trainer, word="norm", at_pass=99)
     engine.continue_generation()
-    assert engine.generate(PROMPTS, GREEDY)
+    assert engine.run(single_turn(PROMPTS, GREEDY))
 
 
 @pytest.mark.parametrize("lora", [LORA, with_lora(sync="merged")], ids=["adapter", "merged"])

@@ -9,6 +9,7 @@ import pytest
 from hybridrl.errors import EngineError, PhaseError
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
+from hybridrl.workers.rollout.single_turn import single_turn
 from tests.sglang.engines import make_ready, running_engine, server_spec
 from tests.workers.rollout.engines import make_prompts, sampling_params, tokens_of
 
@@ -26,20 +27,20 @@ def stopped(engine: SGLangEngine) -> None:
 def test_generate_is_refused_while_a_part_is_released(
     engine: SGLangEngine,
 ) -> None:
-    before = tokens_of(engine.generate(PROMPTS, GREEDY))
+    before = tokens_of(engine.run(single_turn(PROMPTS, GREEDY)))
     for part in [*MemoryTag] * NUM_CYCLES:
         stopped(engine)
         engine.release(part)
         engine.continue_generation()
         with pytest.raises(PhaseError, match=f"{part.name} is released"):
-            engine.generate(PROMPTS, GREEDY)
+            engine.run(single_turn(PROMPTS, GREEDY))
         # Past our door: on a GPU an illegal access, here an answer as if nothing was.
         body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}}
         assert len(engine._server.client.call("/generate", body, timeout_s=60.0)["output_ids"]) == 2
         stopped(engine)
         engine.resume(part)
         engine.continue_generation()
-        assert tokens_of(engine.generate(PROMPTS, GREEDY)) == before
+        assert tokens_of(engine.run(single_turn(PROMPTS, GREEDY))) == before
 
 
 @pytest.mark.shows("3.7")
@@ -57,7 +58,7 @@ def test_only_released_parts_are_resumed(
         with pytest.raises(PhaseError, match="only what was released can be resumed"):
             engine.resume(MemoryTag.WEIGHTS)
         engine.continue_generation()
-        assert engine.generate(PROMPTS, GREEDY)
+        assert engine.run(single_turn(PROMPTS, GREEDY))
         stopped(engine)
         with pytest.raises(EngineError):
             engine._server.post("/resume_memory_occupation", tags=["weights"])  # past our door

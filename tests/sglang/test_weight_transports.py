@@ -18,6 +18,7 @@ from hybridrl.workers.rollout.buckets import StagedBucket
 from hybridrl.workers.rollout.sglang import weights as sglang_weights
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.weights import build_transport
+from hybridrl.workers.rollout.single_turn import single_turn
 from tests.sglang.engines import greedy_of_hugging_face, send, sglang_config, weights_of
 from tests.sglang.weights import (
     assert_serves,
@@ -167,7 +168,7 @@ def test_weights_do_not_change_under_running_requests(
 
 def _answer(engine: SGLangEngine, prompts: PromptBatch, answers: list[list[int]]) -> None:
     greedy = sampling_params(group=2, tokens=12, temperature=0.0)
-    answers.extend(tokens_of(engine.generate(prompts, greedy)))
+    answers.extend(tokens_of(engine.run(single_turn(prompts, greedy))))
 
 
 def test_a_rank_with_a_gpu_names_its_host_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from hybridrl.workers.rollout.protocol import WeightSender
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.weights import build_transport
+from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import ControlGroup, Neighbours
 from hybridrl.workers.sharding.weight_stream import Load, StreamReport, stream_weights
 from tests.sglang.engines import greedy_of_hugging_face, sglang_config, weights_of
@@ -71,7 +72,7 @@ def broken_off(folder: Path, *, after: int) -> Iterator[tuple[str, Tensor]]:
 def assert_serves(engine: SGLangEngine, folder: Path) -> None:
     """The engine answers greedily as Hugging Face does with the folder's weights."""
     expected = greedy_of_hugging_face(folder, PROMPTS, num_tokens=8)
-    found = engine.generate(PROMPTS, GREEDY)
+    found = engine.run(single_turn(PROMPTS, GREEDY))
     assert tokens_of(found) == tokens_of(expected)
     for response, reference in zip(found, expected, strict=True):
         torch.testing.assert_close(response.logprobs, reference.logprobs, atol=2e-4, rtol=0)

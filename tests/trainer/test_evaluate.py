@@ -18,7 +18,8 @@ from hybridrl.metrics import Metrics, check_declared
 from hybridrl.rewards.scorer import Scores
 from hybridrl.trainer.evaluate import EvalTask, Evaluator
 from hybridrl.workers.rollout.assemble import assemble_rollouts
-from hybridrl.workers.rollout.protocol import Response, SamplingParams
+from hybridrl.workers.rollout.protocol import SamplingParams
+from hybridrl.workers.rollout.sampler import Sample
 from tests.config.values import config_of
 
 TOKENIZER = build_starter_tokenizer()
@@ -38,7 +39,7 @@ class Speaker:
             texts = [self._texts.pop(0) for _ in range(sampling.num_responses_per_prompt)]
             tokens = [torch.tensor(TOKENIZER(text).input_ids) for text in texts]
             responses += [
-                Response(ids, torch.zeros(len(ids)), is_truncated=False) for ids in tokens
+                Sample(ids, torch.zeros(len(ids)), "stop", weight_version=0) for ids in tokens
             ]
         return assemble_rollouts(prompts, responses, policy_version=0)
 

@@ -16,7 +16,9 @@ from hybridrl.config.rollout import RolloutConfig
 from hybridrl.metrics import check_declared
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.buckets import StagedBucket
-from hybridrl.workers.rollout.protocol import MemoryTag, Response, SamplingParams
+from hybridrl.workers.rollout.protocol import MemoryTag, SamplingParams
+from hybridrl.workers.rollout.sampler import Sample
+from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.train.protocol import WeightSet
@@ -71,16 +73,16 @@ class Device:
         self._prompts = prompts
         self._sampling = sampling
 
-    def sample(self, sampling: SamplingParams | None = None) -> list[Response]:
+    def sample(self, sampling: SamplingParams | None = None) -> list[Sample]:
         """Sample in a rollout phase of its own."""
         with self.manager.rollout_phase() as engine:
             assert engine is self.engine
-            return engine.generate(self._prompts, sampling or self._sampling)
+            return engine.run(single_turn(self._prompts, sampling or self._sampling))
 
     def rollouts(self) -> RolloutBatch:
         return assemble_rollouts(self._prompts, self.sample(), policy_version=self.version)
 
-    def apart_nats(self, responses: list[Response], *, temperature: float) -> float:
+    def apart_nats(self, responses: list[Sample], *, temperature: float) -> float:
         """Return the largest distance of these responses' log-probs from the trainer's."""
         rollouts = assemble_rollouts(self._prompts, responses, policy_version=self.version)
         self.manager.require_training()

@@ -16,7 +16,7 @@ from hybridrl.trainer.train_batch import build_train_batch
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.rollout.assemble import assemble_rollouts, require_known_tokens
 from hybridrl.workers.rollout.embedded.tensor_memory import checksum
-from hybridrl.workers.rollout.protocol import Response
+from hybridrl.workers.rollout.sampler import Sample
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.config.values import config_of
@@ -121,7 +121,7 @@ def test_nothing_is_learned_from_an_engine_with_a_wrong_weight(tmp_path: Path) -
 @pytest.mark.parametrize("shift", [-64, 64])
 def test_token_ids_that_the_model_lacks_are_refused(shift: int) -> None:
     prompts = make_prompts((4,))
-    response = Response(torch.tensor([5, 6]) + shift, torch.zeros(2), is_truncated=False)
+    response = Sample(torch.tensor([5, 6]) + shift, torch.zeros(2), "stop", weight_version=0)
     rollouts = assemble_rollouts(prompts, [response], policy_version=0)
     with pytest.raises(DriftError, match=r"2 token ids outside of 0\.\.63"):
         require_known_tokens(rollouts, vocab_size=64)

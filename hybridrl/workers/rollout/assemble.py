@@ -10,11 +10,11 @@ from torch.nn.functional import pad
 
 from hybridrl.batch import PromptBatch, RolloutBatch, jagged_from, row_lengths
 from hybridrl.errors import DriftError, EngineError
-from hybridrl.workers.rollout.protocol import Response
+from hybridrl.workers.rollout.sampler import Sample
 
 
 def assemble_rollouts(
-    prompts: PromptBatch, responses: Sequence[Response], *, policy_version: int
+    prompts: PromptBatch, responses: Sequence[Sample], *, policy_version: int
 ) -> RolloutBatch:
     """Put prompts and responses together, row by row.
 
@@ -67,7 +67,7 @@ def require_known_tokens(rollouts: RolloutBatch, *, vocab_size: int) -> None:
         )
 
 
-def _routed_experts(responses: Sequence[Response], lengths_B: Tensor) -> Tensor | None:
+def _routed_experts(responses: Sequence[Sample], lengths_B: Tensor) -> Tensor | None:
     if all(response.routed_experts_LJK is None for response in responses):
         return None
     rows = []

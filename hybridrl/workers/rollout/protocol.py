@@ -14,7 +14,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hybridrl.batch import PromptBatch
 from hybridrl.errors import first_of
 from hybridrl.metrics import Metrics
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket
@@ -60,25 +59,6 @@ class SamplingParams:
             top_k=self.top_k,
             stop_token_ids=self.stop_token_ids,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Response:
-    """One sampled continuation of a prompt."""
-
-    token_ids: Tensor
-    """int64 [n], 0 <= n <= max_response_tokens, with the stop token if one ended it."""
-
-    logprobs: Tensor
-    """float32 [n] nats, after the temperature and before top-p and top-k, for any engine: as the
-    trainer computes them for the same tokens."""
-
-    is_truncated: bool
-    """True if the length limit ended it."""
-
-    routed_experts_LJK: Tensor | None = None
-    """int32 [prompt + response - 1, layers, experts a token], experts of each token; the last token
-    was never an input. None unless ``rollout.routed_experts``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +118,6 @@ class RolloutEngine(WeightSender, Protocol):
     frees_memory: bool
     """False if release and resume are answered but free no memory (SGLang on a CPU)."""
 
-    def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> list[Response]:
-        """Sample; returns P * G responses in prompt order, those to the same prompt adjacent."""
-        ...
-
     def run(self, program: Program[T]) -> T:
         """Run a program over this engine's sampler, in an event loop of this thread.
 
@@ -172,8 +148,8 @@ class RolloutEngine(WeightSender, Protocol):
     def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         """Load a complete adapter, by the names of its file; its tensors may be reused afterwards.
 
-        Comes after the base weights, and after ``unload_adapter``. From here on every generate call
-        uses the adapter; an engine built for adapters refuses to generate without one.
+        Comes after the base weights, and after ``unload_adapter``. From here on every request uses
+        the adapter; an engine built for adapters refuses to sample without one.
 
         Raises:
             EngineError: no tensor, a name that is not an adapter's, or none that the engine has.
@@ -243,7 +219,7 @@ class RolloutEngine(WeightSender, Protocol):
         ...
 
     def take_metrics(self) -> Metrics:
-        """Return the metrics of the generate calls since the last time, and reset them."""
+        """Return the metrics of the programs since the last time, and reset them."""
         ...
 
     def restart(self) -> None:

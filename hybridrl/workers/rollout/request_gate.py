@@ -1,56 +1,90 @@
-"""The gate of an embedded engine: one generate call at a time, none while paused."""
+"""The gate of a rollout engine: one program at a time, none while paused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from threading import Condition
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from threading import Condition, Lock
 
 from hybridrl.errors import DeadlineError, EngineError, PhaseError
 
 _ABORT_GRACE_S = 60.0
 
 
-def _nothing() -> None:
-    """Requests in this process end at their next check."""
+class ProgramCall:
+    """One admitted program, and the number of its requests; a drain ends it from another thread."""
 
-
-class GenerateCall:
-    """One admitted generate call; an abort reaches it in ``check``."""
-
-    def __init__(self, num_requests: int) -> None:
-        self.num_requests = num_requests
+    def __init__(self) -> None:
+        self.num_requests = 0
+        """Responses requested so far."""
+        self.num_open = 0
+        """Those that did not return yet; the responses of a group return together."""
         self.num_aborted = 0
-        self.is_cancelled = False
+        self.is_aborted = False
+        self._task: asyncio.Task[object] | None = None
+        self._lock = Lock()
+        self._is_cancelled = False
 
-    def check(self, num_unfinished: int) -> None:
-        """Raise if the call was aborted. Called once per decode step.
+    def attach(self) -> None:
+        """Note the current task as the one to cancel. Called once, when the program starts."""
+        with self._lock:
+            self._task = asyncio.current_task()
+        if self._is_cancelled:
+            self._abort()
+
+    def cancel(self) -> None:
+        """Cancel the program's task. Thread-safe."""
+        with self._lock:
+            self._is_cancelled, task = True, self._task
+        if task is not None:
+            with suppress(RuntimeError):  # the program has ended, and its loop with it
+                task.get_loop().call_soon_threadsafe(self._abort)
+
+    def _abort(self) -> None:
+        """Note the requests that will not return. Runs in the program's thread."""
+        if self._task is not None and not self._task.done():
+            self.is_aborted, self.num_aborted = True, self.num_open
+            self._task.cancel()
+
+    @contextmanager
+    def request(self, num_responses: int) -> Iterator[None]:
+        """Count a request that is open in the block.
 
         Raises:
-            EngineError: the engine was drained and the call outlived the deadline.
+            EngineError: the program was aborted, and asks for more.
         """
-        if self.is_cancelled:
-            self.num_aborted = num_unfinished
+        self.require_alive()
+        self.num_requests += num_responses
+        self.num_open += num_responses
+        try:
+            yield
+        finally:
+            self.num_open -= num_responses
+
+    def require_alive(self) -> None:
+        """Raise EngineError if the program was aborted."""
+        if self.is_aborted:
             raise EngineError(
-                f"aborted {num_unfinished} of {self.num_requests} requests: the engine was drained "
-                "before they ended; raise rollout.drain_timeout_s to let them finish"
+                f"aborted {self.num_aborted} of {self.num_requests} requests: the engine was "
+                "drained before they ended; raise rollout.drain_timeout_s to let them finish"
             )
 
 
 class RequestGate:
-    """Thread-safe: ``generate`` may run in one thread while another pauses and drains."""
+    """Thread-safe: a program may run in one thread while another pauses and drains."""
 
     def __init__(self) -> None:
         self._changed = Condition()
         self._is_paused = False
-        self._running: GenerateCall | None = None
+        self._running: ProgramCall | None = None
 
     @contextmanager
-    def admit(self, num_requests: int) -> Iterator[GenerateCall]:
-        """Hold the engine for one generate call.
+    def admit(self) -> Iterator[ProgramCall]:
+        """Hold the engine for one program.
 
         Raises:
-            PhaseError: the engine is paused, or another call is running.
+            PhaseError: the engine is paused, or another program is running.
         """
         with self._changed:
             if self._is_paused:
@@ -59,7 +93,7 @@ class RequestGate:
                     "continue_generation"
                 )
             self._require_idle("generate")
-            call = self._running = GenerateCall(num_requests)
+            call = self._running = ProgramCall()
         try:
             yield call
         finally:
@@ -68,14 +102,14 @@ class RequestGate:
                 self._changed.notify_all()
 
     def require_idle(self, edge: str) -> None:
-        """Raise PhaseError if a generate call is running; ``edge`` names the refused request."""
+        """Raise PhaseError if a program is running; ``edge`` names the refused request."""
         with self._changed:
             self._require_idle(edge)
 
     def _require_idle(self, edge: str) -> None:
         if self._running is not None:
             raise PhaseError(
-                f"{edge} was refused: {self._running.num_requests} requests are running; "
+                f"{edge} was refused: {self._running.num_open} requests are running; "
                 "pause and drain the engine first"
             )
 
@@ -89,36 +123,29 @@ class RequestGate:
         with self._changed:
             self._is_paused = False
 
-    def drain(
-        self,
-        timeout_s: float,
-        *,
-        abort: Callable[[], None] = _nothing,
-        grace_s: float = _ABORT_GRACE_S,
-    ) -> int:
-        """Wait until the running call ended; abort it at the deadline.
+    def drain(self, timeout_s: float, *, grace_s: float = _ABORT_GRACE_S) -> int:
+        """Wait until the running program ended; abort it at the deadline.
 
         Args:
             timeout_s: seconds until then.
-            abort: ends requests that run elsewhere; called at the deadline.
-            grace_s: seconds that an aborted call may take to end.
+            grace_s: seconds that an aborted program may take to end.
 
         Returns:
             The number of requests aborted.
 
         Raises:
-            DeadlineError: the aborted call did not reach its next check within ``grace_s``.
+            DeadlineError: the aborted program did not end within ``grace_s``.
         """
         with self._changed:
             call = self._running
             if call is None or self._changed.wait_for(lambda: self._running is None, timeout_s):
                 return 0
-            call.is_cancelled = True
-        abort()
+        call.cancel()
         with self._changed:
             if not self._changed.wait_for(lambda: self._running is not call, grace_s):
                 raise DeadlineError(
-                    f"{call.num_requests} requests ignored their abort for {grace_s:.0f} "
-                    "s: a decode step hangs; restart the engine"
+                    f"{call.num_open} requests and their program ignored their abort for "
+                    f"{grace_s:.0f} s: a decode step hangs, or a task that blocks; restart the "
+                    "engine"
                 )
             return call.num_aborted

@@ -5,17 +5,25 @@ Legend: N rows, V vocabulary, K candidate tokens of a row (K = V unless top-k is
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybridrl.batch import PromptBatch, row_offsets
-from hybridrl.errors import EngineError
-from hybridrl.workers.rollout.protocol import SamplingParams
+from hybridrl.errors import RequestError
+from hybridrl.workers.rollout.sampler import RequestParams
 
 _UINT64 = 1 << 64
 _UNIFORM_BITS = 52
+
+
+class DrawParams(NamedTuple):
+    """How to draw a token; see ``RequestParams``."""
+
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
 
 
 def _signed(value: int) -> int:
@@ -79,56 +87,62 @@ def uniforms(key_N: Tensor, position_N: Tensor) -> Tensor:
     return _shift_right(bits_N, 64 - _UNIFORM_BITS).double() * 2.0**-_UNIFORM_BITS
 
 
-def check_prompts(prompts: PromptBatch, *, max_context_tokens: int, vocab_size: int) -> None:
-    """Refuse prompts that a model cannot continue.
+def check_request(
+    token_ids: Sequence[int] | Tensor,
+    params: RequestParams,
+    *,
+    num_responses: int,
+    max_context_tokens: int,
+    vocab_size: int,
+) -> Tensor:
+    """Refuse a request that a model cannot answer.
+
+    Returns:
+        The token ids, int64 on the CPU.
 
     Raises:
-        EngineError: a prompt is empty, too long, or not in the vocabulary.
+        RequestError: the context is empty, too long, or not in the vocabulary; or names the first
+            parameter at fault, its value and its range.
     """
-    tokens_T = prompts.token_ids_PL.values()
-    offsets = row_offsets(prompts.token_ids_PL).tolist()
+    _check_params(params, num_responses=num_responses, vocab_size=vocab_size)
+    tokens_L = torch.as_tensor(token_ids, dtype=torch.int64, device="cpu")
     limit = max_context_tokens - 1
-    for prompt, (begin, end) in enumerate(pairwise(offsets)):
-        if end == begin:
-            raise EngineError(f"prompt {prompt} is empty: it needs at least 1 token")
-        if end - begin > limit:
-            raise EngineError(
-                f"prompt {prompt} has {end - begin} tokens, and the engine's context of "
-                f"{limit + 1} leaves room for {limit}; lower data.max_prompt_tokens"
-            )
-    if int(tokens_T.min()) < 0 or int(tokens_T.max()) >= vocab_size:
-        raise EngineError(
-            f"prompt tokens span {int(tokens_T.min())} to {int(tokens_T.max())}, and the model "
-            f"knows 0 to {vocab_size - 1}; use the tokenizer that belongs to model.path"
+    if len(tokens_L) == 0:
+        raise RequestError("the prompt of a request is empty: it needs at least 1 token")
+    if len(tokens_L) > limit:
+        raise RequestError(
+            f"the prompt of a request has {len(tokens_L)} tokens, and the engine's context of "
+            f"{limit + 1} leaves room for {limit}; lower data.max_prompt_tokens"
         )
+    smallest, largest = (int(bound) for bound in tokens_L.aminmax())
+    if smallest < 0 or largest >= vocab_size:
+        raise RequestError(
+            f"prompt tokens span {smallest} to {largest}, and the model knows 0 to "
+            f"{vocab_size - 1}; use the tokenizer that belongs to model.path"
+        )
+    return tokens_L
 
 
-def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
-    """Refuse illegal sampling parameters.
-
-    Raises:
-        EngineError: names the first parameter at fault, its value and its range.
-    """
-    group_size, limit = sampling.num_responses_per_prompt, sampling.max_response_tokens
+def _check_params(params: RequestParams, *, num_responses: int, vocab_size: int) -> None:
     rules: tuple[tuple[str, float, bool, str], ...] = (
-        ("num_responses_per_prompt", group_size, group_size >= 1, "at least 1"),
-        ("max_response_tokens", limit, limit >= 1, "at least 1"),
-        ("temperature", sampling.temperature, sampling.temperature >= 0, "at least 0 (greedy)"),
-        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "in (0, 1]; 1 is off"),
-        ("top_k", sampling.top_k, sampling.top_k >= 0, "at least 0; 0 is off"),
+        ("num_responses", num_responses, num_responses >= 1, "at least 1"),
+        ("max_new_tokens", params.max_new_tokens, params.max_new_tokens >= 1, "at least 1"),
+        ("temperature", params.temperature, params.temperature >= 0, "at least 0 (greedy)"),
+        ("top_p", params.top_p, 0 < params.top_p <= 1, "in (0, 1]; 1 is off"),
+        ("top_k", params.top_k, params.top_k >= 0, "at least 0; 0 is off"),
     )
     for name, value, is_kept, rule in rules:
         if not is_kept:
-            raise EngineError(f"cannot sample with {name}={value}: set it {rule}")
-    for token in sampling.stop_token_ids:
+            raise RequestError(f"cannot sample with {name}={value}: set it {rule}")
+    for token in params.stop_token_ids:
         if not 0 <= token < vocab_size:
-            raise EngineError(
+            raise RequestError(
                 f"stop token {token} is not in the model's vocabulary of {vocab_size} tokens; "
                 "use the tokenizer that belongs to model.path"
             )
 
 
-def sample(logits_NV: Tensor, uniform_N: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+def sample(logits_NV: Tensor, uniform_N: Tensor, sampling: DrawParams) -> tuple[Tensor, Tensor]:
     """Draw one token per row by inverting the cumulative distribution at ``uniform_N``.
 
     The order is that of Hugging Face and vLLM: temperature, then top-k, then top-p over the result
@@ -137,7 +151,7 @@ def sample(logits_NV: Tensor, uniform_N: Tensor, sampling: SamplingParams) -> tu
     Args:
         logits_NV: [N, V], any float type.
         uniform_N: float64 [N] in [0, 1); not read if greedy.
-        sampling: temperature, top_p and top_k are used.
+        sampling: the same for all rows.
 
     Returns:
         Tokens, int64 [N]; and their log-probs, float32 [N] nats, at the sampling temperature (1
@@ -160,7 +174,7 @@ def sample(logits_NV: Tensor, uniform_N: Tensor, sampling: SamplingParams) -> tu
     return token_N1[:, 0], probs_NV.gather(1, token_N1)[:, 0].log()
 
 
-def _candidates(probs_NV: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+def _candidates(probs_NV: Tensor, sampling: DrawParams) -> tuple[Tensor, Tensor]:
     """Return the probabilities (not renormalised) and ids of the tokens left, likeliest first."""
     vocab_size = probs_NV.shape[1]
     if 0 < sampling.top_k < vocab_size:

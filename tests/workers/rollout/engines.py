@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from hybridrl.batch import PromptBatch, jagged
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
-from hybridrl.workers.rollout.protocol import Response, SamplingParams
+from hybridrl.workers.rollout.protocol import SamplingParams
+from hybridrl.workers.rollout.sampler import Sample
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 64
@@ -111,5 +112,5 @@ def sampling_params(
     return SamplingParams(group, tokens, temperature, top_p, top_k, stop)
 
 
-def tokens_of(responses: Sequence[Response]) -> list[list[int]]:
+def tokens_of(responses: Sequence[Sample]) -> list[list[int]]:
     return [response.token_ids.tolist() for response in responses]

@@ -1,12 +1,26 @@
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
 import pytest
+from torch import Tensor
 
 from hybridrl.errors import EngineError, PhaseError
+from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.request_gate import RequestGate
+from hybridrl.workers.rollout.sampler import RequestParams, Sample, Sampler
+
+
+class NoSampler(Sampler):
+    """For programs that sample nothing."""
+
+    async def sample_group(
+        self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
+    ) -> list[Sample]:
+        raise NotImplementedError
 
 
 @pytest.mark.shows("2.11")
@@ -15,17 +29,17 @@ def test_while_paused_nothing_is_admitted_and_reopening_ends_it() -> None:
     for _ in range(2):
         gate.pause()
         gate.pause()
-        with pytest.raises(PhaseError, match="paused"), gate.admit(1):
+        with pytest.raises(PhaseError, match="paused"), gate.admit():
             pass
         gate.resume()
-        with gate.admit(1) as call:
-            call.check(1)
+        with gate.admit() as call:
+            call.require_alive()
 
 
 def test_a_second_call_or_a_release_is_refused_while_one_runs() -> None:
     gate = RequestGate()
-    with gate.admit(4):
-        with pytest.raises(PhaseError, match="refused: 4 requests"), gate.admit(1):
+    with gate.admit() as call, call.request(4):
+        with pytest.raises(PhaseError, match="refused: 4 requests"), gate.admit():
             pass
         with pytest.raises(PhaseError, match="release was refused"):
             gate.require_idle("release")
@@ -34,24 +48,29 @@ def test_a_second_call_or_a_release_is_refused_while_one_runs() -> None:
 
 def test_an_error_inside_frees_the_engine() -> None:
     gate = RequestGate()
-    with pytest.raises(ZeroDivisionError), gate.admit(4):
+    with pytest.raises(ZeroDivisionError), gate.admit():
         raise ZeroDivisionError
     gate.require_idle("release")
     assert gate.drain(timeout_s=0.0) == 0
 
 
 def run_until_aborted(gate: RequestGate, started: Event) -> None:
-    with gate.admit(6) as call:
-        started.set()
-        while True:
-            call.check(5)
+    async def program(_: Sampler) -> None:
+        with call.request(1):
+            pass
+        with call.request(5):
+            started.set()
+            await asyncio.sleep(60.0)
+
+    with gate.admit() as call:
+        run_program(program, NoSampler(), call)
 
 
 def run_until(gate: RequestGate, started: Event, end: Event) -> str:
-    with gate.admit(6) as call:
+    with gate.admit() as call, call.request(6):
         started.set()
         while not end.wait(0.001):
-            call.check(5)
+            call.require_alive()
     return "ended"
 
 

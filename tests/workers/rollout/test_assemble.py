@@ -13,7 +13,7 @@ from hybridrl.errors import EngineError
 from hybridrl.single_controller.payload import concat_rows, take_rows
 from hybridrl.trainer.train_batch import build_train_batch
 from hybridrl.workers.rollout.assemble import assemble_rollouts
-from hybridrl.workers.rollout.protocol import Response
+from hybridrl.workers.rollout.sampler import Sample
 from tests.workers.rollout.engines import make_prompts
 
 PROMPTS = make_prompts((1, 3))
@@ -21,17 +21,18 @@ RESPONSES = (2, 0, 1, 4)  # tokens; two for each prompt
 LENGTHS = [3, 1, 4, 7]
 
 
-def _respond(number: int, num_tokens: int, *, num_routed: int) -> Response:
+def _respond(number: int, num_tokens: int, *, num_routed: int) -> Sample:
     experts = torch.arange(num_routed * 2 * 3, dtype=torch.int32).view(num_routed, 2, 3)
-    return Response(
+    return Sample(
         token_ids=torch.arange(num_tokens),
         logprobs=-torch.ones(num_tokens),
-        is_truncated=False,
+        finish_reason="stop",
+        weight_version=0,
         routed_experts_LJK=experts + 100 * number,
     )
 
 
-def _routed() -> list[Response]:
+def _routed() -> list[Sample]:
     return [
         _respond(number, n, num_routed=length - 1)
         for number, (n, length) in enumerate(zip(RESPONSES, LENGTHS, strict=True))

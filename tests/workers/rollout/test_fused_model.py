@@ -19,6 +19,7 @@ from hybridrl.workers.rollout.embedded.model import (
     build_model,
     load_config,
 )
+from hybridrl.workers.rollout.single_turn import single_turn
 from tests.models.test_onednn import Recorder
 from tests.tiny_models import Family, make_tiny_model
 from tests.workers.rollout.engines import make_prompts, ready_engine, sampling_params
@@ -104,6 +105,6 @@ def test_a_family_that_it_does_not_know_stays_as_it_is(tmp_path: Path) -> None:
 def test_an_engine_samples_by_it(tmp_path: Path) -> None:
     engine = ready_engine(make_tiny_model(tmp_path))
     with Recorder() as recorder:
-        engine.generate(make_prompts((3, 5)), sampling_params(tokens=4))
+        engine.run(single_turn(make_prompts((3, 5)), sampling_params(tokens=4)))
     assert "aten.linalg_vector_norm.default" in recorder.names  # of its norms
     assert not any(name.startswith("aten.pow") for name in recorder.names)  # of transformers'

@@ -14,6 +14,7 @@ from hybridrl.errors import EngineError, PhaseError
 from hybridrl.models.adapter_names import matrix_names
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import MemoryTag
+from hybridrl.workers.rollout.single_turn import single_turn
 from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import (
     CPU,
@@ -76,13 +77,13 @@ def test_an_adapter_samples_what_merged_weights_sample(
     tiny_model: Path,
 ) -> None:
     engine = lora_engine(tiny_model)
-    plain = tokens_of(ready_engine(tiny_model).generate(PROMPTS, SAMPLING))
+    plain = tokens_of(ready_engine(tiny_model).run(single_turn(PROMPTS, SAMPLING)))
     for seed in range(2):
         adapter = make_adapter(engine, seed=seed)
         engine.unload_adapter()
         engine.load_adapter(adapter)
-        ours = engine.generate(PROMPTS, SAMPLING)
-        merged = merged_engine(tiny_model, adapter).generate(PROMPTS, SAMPLING)
+        ours = engine.run(single_turn(PROMPTS, SAMPLING))
+        merged = merged_engine(tiny_model, adapter).run(single_turn(PROMPTS, SAMPLING))
         assert tokens_of(ours) == tokens_of(merged) != plain
         for one, other in zip(ours, merged, strict=True):
             torch.testing.assert_close(one.logprobs, other.logprobs, rtol=1e-4, atol=1e-5)
@@ -95,13 +96,13 @@ def test_nothing_is_sampled_without_an_adapter(tiny_model: Path) -> None:
 
     def refused() -> None:
         with pytest.raises(EngineError, match=r"no adapter is loaded, and the frozen model alone"):
-            engine.generate(PROMPTS, SAMPLING)
+            engine.run(single_turn(PROMPTS, SAMPLING))
 
     refused()
     engine.unload_adapter()  # tolerated: there is none
     for _ in range(2):
         engine.load_adapter(adapter)
-        assert engine.generate(PROMPTS, SAMPLING)
+        assert engine.run(single_turn(PROMPTS, SAMPLING))
         engine.unload_adapter()
         engine.unload_adapter()
         refused()
@@ -110,7 +111,7 @@ def test_nothing_is_sampled_without_an_adapter(tiny_model: Path) -> None:
         engine.release(MemoryTag.WEIGHTS, backup=backup)
         engine.resume(MemoryTag.WEIGHTS)
         if survives:
-            assert engine.generate(PROMPTS, SAMPLING)
+            assert engine.run(single_turn(PROMPTS, SAMPLING))
     refused()
     engine.restart()
     send_weights(engine, tiny_model)
@@ -151,7 +152,7 @@ def test_an_engine_built_without_adapters_takes_none(tiny_model: Path) -> None:
     with pytest.raises(EngineError, match=r"built without.*lora\.sync=adapter"):
         engine.load_adapter({"x.lora_A.weight": torch.zeros(1)})
     engine.unload_adapter()
-    assert engine.generate(PROMPTS, SAMPLING)
+    assert engine.run(single_turn(PROMPTS, SAMPLING))
 
 
 def test_an_adapter_is_not_loaded_into_released_memory(tiny_model: Path) -> None:
@@ -180,9 +181,9 @@ def test_a_bfloat16_engine_keeps_updates_that_merging_would_lose(tmp_path: Path)
     engine = lora_engine(folder, dtype="bfloat16")
     small = {name: tensor * 0.02 for name, tensor in make_adapter(engine).items()}
     engine.load_adapter({name: torch.zeros_like(tensor) for name, tensor in small.items()})
-    before = engine.generate(PROMPTS, replace(SAMPLING, temperature=0.0))
+    before = engine.run(single_turn(PROMPTS, replace(SAMPLING, temperature=0.0)))
     engine.load_adapter(small)
-    after = engine.generate(PROMPTS, replace(SAMPLING, temperature=0.0))
+    after = engine.run(single_turn(PROMPTS, replace(SAMPLING, temperature=0.0)))
     weight = load_file(folder / "model.safetensors")[f"{Q_PROJ}.weight"].bfloat16()
     a, b = (small[name] for name in matrix_names(Q_PROJ))
     swallowed = (weight + LORA.scaling * b @ a).bfloat16() == weight

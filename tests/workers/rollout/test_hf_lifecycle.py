@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from safetensors.torch import load_file
 from hybridrl.errors import EngineError, ModelError, PhaseError
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import MemoryTag
+from hybridrl.workers.rollout.sampler import Sample, Sampler
+from hybridrl.workers.rollout.single_turn import single_turn
 from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import (
     load,
@@ -56,7 +60,7 @@ def test_sleeping_frees_every_byte_and_waking_samples_as_before(
     tiny_model: Path,
 ) -> None:
     engine, prompts = ready_engine(tiny_model), make_prompts((4, 9))
-    expected = tokens_of(engine.generate(prompts, sampling_params()))
+    expected = tokens_of(engine.run(single_turn(prompts, sampling_params())))
     held = {part: engine.resident_bytes(part) for part in MemoryTag}
     assert held[MemoryTag.KV_CACHE] == 2 * 2 * 8 * 2 * 32 * 8 * 4
     assert held[MemoryTag.CUDA_GRAPH] == 0
@@ -70,19 +74,19 @@ def test_sleeping_frees_every_byte_and_waking_samples_as_before(
         engine.resume(MemoryTag.CUDA_GRAPH)
         engine.continue_generation()
         assert {part: engine.resident_bytes(part) for part in MemoryTag} == held
-        assert tokens_of(engine.generate(prompts, sampling_params())) == expected
+        assert tokens_of(engine.run(single_turn(prompts, sampling_params()))) == expected
 
 
 def test_a_full_backup_needs_no_new_weights(tiny_model: Path) -> None:
     engine, prompts = ready_engine(tiny_model), make_prompts((4, 9))
-    expected = tokens_of(engine.generate(prompts, sampling_params()))
+    expected = tokens_of(engine.run(single_turn(prompts, sampling_params())))
     everything = frozenset(memory.name for memory in engine.weight_memory())
     for _ in range(2):
         sleep(engine, everything)
         for part in MemoryTag:
             engine.resume(part)
         engine.continue_generation()
-        assert tokens_of(engine.generate(prompts, sampling_params())) == expected
+        assert tokens_of(engine.run(single_turn(prompts, sampling_params()))) == expected
 
 
 def test_lost_weights_and_buffers_never_look_plausible(tiny_model: Path) -> None:
@@ -96,7 +100,7 @@ def test_lost_weights_and_buffers_never_look_plausible(tiny_model: Path) -> None
         if not backup:  # buffers are lost, and no sync sends them
             send_weights(engine, tiny_model)
         with pytest.raises(EngineError, match=r"not finite.*lost in a release"):
-            engine.generate(make_prompts((4,)), sampling_params())
+            engine.run(single_turn(make_prompts((4,)), sampling_params()))
 
 
 @pytest.mark.shows("3.6")
@@ -105,10 +109,10 @@ def test_generate_is_refused_while_a_part_is_released(part: MemoryTag, tiny_mode
     engine, prompts = ready_engine(tiny_model), make_prompts((4,))
     engine.release(part, backup=buffer_names(engine) if part is MemoryTag.WEIGHTS else frozenset())
     with pytest.raises(PhaseError, match=f"{part.name} is released"):
-        engine.generate(prompts, sampling_params())
+        engine.run(single_turn(prompts, sampling_params()))
     engine.resume(part)
     send_weights(engine, tiny_model)
-    assert engine.generate(prompts, sampling_params())
+    assert engine.run(single_turn(prompts, sampling_params()))
 
 
 @pytest.mark.shows("3.5")
@@ -127,9 +131,9 @@ def test_paused_engines_admit_nothing_until_continued(tiny_model: Path) -> None:
     for _ in range(2):
         engine.pause()
         with pytest.raises(PhaseError, match="paused"):
-            engine.generate(prompts, sampling_params())
+            engine.run(single_turn(prompts, sampling_params()))
         engine.continue_generation()
-        assert engine.generate(prompts, sampling_params())
+        assert engine.run(single_turn(prompts, sampling_params()))
 
 
 @pytest.mark.shows("1.19", "2.9")
@@ -137,23 +141,29 @@ def test_a_drain_past_its_deadline_aborts_the_rollout(tiny_model: Path) -> None:
     engine = ready_engine(tiny_model, num_slots=1, max_context_tokens=128)
     prompts, long = make_prompts([4] * 64), sampling_params(group=64, tokens=120)
     for _ in range(2):
+        samples = Event()
+
+        async def program(sampler: Sampler, samples: Event = samples) -> list[Sample]:
+            asyncio.get_running_loop().call_later(0.01, samples.set)
+            return await single_turn(prompts, long)(sampler)
+
         with ThreadPoolExecutor(1) as pool:
-            generating = pool.submit(engine.generate, prompts, long)
-            while engine.drain(timeout_s=0.0) == 0:  # until the call has been admitted
-                assert not generating.done()
+            generating = pool.submit(engine.run, program)
+            assert samples.wait(60.0)
+            assert engine.drain(timeout_s=0.0) == 4096
             engine.pause()
             with pytest.raises(EngineError, match=r"aborted \d+ of 4096 requests"):
                 generating.result(60.0)
         engine.release(MemoryTag.KV_CACHE)
         engine.resume(MemoryTag.KV_CACHE)
         engine.continue_generation()
-        assert engine.generate(make_prompts((4,)), sampling_params())
+        assert engine.run(single_turn(make_prompts((4,)), sampling_params()))
 
 
 @pytest.mark.shows("2.10")
 def test_memory_is_not_touched_under_a_running_rollout(tiny_model: Path) -> None:
     engine = ready_engine(tiny_model)
-    with engine._gate.admit(1):
+    with engine._gate.admit():
         with pytest.raises(PhaseError, match="release of WEIGHTS was refused"):
             engine.release(MemoryTag.WEIGHTS)
         with pytest.raises(PhaseError, match="load of weights was refused"):
@@ -173,17 +183,17 @@ def test_a_weight_that_does_not_fit_refuses_its_bucket_by_name(
     name: str, tensor: torch.Tensor, message: str, tiny_model: Path
 ) -> None:
     engine, prompts = ready_engine(tiny_model), make_prompts((4, 9))
-    expected = tokens_of(engine.generate(prompts, sampling_params()))
+    expected = tokens_of(engine.run(single_turn(prompts, sampling_params())))
     bad_bucket = [("model.embed_tokens.weight", torch.zeros(64, 32)), (name, tensor)]
     with pytest.raises(EngineError, match=message):
         load(engine, bad_bucket)
-    assert tokens_of(engine.generate(prompts, sampling_params())) == expected
+    assert tokens_of(engine.run(single_turn(prompts, sampling_params()))) == expected
 
 
 @pytest.mark.shows("5.8")
 def test_an_update_copies_and_casts(tiny_model: Path) -> None:
     engine, prompts = ready_engine(tiny_model), make_prompts((4, 9))
-    expected = tokens_of(engine.generate(prompts, sampling_params()))
+    expected = tokens_of(engine.run(single_turn(prompts, sampling_params())))
     weights = load_file(tiny_model / "model.safetensors")
     doubles = [(name, tensor.double()) for name, tensor in weights.items()]
     load(engine, doubles)
@@ -191,20 +201,20 @@ def test_an_update_copies_and_casts(tiny_model: Path) -> None:
         tensor.zero_()  # the sender reuses its bucket
     engine.finish_update(version=3)
     assert engine.version == 3
-    assert tokens_of(engine.generate(prompts, sampling_params())) == expected
+    assert tokens_of(engine.run(single_turn(prompts, sampling_params()))) == expected
 
 
 def test_restart_boots_anew_and_samples_as_before_after_a_sync(tiny_model: Path) -> None:
     engine, prompts = ready_engine(tiny_model), make_prompts((4, 9))
-    expected = tokens_of(engine.generate(prompts, sampling_params()))
+    expected = tokens_of(engine.run(single_turn(prompts, sampling_params())))
     for _ in range(2):
         engine.release(MemoryTag.WEIGHTS)
         engine.restart()
         assert engine.version == -1
         with pytest.raises(EngineError, match="never sent"):
-            engine.generate(prompts, sampling_params())
+            engine.run(single_turn(prompts, sampling_params()))
         send_weights(engine, tiny_model)
-        assert tokens_of(engine.generate(prompts, sampling_params())) == expected
+        assert tokens_of(engine.run(single_turn(prompts, sampling_params()))) == expected
 
 
 def test_after_shutdown_nothing_is_held_and_nothing_is_served(tiny_model: Path) -> None:
@@ -213,7 +223,7 @@ def test_after_shutdown_nothing_is_held_and_nothing_is_served(tiny_model: Path) 
         engine.shutdown()
         assert [engine.resident_bytes(part) for part in MemoryTag] == [0, 0, 0]
         with pytest.raises(PhaseError):
-            engine.generate(make_prompts((4,)), sampling_params())
+            engine.run(single_turn(make_prompts((4,)), sampling_params()))
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.protocol import SamplingParams
-from hybridrl.workers.rollout.sampling import check_sampling, response_keys, sample, uniforms
+from hybridrl.workers.rollout.sampling import check_request, response_keys, sample, uniforms
 from tests.workers.rollout.engines import sampling_params
 
 MASK = (1 << 64) - 1
@@ -150,8 +150,8 @@ def test_nan_logits_stay_within_the_vocabulary_and_show_in_the_logprob(top_p: fl
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        (sampling_params(group=0), "num_responses_per_prompt=0"),
-        (sampling_params(tokens=0), "max_response_tokens=0"),
+        (sampling_params(group=0), "num_responses=0"),
+        (sampling_params(tokens=0), "max_new_tokens=0"),
         (sampling_params(temperature=-1.0), "temperature=-1.0"),
         (sampling_params(temperature=float("nan")), "temperature=nan"),
         (sampling_params(top_p=0.0), "top_p=0.0"),
@@ -162,4 +162,10 @@ def test_nan_logits_stay_within_the_vocabulary_and_show_in_the_logprob(top_p: fl
 )
 def test_parameters_out_of_range_are_named(sampling: SamplingParams, message: str) -> None:
     with pytest.raises(EngineError, match=message):
-        check_sampling(sampling, vocab_size=10)
+        check_request(
+            [1],
+            sampling.request_params(),
+            num_responses=sampling.num_responses_per_prompt,
+            max_context_tokens=10,
+            vocab_size=10,
+        )

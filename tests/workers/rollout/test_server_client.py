@@ -85,8 +85,12 @@ def test_requests_run_at_the_same_time() -> None:
         return web.json_response("met")
 
     with answering(meet) as server, client_of(server.url) as client:
-        requests = [client.request("/meet", {}, timeout_s=60.0) for _ in range(50)]
-        assert client.run(client.settle(requests)) == ["met"] * 50
+
+        async def all_meet() -> list[str]:
+            requests = [client.request("/meet", {}, timeout_s=60.0) for _ in range(50)]
+            return await asyncio.gather(*requests)
+
+        assert client.run(all_meet()) == ["met"] * 50
 
 
 def test_a_client_that_was_closed_says_so() -> None:

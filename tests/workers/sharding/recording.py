@@ -17,17 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.batch import PromptBatch, RolloutBatch, ScoreBatch, SupervisedBatch
+from hybridrl.batch import RolloutBatch, ScoreBatch, SupervisedBatch
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError
 from hybridrl.metrics import Metrics
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
-from hybridrl.workers.rollout.protocol import (
-    MemoryTag,
-    Response,
-    SamplingParams,
-    WeightMemory,
-)
+from hybridrl.workers.rollout.protocol import MemoryTag, WeightMemory
+from hybridrl.workers.rollout.sampler import Program, T
 from hybridrl.workers.sharding.colocated_engines import ColocatedEngines
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.lifecycle import LifeCycle, SleepLevel
@@ -206,10 +202,8 @@ class RecordingEngine:
         self.version = None
         self.is_admitting = True
 
-    def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> list[Response]:
-        served = torch.cat(list(self.serve().values()))
-        response = Response(torch.zeros(len(served), dtype=torch.int64), served, is_truncated=False)
-        return [response] * len(prompts) * sampling.num_responses_per_prompt
+    def run(self, program: Program[T]) -> T:
+        raise NotImplementedError("tests sample by `serve`")
 
     def serve(self) -> dict[str, Tensor]:
         """Answer a request with the weights that it ran on."""

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from hybridrl.workers.rollout.buckets import stage_by_reference
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
+from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding import weight_proof
 from hybridrl.workers.sharding.control import ControlGroup, StageError
 from hybridrl.workers.sharding.manager import ShardingManager
@@ -46,7 +47,7 @@ def _sync_with_a_torn_pass(rank: int, folder: Path, torn_rank: int, at_pass: int
         manager.weights_changed(version=version)
         try:
             with manager.rollout_phase():
-                engine.generate(PROMPTS, SAMPLING)
+                engine.run(single_turn(PROMPTS, SAMPLING))
             reasons.append("")
         except StageError as error:
             reasons.append(str(error))
@@ -117,7 +118,7 @@ def _proofs_on_two_nodes(rank: int, model: Path, folder: Path) -> list[tuple[str
     manager.attach_policy(build_fsdp2(model))
     for phase in range(2):
         with manager.rollout_phase():
-            engine.generate(PROMPTS, SAMPLING)
+            engine.run(single_turn(PROMPTS, SAMPLING))
         if phase == 0 and rank == 1:
             managed = manager._engines.managed
             assert managed is not None

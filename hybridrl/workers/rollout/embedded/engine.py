@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybridrl.batch import PromptBatch
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.diagnostics import activity
@@ -37,16 +36,12 @@ from hybridrl.workers.rollout.embedded.model import (
     build_model,
     load_config,
 )
+from hybridrl.workers.rollout.embedded.sampler import EmbeddedSampler
 from hybridrl.workers.rollout.embedded.tensor_memory import TensorMemory, checksum
-from hybridrl.workers.rollout.protocol import (
-    MemoryTag,
-    Response,
-    SamplingParams,
-    WeightMemory,
-    mismatch,
-)
+from hybridrl.workers.rollout.event_loop import run_program
+from hybridrl.workers.rollout.protocol import MemoryTag, WeightMemory, mismatch
 from hybridrl.workers.rollout.request_gate import RequestGate
-from hybridrl.workers.rollout.sampling import check_prompts, check_sampling
+from hybridrl.workers.rollout.sampler import Program, T
 
 
 class HFRolloutEngine:
@@ -73,7 +68,7 @@ class HFRolloutEngine:
             config: ``num_slots`` and ``dtype`` are used; sampling comes with each call.
             max_context_tokens: longest prompt + response of a run, in tokens.
             device: of all tensors; any device of torch.
-            lora: the adapter that must be loaded before each generate call; None: there is none.
+            lora: the adapter that must be loaded before each program; None: there is none.
 
         Raises:
             ModelError: the folder has no usable configuration, the architecture is not supported,
@@ -87,7 +82,7 @@ class HFRolloutEngine:
         self._metrics: Metrics = {}
         self._expected: dict[str, int] = {}
         self.last_stats: RolloutStats | None = None
-        """Counts of the last generate call that succeeded."""
+        """Counts of the last program that succeeded."""
         self.version = -1
         """Policy version of the weights, from the last ``finish_update``; -1 before the first."""
         self._boot()
@@ -115,48 +110,39 @@ class HFRolloutEngine:
         }
         self._gate = RequestGate()
 
-    def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> list[Response]:
-        """Sample; returns P * G responses on the CPU in prompt order, those to one prompt adjacent.
+    def run(self, program: Program[T]) -> T:
+        """Run a program over this engine's sampler, in an event loop of this thread.
 
-        A response is also cut (and truncated) where it and its prompt fill ``max_context_tokens``.
+        The engine decodes while all tasks of the program wait. A response is also cut (and
+        truncated) where it and its context fill ``max_context_tokens``.
 
         Raises:
-            PhaseError: paused, already generating, or a memory tag is released.
-            EngineError: a prompt is empty, too long or not in the vocabulary; a sampling
-                parameter is illegal; logits are not finite; or the call was aborted by ``drain``.
+            PhaseError: paused, another program is running, or a memory tag is released.
+            EngineError: logits are not finite; or the program was aborted by ``drain``.
         """
-        num_responses = len(prompts) * sampling.num_responses_per_prompt
-        with self._gate.admit(num_responses) as call:
+        with self._gate.admit() as call:
             self._require_resident("generate", *MemoryTag)
             if self._adapter is not None:
                 self._adapter.require_loaded()
-            check_sampling(sampling, vocab_size=self._model.config.vocab_size)
-            check_prompts(
-                prompts,
-                max_context_tokens=self._max_context_tokens,
-                vocab_size=self._model.config.vocab_size,
-            )
+            vocab_size = self._model.config.vocab_size
             decoding = Decoding(
-                self._begin_forward(),
-                self._slots,
-                vocab_size=self._model.config.vocab_size,
-                prompts=prompts,
-                sampling=sampling,
-                on_step=call.check,
+                self._begin_forward(), self._slots, vocab_size=vocab_size, version=self.version
             )
+            sampler = EmbeddedSampler(decoding, call, self._max_context_tokens, vocab_size)
             begin = time.perf_counter()
             try:
                 with (
                     _threads(self._config.num_threads),
-                    activity.gauge("rollout engine", decoding.describe_queue),
+                    activity.gauge("rollout engine", decoding.describe),
                 ):
-                    self.last_stats = decoding.run()
+                    result = run_program(program, sampler, call, step=decoding.step)
             except BaseException:
                 # After any error no NaN stays in a slot: see KVSlots.
                 self._memory[MemoryTag.KV_CACHE].fill_lost()
                 raise
-            self._count(self.last_stats, seconds=time.perf_counter() - begin)
-            return decoding.responses()
+            self.last_stats = decoding.stats
+            self._count(decoding.stats, seconds=time.perf_counter() - begin)
+            return result
 
     def _begin_forward(self) -> Forward:
         if self._fused is None:
@@ -164,7 +150,7 @@ class HFRolloutEngine:
         return self._fused.begin(self._max_context_tokens)
 
     def take_metrics(self) -> Metrics:
-        """Return the metrics of the generate calls since the last time, and reset them."""
+        """Return the metrics of the programs since the last time, and reset them."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
@@ -284,9 +270,9 @@ class HFRolloutEngine:
         self._gate.pause()
 
     def drain(self, *, timeout_s: float) -> int:
-        """Wait until no call runs; at the deadline abort the others, and return their number.
+        """Wait until no program runs; at the deadline abort it, and return its open requests.
 
-        The thread inside ``generate`` gets an EngineError then, at its next decode step.
+        The thread inside ``run`` gets an EngineError then, at its next decode step.
         """
         return self._gate.drain(timeout_s)
 
@@ -320,13 +306,13 @@ class HFRolloutEngine:
         return self._memory[part].resident_bytes()
 
     def restart(self) -> None:
-        """Abort the running call, free everything and build it again; weights are NaN again."""
+        """Abort the running program, free everything and build it again; weights are NaN again."""
         self.shutdown()
         self.version = -1
         self._boot()
 
     def shutdown(self) -> None:
-        """Abort the running call and free all memory; idempotent."""
+        """Abort the running program and free all memory; idempotent."""
         self.pause()
         self.drain(timeout_s=0.0)
         for memory in self._memory.values():

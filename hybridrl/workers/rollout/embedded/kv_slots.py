@@ -18,8 +18,9 @@ ATTENTION_NAME = "hybridrl_kv_slots"
 class KVStep:
     """Targets of one forward pass's keys and values, and the range that its queries attend to.
 
-    Two kinds: *prefill* (``mask`` is None) runs full prompts, which attend to themselves alone;
-    *decode* runs one token for each of rows 0 .. R-1 over the cached tokens of these rows.
+    Two kinds: *prefill* (``mask`` is None) runs contexts, which attend to themselves and to what is
+    cached of them; *decode* runs one token for each of rows 0 .. R-1 over the cached tokens of
+    these rows.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class KVStep:
         row_T: Tensor,
         longest: int,
         mask_R11L: Tensor | None,
+        cached_R: Tensor | None = None,
     ) -> None:
         """Describe one forward pass.
 
@@ -38,7 +40,9 @@ class KVStep:
             position_T: int64 [T], position of each token in its row.
             row_T: int64 [T], row of each token. In decode T = R and this counts up from 0.
             longest: L, positions that are read, from 0.
-            mask_R11L: float [R, 1, 1, L], added to the scores; None: causal, from position 0.
+            mask_R11L: float [R, 1, 1, L], added to the scores; None: causal.
+            cached_R: int64 [R], prefill only: tokens of each row that are cached already; its new
+                tokens follow them. None: no row has any.
         """
         _, _, num_rows, num_kv_heads, num_places, head_dim = kv_YSJCD.shape
         num_used = num_rows if mask_R11L is None else len(mask_R11L)
@@ -48,6 +52,7 @@ class KVStep:
         self._row_T = row_T
         self.position_T = position_T
         self._mask_R11L = mask_R11L
+        self._cached_R = cached_R
         first_T = row_T * (num_kv_heads * num_places) + position_T
         line_2J = torch.arange(2 * num_kv_heads, device=position_T.device)
         line_2J[num_kv_heads:] += (num_rows - 1) * num_kv_heads
@@ -109,8 +114,13 @@ class KVStep:
         return self._masks[window]
 
     def _windowed_mask(self, window: int | None) -> Tensor | None:
-        """Return ``[L, L]`` for prompts, ``[R, 1, 1, L]`` for a decode step, or that per head."""
+        """Return ``[L, L]`` for prompts, ``[R, 1, 1, L]`` for a decode step, or that per head.
+
+        Behind cached tokens: ``[R, 1, Q, L]`` for Q queries.
+        """
         mask = self._mask_R11L
+        if self._cached_R is not None:
+            return self._mask_behind_cached(self._cached_R, window)
         if window is not None:
             column_L = torch.arange(self._longest, device=self.position_T.device)
             if mask is None:
@@ -125,6 +135,15 @@ class KVStep:
         mask_RJ1L = mask.expand(-1, self._num_kv_heads, -1, -1)
         return mask_RJ1L.reshape(-1, 1, self._longest)
 
+    def _mask_behind_cached(self, cached_R: Tensor, window: int | None) -> Tensor:
+        column_L = torch.arange(self._longest, device=self.position_T.device)
+        num_queries = int((self.position_T - cached_R[self._row_T]).max()) + 1
+        position_RQ1 = (cached_R[:, None] + column_L[:num_queries])[..., None]
+        is_seen_RQL = column_L <= position_RQ1
+        if window is not None:
+            is_seen_RQL &= column_L > position_RQ1 - window
+        return is_seen_RQL[:, None]
+
     def _attend_by_products(
         self, layer: int, query_RHD: Tensor, scale: float, mask_X1L: Tensor
     ) -> Tensor:
@@ -138,23 +157,26 @@ class KVStep:
         return torch.bmm(scores_XGL.softmax(-1), values_XLD).view(len(query_RHD), -1)
 
     def _attend_to_prompts(
-        self, layer: int, query_THD: Tensor, scale: float, mask_LL: Tensor | None
+        self, layer: int, query_THD: Tensor, scale: float, mask: Tensor | None
     ) -> Tensor:
         keys_RJLD, values_RJLD = self._read[layer]
         num_rows, _, longest, head_dim = keys_RJLD.shape
-        at = (self._row_T, slice(None), self.position_T)
-        query_RHLD = query_THD.new_zeros(num_rows, query_THD.shape[1], longest, head_dim)
-        query_RHLD[at] = query_THD
-        out_RHLD = F.scaled_dot_product_attention(
-            query_RHLD,
+        query_T, num_queries = self.position_T, longest
+        if self._cached_R is not None and mask is not None:
+            query_T, num_queries = query_T - self._cached_R[self._row_T], mask.shape[2]
+        at = (self._row_T, slice(None), query_T)
+        query_RHQD = query_THD.new_zeros(num_rows, query_THD.shape[1], num_queries, head_dim)
+        query_RHQD[at] = query_THD
+        out_RHQD = F.scaled_dot_product_attention(
+            query_RHQD,
             keys_RJLD,
             values_RJLD,
-            attn_mask=mask_LL,
-            is_causal=mask_LL is None,
+            attn_mask=mask,
+            is_causal=mask is None,
             scale=scale,
             enable_gqa=True,
         )
-        return out_RHLD[at].flatten(1)
+        return out_RHQD[at].flatten(1)
 
 
 def _attend(  # noqa: PLR0913 - transformers chooses these
@@ -220,6 +242,9 @@ class KVSlots:
         self.kv_YSJCD[:, :, first_row:last_row, :, :longest] = kv_YRJLD[:, :, row_N]
 
     def move(self, from_N: Tensor, to_N: Tensor, longest: int) -> None:
-        """Copy rows ``from_N`` over rows ``to_N``, int64 [N], up to ``longest`` tokens."""
+        """Copy rows ``from_N`` over rows ``to_N``, int64 [N], up to ``longest`` tokens.
+
+        A row may be in both: all are read before any is written.
+        """
         used = self.kv_YSJCD[:, :, :, :, :longest]
         used[:, :, to_N] = used[:, :, from_N]

@@ -1,10 +1,11 @@
-"""Prompts run through the model once each, shortly before their responses get slots.
+"""Contexts run through the model once each, shortly before their responses get slots.
 
-Legend as in ``kv_slots``: R prompts of one pass, L tokens of the longest, T tokens end to end.
+Legend as in ``kv_slots``: R contexts of one pass, L tokens of the longest, T new tokens end to end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,75 +14,91 @@ from torch import Tensor
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots, KVStep
 from hybridrl.workers.rollout.embedded.model import Forward, require_finite
 
-# Of one pass, with padding. Limits the memory of prompts that wait for a slot: 0.2 GB for a
+# Of one pass, with padding. Limits the memory of contexts that wait for a slot: 0.2 GB for a
 # 7B model (57 kB of keys and values a token in bfloat16). The default task's 16 prompts fit in one.
 _MAX_PASS_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """Prompts [begin, end) of a call: R = end - begin."""
+    """R different contexts."""
 
-    begin: int
-    end: int
-    kv_YRJLD: Tensor  # [Y, 2, R, J, L, D], keys and values; 0 past the end of a prompt
+    kv_YRJLD: Tensor  # [Y, 2, R, J, L, D], keys and values; finite past the end of a context
     logits_RV: Tensor  # of each response's first token
 
 
-class PromptQueue:
-    """The prompts of one call, in order."""
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """The first tokens of a context, whose keys and values lie in a slot."""
 
-    def __init__(
-        self, forward: Forward, slots: KVSlots, *, token_T: Tensor, offsets: list[int]
-    ) -> None:
-        """Take prompts; nothing runs yet.
+    slot: int
+    num_tokens: int
 
-        Args:
-            forward: runs them.
-            slots: their keys and values will be copied there; gives type and size.
-            token_T: int64 [T], all prompts end to end, on the model's device.
-            offsets: P + 1 indices into ``token_T``; prompt p is [offsets[p], offsets[p + 1]).
-        """
-        self._forward = forward
-        self._slots = slots
-        self._token_T = token_T
-        self._offsets = offsets
-        self._latest: Prefilled | None = None
-        self.num_passes = 0
 
-    def pass_with(self, prompt: int) -> Prefilled:
-        """Return the pass that holds ``prompt``. Prompts are asked for in rising order.
+def plan_pass(contexts: Iterable[tuple[bytes, int]]) -> list[int]:
+    """Choose the first contexts for one pass; return the row of each, at least one.
 
-        Raises:
-            EngineError: a logit is not finite.
-        """
-        if self._latest is None or prompt >= self._latest.end:
-            self._latest = self._run(prompt)
-            self.num_passes += 1
-        return self._latest
+    Equal contexts share a row.
 
-    def _run(self, begin: int) -> Prefilled:
-        end, longest = self._plan(begin)
-        token_T = self._token_T[self._offsets[begin] : self._offsets[end]]
-        bounds = torch.tensor(self._offsets[begin : end + 1], device=token_T.device)
-        bounds -= self._offsets[begin]
-        row_T = torch.arange(end - begin, device=token_T.device).repeat_interleave(bounds.diff())
-        position_T = torch.arange(len(token_T), device=token_T.device) - bounds[row_T]
-        num_layers, _, _, num_kv_heads, _, head_dim = self._slots.kv_YSJCD.shape
-        kv_YRJLD = self._slots.kv_YSJCD.new_zeros(
-            num_layers, 2, end - begin, num_kv_heads, longest, head_dim
-        )
-        kv_step = KVStep(kv_YRJLD, position_T, row_T=row_T, longest=longest, mask_R11L=None)
-        logits_RV = self._forward(token_T, kv_step, logits_at=bounds[1:] - 1)
-        require_finite(logits_RV)
-        return Prefilled(begin, end, kv_YRJLD, logits_RV)
-
-    def _plan(self, begin: int) -> tuple[int, int]:
-        """Return the end of a pass from ``begin`` on, at least one prompt, and its longest."""
-        end, longest = begin, 0
-        while end + 1 < len(self._offsets):
-            longer = max(longest, self._offsets[end + 1] - self._offsets[end])
-            if end > begin and (end + 1 - begin) * longer > _MAX_PASS_TOKENS:
+    Args:
+        contexts: token ids as bytes, and number of tokens.
+    """
+    rows: list[int] = []
+    row_of: dict[bytes, int] = {}
+    longest = 0
+    for context, length in contexts:
+        if context not in row_of:
+            longer = max(longest, length)
+            if row_of and (len(row_of) + 1) * longer > _MAX_PASS_TOKENS:
                 break
-            end, longest = end + 1, longer
-        return end, longest
+            row_of[context], longest = len(row_of), longer
+        rows.append(row_of[context])
+    return rows
+
+
+def prefill(
+    forward: Forward,
+    slots: KVSlots,
+    contexts: Sequence[Tensor],
+    prefixes: Sequence[CachedPrefix | None],
+) -> Prefilled:
+    """Run contexts through the model, except for the prefixes that slots hold.
+
+    Args:
+        forward: runs the model.
+        slots: hold the prefixes; give type and size.
+        contexts: int64 [L] each, on the host.
+        prefixes: of each context, shorter than it; None: no slot holds any.
+
+    Raises:
+        EngineError: a logit is not finite.
+    """
+    device = slots.kv_YSJCD.device
+    num_layers, _, _, num_kv_heads, _, head_dim = slots.kv_YSJCD.shape
+    longest = max(len(context) for context in contexts)
+    kv_YRJLD = slots.kv_YSJCD.new_zeros(
+        num_layers, 2, len(contexts), num_kv_heads, longest, head_dim
+    )
+    num_cached = [0 if prefix is None else prefix.num_tokens for prefix in prefixes]
+    for row, prefix in enumerate(prefixes):
+        if prefix is not None:
+            cached = slots.kv_YSJCD[:, :, prefix.slot, :, : prefix.num_tokens]
+            kv_YRJLD[:, :, row, :, : prefix.num_tokens] = cached
+    new = [context[begin:] for context, begin in zip(contexts, num_cached, strict=True)]
+    token_T = torch.cat(new).to(device)
+    count_R = torch.tensor([len(tokens) for tokens in new], device=device)
+    end_R = count_R.cumsum(0)
+    row_T = torch.arange(len(new), device=device).repeat_interleave(count_R)
+    query_T = torch.arange(len(token_T), device=device) - (end_R - count_R)[row_T]
+    cached_R = torch.tensor(num_cached, device=device)
+    kv_step = KVStep(
+        kv_YRJLD,
+        query_T + cached_R[row_T],
+        row_T=row_T,
+        longest=longest,
+        mask_R11L=None,
+        cached_R=cached_R if any(num_cached) else None,
+    )
+    logits_RV = forward(token_T, kv_step, logits_at=end_R - 1)
+    require_finite(logits_RV)
+    return Prefilled(kv_YRJLD, logits_RV)

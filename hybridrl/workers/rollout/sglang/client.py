@@ -1,7 +1,7 @@
-"""HTTP to one server: control calls one at a time, generation requests all at once.
+"""HTTP to one server: control calls by any thread, generation requests in a program's own loop.
 
-A thread runs the event loop, so that thousands of requests wait without a thread each, and callers
-stay synchronous.
+A thread runs the event loop of the control calls, so that callers stay synchronous, and a program
+that blocks its own loop does not hold them up.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -59,7 +59,6 @@ class ServerClient:
         self._require_alive = require_alive
         self._loop = asyncio.new_event_loop()
         self._session: aiohttp.ClientSession | None = None
-        self._open_work: set[asyncio.Future[Any]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name=name)
         self._thread.start()
 
@@ -92,10 +91,20 @@ class ServerClient:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def request(
-        self, path: str, body: Body | None = None, *, timeout_s: float, method: str = "POST"
+        self,
+        path: str,
+        body: Body | None = None,
+        *,
+        timeout_s: float,
+        method: str = "POST",
+        session: aiohttp.ClientSession | None = None,
     ) -> Any:  # noqa: ANN401
-        """Do one call, as ``call`` does; to be awaited on the client's loop."""
-        session = self._open()
+        """Do one call, as ``call`` does; to be awaited on the loop of ``session``.
+
+        Without a session the client's own is used, on the client's loop.
+        """
+        if session is None:
+            session = self._session = self._session or self.open_session()
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with session.request(
@@ -114,32 +123,6 @@ class ServerClient:
             raise ServerError(path, answer.status, _message_of(text))
         return _parsed(text)
 
-    async def settle(
-        self, work: Sequence[Coroutine[Any, Any, T]]
-    ) -> list[T | EngineError | DeadlineError]:
-        """Await all, and return for each its result or its hybridrl error.
-
-        What ``cut_off`` cancelled counts as a lost connection.
-        """
-        tasks = [asyncio.ensure_future(each) for each in work]
-        self._open_work.update(tasks)
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        self._open_work.difference_update(tasks)
-        return [_known(result) for result in results]
-
-    def cut_off(self, *, after_s: float) -> None:
-        """Stop waiting for all requests of ``settled``, unless they end within ``after_s``.
-
-        A server that sees a connection close aborts its request.
-        """
-
-        def arrange() -> None:
-            # Only the requests open now: the timer may outlive the drain, and meet the next call.
-            for task in self._open_work:
-                self._loop.call_later(after_s, task.cancel)
-
-        self._loop.call_soon_threadsafe(arrange)
-
     def close(self) -> None:
         """Drop all connections and end the thread. Idempotent."""
         if self._loop.is_closed():
@@ -150,20 +133,11 @@ class ServerClient:
         self._thread.join()
         self._loop.close()
 
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            # No limit: the server queues, and knows best the order of requests.
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
-            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
-        return self._session
-
-
-def _known(result: T | BaseException) -> T | EngineError | DeadlineError:
-    if isinstance(result, asyncio.CancelledError):
-        return ConnectionLostError("it was cut off while the engine drained")
-    if isinstance(result, BaseException) and not isinstance(result, EngineError | DeadlineError):
-        raise result
-    return result
+    def open_session(self) -> aiohttp.ClientSession:
+        """Return connections of the current event loop; the caller closes them."""
+        # No limit: the server queues, and knows best the order of requests.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+        return aiohttp.ClientSession(connector=connector, headers=self._headers)
 
 
 def _parsed(text: str) -> Any:  # noqa: ANN401

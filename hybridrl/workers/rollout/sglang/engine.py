@@ -7,19 +7,19 @@ from collections.abc import Mapping
 
 import torch
 
-from hybridrl.batch import PromptBatch
 from hybridrl.config.architecture import Architecture, read_architecture
 from hybridrl.config.rollout import ABORT_GRACE_S, FLUSH_TIMEOUT_S
 from hybridrl.diagnostics import activity
 from hybridrl.errors import EngineError, ModelError, PhaseError
 from hybridrl.metrics import Max, Metrics, merge
-from hybridrl.workers.rollout.protocol import MemoryTag, Response, SamplingParams
+from hybridrl.workers.rollout.event_loop import run_program
+from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.request_gate import RequestGate
-from hybridrl.workers.rollout.sampling import check_prompts, check_sampling
+from hybridrl.workers.rollout.sampler import Program, Sampler, T
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec
 from hybridrl.workers.rollout.sglang.capabilities import Capability
 from hybridrl.workers.rollout.sglang.memory import held_bytes
-from hybridrl.workers.rollout.sglang.sampling import ExpertShape, GroupSampler, build_groups
+from hybridrl.workers.rollout.sglang.sampling import ExpertShape, ServedModel, ServerSampler
 from hybridrl.workers.rollout.sglang.server import Server
 from hybridrl.workers.rollout.sglang.weights import ADAPTER, ServedWeights
 
@@ -65,40 +65,40 @@ class SGLangEngine(ServedWeights):
 
     # -- sampling --------------------------------------------------------------------------------
 
-    def generate(self, prompts: PromptBatch, sampling: SamplingParams) -> list[Response]:
-        """Sample; returns P * G responses on the CPU in prompt order, those to one prompt adjacent.
+    def run(self, program: Program[T]) -> T:
+        """Run a program over this engine's sampler, in an event loop of this thread.
 
-        A response is also cut (and truncated) where it and its prompt fill the context.
+        A response is also cut (and truncated) where it and its context fill the context.
 
         Raises:
-            PhaseError: paused, already generating, or a memory tag is released.
-            EngineError: a prompt or parameter is refused; the server is gone; the call was aborted
-                by ``drain``; or responses were cut off again and again.
+            PhaseError: paused, another program is running, or a memory tag is released.
+            EngineError: the server is gone; the program was aborted by ``drain``; or responses
+                were cut off again and again.
             DeadlineError: a request took longer than ``rollout.request_timeout_s``.
         """
-        with self._gate.admit(len(prompts) * sampling.num_responses_per_prompt) as call:
+        with self._gate.admit() as call:
             self._require_resident("generate", *MemoryTag)
             self._require_adapter()
-            vocab_size = self._model.vocab_size
-            check_sampling(sampling, vocab_size=vocab_size)
-            limit = self._spec.max_context_tokens
-            check_prompts(prompts, max_context_tokens=limit, vocab_size=vocab_size)
-            sampler = GroupSampler(
-                self._server.client,
-                sampling,
-                max_context_tokens=limit,
-                weight_version=str(self.version),
-                timeout_s=self._spec.rollout.request_timeout_s,
+            model = ServedModel(
+                max_context_tokens=self._spec.max_context_tokens,
+                vocab_size=self._model.vocab_size,
+                version=self.version,
                 adapter=None if self._spec.lora is None else ADAPTER,
                 experts=self._experts,
             )
-            groups = build_groups(prompts, sampling)
+            timeout_s = self._spec.rollout.request_timeout_s
+            sampler = ServerSampler(self._server.client, model, call, timeout_s=timeout_s)
+
+            async def connected(_: Sampler) -> T:
+                async with sampler:
+                    return await program(sampler)
+
             begin = time.perf_counter()
             with activity.gauge("rollout engine", sampler.describe):
-                responses, metrics = sampler.run(groups, on_cut_off=call.check)
+                result = run_program(connected, sampler, call)
             seconds: Metrics = {"time/sample_s": Max(time.perf_counter() - begin)}
-            self._metrics = merge([self._metrics, metrics, seconds])
-            return responses
+            self._metrics = merge([self._metrics, sampler.metrics(), seconds])
+            return result
 
     def take_metrics(self) -> Metrics:
         """Return the metrics since the last time, and reset them."""
@@ -119,14 +119,9 @@ class SGLangEngine(ServedWeights):
             DeadlineError: it stays busy; how many requests run and wait.
         """
         self._server.process.require_alive("drain")
-        aborted = self._gate.drain(timeout_s, abort=self._cut_off, grace_s=ABORT_GRACE_S)
+        aborted = self._gate.drain(timeout_s, grace_s=ABORT_GRACE_S)
         self._server.hold(timeout_s=FLUSH_TIMEOUT_S)
         return aborted
-
-    def _cut_off(self) -> None:
-        """End this process's requests, also those that the server has not received yet."""
-        self._server.client.cut_off(after_s=ABORT_GRACE_S / 2)
-        self._server.post("/abort_request", abort_all=True)
 
     def release(self, part: MemoryTag, *, backup: frozenset[str] = frozenset()) -> None:
         """Free the memory of a tag. Tensors in ``backup`` survive if the server keeps a copy.

@@ -1,0 +1,69 @@
+"""The event loop in which a program samples: opened for one program, in the calling thread."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Callable
+from functools import partial
+
+from hybridrl.workers.rollout.request_gate import ProgramCall
+from hybridrl.workers.rollout.sampler import Program, Sampler, T
+
+Step = Callable[[], bool]
+"""Does a bounded piece of work; False if there is none."""
+
+
+def _no_step() -> bool:
+    return False
+
+
+class _StepWhenIdle(selectors.DefaultSelector):
+    """Does a step of work whenever no task can run.
+
+    A loop asks its selector to wait if no task is ready. So each step meets all requests that the
+    program could make before it, whatever number of tasks they passed through. Hence a program that
+    waits for nothing but samples gets the same batches, in the same order, in every run.
+    """
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self._step = step
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Return file events; wait for them only if there is no work either."""
+        is_idle = timeout is None or timeout > 0
+        events = super().select(0 if is_idle else timeout)
+        if events or not is_idle or self._step():
+            return events
+        return super().select(timeout)
+
+
+def run_program(
+    program: Program[T], sampler: Sampler, call: ProgramCall, *, step: Step = _no_step
+) -> T:
+    """Run a program until it returns, then end the tasks that it left behind.
+
+    Args:
+        program: gets the sampler.
+        sampler: its requests are answered by ``step``, or through the loop's file events.
+        call: counts requests; a drain aborts the program through it.
+        step: called while all tasks wait; its errors end the program, and are raised here.
+
+    Raises:
+        EngineError: the program was aborted.
+    """
+
+    async def attached() -> T:
+        call.attach()
+        return await program(sampler)
+
+    loop_factory = partial(asyncio.SelectorEventLoop, _StepWhenIdle(step))
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        try:
+            result = runner.run(attached())
+        except (Exception, asyncio.CancelledError):
+            call.require_alive()
+            raise
+    call.require_alive()  # it may have suppressed its cancellation
+    return result
