@@ -138,6 +138,20 @@ def response_lengths(mask_BL: Tensor) -> Tensor:
     return counts[row_offsets(mask_BL)].diff()
 
 
+def last_turns(mask_BL: Tensor) -> Tensor:
+    """Keep the last run of True entries of each row of a jagged bool [B, L]. Of host columns."""
+    mask_T, lengths_B = mask_BL.values().numpy(), row_lengths(mask_BL)
+    index_T = np.arange(len(mask_T))
+    last_false_T = np.maximum.accumulate(np.where(mask_T, -1, index_T))
+    true_S, counts_B = np.flatnonzero(mask_T), response_lengths(mask_BL).numpy()
+    begin_B = row_offsets(mask_BL)[:-1].numpy().copy()
+    has_any_B = counts_B > 0
+    last_true_B = true_S[counts_B.cumsum()[has_any_B] - 1]
+    begin_B[has_any_B] = np.maximum(begin_B[has_any_B], last_false_T[last_true_B] + 1)
+    is_last_T = mask_T & (index_T >= np.repeat(begin_B, lengths_B.numpy()))
+    return jagged_from(torch.from_numpy(is_last_T), lengths_B)
+
+
 def spread_over_tokens(values_B: Tensor, mask_BL: Tensor) -> Tensor:
     """Give each True token of row b the value ``values_B[b]``, others 0: jagged float32 [B, L].
 

@@ -21,13 +21,11 @@ from hybridrl.agents import built_in_tools
 from hybridrl.agents.tool_calls import BrokenCall, ToolCall
 from hybridrl.agents.tool_child import to_text
 from hybridrl.agents.tool_process import ToolFailed, ToolLimits, ToolProcesses
+from hybridrl.config.agent import BUILT_IN_TOOLS
 from hybridrl.errors import AgentError, suggest_name
 from hybridrl.json_text import to_json_text
 from hybridrl.rewards.child import last_line, load_function
 from hybridrl.rewards.sandbox import Sandbox, SandboxLimits
-
-BUILT_IN_TOOLS = ("calculator", "python")
-"""Names for ``agent.tools``; others are ``path/to/file.py:function``."""
 
 Schema = Mapping[str, Any]
 
@@ -168,11 +166,6 @@ class Toolbox:
             limits=limits,
             num_processes=num_processes,
         )
-
-    @property
-    def schemas(self) -> tuple[Schema, ...]:
-        """Return the schemas of all tools, as chat templates take them."""
-        return tuple(tool.schema for tool in self._tools.values())
 
     async def call(self, call: ToolCall | BrokenCall) -> ToolResult:
         """Call a tool; a failure is a result, too.

@@ -47,6 +47,11 @@ class Trajectory:
         """Return the number of the assistant's turns."""
         return sum(turn.logprobs is not None for turn in self.turns)
 
+    @property
+    def num_appended_tokens(self) -> int:
+        """Return the tokens that the policy did not choose."""
+        return sum(len(turn.token_ids) for turn in self.turns if turn.logprobs is None)
+
     def to_sample(self) -> Sample:
         """Return the tokens of all turns as one continuation of the prompt."""
         logprobs, is_sampled = [], []

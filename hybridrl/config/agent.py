@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
+from hybridrl.config import parts
 from hybridrl.config.limits import Rows, Seconds, Within
 
 SINGLE_TURN = "single_turn"
@@ -55,6 +56,11 @@ class AgentConfig:
 
     max_result_chars: Annotated[int, Within(at_least=16, at_most=2**24, why=_IN_CONTEXT)]
     """Characters of a tool's result that the model gets; of a longer one it gets both ends."""
+
+    def with_absolute_files(self) -> AgentConfig:
+        """Return the same section with absolute paths of its files, for any working folder."""
+        tools = tuple(parts.absolute(tool) for tool in self.tools)
+        return replace(self, loop=parts.absolute(self.loop), tools=tools)
 
     @property
     def is_single_turn(self) -> bool:

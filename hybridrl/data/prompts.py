@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ def tokenize_rows(
     use_chat_template: bool,
     max_prompt_tokens: int,
     overlong: str,
+    tools: Sequence[Mapping[str, Any]] = (),
     cache: Path | None = None,
 ) -> list[TokenizedRow]:
     """Tokenize every prompt now, so that a bad one ends the run before it began.
@@ -59,6 +61,7 @@ def tokenize_rows(
         max_prompt_tokens: the longest prompt.
         overlong: treatment of a longer one: ``error``, ``drop``, or ``keep_end``, which keeps
             its last tokens.
+        tools: schemas of tools, which the chat template shows the model.
         cache: folder in which the tokens of at least ``ROWS_TO_CACHE`` rows are kept; None keeps
             none.
 
@@ -73,10 +76,10 @@ def tokenize_rows(
     rendered: list[Rendered] | None = None
     file = None
     if cache is not None and len(rows) >= ROWS_TO_CACHE:
-        file = cache_file(cache, rows, tokenizer, use_chat_template=use_chat_template)
+        file = cache_file(cache, rows, tokenizer, use_chat_template=use_chat_template, tools=tools)
         rendered = None if file is None else read_rendered(file, num_rows=len(rows))
     if rendered is None:
-        rendered = _render(rows, tokenizer, use_chat_template=use_chat_template)
+        rendered = _render(rows, tokenizer, use_chat_template=use_chat_template, tools=tools)
         if file is not None:
             write_rendered(file, rendered)
     tokenized = [
@@ -89,13 +92,20 @@ def tokenize_rows(
 
 
 def _render(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, use_chat_template: bool
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    use_chat_template: bool,
+    tools: Sequence[Mapping[str, Any]],
 ) -> list[Rendered]:
     """Return text and tokens of each prompt; of many, the log says how far it is."""
     rendered: list[Rendered] = []
     for start in range(0, len(rows), _ROWS_PER_CALL):
         chunk = rows[start : start + _ROWS_PER_CALL]
-        texts = [_to_text(row, tokenizer, use_chat_template=use_chat_template) for row in chunk]
+        texts = [
+            _to_text(row, tokenizer, use_chat_template=use_chat_template, tools=tools)
+            for row in chunk
+        ]
         # With a template the text already holds the special tokens.
         token_lists = tokenizer(
             texts, add_special_tokens=not use_chat_template, return_attention_mask=False
@@ -125,7 +135,13 @@ def _require_different_texts(rows: Sequence[TokenizedRow]) -> None:
         )
 
 
-def _to_text(row: Row, tokenizer: PreTrainedTokenizerBase, *, use_chat_template: bool) -> str:
+def _to_text(
+    row: Row,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    use_chat_template: bool,
+    tools: Sequence[Mapping[str, Any]],
+) -> str:
     if not use_chat_template:
         if isinstance(row.prompt, str):
             return row.prompt
@@ -134,7 +150,7 @@ def _to_text(row: Row, tokenizer: PreTrainedTokenizerBase, *, use_chat_template:
             "data.use_chat_template=false; set it to true, or write the prompt as text"
         )
     messages = (Message("user", row.prompt),) if isinstance(row.prompt, str) else row.prompt
-    return render_chat(messages, tokenizer, origin=row.origin)
+    return render_chat(messages, tokenizer, origin=row.origin, tools=tools)
 
 
 def render_chat(
@@ -143,6 +159,7 @@ def render_chat(
     *,
     origin: str,
     is_complete: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Render messages with the tokenizer's chat template.
 
@@ -151,6 +168,7 @@ def render_chat(
         tokenizer: has a template.
         origin: of the row, for messages.
         is_complete: False adds the beginning of the assistant's next turn.
+        tools: schemas of tools for the template to show.
 
     Raises:
         DataError: the template rejects them.
@@ -158,7 +176,10 @@ def render_chat(
     conversation = [{"role": message.role, "content": message.content} for message in messages]
     try:
         text: str = tokenizer.apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=not is_complete
+            conversation,
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=not is_complete,
         )
     except Exception as error:  # a template is a program, which may raise any error
         raise DataError(f"{origin}: the chat template rejects the prompt: {error}") from error

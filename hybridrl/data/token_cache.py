@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -39,6 +40,7 @@ def cache_file(
     tokenizer: PreTrainedTokenizerBase,
     *,
     use_chat_template: bool,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> Path | None:
     """Return the file of these rows, which need not exist; None if the tokenizer is not known.
 
@@ -47,6 +49,7 @@ def cache_file(
         rows: their text and order count.
         tokenizer: its vocabulary, rules and template count, if it is one of the fast ones.
         use_chat_template: whether prompts are wrapped.
+        tools: schemas that the template shows.
     """
     if not tokenizer.is_fast:
         return None
@@ -54,6 +57,7 @@ def cache_file(
         *(_FORMAT, fingerprint(rows), use_chat_template),
         *(tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template),
         *(tokenizer.special_tokens_map, [version(package) for package in _PACKAGES]),
+        *([list(tools)] if tools else []),
     ]
     digest = hashlib.sha256(to_json_text(parts).encode()).hexdigest()
     return folder / f"{digest[:32]}.npz"

@@ -21,6 +21,7 @@ import struct
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
 from typing import Any
 
 HEADER = struct.Struct("!Q")
@@ -250,6 +251,16 @@ def _try_to_load(
 
 def load_function(path: str, name: str) -> Callable[..., Any]:
     """Import a file once, and return a function that it defines."""
+    module = load_module(path)
+    members = {key: value for key, value in vars(module).items() if inspect.isfunction(value)}
+    if name not in members:
+        raise AttributeError(f"no function {name!r} in {path}; it has {sorted(members)}")
+    function: Callable[..., Any] = members[name]
+    return function
+
+
+def load_module(path: str) -> ModuleType:
+    """Import a file, once."""
     module_name = f"reward_file_{path}"
     module = sys.modules.get(module_name)
     if module is None:
@@ -259,11 +270,7 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module  # dataclasses and pickle look their module up
         spec.loader.exec_module(module)
-    members = {key: value for key, value in vars(module).items() if inspect.isfunction(value)}
-    if name not in members:
-        raise AttributeError(f"no function {name!r} in {path}; it has {sorted(members)}")
-    function: Callable[..., Any] = members[name]
-    return function
+    return module
 
 
 def last_line(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl.agents.rollout import tool_schemas
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.examination import (
     Examination,
@@ -190,4 +191,5 @@ def _tokenize(
         use_chat_template=config.data.use_chat_template,
         max_prompt_tokens=_NO_LIMIT,
         overlong="error",
+        tools=tool_schemas(config.agent),
     )

@@ -10,6 +10,7 @@ from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl.agents.rollout import require_usable_agent
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.sampler import Sampler
@@ -72,10 +73,12 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
     Raises:
         DataError: bad rows, by file and line, or no rows.
         ModelError: the tokenizer or its stop tokens cannot be used.
+        AgentError: the agent, its tools or the chat template cannot be used.
         RewardError: the reward function cannot be loaded.
     """
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
     stop_token_ids = load_stop_token_ids(folder, tokenizer)
+    require_usable_agent(config.agent, tokenizer, stop_token_ids=stop_token_ids)
     train_rows = load_train_rows(config, tokenizer)
     config = within_epochs(config, len(train_rows.rows))
     source = PromptSource(

@@ -11,9 +11,11 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl import env
+from hybridrl.agents.rollout import tool_schemas
 from hybridrl.config.data import SourceConfig
 from hybridrl.config.eval import EvalSet
 from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.data.calculator import build_calculator_rows
 from hybridrl.data.columns import columns_of
 from hybridrl.data.files import read_rows
 from hybridrl.data.prompts import TokenizedRow, tokenize_rows
@@ -89,7 +91,7 @@ def read_train_rows(config: ExperimentConfig) -> list[Row]:
         DataError: bad rows, by file and line; or no rows.
     """
     data = config.data
-    if data.task == "sort_digits":
+    if data.task is not None:
         return _make(config, data.num_task_rows, split="train")
     if data.sources:
         by_source = (read_source(config, name, s) for name, s in data.sources.items())
@@ -119,7 +121,7 @@ def read_eval_rows(config: ExperimentConfig, settings: EvalSet) -> list[Row]:
         DataError: bad rows, by file and line; or no rows.
     """
     data = config.data
-    if data.task == "sort_digits" and settings.files is None:
+    if data.task is not None and settings.files is None:
         return _make(config, settings.num_prompts, split="eval")
     key = "data.eval_files" if settings.files is None else f"{settings.key}.files"
     names = data.eval_files if settings.files is None else settings.files
@@ -146,6 +148,10 @@ def _sampler_of(rows: Sequence[TokenizedRow], config: ExperimentConfig) -> RowSa
 
 def _make(config: ExperimentConfig, num_rows: int, *, split: Split) -> list[Row]:
     data = config.data
+    if data.task == "calculator":
+        return build_calculator_rows(
+            num_rows, split=split, seed=config.seed, has_conversations=config.mode == "sft"
+        )
     return build_sort_digits_rows(
         num_rows,
         split=split,
@@ -165,5 +171,6 @@ def _tokenize(
         use_chat_template=data.use_chat_template,
         max_prompt_tokens=data.max_prompt_tokens,
         overlong=data.overlong_prompts,
+        tools=tool_schemas(config.agent),
         cache=env.cache_dir() / "tokens",
     )

@@ -53,6 +53,7 @@ def start_workers(config: ExperimentConfig, model_folder: Path) -> Iterator[Work
         config,
         model=replace(config.model, path=str(model_folder)),
         algorithm=config.algorithm.with_absolute_files(),
+        agent=config.agent.with_absolute_files(),
     )
     variables = rank_variables(config)
     workers: dict[str, WorkerGroup] = {}

@@ -31,7 +31,9 @@ TOOLS = load_tools(["calculator", f"{Path(__file__).with_name('tools_file.py')}:
 TOOLBOX = Toolbox(TOOLS, limits=ToolLimits(timeout_s=5.0, max_chars=100), num_processes=1)
 
 
-def _setting(sampler: FakeSampler, *, style: str = "hermes", max_new_tokens: int = 2000, max_turns: int = 6) -> Setting:
+def _setting(
+    sampler: FakeSampler, *, style: str = "hermes", max_new_tokens: int = 2000, max_turns: int = 6
+) -> Setting:
     tokenizer = sampler.tokenizer
     return Setting(
         sampler=sampler,

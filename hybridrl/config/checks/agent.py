@@ -33,18 +33,22 @@ def check_tools_are_known(config: ExperimentConfig) -> Iterator[ConfigError]:
             yield ConfigError("agent.tools", name, flaw, remedies=remedies)
     if known and agent.is_single_turn:
         rule = "would be ignored, because agent.loop=single_turn calls none"
-        remedies = [("agent.tools=[]",), ("agent.loop=tool_calls", "data.use_chat_template=true")]
-        yield ConfigError("agent.tools", list(agent.tools), rule, remedies=remedies)
+        yield ConfigError("agent.tools", list(agent.tools), rule, remedies=[("agent.tools=[]",)])
 
 
 def check_conversations_have_a_template(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Messages are appended in the form of the chat template."""
     if not config.agent.is_single_turn and not config.data.use_chat_template:
+        with_template = ("data.use_chat_template=true",)
+        remedies = [("agent=single_turn",)]
+        # The made model has learned a chat template for one task.
+        if config.model.path is not None or config.data.task == "calculator":
+            remedies.insert(0, with_template)
         yield ConfigError(
             "data.use_chat_template",
-            False,
+            config.data.use_chat_template,
             f"agent.loop={config.agent.loop} appends messages in the form of the chat template",
-            remedies=[("data.use_chat_template=true",), ("agent=single_turn",)],
+            remedies=remedies,
         )
 
 
@@ -53,7 +57,7 @@ def check_conversations_have_no_experts(config: ExperimentConfig) -> Iterator[Co
     if not config.agent.is_single_turn and config.rollout.routed_experts:
         yield ConfigError(
             "rollout.routed_experts",
-            True,
+            config.rollout.routed_experts,
             f"agent.loop={config.agent.loop} samples several turns, and their experts are not kept",
             remedies=[("rollout.routed_experts=false",), ("agent=single_turn",)],
         )
