@@ -29,6 +29,8 @@ class PromptBatch(TensorClass):
         Tensor  # int64, index in the run's prompt stream: no two prompts of a run share it
     )
     seed_P: Tensor  # int64, response g to a prompt draws its random numbers from (seed, g) alone
+    # uint8, jagged, the row as JSON (data/rows.py), with lengths of its own. None without an agent.
+    row_PN: Tensor | None = None
 
 
 class RolloutBatch(TensorClass):

@@ -150,10 +150,7 @@ agent/appended_tokens/mean | tokens | tokens of tools and of the chat template i
 agent/tool_calls/mean | calls | calls of tools in a conversation, broken ones too
 agent/tool_error_fraction | 1 | share of them that were answered with an error
 agent/tool_s/mean | s | time of a call
-agent/ended_by_turns_fraction | 1 | conversations that agent.max_turns ended
-agent/ended_by_tokens_fraction | 1 | conversations that the length limit ended
-agent/ended_by_time_fraction | 1 | conversations that agent.timeout_s ended
-agent/ended_by_error_fraction | 1 | conversations that an error of the agent ended
+agent/ended_by_{limit}_fraction | 1 | share that a limit ended: turns, tokens, time, or an error
 groups/sampled | groups | prompts that the step sampled, with a group filter
 groups/kept_fraction | 1 | share of them that the group filter kept
 groups/learned | groups | prompts that the step learned from

@@ -21,7 +21,7 @@ from hybridrl.agents.templates import TurnTemplate
 from hybridrl.agents.tool_calls import BrokenCall, Calls, ToolCall
 from hybridrl.agents.tools import Toolbox, ToolResult
 from hybridrl.agents.trajectory import Ended, Trajectory, Turn
-from hybridrl.data.rows import Message
+from hybridrl.data.rows import Message, Row
 from hybridrl.diagnostics import trace
 from hybridrl.rewards.child import last_line
 from hybridrl.workers.rollout.sampler import RequestParams, Sampler
@@ -34,13 +34,16 @@ log = logging.getLogger(__name__)
 class Prompt:
     """The beginning of a conversation."""
 
+    row: Row
+    """With the reference answer, for agents that play an environment."""
+
     token_ids: Tensor
-    """int64 [n], n >= 1."""
+    """int64 [n], n >= 1, of the rendered prompt."""
 
     seed: int
     """Of the prompt (``PromptBatch.seed_P``)."""
 
-    sibling: int
+    response_index: int
     """Index of the conversation among those that start with the same prompt, from 0."""
 
     number: int
@@ -49,7 +52,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What all conversations of a rank share."""
+    """The setting that all conversations of a rank share."""
 
     sampler: Sampler
     params: RequestParams
@@ -75,8 +78,13 @@ class ConversationEnded(Exception):
 class Agent(Protocol):
     """Holds conversations: any program over ``Conversation``. Made without arguments."""
 
-    appended_roles: Sequence[str]
-    """Of the messages that it appends, ``tool`` or ``user``: their form is checked at the start."""
+    @property
+    def appended_roles(self) -> Sequence[str]:
+        """Return the roles of the messages that it appends, ``tool`` or ``user``.
+
+        A class attribute: the chat template's form of them is checked before the run begins.
+        """
+        ...
 
     async def run(self, conversation: Conversation) -> None:
         """Sample turns and append messages until there is an answer.
@@ -103,6 +111,11 @@ class Conversation:
         self.sampler_error: Exception | None = None
         """An error of the engine: unlike others it ends the run."""
 
+    @property
+    def row(self) -> Row:
+        """Return the row of the data: prompt, answer and source."""
+        return self._prompt.row
+
     async def sample(self) -> str:
         """Sample the assistant's next turn.
 
@@ -117,7 +130,7 @@ class Conversation:
         self._end_if("turns", reached=self._num_sampled >= setting.max_turns)
         self._end_if("tokens", reached=self._num_left <= 0)
         params = replace(setting.params, max_new_tokens=self._num_left)
-        key = request_key(self._prompt.seed, self._prompt.sibling, turn=self._num_sampled)
+        key = request_key(self._prompt.seed, self._prompt.response_index, turn=self._num_sampled)
         begin_ns = time.perf_counter_ns()
         try:
             sample = await setting.sampler.sample(self._context, params, key=key)
@@ -163,7 +176,7 @@ class Conversation:
         self._ended = self._ended or ended
 
     def to_trajectory(self) -> Trajectory:
-        """Return what was said, without messages behind the last sampled turn.
+        """Return all turns, without messages behind the last sampled turn.
 
         A conversation that ended before its first turn has one of no tokens, as an error.
         """

@@ -17,9 +17,11 @@ from hybridrl.agents.tools import Schema, Toolbox, load_tools
 from hybridrl.agents.trajectory import Ended, Trajectory
 from hybridrl.batch import PromptBatch
 from hybridrl.config.agent import AgentConfig
+from hybridrl.data.rows import decode_row
 from hybridrl.errors import AgentError
 from hybridrl.metrics import Mean, Metrics, merge
 from hybridrl.rewards.child import last_line, load_module
+from hybridrl.rewards.pool import usual_num_processes
 from hybridrl.workers.rollout.protocol import SamplingParams
 from hybridrl.workers.rollout.sampler import Program, Sample, Sampler
 
@@ -27,7 +29,7 @@ _BUILT_IN: dict[str, Callable[[], Agent]] = {"tool_calls": ToolCalls}
 
 
 def tool_schemas(config: AgentConfig) -> tuple[Schema, ...]:
-    """Return what chat templates show of the tools; nothing without an agent.
+    """Return the schemas that chat templates show; none without an agent.
 
     Raises:
         AgentError: a tool cannot be loaded, or has no schema.
@@ -77,7 +79,7 @@ def load_agent(spelled: str) -> Callable[[], Agent]:
 
 
 class AgentRollout:
-    """What a rank needs for conversations; close it at the end."""
+    """The agent, tools and template of a rank; close it at the end."""
 
     def __init__(
         self,
@@ -97,7 +99,7 @@ class AgentRollout:
         self._template = TurnTemplate(tokenizer, stop_token_ids=stop_token_ids)
         limits = ToolLimits(timeout_s=config.tool_timeout_s, max_chars=config.max_result_chars)
         self._toolbox = Toolbox(
-            load_tools(config.tools), limits=limits, num_processes=config.num_tool_processes
+            load_tools(config.tools), limits=limits, num_processes=usual_num_processes()
         )
         self._metrics: Metrics = {}
 
@@ -105,13 +107,25 @@ class AgentRollout:
         """Return the program that holds G conversations from each of P prompts.
 
         It returns P * G samples in prompt order, those to the same prompt adjacent.
+
+        Raises:
+            AgentError: the batch has no rows.
         """
         size = sampling.num_responses_per_prompt
-        rows = list(zip(prompts.token_ids_PL.unbind(), prompts.seed_P.tolist(), strict=True))
+        if prompts.row_PN is None:
+            raise AgentError("an agent needs the rows of its prompts; build the batch with them")
+        rows = map(decode_row, prompts.row_PN.unbind())
+        columns = zip(rows, prompts.token_ids_PL.unbind(), prompts.seed_P.tolist(), strict=True)
         beginnings = [
-            Prompt(token_ids=token_ids, seed=seed, sibling=sibling, number=row * size + sibling)
-            for row, (token_ids, seed) in enumerate(rows)
-            for sibling in range(size)
+            Prompt(
+                row=row,
+                token_ids=token_ids,
+                seed=seed,
+                response_index=g,
+                number=index * size + g,
+            )
+            for index, (row, token_ids, seed) in enumerate(columns)
+            for g in range(size)
         ]
 
         async def program(sampler: Sampler) -> list[Sample]:

@@ -26,7 +26,7 @@ _SHOWN_TOKENS = 6
 _CASES = {
     "one tool result": (Message("tool", "42"),),
     "two tool results": (Message("tool", "42"), Message("tool", "a b")),
-    "a user turn": (Message("user", "Go on"),),
+    "a user turn": (Message("user", "More"),),
 }
 
 

@@ -1,6 +1,6 @@
 """Calls of tools in the text of a turn, in the formats that models were taught.
 
-A call that cannot be read is not an error of the run: the model gets told what was wrong.
+A call that cannot be read is not an error of the run: the model reads what was wrong.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class ToolFailed(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolLimits:
-    """What one call of a tool may take."""
+    """Limits of one call of a tool."""
 
     timeout_s: float
     max_chars: int

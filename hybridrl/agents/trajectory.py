@@ -27,7 +27,7 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
-    """What followed a prompt."""
+    """The turns behind a prompt."""
 
     turns: tuple[Turn, ...]
     """At least one; the first and the last were sampled."""

@@ -49,11 +49,6 @@ class AgentConfig:
     tool_timeout_s: Seconds
     """Seconds that one call of a tool may take."""
 
-    num_tool_processes: Annotated[
-        int, Within(at_least=1, at_most=1024, why="no processor has more cores")
-    ]
-    """Processes of a rank in which tools run that are not asynchronous."""
-
     max_result_chars: Annotated[int, Within(at_least=16, at_most=2**24, why=_IN_CONTEXT)]
     """Characters of a tool's result that the model gets; of a longer one it gets both ends."""
 

@@ -58,7 +58,7 @@ class ExperimentConfig:
     """How responses are sampled."""
 
     agent: AgentConfig
-    """The program behind a response: one turn, or a conversation with tools."""
+    """The program behind a response: one turn, or a conversation."""
 
     algorithm: AlgorithmConfig
     """The objective."""

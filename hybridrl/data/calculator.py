@@ -1,4 +1,4 @@
-"""A task for conversations with tools: arithmetic of two or three steps, ``(17+25)*38``.
+"""A task for conversations with tools: arithmetic of two or three steps, ``(17+5)*12``.
 
 A small model cannot compute the answer. It can ask the tool ``calculator`` and repeat its result.
 """
@@ -13,7 +13,7 @@ from hybridrl.data.rows import Message, Row
 from hybridrl.data.sort_digits import Split
 
 _EVAL_SHARE = 8  # one expression in eight
-_LARGEST_NUMBER = 99
+_LARGEST_NUMBER = 20
 _OPERATORS = "+-*"
 
 

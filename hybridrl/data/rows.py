@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
 
 from hybridrl.json_text import to_json_text
 
@@ -37,6 +41,19 @@ class Row:
 
     difficulty: float = 0.0
     """For a curriculum; low is easy."""
+
+
+def encode_row(row: Row) -> Tensor:
+    """Write a row as a tensor, to travel with a batch: uint8 [n] of JSON."""
+    return torch.frombuffer(bytearray(to_json_text(asdict(row)).encode()), dtype=torch.uint8)
+
+
+def decode_row(data: Tensor) -> Row:
+    """Read a row from ``encode_row``."""
+    values = json.loads(data.numpy().tobytes())
+    if not isinstance(values["prompt"], str):
+        values["prompt"] = tuple(Message(**message) for message in values["prompt"])
+    return Row(**values)
 
 
 def fingerprint(rows: Iterable[Row]) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from hybridrl.batch import PromptBatch, jagged
 from hybridrl.data.prompts import TokenizedRow
-from hybridrl.data.rows import fingerprint
+from hybridrl.data.rows import encode_row, fingerprint
 from hybridrl.data.sampler import RowSampler, Sampler, SamplerState
 
 
@@ -33,6 +33,7 @@ class PromptSource:
         seed: int,
         shuffle: bool = True,
         sampler: Sampler | None = None,
+        sends_rows: bool = False,
     ) -> None:
         """Start at the beginning of the stream.
 
@@ -42,6 +43,7 @@ class PromptSource:
             seed: of the run; gives both the order and the seed of each prompt.
             shuffle: new order each epoch.
             sampler: of a mix or a curriculum; None draws as ``shuffle`` says.
+            sends_rows: put rows into the batches, for agents.
 
         Raises:
             DataError: no rows.
@@ -49,6 +51,7 @@ class PromptSource:
         self._rows = rows
         self._num_prompts = num_prompts
         self._seed = seed
+        self._sends_rows = sends_rows
         self._sampler: Sampler = sampler or RowSampler(
             len(rows),
             seed=seed,
@@ -70,7 +73,9 @@ class PromptSource:
         """Draw the prompts of the next step."""
         first_index = self._sampler.num_drawn
         rows = [self._rows[index] for index in self._sampler.draw(self._num_prompts)]
-        return build_prompt_step(rows, first_index=first_index, seed=self._seed)
+        return build_prompt_step(
+            rows, first_index=first_index, seed=self._seed, sends_rows=self._sends_rows
+        )
 
     def state(self) -> SamplerState:
         """Return where the stream stands."""
@@ -86,7 +91,12 @@ class PromptSource:
 
 
 def build_prompt_step(
-    rows: Sequence[TokenizedRow], *, first_index: int, seed: int, stream: str = "train"
+    rows: Sequence[TokenizedRow],
+    *,
+    first_index: int,
+    seed: int,
+    stream: str = "train",
+    sends_rows: bool = False,
 ) -> PromptStep:
     """Put rows into a batch.
 
@@ -95,12 +105,14 @@ def build_prompt_step(
         first_index: of the first row in its stream; the others follow.
         seed: of the run.
         stream: keeps the random numbers of training and evaluation apart.
+        sends_rows: put rows into the batch, for agents.
     """
     indices = range(first_index, first_index + len(rows))
     prompts = PromptBatch(
         token_ids_PL=jagged([row.token_ids for row in rows]),
         prompt_index_P=torch.tensor(indices),
         seed_P=torch.tensor([prompt_seed(seed, index, stream=stream) for index in indices]),
+        row_PN=jagged([encode_row(row.row) for row in rows]) if sends_rows else None,
         batch_size=[len(rows)],
     )
     return PromptStep(prompts, tuple(rows))

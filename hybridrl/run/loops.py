@@ -86,6 +86,7 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
         num_prompts=config.trainer.num_prompts_per_step,
         seed=config.seed,
         sampler=train_rows.sampler,
+        sends_rows=not config.agent.is_single_turn,
     )
     held_out = build_eval_tasks(config, tokenizer, stop_token_ids) if config.evaluates else []
     with RewardScorer(config.reward) as scorer:

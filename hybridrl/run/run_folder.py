@@ -95,7 +95,7 @@ class Sample:
     """Log-probs of those tokens, nats, by the sampler, to 3 decimals."""
 
     turns: tuple[SampleTurn, ...] = ()
-    """What follows the prompt of a conversation; empty, and not written, for a single turn."""
+    """Turns behind the prompt of a conversation; empty, and not written, for a single turn."""
 
 
 class RunLogger:

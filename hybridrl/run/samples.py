@@ -86,7 +86,7 @@ class SampleTaker:
         )
 
     def _turns_of(self, rollouts: RolloutBatch, row: int) -> tuple[SampleTurn, ...]:
-        """Return what follows the prompt, turn by turn; nothing of a row with one sampled turn."""
+        """Return the turns behind the prompt; none of a row with a single one."""
         begin, end = row_offsets(rollouts.token_ids_BL)[row : row + 2].tolist()
         token_ids = rollouts.token_ids_BL.values()[begin:end].tolist()
         is_sampled = rollouts.response_mask_BL.values()[begin:end].tolist()

@@ -19,14 +19,15 @@ from hybridrl.agents.tool_calls import PARSERS
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Toolbox, load_tools
 from hybridrl.agents.trajectory import Trajectory
-from hybridrl.data.rows import Message
+from hybridrl.data.rows import Message, Row
 from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.sampler import RequestParams, Sample
 from tests.agents.chat_templates import FAMILIES, build_tokenizer
 from tests.agents.fake_sampler import FakeSampler
 
 TOKENIZERS = {family: build_tokenizer(family) for family in FAMILIES}
-PROMPT = Prompt(token_ids=torch.tensor([65, 66, 67]), seed=5, sibling=1, number=0)
+ROW = Row(prompt="Q", answer="42", source="s", origin="o")
+PROMPT = Prompt(row=ROW, token_ids=torch.tensor([65, 66, 67]), seed=5, response_index=1, number=0)
 TOOLS = load_tools(["calculator", f"{Path(__file__).with_name('tools_file.py')}:echo"])
 TOOLBOX = Toolbox(TOOLS, limits=ToolLimits(timeout_s=5.0, max_chars=100), num_processes=1)
 
@@ -84,7 +85,7 @@ def _write_call(style: str, text: str) -> str:
     return CALLS[style].replace("TEXT", escaped)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     family=st.sampled_from(sorted(FAMILIES)),
     style=st.sampled_from(sorted(PARSERS)),

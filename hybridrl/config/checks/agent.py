@@ -59,7 +59,7 @@ def check_conversations_have_no_experts(config: ExperimentConfig) -> Iterator[Co
             "rollout.routed_experts",
             config.rollout.routed_experts,
             f"agent.loop={config.agent.loop} samples several turns, and their experts are not kept",
-            remedies=[("rollout.routed_experts=false",), ("agent=single_turn",)],
+            remedies=[("rollout.routed_experts=false",)],
         )
 
 
