@@ -54,16 +54,19 @@ def run_program(
         EngineError: the program was aborted.
     """
 
-    async def attached() -> T:
+    results: list[T] = []
+
+    async def attached() -> None:
         call.attach()
-        return await program(sampler)
+        # Not the task's result: `Runner` makes signal.signal print the task, and so all samples.
+        results.append(await program(sampler))
 
     loop_factory = partial(asyncio.SelectorEventLoop, _StepWhenIdle(step))
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         try:
-            result = runner.run(attached())
+            runner.run(attached())
         except (Exception, asyncio.CancelledError):
             call.require_alive()
             raise
     call.require_alive()  # it may have suppressed its cancellation
-    return result
+    return results[0]

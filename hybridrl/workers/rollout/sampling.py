@@ -19,7 +19,7 @@ _UNIFORM_BITS = 52
 
 
 class DrawParams(NamedTuple):
-    """How to draw a token; see ``RequestParams``."""
+    """How to draw a token; see ``RequestParams``. Hashed for each row of mixed requests."""
 
     temperature: float
     top_p: float = 1.0

@@ -17,6 +17,8 @@ from hybridrl.workers.rollout.sampler import RequestParams, Sample, Sampler
 class NoSampler(Sampler):
     """For programs that sample nothing."""
 
+    max_context_tokens = 1
+
     async def sample_group(
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]
     ) -> list[Sample]:

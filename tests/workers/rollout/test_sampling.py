@@ -10,7 +10,13 @@ from torch import Tensor
 
 from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.protocol import SamplingParams
-from hybridrl.workers.rollout.sampling import check_request, response_keys, sample, uniforms
+from hybridrl.workers.rollout.sampling import (
+    DrawParams,
+    check_request,
+    response_keys,
+    sample,
+    uniforms,
+)
 from tests.workers.rollout.engines import sampling_params
 
 MASK = (1 << 64) - 1
@@ -58,7 +64,7 @@ def spread_uniforms(count: int) -> Tensor:
     return (torch.arange(count, dtype=torch.float64) + 0.5) / count
 
 
-def frequencies(logits_V: Tensor, sampling: SamplingParams, *, count: int = 10_000) -> Tensor:
+def frequencies(logits_V: Tensor, sampling: DrawParams, *, count: int = 10_000) -> Tensor:
     tokens, _ = sample(logits_V.expand(count, -1), spread_uniforms(count), sampling)
     return torch.bincount(tokens, minlength=len(logits_V)) / count
 
@@ -67,7 +73,7 @@ def frequencies(logits_V: Tensor, sampling: SamplingParams, *, count: int = 10_0
 def test_tokens_come_as_often_as_the_softmax_says(temperature: float) -> None:
     logits_V = torch.tensor([2.0, 0.0, -1.0, 1.0, -30.0])
     expected = torch.softmax(logits_V / temperature, dim=0)
-    got = frequencies(logits_V, sampling_params(temperature=temperature))
+    got = frequencies(logits_V, DrawParams(temperature=temperature))
     torch.testing.assert_close(got, expected, atol=3e-4, rtol=0)
 
 
@@ -94,7 +100,7 @@ def test_top_k_and_top_p_choose_tokens_and_leave_their_logprobs(
     logits_V = torch.tensor(logits) / 10.0
     probs = torch.softmax(logits_V.double(), dim=0).tolist()
     kept = kept_by_definition(probs, top_k, top_p)
-    sampling = sampling_params(top_k=top_k, top_p=top_p)
+    sampling = DrawParams(1.0, top_k=top_k, top_p=top_p)
     token, logprob = sample(logits_V[None], torch.tensor([uniform], dtype=torch.float64), sampling)
     assert token.item() in kept
     expected = math.log(probs[int(token)])  # as a trainer computes it, which knows of no top-k
@@ -104,7 +110,7 @@ def test_top_k_and_top_p_choose_tokens_and_leave_their_logprobs(
 def test_top_k_before_top_p_renormalises_in_between() -> None:
     logits_V = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     # Of the two that top-k leaves the first has 0.4 / 0.7 = 0.57 > 0.5: it stays alone.
-    got = frequencies(logits_V, sampling_params(top_k=2, top_p=0.5))
+    got = frequencies(logits_V, DrawParams(1.0, top_k=2, top_p=0.5))
     assert got.tolist() == [1.0, 0.0, 0.0, 0.0]
 
 
@@ -113,7 +119,7 @@ def test_a_token_of_probability_zero_is_never_drawn(uniform: float) -> None:
     logits_NV = torch.full((1, 1000), -float("inf"))
     logits_NV[0, 400:600] = torch.linspace(-3, 3, 200)
     token, logprob = sample(
-        logits_NV, torch.tensor([uniform], dtype=torch.float64), sampling_params()
+        logits_NV, torch.tensor([uniform], dtype=torch.float64), DrawParams(1.0)
     )
     assert 400 <= token.item() < 600
     assert logprob.isfinite().all()
@@ -123,14 +129,14 @@ def test_a_tail_below_float32_rounding_keeps_its_share() -> None:
     logits_V = torch.zeros(100_000)
     logits_V[0] = 30.0  # the others have 1e5 * e^-30 = 9.4e-9 together: lost in a float32 sum
     tail = 1.0 - 1e-9
-    token, _ = sample(logits_V[None], torch.tensor([tail], dtype=torch.float64), sampling_params())
+    token, _ = sample(logits_V[None], torch.tensor([tail], dtype=torch.float64), DrawParams(1.0))
     assert token.item() > 0
 
 
 def test_greedy_takes_the_best_token_and_its_logprob_at_temperature_one() -> None:
     logits_NV = torch.tensor([[1.0, 3.0, 2.0], [5.0, 0.0, 4.0]])
     token_N, logprob_N = sample(
-        logits_NV, torch.zeros(2, dtype=torch.float64), sampling_params(temperature=0.0)
+        logits_NV, torch.zeros(2, dtype=torch.float64), DrawParams(temperature=0.0)
     )
     assert token_N.tolist() == [1, 0]
     expected = torch.log_softmax(logits_NV, dim=-1).amax(dim=-1)
@@ -141,7 +147,7 @@ def test_greedy_takes_the_best_token_and_its_logprob_at_temperature_one() -> Non
 def test_nan_logits_stay_within_the_vocabulary_and_show_in_the_logprob(top_p: float) -> None:
     logits_NV = torch.full((1, 7), float("nan"))
     token, logprob = sample(
-        logits_NV, torch.tensor([0.5], dtype=torch.float64), sampling_params(top_p=top_p)
+        logits_NV, torch.tensor([0.5], dtype=torch.float64), DrawParams(1.0, top_p=top_p)
     )
     assert 0 <= token.item() < 7
     assert not logprob.isfinite().any()

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridrl.errors import EngineError
-from hybridrl.metrics import Mean, Metrics, Sum
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots
 from hybridrl.workers.rollout.embedded.model import Forward, require_finite
 from hybridrl.workers.rollout.embedded.prefill import CachedPrefix, Prefilled, plan_pass, prefill
-from hybridrl.workers.rollout.sampler import RequestParams, Sample
+from hybridrl.workers.rollout.embedded.requests import Ended, Request, RolloutStats, Seat
+from hybridrl.workers.rollout.sampler import Sample
 from hybridrl.workers.rollout.sampling import DrawParams, sample, uniforms
 
 # Rows of the slot table: one column per slot.
@@ -29,113 +26,12 @@ _TOKEN = 0  # newest token, not yet in the cache
 _LENGTH = 1  # tokens in the cache, which is the position of the newest token
 _CURSOR = 2  # index of the newest token in the flat output [S * C]
 _LAST = 3  # index of the last permitted token
-_KEY = 4  # of the response's random stream
-_STOPS = 5  # index of the response's set of stop tokens, times V
-_NUM_COLUMNS = 6
+_STOPS = 4  # index of the response's set of stop tokens, times V
+_NUM_COLUMNS = 5
 
 # Rows of a decode step are a multiple of this: oneDNN generates code for each new number of rows,
 # which takes longer than some unused rows do.
 _ROW_MULTIPLE = 8
-
-
-@dataclass(slots=True)
-class RolloutStats:
-    """Counts of one program."""
-
-    num_slots: int
-
-    num_context_tokens: int = 0
-    """Context tokens of all responses."""
-
-    num_prefill_tokens: int = 0
-    """Those of them that ran through the model: a group shares its context."""
-
-    num_prefill_passes: int = 0
-    """Forward passes over contexts."""
-
-    num_decode_steps: int = 0
-    """Steps, each of which draws one token per slot in use."""
-
-    num_generated_tokens: int = 0
-    """Response tokens over all responses."""
-
-    num_slots_used: int = 0
-    """Slots in use, sum over decode steps."""
-
-    @property
-    def mean_slot_occupancy(self) -> float:
-        """Slots in use over all slots, in [0, 1], mean over decode steps."""
-        return self.num_slots_used / (max(self.num_decode_steps, 1) * self.num_slots)
-
-    def metrics(self) -> Metrics:
-        """Describe the program under declared names."""
-        num_steps, num_context = float(self.num_decode_steps), float(self.num_context_tokens)
-        num_cached = num_context - self.num_prefill_tokens
-        return {
-            "rollout/decode_steps": Sum(num_steps),
-            "rollout/slot_occupancy": Mean(self.num_slots_used / self.num_slots, num_steps),
-            "rollout/prefix_cache_hit_fraction": Mean(num_cached, num_context),
-        }
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """Responses to one context."""
-
-    token_ids: Tensor
-    """int64 [L] on the host, the context."""
-
-    params: RequestParams
-
-    keys: Sequence[int]
-    """Of the responses' random streams."""
-
-    is_continued: bool
-    """Whether a later context is likely to begin with this one and its response."""
-
-    future: asyncio.Future[list[Sample]]
-    """Gets the samples; a cancelled one frees their slots."""
-
-    context: bytes = field(init=False)
-    """The token ids, to compare."""
-
-    draw_params: DrawParams = field(init=False)
-
-    samples: dict[int, Sample] = field(default_factory=dict)
-    """Ended responses by their index."""
-
-    num_seated: int = 0
-    """Responses that got slots."""
-
-    prefilled: Prefilled | None = None
-    row: int = 0
-    """Of ``prefilled``."""
-
-    def __post_init__(self) -> None:
-        self.context = self.token_ids.numpy().tobytes()
-        params = self.params
-        self.draw_params = DrawParams(params.temperature, params.top_p, params.top_k)
-
-
-class _Seat(NamedTuple):
-    """The response in a slot."""
-
-    request: Request
-    index: int  # among the request's responses
-    lane: int  # row of the output
-    first_step: int  # which drew its first token
-
-    def num_cached(self, step: int) -> int:
-        """Return the tokens in the cache when ``step`` draws."""
-        return len(self.request.token_ids) + step - self.first_step
-
-
-class _Ended(NamedTuple):
-    """A response that ended in this step."""
-
-    seat: _Seat
-    num_tokens: int
-    row: int  # of the cache, where its keys and values lie now
 
 
 class Decoding:
@@ -160,13 +56,16 @@ class Decoding:
         self._slots = slots
         self._version = version
         self._waiting: deque[Request] = deque()
-        self._seats: list[_Seat] = []  # of slots 0 .. N-1
+        self._seats: list[Seat] = []  # of slots 0 .. N-1
         self._free_lanes = list(reversed(range(slots.num_slots)))
         self._kept: dict[int, bytes] = {}  # tokens whose keys and values lie in free slots
         self._table_S = torch.zeros(_NUM_COLUMNS, slots.num_slots, dtype=torch.int64, device=device)
         out_size = slots.num_slots * slots.max_tokens
         self._tokens_out = torch.zeros(out_size, dtype=torch.int64, device=device)
         self._logprobs_out = torch.zeros(out_size, dtype=torch.float32, device=device)
+        self._uniforms = torch.zeros(out_size, dtype=torch.float64, device=device)
+        outputs = (self._tokens_out, self._logprobs_out)
+        self._outputs = [out.view(slots.num_slots, slots.max_tokens) for out in outputs]
         self._is_stop_XV = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
         self._stop_sets: dict[tuple[int, ...], int] = {}
         self._row_groups: list[tuple[DrawParams, Tensor | None]] | None = None
@@ -213,7 +112,7 @@ class Decoding:
             raise
         return True
 
-    def _advance(self) -> list[_Ended]:
+    def _advance(self) -> list[Ended]:
         """Do the step; return the responses that ended."""
         if self._has_cancelled:
             self._drop_cancelled()
@@ -226,7 +125,7 @@ class Decoding:
         seats = [self._seats[row] for row in rows]
         is_kept = any(seat.request.is_continued for seat in seats)
         ended = [
-            _Ended(seat, self._step - seat.first_step + 1, row)
+            Ended(seat, self._step - seat.first_step + 1, row)
             for seat, row in zip(seats, self._free(rows, is_kept=is_kept), strict=True)
         ]
         self._step += 1
@@ -251,7 +150,7 @@ class Decoding:
 
     def _longest(self) -> int:
         """Return the length, in tokens, of the longest running response with its context."""
-        return max(seat.num_cached(self._step) for seat in self._seats)
+        return max(seat.start for seat in self._seats) + self._step
 
     def _fill_free_slots(self, logits_NV: Tensor | None) -> Tensor | None:
         """Give slots to waiting responses, behind the N used ones; None if no response runs.
@@ -310,21 +209,33 @@ class Decoding:
             if request.num_seated == len(request.keys):
                 self._waiting.popleft().prefilled = None
         device = self._table_S.device
-        self._table_S[:, first_row : len(self._seats)] = torch.tensor(columns, device=device).T
+        table_N = self._table_S[:, first_row : len(self._seats)]
+        table_N[:] = torch.tensor(columns, device=device).T
+        self._draw_uniforms(self._seats[first_row:], table_N)
         self._row_groups = None
         return torch.tensor(rows, device=device)
 
+    def _draw_uniforms(self, seats: list[Seat], table_N: Tensor) -> None:
+        """Draw the random numbers of all tokens of new responses: all at once costs least."""
+        keys = [seat.request.keys[seat.number] for seat in seats]
+        key_N1 = torch.tensor(keys, device=table_N.device)[:, None]
+        room = max(seat.request.params.max_new_tokens for seat in seats)
+        token_M = torch.arange(min(room, self._slots.max_tokens), device=table_N.device)
+        lane_N = table_N[_CURSOR] // self._slots.max_tokens
+        uniform_NM = uniforms(key_N1, table_N[_LENGTH][:, None] + token_M)
+        self._uniforms.view(self._slots.num_slots, -1)[lane_N, : len(token_M)] = uniform_NM
+
     def _take_slot(self, request: Request) -> tuple[int, ...]:
         """Seat the request's next response; return its first column of the slot table."""
-        params, length, index = request.params, len(request.token_ids), request.num_seated
+        params, length, number = request.params, len(request.token_ids), request.num_seated
         lane = self._free_lanes.pop()
         self._kept.pop(len(self._seats), None)
-        self._seats.append(_Seat(request, index, lane, self._step))
+        self._seats.append(Seat(request, number, lane, self._step, length - self._step))
         request.num_seated += 1
         cursor = lane * self._slots.max_tokens
         last = cursor + min(params.max_new_tokens, self._slots.max_tokens - length) - 1
         stops = self._stop_set(params.stop_token_ids) * self._is_stop_XV.shape[1]
-        return 0, length, cursor, last, request.keys[index], stops
+        return 0, length, cursor, last, stops
 
     def _stop_set(self, stop_token_ids: tuple[int, ...]) -> int:
         """Return the row of a set of stop tokens, which is added if it is new."""
@@ -339,7 +250,7 @@ class Decoding:
         """Draw and store one token for each running response; return which ended, bool [N]."""
         table_N = self._table_S[:, : len(self._seats)]
         cursor_N = table_N[_CURSOR]
-        token_N, logprob_N = self._sample(logits_NV, uniforms(table_N[_KEY], table_N[_LENGTH]))
+        token_N, logprob_N = self._sample(logits_NV, self._uniforms[cursor_N])
         table_N[_TOKEN] = token_N
         self._tokens_out[cursor_N] = token_N
         self._logprobs_out[cursor_N] = logprob_N
@@ -404,7 +315,7 @@ class Decoding:
         moved = dict(zip(holes, movers, strict=True))
         return [moved.get(row, row) for row in rows]
 
-    def _deliver(self, ended: list[_Ended]) -> None:
+    def _deliver(self, ended: list[Ended]) -> None:
         """Copy ended responses to the host, and give complete requests their samples."""
         if not ended:
             return
@@ -412,16 +323,15 @@ class Decoding:
         lane_D = torch.tensor([each.seat.lane for each in ended], device=device)
         longest = max(each.num_tokens for each in ended)
         tokens_DM, logprobs_DM = (
-            out.view(self._slots.num_slots, -1)[lane_D, :longest].cpu()
-            for out in (self._tokens_out, self._logprobs_out)
+            out_SC[:, :longest].index_select(0, lane_D).cpu() for out_SC in self._outputs
         )
         require_finite(logprobs_DM)
         for (seat, num_tokens, row), token_M, logprob_M in zip(
-            ended, tokens_DM, logprobs_DM, strict=True
+            ended, tokens_DM.unbind(), logprobs_DM.unbind(), strict=True
         ):
             request, token_ids = seat.request, token_M[:num_tokens]
             is_stop = int(token_ids[-1]) in request.params.stop_token_ids
-            request.samples[seat.index] = Sample(
+            request.samples[seat.number] = Sample(
                 token_ids=token_ids,
                 logprobs=logprob_M[:num_tokens],
                 finish_reason="stop" if is_stop else "length",

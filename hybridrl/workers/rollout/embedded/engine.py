@@ -26,7 +26,7 @@ from hybridrl.models.load import WeightFiles
 from hybridrl.workers.rollout.adapter_fit import built_without_adapters
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
 from hybridrl.workers.rollout.embedded.adapted_layers import LoadedAdapter
-from hybridrl.workers.rollout.embedded.decoding import Decoding, RolloutStats
+from hybridrl.workers.rollout.embedded.decoding import Decoding
 from hybridrl.workers.rollout.embedded.fused_model import fuse
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots
 from hybridrl.workers.rollout.embedded.model import (
@@ -36,6 +36,7 @@ from hybridrl.workers.rollout.embedded.model import (
     build_model,
     load_config,
 )
+from hybridrl.workers.rollout.embedded.requests import RolloutStats
 from hybridrl.workers.rollout.embedded.sampler import EmbeddedSampler
 from hybridrl.workers.rollout.embedded.tensor_memory import TensorMemory, checksum
 from hybridrl.workers.rollout.event_loop import run_program

@@ -96,7 +96,7 @@ class FusedModel:
         ]
 
     def begin(self, num_places: int) -> FusedForward:
-        """Prepare the passes of one generate call.
+        """Prepare the passes of one program.
 
         Args:
             num_places: C, of the longest row.
@@ -157,7 +157,7 @@ def _head_scales(layer: _Layer, head_counts: tuple[int, int]) -> Tensor | None:
 
 
 class FusedForward:
-    """The forward passes of one generate call; weights must not change meanwhile."""
+    """The forward passes of one program; weights must not change meanwhile."""
 
     def __init__(
         self,

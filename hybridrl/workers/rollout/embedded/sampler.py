@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hybridrl.workers.rollout.embedded.decoding import Decoding, Request
+from hybridrl.workers.rollout.embedded.decoding import Decoding
+from hybridrl.workers.rollout.embedded.requests import Request
 from hybridrl.workers.rollout.request_gate import ProgramCall
 from hybridrl.workers.rollout.sampler import RequestParams, Sample, Sampler
 from hybridrl.workers.rollout.sampling import check_request
@@ -52,6 +53,6 @@ class EmbeddedSampler(Sampler):
             vocab_size=self.vocab_size,
         )
         with self.call.request(len(keys)):
-            future = asyncio.get_running_loop().create_future()
+            future: asyncio.Future[list[Sample]] = asyncio.get_running_loop().create_future()
             self.decoding.submit(Request(tokens_L, params, keys, is_continued, future))
             return await future

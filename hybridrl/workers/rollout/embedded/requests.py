@@ -1,0 +1,112 @@
+"""Requests of the embedded engine, and their responses while they decode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hybridrl.metrics import Mean, Metrics, Sum
+from hybridrl.workers.rollout.embedded.prefill import Prefilled
+from hybridrl.workers.rollout.sampler import RequestParams, Sample
+from hybridrl.workers.rollout.sampling import DrawParams
+
+
+@dataclass(slots=True)
+class RolloutStats:
+    """Counts of one program."""
+
+    num_slots: int
+
+    num_context_tokens: int = 0
+    """Context tokens of all responses."""
+
+    num_prefill_tokens: int = 0
+    """Those of them that ran through the model: a group shares its context."""
+
+    num_prefill_passes: int = 0
+    """Forward passes over contexts."""
+
+    num_decode_steps: int = 0
+    """Steps, each of which draws one token per slot in use."""
+
+    num_generated_tokens: int = 0
+    """Response tokens over all responses."""
+
+    num_slots_used: int = 0
+    """Slots in use, sum over decode steps."""
+
+    @property
+    def mean_slot_occupancy(self) -> float:
+        """Slots in use over all slots, in [0, 1], mean over decode steps."""
+        return self.num_slots_used / (max(self.num_decode_steps, 1) * self.num_slots)
+
+    def metrics(self) -> Metrics:
+        """Describe the program under declared names."""
+        num_steps, num_context = float(self.num_decode_steps), float(self.num_context_tokens)
+        num_cached = num_context - self.num_prefill_tokens
+        return {
+            "rollout/decode_steps": Sum(num_steps),
+            "rollout/slot_occupancy": Mean(self.num_slots_used / self.num_slots, num_steps),
+            "rollout/prefix_cache_hit_fraction": Mean(num_cached, num_context),
+        }
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Responses to one context."""
+
+    token_ids: Tensor
+    """int64 [L] on the host, the context."""
+
+    params: RequestParams
+
+    keys: Sequence[int]
+    """Of the responses' random streams."""
+
+    is_continued: bool
+    """Whether a later context is likely to begin with this one and its response."""
+
+    future: asyncio.Future[list[Sample]]
+    """Gets the samples; a cancelled one frees their slots."""
+
+    context: bytes = field(init=False)
+    """The token ids, to compare."""
+
+    draw_params: DrawParams = field(init=False)
+
+    samples: dict[int, Sample] = field(default_factory=dict)
+    """Ended responses by their index."""
+
+    num_seated: int = 0
+    """Responses that got slots."""
+
+    prefilled: Prefilled | None = None
+    row: int = 0
+    """Of ``prefilled``."""
+
+    def __post_init__(self) -> None:
+        self.context = self.token_ids.numpy().tobytes()
+        params = self.params
+        self.draw_params = DrawParams(params.temperature, params.top_p, params.top_k)
+
+
+class Seat(NamedTuple):
+    """The response in a slot."""
+
+    request: Request
+    number: int  # among the request's responses
+    lane: int  # row of the output
+    first_step: int  # which drew its first token
+    start: int  # tokens in the cache when a step draws, minus the step
+
+
+class Ended(NamedTuple):
+    """A response that ended in this step."""
+
+    seat: Seat
+    num_tokens: int
+    row: int  # of the cache, where its keys and values lie now

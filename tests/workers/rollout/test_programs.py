@@ -1,0 +1,251 @@
+"""Programs over the embedded engine: requests that join, leave, fail and are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hybridrl.errors import EngineError, RequestError
+from hybridrl.workers.rollout.embedded import prefill
+from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
+from hybridrl.workers.rollout.sampler import RequestParams, Sample, Sampler
+from hybridrl.workers.rollout.sampling import request_key
+from hybridrl.workers.rollout.single_turn import single_turn
+from tests.tiny_models import make_tiny_model
+from tests.workers.rollout.engines import (
+    VOCAB_SIZE,
+    make_prompts,
+    ready_engine,
+    sampling_params,
+    send_weights,
+    tokens_of,
+)
+
+PARAMS = (
+    RequestParams(max_new_tokens=6, temperature=1.0),
+    RequestParams(max_new_tokens=9, temperature=0.7, top_p=0.9, stop_token_ids=(3, 5)),
+    RequestParams(max_new_tokens=4, temperature=1.0, top_k=5, stop_token_ids=(7,)),
+    RequestParams(max_new_tokens=7, temperature=0.0),
+)
+
+
+def context(number: int) -> list[int]:
+    return [(7 * number + step) % VOCAB_SIZE for step in range(2 + number % 9)]
+
+
+def require_equal(one: Sample, other: Sample) -> None:
+    """The same tokens, and log-probs but for rounding."""
+    assert one.token_ids.tolist() == other.token_ids.tolist()
+    assert one.finish_reason == other.finish_reason
+    torch.testing.assert_close(one.logprobs, other.logprobs, atol=1e-4, rtol=0)
+
+
+def sample_alone(engine: HFRolloutEngine, number: int) -> Sample:
+    async def program(sampler: Sampler) -> Sample:
+        params = PARAMS[number % len(PARAMS)]
+        return await sampler.sample(context(number), params, key=request_key(number, 0))
+
+    return engine.run(program)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> HFRolloutEngine:
+    return ready_engine(make_tiny_model(tmp_path_factory.mktemp("model")), num_slots=3)
+
+
+@pytest.fixture(scope="module")
+def alone(engine: HFRolloutEngine) -> list[Sample]:
+    return [sample_alone(engine, number) for number in range(12)]
+
+
+class Actions:
+    """What random programs do, one after another; afterwards every slot must be free."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._tasks: dict[int, asyncio.Task[Sample]] = {}
+        self.num_cancelled = 0
+
+    async def do(self, action: tuple[str, int]) -> None:
+        verb, number = action
+        if verb == "ask" and number not in self._tasks:
+            params = PARAMS[number % len(PARAMS)]
+            work = self._sampler.sample(context(number), params, key=request_key(number, 0))
+            self._tasks[number] = asyncio.ensure_future(work)
+        elif verb == "cancel" and number in self._tasks:
+            self.num_cancelled += self._tasks[number].cancel()
+        elif verb == "await" and number in self._tasks:
+            await asyncio.wait([self._tasks[number]])
+        else:
+            await asyncio.sleep(0.0001 * number)  # some decode steps
+
+    async def results(self) -> dict[int, Sample]:
+        samples = {}
+        for number, task in self._tasks.items():
+            with suppress(asyncio.CancelledError):
+                samples[number] = await task
+        return samples
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["ask", "ask", "await", "cancel", "wait"]), st.integers(0, 11)),
+        max_size=25,
+    )
+)
+def test_requests_that_join_and_leave_get_what_they_get_alone(
+    engine: HFRolloutEngine, alone: list[Sample], actions: Sequence[tuple[str, int]]
+) -> None:
+    async def program(sampler: Sampler) -> tuple[dict[int, Sample], int]:
+        todo = Actions(sampler)
+        for action in actions:
+            await todo.do(action)
+        return await todo.results(), todo.num_cancelled
+
+    samples, num_cancelled = engine.run(program)
+    assert len(samples) == len({n for verb, n in actions if verb == "ask"}) - num_cancelled
+    for number, sample in samples.items():
+        require_equal(sample, alone[number])
+    require_equal(sample_alone(engine, 5), alone[5])
+
+
+async def converse(sampler: Sampler, sibling: int, *, num_turns: int) -> list[Sample]:
+    """Turns of which each context begins with the one before, and its response."""
+    tokens, samples = context(3), []
+    for turn in range(num_turns):
+        params = RequestParams(max_new_tokens=4 + sibling % 3, temperature=1.0)
+        key = request_key(11, sibling, turn=turn)
+        samples.append(await sampler.sample(tokens, params, key=key))
+        tokens += [*samples[-1].token_ids.tolist(), 1 + turn, 2]
+    return samples
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_a_later_turn_reads_the_cache_of_the_one_before(window: int | None, tmp_path: Path) -> None:
+    if window is None:
+        folder = make_tiny_model(tmp_path)
+    else:
+        folder = make_tiny_model(tmp_path, "mistral", sliding_window=window)
+    many = ready_engine(folder, num_slots=8, max_context_tokens=64)
+
+    async def program(sampler: Sampler) -> list[list[Sample]]:
+        work = [converse(sampler, sibling, num_turns=4) for sibling in range(6)]
+        return await asyncio.gather(*work)
+
+    conversations = many.run(program)
+    stats = many.last_stats
+    assert stats is not None
+    # Six equal first contexts run once, and of each later turn its new tokens alone: the last
+    # sampled one, and two more.
+    assert stats.num_prefill_tokens == len(context(3)) + 6 * 3 * 3
+    again = many.run(program)
+    few = ready_engine(folder, num_slots=1, max_context_tokens=64)
+    apart = few.run(program)
+    for one, repeated, other in zip(conversations, again, apart, strict=True):
+        assert [each.logprobs.tolist() for each in one] == [
+            each.logprobs.tolist() for each in repeated
+        ]
+        for sample, expected in zip(one, other, strict=True):
+            require_equal(sample, expected)
+
+
+def test_equal_programs_are_bitwise_equal_across_weight_updates(tmp_path: Path) -> None:
+    folders = [make_tiny_model(tmp_path / name, seed=seed) for seed, name in enumerate("ab")]
+    engine = ready_engine(folders[0], num_slots=4, max_context_tokens=64)
+
+    async def program(sampler: Sampler) -> list[Tensor]:
+        talks = [converse(sampler, sibling, num_turns=3) for sibling in range(5)]
+        others = single_turn(make_prompts((3, 8)), sampling_params(stop=(5,)))(sampler)
+        *found, alone = await asyncio.gather(*talks, others)
+        return [sample.logprobs for samples in [*found, alone] for sample in samples]
+
+    cycles = []
+    for folder in (*folders, *folders):
+        send_weights(engine, folder)
+        cycles.append([logprobs.tolist() for logprobs in engine.run(program)])
+    assert cycles[:2] == cycles[2:]
+    assert cycles[0] != cycles[1]
+
+
+def test_a_cancelled_request_frees_its_slots_and_its_place(tiny_model: Path) -> None:
+    engine = ready_engine(tiny_model, num_slots=3, max_context_tokens=128)
+    long, short = replace(PARAMS[0], max_new_tokens=120), replace(PARAMS[0], max_new_tokens=3)
+
+    async def program(sampler: Sampler) -> list[Sample]:
+        running = asyncio.ensure_future(sampler.sample_group([1, 2], long, keys=(1, 2)))
+        ended = asyncio.ensure_future(sampler.sample([5], short, key=3))
+        waiting = asyncio.ensure_future(sampler.sample([6], long, key=4))
+        await ended
+        running.cancel()
+        waiting.cancel()
+        return await sampler.sample_group([1, 2], short, keys=(1, 2, 5))
+
+    for _ in range(2):
+        assert [len(sample.token_ids) for sample in engine.run(program)] == [3, 3, 3]
+        assert engine.last_stats is not None
+        assert engine.last_stats.num_decode_steps == 3 + 3
+
+
+def test_an_error_of_the_program_ends_it_and_leaves_the_engine_clean(tiny_model: Path) -> None:
+    engine = ready_engine(tiny_model)
+    expected = tokens_of(engine.run(single_turn(make_prompts((4, 9)), sampling_params())))
+
+    async def fails(sampler: Sampler) -> None:
+        left = asyncio.ensure_future(sampler.sample([1, 2], PARAMS[0], key=1))
+        await sampler.sample([3], PARAMS[2], key=2)
+        assert not left.done()
+        raise ZeroDivisionError
+
+    async def refused(sampler: Sampler) -> int:
+        for bad in ([], [VOCAB_SIZE], [1] * 32):
+            with pytest.raises(RequestError):
+                await sampler.sample(bad, PARAMS[0], key=1)
+        return len((await sampler.sample([1], PARAMS[0], key=1)).token_ids)
+
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            engine.run(fails)
+        assert engine.run(refused) == 6
+        again = engine.run(single_turn(make_prompts((4, 9)), sampling_params()))
+        assert tokens_of(again) == expected
+
+
+@pytest.mark.shows("2.9")
+def test_a_drain_ends_a_program_that_waits_for_something_else(tiny_model: Path) -> None:
+    engine, waits = ready_engine(tiny_model), Event()
+
+    async def stubborn(sampler: Sampler) -> list[Sample]:
+        with suppress(asyncio.CancelledError):
+            waits.set()
+            await asyncio.sleep(600.0)  # as for a tool
+        with pytest.raises(EngineError, match="aborted 0 of 0 requests"):
+            await sampler.sample([1], PARAMS[0], key=1)
+        return []
+
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(engine.run, stubborn)
+        assert waits.wait(60.0)
+        engine.pause()
+        assert engine.drain(timeout_s=0.0) == 0
+        with pytest.raises(EngineError, match="the engine was drained before they ended"):
+            call.result(60.0)
+    engine.continue_generation()
+    assert engine.run(single_turn(make_prompts((4,)), sampling_params()))
+
+
+def test_equal_contexts_share_a_row_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "_MAX_PASS_TOKENS", 8)
+    assert prefill.plan_pass([(b"a", 4), (b"b", 3), (b"a", 4), (b"c", 1), (b"b", 3)]) == [0, 1, 0]
+    assert prefill.plan_pass([(b"long", 99), (b"long", 99), (b"b", 1)]) == [0, 0]
