@@ -29,6 +29,8 @@ class PromptBatch(TensorClass):
         Tensor  # int64, index in the run's prompt stream: no two prompts of a run share it
     )
     seed_P: Tensor  # int64, response g to a prompt draws its random numbers from (seed, g) alone
+    # uint8, jagged, the row as JSON (data/rows.py), with lengths of its own. None without an agent.
+    row_PN: Tensor | None = None
 
 
 class RolloutBatch(TensorClass):
@@ -157,6 +159,20 @@ def row_sums(values_BL: Tensor) -> Tensor:
     """Add the values of each row of a jagged float [B, L] on the host, [B]."""
     lengths_B = row_lengths(values_BL)
     return torch.segment_reduce(values_BL.values(), "sum", lengths=lengths_B)
+
+
+def last_turns(mask_BL: Tensor) -> Tensor:
+    """Keep the last run of True entries of each row of a jagged bool [B, L]. Of host columns."""
+    mask_T, lengths_B = mask_BL.values().numpy(), row_lengths(mask_BL)
+    index_T = np.arange(len(mask_T))
+    last_false_T = np.maximum.accumulate(np.where(mask_T, -1, index_T))
+    true_S, counts_B = np.flatnonzero(mask_T), response_lengths(mask_BL).numpy()
+    begin_B = row_offsets(mask_BL)[:-1].numpy().copy()
+    has_any_B = counts_B > 0
+    last_true_B = true_S[counts_B.cumsum()[has_any_B] - 1]
+    begin_B[has_any_B] = np.maximum(begin_B[has_any_B], last_false_T[last_true_B] + 1)
+    is_last_T = mask_T & (index_T >= np.repeat(begin_B, lengths_B.numpy()))
+    return jagged_from(torch.from_numpy(is_last_T), lengths_B)
 
 
 def spread_over_tokens(values_B: Tensor, mask_BL: Tensor) -> Tensor:

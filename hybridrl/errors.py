@@ -206,6 +206,10 @@ class RewardError(HybridRLError, RuntimeError):
     """A reward function raised, hung, or returned something that is not a reward."""
 
 
+class AgentError(HybridRLError, ValueError):
+    """An agent, a tool or a chat template cannot be used for conversations."""
+
+
 class SandboxError(HybridRLError, RuntimeError):
     """A program cannot be held in a sandbox on this machine."""
 

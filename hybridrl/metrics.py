@@ -112,7 +112,7 @@ def from_json(values: Mapping[str, Sequence[Any]]) -> Metrics:
 
 AREAS = (
     *("reward", "loss", "policy", "moe", "critic", "rollout", "length"),
-    *("preference", "groups", "time", "memory", "throughput", "data", "eval"),
+    *("preference", "agent", "groups", "time", "memory", "throughput", "data", "eval"),
 )
 """First parts of names, a closed list."""
 
@@ -145,6 +145,12 @@ reward/{function}/failed_fraction | 1 | responses that this function could not s
 reward/{function}/zero_variance_group_fraction | 1 | groups in which it scored all responses equal
 reward/kl_nats/mean | nats | KL to the reference that responses are charged for, per token
 reward/overlong_penalty/mean | reward | mean charge for responses near the length limit
+agent/turns/mean | turns | turns of the assistant in a conversation
+agent/appended_tokens/mean | tokens | tokens of tools and of the chat template in a conversation
+agent/tool_calls/mean | calls | calls of tools in a conversation, broken ones too
+agent/tool_error_fraction | 1 | share of them that were answered with an error
+agent/tool_s/mean | s | time of a call
+agent/ended_by_{limit}_fraction | 1 | share that a limit ended: turns, tokens, time, or an error
 groups/sampled | groups | prompts that the step sampled, with a group filter
 groups/kept_fraction | 1 | share of them that the group filter kept
 groups/learned | groups | prompts that the step learned from

@@ -50,8 +50,9 @@ class SourceConfig:
 class DataConfig:
     """Source of prompts. Mirrors hydra_configs/data/*.yaml key by key."""
 
-    task: Literal["sort_digits"] | None
-    """A built-in task that makes its own rows. Null reads ``data.train_files``."""
+    task: Literal["sort_digits", "calculator"] | None
+    """A built-in task that makes its own rows: numbers to sort, or arithmetic to be computed with
+    the tool ``calculator``. Null reads ``data.train_files``."""
 
     train_files: tuple[str, ...]
     """Files with columns prompt, answer and optionally source: jsonl, json, csv, parquet, or a

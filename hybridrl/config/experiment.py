@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 from hybridrl.config.actor import ActorConfig
+from hybridrl.config.agent import AgentConfig
 from hybridrl.config.algorithm import AlgorithmConfig
 from hybridrl.config.certify import CertifyConfig
 from hybridrl.config.checkpoint import CheckpointConfig
@@ -67,6 +68,9 @@ class ExperimentConfig:
 
     rollout: RolloutConfig
     """How responses are sampled."""
+
+    agent: AgentConfig
+    """The program behind a response: one turn, or a conversation."""
 
     algorithm: AlgorithmConfig
     """The objective."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -29,7 +30,11 @@ class TokenizedRow:
 
 
 def render(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, use_chat_template: bool
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    use_chat_template: bool,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[Rendered]:
     """Return text and tokens of each prompt.
 
@@ -37,12 +42,15 @@ def render(
         rows: at least one.
         tokenizer: adds its own special tokens to a text prompt; with a chat template that does.
         use_chat_template: wrap prompts; a text becomes one user message.
+        tools: schemas of tools, which the chat template shows the model.
 
     Raises:
         DataError: a chat prompt has no chat template; the template rejects a prompt or leaves it
             out; a prompt has no tokens.
     """
-    texts = [_to_text(row, tokenizer, use_chat_template=use_chat_template) for row in rows]
+    texts = [
+        _to_text(row, tokenizer, use_chat_template=use_chat_template, tools=tools) for row in rows
+    ]
     # With a template the text already holds the special tokens.
     token_lists = tokenizer(
         texts, add_special_tokens=not use_chat_template, return_attention_mask=False
@@ -58,7 +66,13 @@ def render(
     return list(zip(texts, token_lists, strict=True))
 
 
-def _to_text(row: Row, tokenizer: PreTrainedTokenizerBase, *, use_chat_template: bool) -> str:
+def _to_text(
+    row: Row,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    use_chat_template: bool,
+    tools: Sequence[Mapping[str, Any]],
+) -> str:
     if not use_chat_template:
         if isinstance(row.prompt, str):
             return row.prompt
@@ -67,7 +81,7 @@ def _to_text(row: Row, tokenizer: PreTrainedTokenizerBase, *, use_chat_template:
             "data.use_chat_template=false; set it to true, or write the prompt as text"
         )
     messages = (Message("user", row.prompt),) if isinstance(row.prompt, str) else row.prompt
-    return render_chat(messages, tokenizer, origin=row.origin)
+    return render_chat(messages, tokenizer, origin=row.origin, tools=tools)
 
 
 def render_chat(
@@ -76,6 +90,7 @@ def render_chat(
     *,
     origin: str,
     is_complete: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Render messages with the tokenizer's chat template.
 
@@ -84,6 +99,7 @@ def render_chat(
         tokenizer: has a template.
         origin: of the row, for messages.
         is_complete: False adds the beginning of the assistant's next turn.
+        tools: schemas of tools for the template to show.
 
     Raises:
         DataError: the template rejects them.
@@ -91,7 +107,10 @@ def render_chat(
     conversation = [{"role": message.role, "content": message.content} for message in messages]
     try:
         text: str = tokenizer.apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=not is_complete
+            conversation,
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=not is_complete,
         )
     except Exception as error:  # a template is a program, which may raise any error
         raise DataError(f"{origin}: the chat template rejects the prompt: {error}") from error

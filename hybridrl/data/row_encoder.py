@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -45,6 +46,9 @@ class RowEncoder:
     overlong: str
     """Treatment of a longer prompt: ``error``, ``drop``, or ``keep_end``: its last tokens."""
 
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Schemas that the chat template shows the model."""
+
     columns: Columns | None = None
     """Of rows that were read; None if all rows are parsed."""
 
@@ -62,7 +66,9 @@ class RowEncoder:
                 malformed.append(f"{raw.origin}: {problem}")
         if not rows:
             return EncodedRows(b"", 0, malformed, [])
-        rendered = render(rows, self.tokenizer, use_chat_template=self.use_chat_template)
+        rendered = render(
+            rows, self.tokenizer, use_chat_template=self.use_chat_template, tools=self.tools
+        )
         kept: list[tuple[Row, Rendered]] = []
         overlong = []
         for row, (text, token_ids) in zip(rows, rendered, strict=True):

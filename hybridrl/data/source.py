@@ -10,7 +10,7 @@ import torch
 
 from hybridrl.batch import PromptBatch, jagged
 from hybridrl.data.prompts import TokenizedRow
-from hybridrl.data.rows import fingerprint
+from hybridrl.data.rows import encode_row, fingerprint
 from hybridrl.data.sampler import RowOrder, RowSampler
 from hybridrl.data.sampler_state import SamplerState
 
@@ -34,6 +34,7 @@ class PromptSource:
         seed: int,
         shuffle: bool = True,
         sampler: RowOrder | None = None,
+        sends_rows: bool = False,
     ) -> None:
         """Start at the beginning of the stream.
 
@@ -43,6 +44,7 @@ class PromptSource:
             seed: of the run; gives both the order and the seed of each prompt.
             shuffle: new order each epoch.
             sampler: of a mix or a curriculum; None draws as ``shuffle`` says.
+            sends_rows: put rows into the batches, for agents.
 
         Raises:
             DataError: no rows.
@@ -50,6 +52,7 @@ class PromptSource:
         self._rows = rows
         self._num_prompts = num_prompts
         self._seed = seed
+        self._sends_rows = sends_rows
         self._sampler: RowOrder = sampler or RowSampler(
             len(rows),
             seed=seed,
@@ -71,7 +74,9 @@ class PromptSource:
         """Draw the prompts of the next step."""
         first_index = self._sampler.num_drawn
         rows = [self._rows[index] for index in self._sampler.draw(self._num_prompts)]
-        return build_prompt_step(rows, first_index=first_index, seed=self._seed)
+        return build_prompt_step(
+            rows, first_index=first_index, seed=self._seed, sends_rows=self._sends_rows
+        )
 
     def state(self) -> SamplerState:
         """Return where the stream stands."""
@@ -87,7 +92,12 @@ class PromptSource:
 
 
 def build_prompt_step(
-    rows: Sequence[TokenizedRow], *, first_index: int, seed: int, stream: str = "train"
+    rows: Sequence[TokenizedRow],
+    *,
+    first_index: int,
+    seed: int,
+    stream: str = "train",
+    sends_rows: bool = False,
 ) -> PromptStep:
     """Put rows into a batch.
 
@@ -96,12 +106,14 @@ def build_prompt_step(
         first_index: of the first row in its stream; the others follow.
         seed: of the run.
         stream: keeps the random numbers of training and evaluation apart.
+        sends_rows: put rows into the batch, for agents.
     """
     indices = range(first_index, first_index + len(rows))
     prompts = PromptBatch(
         token_ids_PL=jagged([row.token_ids for row in rows]),
         prompt_index_P=torch.tensor(indices),
         seed_P=torch.tensor([prompt_seed(seed, index, stream=stream) for index in indices]),
+        row_PN=jagged([encode_row(row.row) for row in rows]) if sends_rows else None,
         batch_size=[len(rows)],
     )
     return PromptStep(prompts, tuple(rows))

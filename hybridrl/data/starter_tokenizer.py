@@ -7,14 +7,19 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 EOS_TOKEN = "<|end|>"
 PAD_TOKEN = "<|pad|>"
+_CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
 
 
 def build_starter_tokenizer() -> PreTrainedTokenizerBase:
     """Build it; ``save_pretrained`` puts it into the model's folder.
 
     Every text survives encoding and decoding, and a digit is one token. 256 bytes and two special
-    tokens make 258 ids; the model's embedding may be larger. It has no chat template. hybridrl
-    never pads: the pad token is there for other programs that read the folder.
+    tokens make 258 ids; the model's embedding may be larger. Its chat template has
+    one letter a role, because every byte takes a token. hybridrl never pads: the pad token is there
+    for other programs that read the folder.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
@@ -24,5 +29,6 @@ def build_starter_tokenizer() -> PreTrainedTokenizerBase:
         tokenizer_object=tokenizer,
         eos_token=EOS_TOKEN,
         pad_token=PAD_TOKEN,
+        chat_template=_CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )

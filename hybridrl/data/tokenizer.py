@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from hybridrl.batch import RolloutBatch, response_lengths
+from hybridrl.batch import RolloutBatch, last_turns, response_lengths
 from hybridrl.config.model_folder import (
     CONFIG,
     missing_tokenizer_of,
@@ -68,11 +68,12 @@ def load_stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tup
 
 
 def decode_responses(rollouts: RolloutBatch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the text of each row's response tokens, without special tokens; B strings.
+    """Return the text of each row's last sampled turn, without special tokens; B strings.
 
+    Of a single turn that is the response; of a conversation the answer.
     Token ids past the tokenizer's vocabulary (rows of a padded embedding) are left out.
     """
-    mask_BL = rollouts.response_mask_BL
+    mask_BL = last_turns(rollouts.response_mask_BL)
     tokens_T = rollouts.token_ids_BL.values()[mask_BL.values()]
     rows = torch.split(tokens_T, response_lengths(mask_BL).tolist())
     texts: list[str] = tokenizer.batch_decode(

@@ -112,6 +112,7 @@ def cache_file(folder: Path, files: RowFiles, encoder: RowEncoder) -> Path | Non
         *(files.source, encoder.use_chat_template, encoder.max_prompt_tokens, encoder.overlong),
         *(tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template),
         *(tokenizer.special_tokens_map, [version(package) for package in _PACKAGES]),
+        list(encoder.tools),
     ]
     digest = hashlib.sha256(to_json_text(parts).encode()).hexdigest()
     return folder / f"{digest[:32]}.rows"

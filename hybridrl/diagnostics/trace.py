@@ -35,6 +35,7 @@ Arg = str | int | float | bool
 _CLOCK_TO_WALL_NS = time.time_ns() - time.perf_counter_ns()
 _WORTH_ASKING_NS = 1_000_000
 _WRITE_EVERY_NS = 1_000_000_000
+_FIRST_TRACK = 1000  # behind the numbers of threads
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +90,18 @@ class SpanRecorder:
             begin_us = (ended.begin_ns + _CLOCK_TO_WALL_NS) // 1000
             event = {"ph": "X", "name": ended.name, "tid": thread, "ts": begin_us}
             self._events.append(event | {"dur": end_us - begin_us, "args": ended.args})
+
+    def add(self, name: str, begin_ns: int, *, track: int, **args: Arg) -> None:
+        """Record work that ends now and began at ``time.perf_counter_ns() == begin_ns``.
+
+        For tasks of one thread that take turns, so that their spans do not nest: each task has a
+        track of its own, shown as a further thread.
+        """
+        begin_us, end_us = (
+            (at_ns + _CLOCK_TO_WALL_NS) // 1000 for at_ns in (begin_ns, time.perf_counter_ns())
+        )
+        event = {"ph": "X", "name": name, "ts": begin_us, "dur": end_us - begin_us}
+        self._events.append(event | {"tid": _FIRST_TRACK + track, "args": args})
 
     def each(self, name: str, items: Iterable[Item]) -> Iterator[Item]:
         """Yield ``items``; each pass of the loop is a span, with the item or its index."""
@@ -181,6 +194,7 @@ process = SpanRecorder()
 """The recorder of this process."""
 
 span = process.span
+add = process.add
 each = process.each
 note = process.note
 note_host_memory = process.note_host_memory

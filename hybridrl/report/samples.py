@@ -66,6 +66,10 @@ def spread(steps: Sequence[int]) -> list[int]:
 def _clean(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a sample of bounded size, for any output of a model and of a reward function."""
     texts = {name: str(row.get(name, "")) for name in ("prompt", "response", "answer")}
+    turns = [turn for turn in row.get("turns") or () if isinstance(turn, dict)]
+    if turns:
+        spoken = (f"[{turn.get('role')}] {turn.get('text')}" for turn in turns)
+        texts["response"] = "\n".join(spoken)
     for name, text in texts.items():
         if len(text) > _MAX_CHARS:
             texts[name] = f"{text[:_MAX_CHARS]} … {len(text)} characters"
@@ -77,6 +81,6 @@ def _clean(row: Mapping[str, Any]) -> dict[str, Any]:
         "step": row["step"],
         "is_truncated": bool(row.get("is_truncated")),
         "reward": plottable(row.get("reward")),
-        "tokens": list(map(str, tokens)),
+        "tokens": [] if turns else list(map(str, tokens)),
         "logprobs": list(map(plottable, logprobs)),
     }

@@ -106,6 +106,20 @@ class Channel:
             missing.difference_update(rows)
             yield row, rewards
 
+    def receive_text(self, *, max_bytes: int, timeout_s: float) -> str:
+        """Return the text that answers the current call.
+
+        Raises:
+            TimeoutError: it did not come in time.
+            ChannelClosed: the process ended.
+            Refused: the answer is an error instead of a text.
+            Garbage: the answer is not valid, and neither are later bytes on the socket.
+        """
+        text = self._next_answer(max_bytes, time.monotonic() + timeout_s).get("text")
+        if not isinstance(text, str):
+            raise Garbage("answered with something that is not a text")
+        return text
+
     def _next_answer(self, max_bytes: int, deadline: float) -> dict[str, object]:
         while True:
             [size] = HEADER.unpack(self._read(HEADER.size, deadline))

@@ -21,6 +21,7 @@ import struct
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
 from typing import Any
 
 HEADER = struct.Struct("!Q")
@@ -112,7 +113,7 @@ class RewardFunction:
                 if num_rewards <= rows:  # the others are counted, not kept
                     rewards.append(to_reward(value))
         except (Exception, SystemExit) as error:
-            return "raised " + _last_line(error)
+            return "raised " + last_line(error)
         if num_rewards != rows:
             return f"returned {num_rewards} rewards for {rows} responses"
         emit(0, rewards)
@@ -122,7 +123,7 @@ class RewardFunction:
         try:
             return to_reward(self._function(**self._keywords(columns, row), **self._args))
         except (Exception, SystemExit) as error:
-            return "raised " + _last_line(error)
+            return "raised " + last_line(error)
 
     async def _score_concurrently(
         self, columns: Mapping[str, list[Any]], rows: int, emit: Emit
@@ -143,7 +144,7 @@ class RewardFunction:
         except (Exception, SystemExit) as error:
             if limit.expired():
                 return f"took longer than {self._timeout_s:g} s"
-            return "raised " + _last_line(error)
+            return "raised " + last_line(error)
 
     def _keywords(
         self, columns: Mapping[str, list[Any]], row: int | None = None
@@ -169,7 +170,7 @@ def main() -> None:
         connection.sendall(encode({"call": call, **answer}))
 
     functions: list[RewardFunction] | None = None
-    while (message := _receive(connection)) is not None:
+    while (message := receive(connection)) is not None:
         if functions is None:
             functions, answer = _try_to_load(**message["load"])
             send(message["call"], **answer)
@@ -208,7 +209,7 @@ def _shortened(error: BaseException) -> str:
     return text.removeprefix(f"{type(error).__module__}.")[:_MAX_REASON]
 
 
-def _receive(connection: socket.socket) -> Message | None:
+def receive(connection: socket.socket) -> Message | None:
     """Return the next message; None at the end."""
     header = _read(connection, HEADER.size)
     if len(header) < HEADER.size:
@@ -241,14 +242,25 @@ def _try_to_load(
     loaded = []
     for number, each in enumerate(functions):
         try:
-            function = _load(each["path"], each["name"])
+            function = load_function(each["path"], each["name"])
             loaded.append(RewardFunction(function, each["args"], timeout_s=timeout_s))
         except (Exception, SystemExit) as error:  # any user code: the driver names it and raises
-            return None, {"failed": _last_line(error), "function": number}
+            return None, {"failed": last_line(error), "function": number}
     return loaded, {"kinds": [function.kind for function in loaded]}
 
 
-def _load(path: str, name: str) -> Callable[..., Any]:
+def load_function(path: str, name: str) -> Callable[..., Any]:
+    """Import a file once, and return a function that it defines."""
+    module = load_module(path)
+    members = {key: value for key, value in vars(module).items() if inspect.isfunction(value)}
+    if name not in members:
+        raise AttributeError(f"no function {name!r} in {path}; it has {sorted(members)}")
+    function: Callable[..., Any] = members[name]
+    return function
+
+
+def load_module(path: str) -> ModuleType:
+    """Import a file, once."""
     module_name = f"reward_file_{path}"
     module = sys.modules.get(module_name)
     if module is None:
@@ -258,14 +270,10 @@ def _load(path: str, name: str) -> Callable[..., Any]:
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module  # dataclasses and pickle look their module up
         spec.loader.exec_module(module)
-    members = {key: value for key, value in vars(module).items() if inspect.isfunction(value)}
-    if name not in members:
-        raise AttributeError(f"no function {name!r} in {path}; it has {sorted(members)}")
-    function: Callable[..., Any] = members[name]
-    return function
+    return module
 
 
-def _last_line(error: BaseException) -> str:
+def last_line(error: BaseException) -> str:
     """Return error and line, for example ``ValueError: no digits (reward.py:12)``."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{_shortened(error)} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})"

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
 
+from hybridrl.agents.rollout import require_usable_agent
 from hybridrl.atomic_io import atomic_write_text
 from hybridrl.config.checks import model as model_checks
 from hybridrl.config.checks import violations
@@ -89,7 +90,9 @@ def _evaluate(config: ExperimentConfig, record: RunFolder) -> tuple[list[EvalRep
     record.phase("load data")
     require_usable_model(folder)
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
-    tasks = build_eval_tasks(config, tokenizer, load_stop_token_ids(folder, tokenizer))
+    stop_token_ids = load_stop_token_ids(folder, tokenizer)
+    require_usable_agent(config.agent, tokenizer, stop_token_ids=stop_token_ids)
+    tasks = build_eval_tasks(config, tokenizer, stop_token_ids)
     samples = eval_sample_taker(config, tokenizer)
     models = load_reward_models(config.reward)
     with RewardScorer(config.reward) as scorer:

@@ -43,7 +43,13 @@ def build_eval_tasks(
             top_p=settings.top_p,
             stop_token_ids=stop_token_ids,
         )
-        task = build_prompt_step(rows, first_index=0, seed=config.seed, stream=stream)
+        task = build_prompt_step(
+            rows,
+            first_index=0,
+            seed=config.seed,
+            stream=stream,
+            sends_rows=not config.agent.is_single_turn,
+        )
         return EvalTask(settings, task, sampling)
 
     return [build(settings) for settings in config.eval.all_sets()]

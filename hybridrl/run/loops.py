@@ -10,6 +10,7 @@ from typing import Protocol, cast
 
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl.agents.rollout import require_usable_agent
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.sampler import RowOrder
 from hybridrl.data.source import PromptSource
@@ -83,10 +84,12 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
     Raises:
         DataError: bad rows, by file and line, or no rows.
         ModelError: the tokenizer or its stop tokens cannot be used.
+        AgentError: the agent, its tools or the chat template cannot be used.
         RewardError: the reward function cannot be loaded.
     """
     tokenizer = load_tokenizer(folder, needs_chat_template=config.data.use_chat_template)
     stop_token_ids = load_stop_token_ids(folder, tokenizer)
+    require_usable_agent(config.agent, tokenizer, stop_token_ids=stop_token_ids)
     train_rows = load_train_rows(config, tokenizer, on_progress=record.progress)
     config = within_epochs(config, len(train_rows.rows))
     source = PromptSource(
@@ -94,6 +97,7 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
         num_prompts=config.trainer.num_prompts_per_step,
         seed=config.seed,
         sampler=train_rows.sampler,
+        sends_rows=not config.agent.is_single_turn,
     )
     held_out = build_eval_tasks(config, tokenizer, stop_token_ids) if config.evaluates else []
     reward_models = load_reward_models(config.reward)

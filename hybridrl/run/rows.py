@@ -14,8 +14,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl import env
+from hybridrl.agents.rollout import tool_schemas
 from hybridrl.config.eval import EvalSet
 from hybridrl.config.experiment import ExperimentConfig, with_value
+from hybridrl.data.calculator import build_calculator_rows
 from hybridrl.data.columns import columns_of
 from hybridrl.data.files import RowFiles
 from hybridrl.data.preferences import PreferencePair, tokenize_pairs
@@ -86,7 +88,7 @@ def _load_tables(
     on_progress: Callable[[str], None],
 ) -> list[RowTable]:
     """Read or make the rows to learn from: one table, or one a source of a mix."""
-    if config.data.task == "sort_digits":
+    if config.data.task is not None:
         made = _make(config, config.data.num_task_rows, split="train")
         return [encode_rows(made, _encoder_of(config, tokenizer))]
     return [load_rows(config, key, tokenizer, on_progress) for key in train_keys(config)]
@@ -179,7 +181,7 @@ def _read_eval_rows(config: ExperimentConfig, settings: EvalSet) -> list[Row]:
     Files are read in full, so that each bad row is named; the first ``num_prompts`` are taken.
     """
     data = config.data
-    if data.task == "sort_digits" and settings.files is None:
+    if data.task is not None and settings.files is None:
         return _make(config, settings.num_prompts, split="eval")
     files = _files_of(config, eval_key(settings))
     rows = [row for at, row in enumerate(files.parsed()) if at < settings.num_prompts]
@@ -223,6 +225,10 @@ def _row_sampler(rows: RowTable | list[PreferencePair], config: ExperimentConfig
 
 def _make(config: ExperimentConfig, num_rows: int, *, split: Split) -> list[Row]:
     data = config.data
+    if data.task == "calculator":
+        return build_calculator_rows(
+            num_rows, split=split, seed=config.seed, has_conversations=config.mode == "sft"
+        )
     return build_sort_digits_rows(
         num_rows,
         split=split,
@@ -240,6 +246,7 @@ def _encoder_of(config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase) ->
         use_chat_template=data.use_chat_template,
         max_prompt_tokens=data.max_prompt_tokens,
         overlong=data.overlong_prompts,
+        tools=tool_schemas(config.agent),
     )
 
 

@@ -61,6 +61,18 @@ class Tracker(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class SampleTurn:
+    """One turn of a conversation."""
+
+    role: Literal["assistant", "environment"]
+    """Whether the policy wrote it, or it was appended: by a tool, or by a user that an agent plays.
+    """
+
+    text: str
+    """With special tokens."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRow:
     """One response as ``samples.jsonl`` shows it."""
@@ -81,6 +93,9 @@ class SampleRow:
 
     logprobs: tuple[float, ...] = ()
     """Log-probs of those tokens, nats, by the sampler, to 3 decimals."""
+
+    turns: tuple[SampleTurn, ...] = ()
+    """Turns behind the prompt of a conversation; empty, and not written, for a single turn."""
 
 
 class RunLogger:
@@ -217,8 +232,9 @@ class RunLogger:
         with _naming(self.folder):
             for sample in samples[: self._config.num_samples_per_step]:
                 values = asdict(sample)
-                if not sample.eval_set:
-                    del values["eval_set"]
+                for name in ("eval_set", "turns"):
+                    if not values[name]:
+                        del values[name]
                 _append(self._samples, {"step": step} | values)
 
     def _require_folder(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -11,7 +13,7 @@ from hybridrl.batch import RolloutBatch, row_offsets
 from hybridrl.data.source import PromptStep
 from hybridrl.data.tokenizer import decode_responses
 from hybridrl.rewards.scorer import Scores
-from hybridrl.run.run_folder import SampleRow
+from hybridrl.run.run_folder import SampleRow, SampleTurn
 from hybridrl.trainer.evaluate import EvalReport
 
 _MAX_TOKENS = 512
@@ -62,6 +64,7 @@ class SampleTaker:
                 split=self._split,
                 tokens=tokens,
                 logprobs=logprobs,
+                turns=self._turns_of(rollouts, row),
             )
             for row, text, prompt in zip(rows, texts, task.rows, strict=False)
             for tokens, logprobs in [self._tokens_of(rollouts, row)]
@@ -81,6 +84,21 @@ class SampleTaker:
             tuple(self._text_of(token_id) for token_id in token_ids),
             tuple(round(logprob, _DECIMALS) for logprob in logprobs),
         )
+
+    def _turns_of(self, rollouts: RolloutBatch, row: int) -> tuple[SampleTurn, ...]:
+        """Return the turns behind the prompt; none of a row with a single one."""
+        begin, end = row_offsets(rollouts.token_ids_BL)[row : row + 2].tolist()
+        token_ids = rollouts.token_ids_BL.values()[begin:end].tolist()
+        is_sampled = rollouts.response_mask_BL.values()[begin:end].tolist()
+        runs = groupby(zip(is_sampled, token_ids, strict=True), key=itemgetter(0))
+        _, *turns = (
+            SampleTurn(
+                "assistant" if key else "environment",
+                self._tokenizer.decode([token_id for _, token_id in run]),
+            )
+            for key, run in runs
+        )
+        return tuple(turns) if len(turns) > 1 else ()
 
     def _text_of(self, token_id: int) -> str:
         """Decode one token; an incomplete character shows as its replacement sign."""

@@ -42,9 +42,11 @@ _TASK: Final = "sort_digits"
 _LABEL = "making the starter model, once"
 _MIN_DIGITS, _MAX_DIGITS = 2, 20
 _NUM_ROWS = 10_000
+_CONVERSATION_TOKENS = 96
 _PACKAGE = Path(hybridrl.__file__).parent
 _CODE = (
     *("data/sampler.py", "data/sort_digits.py", "data/starter_tokenizer.py", "data/supervised.py"),
+    *("data/calculator.py", "data/turns.py"),
     *("run/offline.py", "run/rows.py", "run/starter.py", "trainer/sft.py"),
     *("workers/train/optimizer.py",),
 )
@@ -110,7 +112,7 @@ def starter_name(config: ExperimentConfig) -> str:
     data, cluster = config.data, config.cluster
     parts = [
         *(config.seed, asdict(config.model), asdict(config.actor), asdict(config.sft)),
-        *(data.num_task_rows, data.min_digits, data.max_digits),
+        *(data.task, data.num_task_rows, data.min_digits, data.max_digits),
         *(cluster.device, cluster.num_threads_per_rank),
         *(_digest(_CODE), torch.__version__, transformers.__version__),
     ]
@@ -120,9 +122,11 @@ def starter_name(config: ExperimentConfig) -> str:
 def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> ExperimentConfig:
     """Return the supervised run that teaches the made model, the same for most runs.
 
-    It learns to sort digits, whatever the run's data. The numbers have the lengths of the run's own
-    task, or 2 to 20 digits if rows come from files. One rank computes, in float32.
+    It learns to call the calculator if that is the run's task, else to sort digits. The numbers
+    have the lengths of the run's own task, or 2 to 20 digits if rows come from files. One rank
+    computes, in float32.
     """
+    is_calculator = config.data.task == "calculator"
     is_own_task = config.data.task == _TASK
     longest = config.data.max_digits if is_own_task else _MAX_DIGITS
     shortest = config.data.min_digits if is_own_task else _MIN_DIGITS
@@ -156,14 +160,14 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
         lora=replace(config.lora, enabled=False),
         data=replace(
             config.data,
-            task=_TASK,
+            task="calculator" if is_calculator else _TASK,
             sources={},
             curriculum="none",
             num_task_rows=_NUM_ROWS,
             min_digits=min(shortest, max_digits),
             max_digits=max_digits,
-            use_chat_template=False,
-            max_prompt_tokens=max_digits + 1,
+            use_chat_template=is_calculator,
+            max_prompt_tokens=_CONVERSATION_TOKENS if is_calculator else max_digits + 1,
             overlong_prompts="error",
             shuffle=True,
         ),
@@ -172,7 +176,7 @@ def warmup_config(config: ExperimentConfig, starter: StarterConfig) -> Experimen
         sft=SftConfig(
             num_steps=starter.num_warmup_steps,
             batch_size=starter.warmup_batch_size,
-            turns="last",
+            turns="all" if is_calculator else "last",
             eval_every_num_steps=0,
         ),
     )

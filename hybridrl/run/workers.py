@@ -61,6 +61,7 @@ def start_workers(config: ExperimentConfig, model_folder: Path) -> Iterator[Work
         config,
         model=replace(config.model, path=str(model_folder)),
         algorithm=config.algorithm.with_absolute_files(),
+        agent=config.agent.with_absolute_files(),
         dpo=config.dpo.with_absolute_files(),
         reward=config.reward.with_absolute_files(),
     )

@@ -26,6 +26,7 @@ from hybridrl.metrics import Last, Metrics, from_json, merge, to_json
 from hybridrl.planning.frozen_base import plan_base
 from hybridrl.single_controller import Dispatch, ResultLayout, dispatch_by_mesh, register
 from hybridrl.workers.build import (
+    build_agent_rollout,
     build_follower,
     build_policy_loss,
     build_reference_engine,
@@ -127,6 +128,7 @@ class ActorRolloutWorker(CheckpointedWorker):
             dp_size=self.world_size // tensor_parallel_size,
             is_output_rank=has_engine,
         )
+        self._agent = build_agent_rollout(config, model_folder) if has_engine else None
         meter.end()
 
     def _load_parts(self) -> None:
@@ -155,9 +157,12 @@ class ActorRolloutWorker(CheckpointedWorker):
         with self.sharding.rollout_phase() as engine:
             if engine is not None:
                 with self.sharding.meter("generate"), trace.span("sample", prompts=len(prompts)):
-                    responses = engine.run(single_turn(prompts, sampling))
+                    make_program = self._agent.program if self._agent else single_turn
+                    responses = engine.run(make_program(prompts, sampling))
         if responses is None:
             return None
+        if self._agent is not None:
+            self._carried = merge([self._carried, self._agent.take_metrics()])
         version = self._policy_version
         rollouts = assemble_rollouts(prompts, responses, policy_version=version)
         require_known_tokens(rollouts, vocab_size=self._vocab_size)
@@ -278,7 +283,9 @@ class ActorRolloutWorker(CheckpointedWorker):
         self._actor.export_adapter(folder)
 
     def close(self) -> None:
-        """End the rollout engine and leave the process group."""
+        """End tools and rollout engine, and leave the process group."""
         super().close()
+        if self._agent is not None:
+            self._agent.close()
         self.sharding.shutdown()
         end_process_group()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from hybridrl.agents.rollout import AgentRollout
 from hybridrl.algorithms.load import load_part, require_part
 from hybridrl.config import parts
 from hybridrl.config.actor import ActorConfig
@@ -19,7 +20,7 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.data.conversations import pad_token_of
-from hybridrl.data.tokenizer import load_tokenizer
+from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import RolloutEngine, WeightSender
 from hybridrl.workers.rollout.sglang.arguments import device_name, server_spec, show_devices
@@ -126,6 +127,15 @@ def build_critic_engine(
         num_total_steps=config.num_critic_updates,
     )
     return CriticEngine(backend, value_clip=config.critic.value_clip)
+
+
+def build_agent_rollout(config: ExperimentConfig, model_folder: Path) -> AgentRollout | None:
+    """Load the agent of this rank; None if responses have a single turn."""
+    if config.agent.is_single_turn:
+        return None
+    tokenizer = load_tokenizer(model_folder, needs_chat_template=True)
+    stop_token_ids = load_stop_token_ids(model_folder, tokenizer)
+    return AgentRollout(config.agent, tokenizer, stop_token_ids=stop_token_ids)
 
 
 def build_rollout_engine(

@@ -60,6 +60,22 @@ def _scorer(model_type: str, num_labels: int = 1, kind: str = "Sequence") -> str
 
 # What the user typed, the key that is named, and a word of the rule.
 BROKEN: list[tuple[tuple[str, ...], str, str]] = [
+    (("agent.loop=no_one", "data=calculator"), "agent.loop", "is not built in"),
+    (("agent.loop=empty.jsonl:A", "data=calculator"), "agent.loop", "has no 'A'"),
+    (("agent.tools=[calculater]",), "agent.tools", "is not built in; did you mean"),
+    (("agent.tools=[no.py:f]",), "agent.tools", "no.py does not exist"),
+    (("agent.tools=[calculator]",), "agent.tools", "agent.loop=single_turn calls none"),
+    (("agent=tool_calls",), "data.use_chat_template", "appends messages in the form"),
+    (
+        ("agent=tool_calls", "data=calculator", "rollout.routed_experts=true"),
+        "rollout.routed_experts",
+        "their experts are not kept",
+    ),
+    (
+        ("data=calculator", "data.use_chat_template=false"),
+        "data.use_chat_template",
+        "are chat messages",
+    ),
     (
         (
             "algorithm.rollout_correction=importance",
@@ -135,7 +151,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "model.starter.max_position_embeddings",
         "longest row has 4120 tokens",
     ),
-    (("data.use_chat_template=true",), "data.use_chat_template", "no chat template"),
+    (("data.use_chat_template=true",), "data.use_chat_template", "learned plain text"),
     (
         ("model.starter=null", "model.path=chatless", "data.use_chat_template=true"),
         "data.use_chat_template",

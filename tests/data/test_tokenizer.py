@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.batch import RolloutBatch, jagged
+from hybridrl.batch import RolloutBatch, jagged, last_turns
 from hybridrl.data.starter_tokenizer import EOS_TOKEN, build_starter_tokenizer
 from hybridrl.data.tokenizer import decode_responses, load_stop_token_ids, load_tokenizer
 from hybridrl.errors import ModelError
@@ -53,6 +54,7 @@ def test_a_folder_without_a_usable_tokenizer_is_named(tmp_path: Path) -> None:
 def test_missing_chat_template_is_rejected_only_if_needed(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
+    tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"no chat template; set data\.use_chat_template=false"):
         load_tokenizer(tmp_path, needs_chat_template=True)
@@ -137,3 +139,14 @@ def test_responses_are_decoded_without_prompt_and_special_tokens() -> None:
     )
     # 400 lies in the padding of the model's embedding, past the tokenizer's vocabulary.
     assert decode_responses(rollouts, STARTER) == ["123", "", "1"]
+
+
+@given(masks=st.lists(st.lists(st.booleans(), min_size=1, max_size=9), min_size=1, max_size=5))
+def test_the_last_turn_is_the_last_run_of_sampled_tokens(masks: list[list[bool]]) -> None:
+    kept = last_turns(jagged([torch.tensor(mask) for mask in masks]))
+
+    for mask, row in zip(masks, kept.unbind(), strict=True):
+        runs = [(key, len(list(run))) for key, run in groupby(mask)]
+        last = next((n for n in reversed(range(len(runs))) if runs[n][0]), None)
+        wanted = [n == last for n, (_, length) in enumerate(runs) for _ in range(length)]
+        assert row.tolist() == wanted

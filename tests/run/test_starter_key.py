@@ -11,13 +11,14 @@ import pytest
 import torch
 import transformers
 
-from hybridrl.data import sampler, sort_digits, starter_tokenizer, supervised
+from hybridrl.data import calculator, sampler, sort_digits, starter_tokenizer, supervised, turns
 from hybridrl.run import offline, rows, starter
 from hybridrl.trainer import sft as fine_tuning
 from hybridrl.workers.train import optimizer
 from tests.config.values import config_of
 
 DECIDING = [
+    *(calculator, turns),
     *(sampler, sort_digits, starter_tokenizer, supervised),  # rows, their order and their tokens
     *(starter, offline, rows, fine_tuning, optimizer),  # first weights, batches and steps
 ]
@@ -36,7 +37,7 @@ def name_with(*overrides: str) -> str:
         *(f"model.starter.{key}" for key in ("warmup_lr=0.0001", "num_warmup_steps=60")),
         *(f"model.starter.{key}" for key in ("warmup_batch_size=32", "intermediate_size=64")),
         *(f"model.starter.{key}" for key in ("max_position_embeddings=100", "num_layers=3")),
-        "cluster=one_gpu",
+        *("cluster=one_gpu", "data=calculator"),
     ],
 )
 def test_each_key_that_decides_the_weights_names_the_model(override: str) -> None:

@@ -99,6 +99,17 @@ def check_sort_digits(config: ExperimentConfig) -> Iterator[ConfigError]:
         )
 
 
+def check_calculator(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Its rows are chat messages."""
+    if config.data.task == "calculator" and not config.data.use_chat_template:
+        yield ConfigError(
+            "data.use_chat_template",
+            config.data.use_chat_template,
+            "the rows of data.task=calculator are chat messages",
+            remedies=[("data.use_chat_template=true",)],
+        )
+
+
 def _room_for_digits(config: ExperimentConfig, room: int) -> list[tuple[str, ...]]:
     num_tokens = config.data.max_digits + 1
     prompt = max(num_tokens, config.data.max_prompt_tokens)
@@ -186,6 +197,7 @@ RULES = (
     check_data_files,
     check_files_stand_once,
     check_sort_digits,
+    check_calculator,
     check_data_mix,
     check_curriculum,
 )

@@ -103,12 +103,13 @@ def check_starter_context(config: ExperimentConfig) -> Iterator[ConfigError]:
 
 
 def check_starter_reads_plain_text(config: ExperimentConfig) -> Iterator[ConfigError]:
-    """The starter model's tokenizer has no chat template."""
-    if config.model.path is None and config.data.use_chat_template:
+    """The starter model learns to chat for the task calculator alone."""
+    is_chat = config.data.use_chat_template and config.data.task != "calculator"
+    if config.model.path is None and is_chat:
         yield ConfigError(
             "data.use_chat_template",
             got=True,
-            rule="the tokenizer of the made model (model.path=null) has no chat template",
+            rule="the made model (model.path=null) learned plain text, no chat template",
             remedies=[("data.use_chat_template=false",)],
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from hybridrl.config.checks import (
+    agent,
     algorithm,
     batch_sizes,
     cluster,
@@ -87,6 +88,7 @@ _TRAINING_RULES: Mapping[str, tuple[Rule, ...]] = {
 _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
     "algorithm": (*parts.RULES, *algorithm.RULES),
     "rollout": (*rollout.RULES, lora.check_lora_base, megatron.check_routing_replay),
+    "agent": agent.RULES,
     "critic": critic.RULES,
     "batch sizes": batch_sizes.RULES,
     "reward": reward.RULES,
@@ -95,6 +97,7 @@ _TRAIN_RULES: Mapping[str, tuple[Rule, ...]] = {
 }
 _EVAL_RULES: Mapping[str, tuple[Rule, ...]] = {
     "rollout": (*rollout.RULES, lora.check_lora_base),
+    "agent": agent.RULES,
     "reward": reward.RULES,
     "reward models": reward_models.RULES,
     "evaluation": (*evaluation.RULES, evaluation.check_eval_checkpoint),
@@ -112,6 +115,8 @@ _OF_A_RUN: frozenset[Rule] = frozenset(
     {
         check_data_files,
         *reward.RULES,
+        agent.check_agent_is_known,
+        agent.check_tools_are_known,
         check_run_folder,
         rollout.check_sglang_is_installed,
         trackers.check_trackers,

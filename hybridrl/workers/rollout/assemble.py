@@ -34,7 +34,8 @@ def assemble_rollouts(
         prompt = prompt_rows[row // num_responses]
         tokens += [prompt, response.token_ids]
         masks += [torch.zeros(len(prompt), dtype=torch.bool)]
-        masks += [torch.ones(len(response.token_ids), dtype=torch.bool)]
+        all_sampled = torch.ones(len(response.token_ids), dtype=torch.bool)
+        masks += [all_sampled if response.is_sampled is None else response.is_sampled]
         logprobs += [torch.zeros(len(prompt)), response.logprobs]
     prompt_lengths_B = row_lengths(prompts.token_ids_PL).repeat_interleave(num_responses)
     lengths_B = prompt_lengths_B + torch.tensor([len(r.token_ids) for r in responses])

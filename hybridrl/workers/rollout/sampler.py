@@ -57,6 +57,10 @@ class Sample:
     """int32 [context + response - 1, layers, experts a token], experts of each token; the last
     token was never an input. None unless ``rollout.routed_experts``."""
 
+    is_sampled: Tensor | None = None
+    """bool [n], False for tokens that a program put between samples: of a template, of a tool.
+    None: all were sampled."""
+
     @property
     def is_truncated(self) -> bool:
         """Whether the length limit ended it."""

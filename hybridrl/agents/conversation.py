@@ -1,0 +1,242 @@
+"""A conversation while it is held: the only way of an agent to tokens and tools.
+
+Whatever the agent does, the tokens here are those that the sampler returned, in order, and what was
+appended between them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.agents.templates import TurnTemplate
+from hybridrl.agents.tool_calls import BrokenCall, Calls, ToolCall
+from hybridrl.agents.tools import Toolbox, ToolResult
+from hybridrl.agents.trajectory import Ended, Trajectory, Turn
+from hybridrl.data.rows import Message, Row
+from hybridrl.diagnostics import trace
+from hybridrl.rewards.child import last_line
+from hybridrl.workers.rollout.sampler import RequestParams, Sampler
+from hybridrl.workers.rollout.sampling import request_key
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """The beginning of a conversation."""
+
+    row: Row
+    """With the reference answer, for agents that play an environment."""
+
+    token_ids: Tensor
+    """int64 [n], n >= 1, of the rendered prompt."""
+
+    seed: int
+    """Of the prompt (``PromptBatch.seed_P``)."""
+
+    response_index: int
+    """Index of the conversation among those that start with the same prompt, from 0."""
+
+    number: int
+    """Of the conversation in its call, from 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """The setting that all conversations of a rank share."""
+
+    sampler: Sampler
+    params: RequestParams
+    """``max_new_tokens`` limits all tokens behind the prompt, tool results among them."""
+
+    tokenizer: PreTrainedTokenizerBase
+    template: TurnTemplate
+    toolbox: Toolbox
+    parse: Callable[[str], Calls]
+    """Reads calls in the format of ``agent.tool_format``."""
+
+    max_turns: int
+    """Turns of the assistant."""
+
+    timeout_s: float
+    """Seconds from the first request to the end."""
+
+
+class ConversationEnded(Exception):
+    """A limit was reached; from here on every request of the conversation raises this."""
+
+
+class Agent(Protocol):
+    """Holds conversations: any program over ``Conversation``. Made without arguments."""
+
+    @property
+    def appended_roles(self) -> Sequence[str]:
+        """Return the roles of the messages that it appends, ``tool`` or ``user``.
+
+        A class attribute: the chat template's form of them is checked before the run begins.
+        """
+        ...
+
+    async def run(self, conversation: Conversation) -> None:
+        """Sample turns and append messages until there is an answer.
+
+        It returns when the last sampled turn is the answer. Errors that it raises end the
+        conversation, not the run.
+        """
+        ...
+
+
+class Conversation:
+    """Records turns, and keeps within the limits."""
+
+    def __init__(self, prompt: Prompt, setting: Setting) -> None:
+        """Begin behind the prompt."""
+        self._prompt = prompt
+        self._setting = setting
+        self._turns: list[Turn] = []
+        self._context = prompt.token_ids
+        self._num_sampled = 0
+        self._weight_version = 0
+        self._results: list[ToolResult] = []
+        self._ended: Ended | None = None
+        self.sampler_error: Exception | None = None
+        """An error of the engine: unlike others it ends the run."""
+
+    @property
+    def row(self) -> Row:
+        """Return the row of the data: prompt, answer and source."""
+        return self._prompt.row
+
+    async def sample(self) -> str:
+        """Sample the assistant's next turn.
+
+        Returns:
+            Its text with special tokens, without the token that ended it.
+
+        Raises:
+            ConversationEnded: a limit was reached, before the turn or in it.
+            EngineError: the engine failed.
+        """
+        setting = self._setting
+        self._end_if("turns", reached=self._num_sampled >= setting.max_turns)
+        self._end_if("tokens", reached=self._num_left <= 0)
+        params = replace(setting.params, max_new_tokens=self._num_left)
+        key = request_key(self._prompt.seed, self._prompt.response_index, turn=self._num_sampled)
+        begin_ns = time.perf_counter_ns()
+        try:
+            sample = await setting.sampler.sample(self._context, params, key=key)
+        except Exception as error:
+            self.sampler_error = error
+            raise
+        trace.add("turn", begin_ns, track=self._prompt.number, tokens=len(sample.token_ids))
+        self._num_sampled += 1
+        self._weight_version = sample.weight_version
+        self._add(Turn(sample.token_ids, sample.logprobs))
+        self._end_if("tokens", reached=sample.is_truncated)
+        text: str = setting.tokenizer.decode(sample.token_ids[:-1])
+        return text
+
+    def append(self, messages: Sequence[Message]) -> None:
+        """Append tool results, or a user's turn, and the beginning of the assistant's next turn.
+
+        Raises:
+            ConversationEnded: no token could be sampled behind them.
+            AgentError: the chat template has no form for them.
+        """
+        token_ids = torch.tensor(self._setting.template.increment(messages))
+        self._end_if("tokens", reached=len(token_ids) >= self._num_left)
+        self._add(Turn(token_ids, None))
+
+    def read_calls(self, text: str) -> Calls:
+        """Read the calls in a sampled turn, broken ones too; none is an answer."""
+        return self._setting.parse(text)
+
+    async def call(self, call: ToolCall | BrokenCall) -> ToolResult:
+        """Call a tool. Its failure is a result, too."""
+        begin_ns = time.perf_counter_ns()
+        result = await self._setting.toolbox.call(call)
+        name = call.name if isinstance(call, ToolCall) else "broken call"
+        trace.add(
+            "tool", begin_ns, track=self._prompt.number, tool=name[:80], is_error=result.is_error
+        )
+        self._results.append(result)
+        return result
+
+    def end(self, ended: Ended) -> None:
+        """End it; the first reason counts."""
+        self._ended = self._ended or ended
+
+    def to_trajectory(self) -> Trajectory:
+        """Return all turns, without messages behind the last sampled turn.
+
+        A conversation that ended before its first turn has one of no tokens, as an error.
+        """
+        turns = list(self._turns) or [Turn(self._context[:0], torch.zeros(0))]
+        while len(turns) > 1 and turns[-1].logprobs is None:
+            turns.pop()
+        return Trajectory(
+            turns=tuple(turns),
+            ended=self._ended or ("answer" if self._num_sampled else "error"),
+            weight_version=self._weight_version,
+            num_tool_calls=len(self._results),
+            num_tool_errors=sum(result.is_error for result in self._results),
+            tool_seconds=sum(result.seconds for result in self._results),
+        )
+
+    @property
+    def _num_left(self) -> int:
+        """Tokens that may follow."""
+        limit = len(self._prompt.token_ids) + self._setting.params.max_new_tokens
+        return min(limit, self._setting.sampler.max_context_tokens) - len(self._context)
+
+    def _add(self, turn: Turn) -> None:
+        self._turns.append(turn)
+        self._context = torch.cat([self._context, turn.token_ids])
+
+    def _end_if(self, limit: Ended, *, reached: bool) -> None:
+        if reached:
+            self.end(limit)
+        if self._ended is not None:
+            raise ConversationEnded(f"the conversation has ended: {self._ended}")
+
+
+async def hold(agent: Agent, prompt: Prompt, setting: Setting) -> Trajectory:
+    """Let an agent hold one conversation, to its end or to a limit.
+
+    Raises:
+        EngineError: the engine failed.
+    """
+    conversation = Conversation(prompt, setting)
+    begin_ns = time.perf_counter_ns()
+    deadline = asyncio.timeout(setting.timeout_s)
+    try:
+        async with deadline:
+            await agent.run(conversation)
+    except ConversationEnded:
+        pass
+    except Exception as error:  # any user code
+        if conversation.sampler_error is not None:
+            raise conversation.sampler_error from error
+        conversation.end("time" if deadline.expired() else "error")
+        if not deadline.expired():
+            log.warning("an agent failed, and its conversation ends there: %s", last_line(error))
+    if conversation.sampler_error is not None:
+        raise conversation.sampler_error
+    trajectory = conversation.to_trajectory()
+    trace.add(
+        "conversation",
+        begin_ns,
+        track=prompt.number,
+        turns=trajectory.num_sampled_turns,
+        ended=trajectory.ended,
+    )
+    return trajectory

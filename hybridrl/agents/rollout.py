@@ -1,0 +1,191 @@
+"""Conversations of a rollout phase: one agent for each response, many at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.agents.conversation import Agent, Prompt, Setting, hold
+from hybridrl.agents.loops import ToolCalls
+from hybridrl.agents.templates import TurnTemplate
+from hybridrl.agents.tool_calls import PARSERS
+from hybridrl.agents.tool_process import ToolLimits
+from hybridrl.agents.tools import Schema, Toolbox, load_tools
+from hybridrl.agents.trajectory import Ended, Trajectory
+from hybridrl.batch import PromptBatch
+from hybridrl.config.agent import AgentConfig
+from hybridrl.data.rows import decode_row
+from hybridrl.diagnostics.processes import usual_num_processes
+from hybridrl.errors import AgentError
+from hybridrl.metrics import Mean, Metrics, merge
+from hybridrl.rewards.child import last_line, load_module
+from hybridrl.workers.rollout.protocol import SamplingParams
+from hybridrl.workers.rollout.sampler import Program, Sample, Sampler
+
+_BUILT_IN: dict[str, Callable[[], Agent]] = {"tool_calls": ToolCalls}
+
+
+def tool_schemas(config: AgentConfig) -> tuple[Schema, ...]:
+    """Return the schemas that chat templates show; none without an agent.
+
+    Raises:
+        AgentError: a tool cannot be loaded, or has no schema.
+    """
+    if config.is_single_turn:
+        return ()
+    return tuple(tool.schema for tool in load_tools(config.tools))
+
+
+def require_usable_agent(
+    config: AgentConfig, tokenizer: PreTrainedTokenizerBase, *, stop_token_ids: Sequence[int]
+) -> None:
+    """Check agent and chat template before the run begins.
+
+    Raises:
+        AgentError: the agent cannot be loaded, or the template cannot carry its messages.
+    """
+    if not config.is_single_turn:
+        template = TurnTemplate(tokenizer, stop_token_ids=stop_token_ids)
+        roles = load_agent(config.loop)().appended_roles
+        template.require_increments(history=config.history, roles=roles)
+
+
+def load_agent(spelled: str) -> Callable[[], Agent]:
+    """Import the class of an agent.
+
+    Raises:
+        AgentError: it cannot be imported, or has no coroutine ``run``.
+    """
+    if spelled in _BUILT_IN:
+        return _BUILT_IN[spelled]
+    file, _, name = spelled.rpartition(":")
+    try:
+        agent: Any = vars(load_module(file))[name]
+        roles = list(agent.appended_roles)
+    except (Exception, SystemExit) as error:  # any user code
+        raise AgentError(
+            f"agent.loop={spelled} cannot be loaded: {last_line(error)}; correct the file"
+        ) from error
+    if not asyncio.iscoroutinefunction(agent.run) or not {"tool", "user"}.issuperset(roles):
+        raise AgentError(
+            f"agent.loop={spelled} is no agent; give it `appended_roles`, of tool and user, and "
+            "`async def run(self, conversation)`"
+        )
+    loaded: Callable[[], Agent] = agent
+    return loaded
+
+
+class AgentRollout:
+    """The agent, tools and template of a rank; close it at the end."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        stop_token_ids: Sequence[int],
+    ) -> None:
+        """Load the agent and its tools.
+
+        Raises:
+            AgentError: see ``load_agent`` and ``load_tools``.
+        """
+        self._config = config
+        self._tokenizer = tokenizer
+        self._agent = load_agent(config.loop)
+        self._template = TurnTemplate(tokenizer, stop_token_ids=stop_token_ids)
+        limits = ToolLimits(timeout_s=config.tool_timeout_s, max_chars=config.max_result_chars)
+        self._toolbox = Toolbox(
+            load_tools(config.tools), limits=limits, num_processes=usual_num_processes()
+        )
+        self._metrics: Metrics = {}
+
+    def program(self, prompts: PromptBatch, sampling: SamplingParams) -> Program[list[Sample]]:
+        """Return the program that holds G conversations from each of P prompts.
+
+        It returns P * G samples in prompt order, those to the same prompt adjacent.
+
+        Raises:
+            AgentError: the batch has no rows.
+        """
+        size = sampling.num_responses_per_prompt
+        if prompts.row_PN is None:
+            raise AgentError("an agent needs the rows of its prompts; build the batch with them")
+        rows = map(decode_row, prompts.row_PN.unbind())
+        columns = zip(rows, prompts.token_ids_PL.unbind(), prompts.seed_P.tolist(), strict=True)
+        beginnings = [
+            Prompt(
+                row=row,
+                token_ids=token_ids,
+                seed=seed,
+                response_index=g,
+                number=index * size + g,
+            )
+            for index, (row, token_ids, seed) in enumerate(columns)
+            for g in range(size)
+        ]
+
+        async def program(sampler: Sampler) -> list[Sample]:
+            trajectories = await self._hold_all(beginnings, self._setting(sampler, sampling))
+            self._metrics = merge([self._metrics, describe(trajectories)])
+            return [trajectory.to_sample() for trajectory in trajectories]
+
+        return program
+
+    def take_metrics(self) -> Metrics:
+        """Return the metrics of the conversations since the last time, and reset them."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def close(self) -> None:
+        """End the processes of tools."""
+        self._toolbox.close()
+
+    async def _hold_all(self, prompts: Sequence[Prompt], setting: Setting) -> list[Trajectory]:
+        free = asyncio.Semaphore(self._config.num_conversations)
+
+        async def hold_one(prompt: Prompt) -> Trajectory:
+            async with free:
+                return await hold(self._agent(), prompt, setting)
+
+        tasks = [asyncio.ensure_future(hold_one(prompt)) for prompt in prompts]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _setting(self, sampler: Sampler, sampling: SamplingParams) -> Setting:
+        return Setting(
+            sampler=sampler,
+            params=sampling.request_params(),
+            tokenizer=self._tokenizer,
+            template=self._template,
+            toolbox=self._toolbox,
+            parse=PARSERS[self._config.tool_format],
+            max_turns=self._config.max_turns,
+            timeout_s=self._config.timeout_s,
+        )
+
+
+def describe(trajectories: Sequence[Trajectory]) -> Metrics:
+    """Return the metrics of conversations."""
+    num_rows, num_calls = len(trajectories), sum(t.num_tool_calls for t in trajectories)
+    num_appended = sum(t.num_appended_tokens for t in trajectories)
+    metrics: Metrics = {
+        "agent/turns/mean": Mean(sum(t.num_sampled_turns for t in trajectories), num_rows),
+        "agent/appended_tokens/mean": Mean(num_appended, num_rows),
+        "agent/tool_calls/mean": Mean(num_calls, num_rows),
+    }
+    if num_calls:
+        num_errors = sum(t.num_tool_errors for t in trajectories)
+        metrics["agent/tool_error_fraction"] = Mean(num_errors, num_calls)
+        metrics["agent/tool_s/mean"] = Mean(sum(t.tool_seconds for t in trajectories), num_calls)
+    for cause in get_args(Ended):
+        if cause != "answer":
+            count = sum(trajectory.ended == cause for trajectory in trajectories)
+            metrics[f"agent/ended_by_{cause}_fraction"] = Mean(count, num_rows)
+    return metrics

@@ -1,0 +1,181 @@
+"""Tokens that a chat template puts between two turns of the assistant.
+
+History is never rendered again: what was sampled stays as it was sampled. The tokens of new
+messages are cut out of a small dummy conversation, behind the end of the assistant's turn in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.data.rows import Message
+from hybridrl.errors import AgentError
+from hybridrl.json_text import to_json_text
+
+History = Literal["strict", "keep"]
+"""``strict`` refuses a template that renders earlier turns differently once others follow."""
+
+_SENTINEL, _OTHER = "qzxsentinelxzq", "seven"
+_QUESTION = {"role": "user", "content": "Question"}
+_SHOWN_TOKENS = 6
+
+_CASES = {
+    "one tool result": (Message("tool", "42"),),
+    "two tool results": (Message("tool", "42"), Message("tool", "a b")),
+    "a user turn": (Message("user", "More"),),
+}
+
+
+class TurnTemplate:
+    """Renders what follows a sampled turn. Stateless but for the tokenizer."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, stop_token_ids: Sequence[int]
+    ) -> None:
+        """Read a chat template.
+
+        Args:
+            tokenizer: has a chat template.
+            stop_token_ids: tokens that end a sampled turn.
+        """
+        self._tokenizer = tokenizer
+        texts = tokenizer.batch_decode([[token_id] for token_id in stop_token_ids])
+        self._stops = dict(zip(texts, stop_token_ids, strict=True))
+
+    def increment(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens from behind a turn's stop token to the assistant's next turn.
+
+        Special tokens within the messages lose their meaning: a space is put into their text.
+
+        Args:
+            messages: tool results, or a user's turn.
+
+        Raises:
+            AgentError: the template cannot render them after an assistant's turn.
+        """
+        new = [{"role": m.role, "content": self._harmless(m.content)} for m in messages]
+        stop, suffix = self._suffix(new)
+        return self._encode_behind(stop, suffix)
+
+    def require_increments(self, *, history: History, roles: Sequence[str]) -> None:
+        """Compare increments with full renderings, for results of tools and for a user's turn.
+
+        Args:
+            history: what is refused.
+            roles: of the messages that an agent will append, ``tool`` or ``user``.
+
+        Raises:
+            AgentError: names the case, the first differing token, and the remedy.
+        """
+        for case, messages in _CASES.items():
+            if messages[0].role in roles:
+                self._require_increment(case, messages, history=history)
+
+    def _require_increment(
+        self, case: str, messages: Sequence[Message], *, history: History
+    ) -> None:
+        new = [{"role": message.role, "content": message.content} for message in messages]
+        stop, suffix = self._suffix(new)
+        assistant = self._assistant(new, _OTHER)
+        if self._render([_QUESTION, assistant, *new], is_complete=True).endswith(suffix):
+            raise AgentError(
+                f"{case}: the chat template does not begin the assistant's next turn after it; "
+                "write the turn's beginning under add_generation_prompt into the template"
+            )
+        full = self._encode(self._render([_QUESTION, assistant, *new]))
+        before = self._render([_QUESTION, assistant], is_complete=True)
+        end = max(before.rfind(text) + len(text) for text in self._stops if text in before)
+        appended = self._encode(before[:end]) + self._encode_behind(stop, suffix)
+        tail = self._encode_behind(stop, suffix)
+        if full[-len(tail) :] != tail or (history == "strict" and full != appended):
+            raise AgentError(self._describe_difference(case, full, appended))
+
+    def _describe_difference(self, case: str, full: list[int], appended: list[int]) -> str:
+        pairs = zip_longest(full, appended)
+        first = next(index for index, (a, b) in enumerate(pairs) if a != b)
+        rendered, sampled = (
+            self._tokenizer.decode(ids[first : first + _SHOWN_TOKENS]) for ids in (full, appended)
+        )
+        return (
+            f"{case}: the chat template renders earlier turns differently once others follow; at "
+            f"token {first} it writes {rendered!r}, and the conversation as sampled has "
+            f"{sampled!r}; set agent.history=keep to train on the conversation as sampled, or "
+            "correct the template"
+        )
+
+    def _suffix(self, new: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+        """Return the stop token that ends a dummy turn, and the text from there to the end."""
+        text = self._render([_QUESTION, self._assistant(new, _SENTINEL), *new])
+        begin = text.find(_SENTINEL) + len(_SENTINEL)
+        ends = {text.find(stop, begin): stop for stop in self._stops if stop in text[begin:]}
+        if not ends:
+            raise AgentError(
+                f"the chat template ends the assistant's turn with none of {sorted(self._stops)}; "
+                "put the token that it writes there into eos_token_id of generation_config.json"
+            )
+        end, stop = min(ends.items())
+        return stop, text[end + len(stop) :]
+
+    def _assistant(self, new: Sequence[Mapping[str, Any]], text: str) -> dict[str, Any]:
+        """Return the first form of a turn with ``text`` that the template accepts and shows."""
+        error: AgentError | None = None
+        for form in _assistant_turns(text, has_call=new[0]["role"] == "tool"):
+            try:
+                rendered = self._render([_QUESTION, form, *new])
+            except AgentError as refusal:
+                error = refusal
+                continue
+            if text in rendered:
+                return form
+        raise error or AgentError(
+            "the chat template leaves the assistant's turn out of the conversation, so nothing can "
+            "be appended to it; correct the template"
+        )
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], *, is_complete: bool = False) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=not is_complete,
+            )
+        except Exception as error:  # a template is a program, which may raise any error
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise AgentError(
+                f"the chat template rejects a conversation of {roles}: {error}; use a model whose "
+                "template has these roles, or correct it"
+            ) from error
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return token_ids
+
+    def _encode_behind(self, stop: str, suffix: str) -> list[int]:
+        """Encode text as it stands behind a stop token: some tokenizers begin with a space."""
+        first, *token_ids = self._encode(stop + suffix)
+        if first != self._stops[stop]:
+            raise AgentError(
+                f"the tokenizer joins the stop token {stop!r} with the text behind it; declare it "
+                "as a special token in tokenizer.json"
+            )
+        return token_ids
+
+    def _harmless(self, text: str) -> str:
+        for special in self._tokenizer.all_special_tokens:
+            text = text.replace(special, f"{special[0]} {special[1:]}")
+        return text
+
+
+def _assistant_turns(text: str, *, has_call: bool) -> Iterator[dict[str, Any]]:
+    """Yield turns with ``text``: in the arguments of a call, if it has one, or in the content."""
+    arguments = {"x": text}
+    # Most templates take the arguments as a mapping, some only as JSON; some know no calls.
+    for each in (arguments, to_json_text(arguments)) if has_call else ():
+        call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": each}}
+        yield {"role": "assistant", "content": "", "tool_calls": [call]}
+    yield {"role": "assistant", "content": text}

@@ -1,0 +1,176 @@
+"""Calls of tools in the text of a turn, in the formats that models were taught.
+
+A call that cannot be read is not an error of the run: the model reads what was wrong.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+_MAX_SHOWN = 120
+_END_OF_THOUGHTS = "</think>"
+_PYTHON_TAG = "<|python_tag|>"
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_BEGINS_PYTHONIC = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function and its arguments, as the model wrote them."""
+
+    name: str
+    arguments: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenCall:
+    """Text that was meant as a call."""
+
+    reason: str
+    """For the model: the mistake, and the form to write."""
+
+
+Calls = tuple[ToolCall | BrokenCall, ...]
+
+
+def parse_hermes(text: str) -> Calls:
+    r"""Read ``<tool_call>{"name": .., "arguments": {..}}</tool_call>``, any number: Hermes, Qwen.
+
+    Thoughts (all text up to ``</think>``) hold no calls.
+    """
+    _, *blocks = text.rpartition(_END_OF_THOUGHTS)[2].split(_OPEN)
+    return tuple(_hermes_call(block) for block in blocks)
+
+
+def _hermes_call(block: str) -> ToolCall | BrokenCall:
+    body, end, _ = block.partition(_CLOSE)
+    if not end:
+        return BrokenCall(f"{_OPEN} has no {_CLOSE}; close every call")
+    try:
+        return _to_call(_load_json(body), arguments="arguments")
+    except ValueError as error:
+        return BrokenCall(
+            f"the call {_shortened(body)} cannot be read: {error}; write "
+            f'{_OPEN}{{"name": "NAME", "arguments": {{"KEY": VALUE}}}}{_CLOSE}'
+        )
+
+
+def parse_llama3_json(text: str) -> Calls:
+    r"""Read a turn that is ``{"name": .., "parameters": {..}}``, several with ``;`` between.
+
+    A turn that begins otherwise, or is an object without a name, is an answer.
+    """
+    body, is_tagged = _without_tag(text)
+    if not (is_tagged or body.startswith("{")):
+        return ()
+    try:
+        values = list(_json_values(body))
+        if not is_tagged and not any(isinstance(v, dict) and "name" in v for v in values):
+            return ()
+        return tuple(_to_call(value, arguments="parameters") for value in values)
+    except ValueError as error:
+        return (
+            BrokenCall(
+                f"the call {_shortened(body)} cannot be read: {error}; write "
+                '{"name": "NAME", "parameters": {"KEY": VALUE}}, and nothing else'
+            ),
+        )
+
+
+def parse_pythonic(text: str) -> Calls:
+    """Read a turn that is ``[name(key=value), ..]``; values are Python literals.
+
+    A turn that begins otherwise is an answer.
+    """
+    body, _ = _without_tag(text)
+    if not _BEGINS_PYTHONIC.match(body):
+        return ()
+    try:
+        return tuple(_python_calls(body))
+    # Values nested too deep raise one of the latter two.
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        reason = error.msg if isinstance(error, SyntaxError) else str(error)
+        return (
+            BrokenCall(
+                f"the call {_shortened(body)} cannot be read: {reason}; write "
+                "[NAME(KEY=VALUE)], and nothing else"
+            ),
+        )
+
+
+def _python_calls(body: str) -> Iterator[ToolCall]:
+    tree = ast.parse(body, mode="eval").body
+    if not isinstance(tree, ast.List):
+        raise ValueError("it is not one list of calls")
+    for call in tree.elts:
+        if not isinstance(call, ast.Call):
+            raise ValueError(f"{_shortened(ast.unparse(call))} is not a call")
+        name = ast.unparse(call.func)
+        if call.args or any(keyword.arg is None for keyword in call.keywords):
+            raise ValueError(f"{name} takes arguments by name alone")
+        values = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg is not None}
+        yield ToolCall(name, values)
+
+
+def _without_tag(text: str) -> tuple[str, bool]:
+    _, tag, after = text.partition(_PYTHON_TAG)
+    return (after.strip(), True) if tag else (text.strip(), False)
+
+
+def _json_values(text: str) -> Iterator[object]:
+    """Yield the JSON values of a text, with ``;`` or nothing between them."""
+    while text := text.lstrip(" \t\r\n;"):
+        value, end = _decode_json(text)
+        yield value
+        text = text[end:]
+
+
+def _load_json(text: str) -> object:
+    value, end = _decode_json(text.strip())
+    if behind := text.strip()[end:].strip():
+        raise ValueError(f"{_shortened(behind)} stands behind the object")
+    return value
+
+
+def _decode_json(text: str) -> tuple[object, int]:
+    try:
+        value: tuple[object, int] = _DECODER.raw_decode(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+    return value
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+
+
+def _to_call(value: object, *, arguments: str) -> ToolCall:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise ValueError('it is not an object with a text "name"')
+    given = value.get(arguments, {})
+    if isinstance(given, str):  # as the interface of OpenAI has it
+        given = _load_json(given)
+    if not isinstance(given, dict):
+        raise ValueError(f'"{arguments}" is not an object')
+    return ToolCall(value["name"], given)
+
+
+def _shortened(text: str) -> str:
+    text = text.strip()
+    return repr(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...")
+
+
+PARSERS: Mapping[str, Callable[[str], Calls]] = {
+    "hermes": parse_hermes,
+    "llama3_json": parse_llama3_json,
+    "pythonic": parse_pythonic,
+}
+"""By the name in ``agent.tool_format``."""

@@ -1,0 +1,244 @@
+"""Tools: Python functions whose schema follows from their hints and docstring.
+
+Nothing that a tool does ends the run. Errors, deadlines and unknown names are results that the
+model reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from transformers.utils import get_json_schema
+
+from hybridrl.agents import built_in_tools
+from hybridrl.agents.tool_calls import BrokenCall, ToolCall
+from hybridrl.agents.tool_child import to_text
+from hybridrl.agents.tool_process import ToolFailed, ToolLimits, ToolProcesses
+from hybridrl.config.agent import BUILT_IN_TOOLS
+from hybridrl.errors import AgentError, suggest_name
+from hybridrl.json_text import to_json_text
+from hybridrl.rewards.child import last_line, load_function
+from hybridrl.rewards.sandbox import Sandbox, SandboxLimits
+
+Schema = Mapping[str, Any]
+
+_JSON_TYPES: frozenset[object] = frozenset(
+    (int, float, bool, str, list, dict, tuple, type(None), Any, Ellipsis)
+)
+_OF_JSON_TYPE: Mapping[str, tuple[type, ...]] = {
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "string": (str,),
+    "array": (list, tuple),
+    "object": (dict,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that a model may call."""
+
+    spelled: str
+    """As in ``agent.tools``."""
+
+    file: Path
+    function: Callable[..., Any]
+    schema: Schema
+    """As chat templates take it."""
+
+    @property
+    def name(self) -> str:
+        """Return the name by which a model calls it."""
+        return self.function.__name__
+
+    @property
+    def parameters(self) -> Schema:
+        """Return the schema of its arguments."""
+        parameters: Schema = self.schema["function"]["parameters"]
+        return parameters
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """The text that a model gets as answer to a call."""
+
+    text: str
+    is_error: bool
+    seconds: float
+
+
+def load_tools(spelled_names: Sequence[str]) -> tuple[Tool, ...]:
+    """Import tools and derive their schemas.
+
+    Raises:
+        AgentError: names the tool, and what it lacks.
+        SandboxError: this machine cannot hold programs of the tool ``python``.
+    """
+    tools = tuple(_load_tool(spelled) for spelled in spelled_names)
+    names = [tool.name for tool in tools]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise AgentError(f"agent.tools has two tools {twice[0]!r}; rename one of the functions")
+    return tools
+
+
+def _load_tool(spelled: str) -> Tool:
+    file, _, name = spelled.rpartition(":")
+    if not file:
+        if name not in BUILT_IN_TOOLS:
+            raise AgentError(
+                f"agent.tools={spelled!r} is not built in; {suggest_name(name, BUILT_IN_TOOLS)} "
+                "For your own set agent.tools=[path/to/file.py:function]"
+            )
+        if name == "python":
+            Sandbox(SandboxLimits()).check()
+        file = str(built_in_tools.__file__)
+    try:
+        function = load_function(file, name)
+    except (Exception, SystemExit) as error:  # any user code
+        raise AgentError(
+            f"agent.tools={spelled} cannot be loaded: {last_line(error)}; correct the file"
+        ) from error
+    return Tool(spelled, Path(file), function, schema_of(function, spelled=spelled))
+
+
+def schema_of(function: Callable[..., Any], *, spelled: str) -> Schema:
+    """Derive the schema from hints and docstring, without a return value.
+
+    Raises:
+        AgentError: a hint or text is missing, or an argument has no form in JSON, for which
+            transformers would silently write a wrong schema.
+    """
+    where = f"agent.tools={spelled}"
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise AgentError(f"{where} takes *{parameter.name}; list its arguments by name")
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise AgentError(f"{where} takes {parameter.name} by position; remove the /")
+    try:
+        hints = get_type_hints(function)
+        schema: dict[str, Any] = get_json_schema(function)
+    except Exception as error:  # of several kinds, and of the function's own module
+        raise AgentError(
+            f"{where} has no schema: {error}; give each argument a hint, and a line "
+            "`name: text` below `Args:` in the docstring"
+        ) from error
+    for name, hint in hints.items():
+        if name != "return" and not _has_json_form(hint):
+            raise AgentError(
+                f"{where} has an argument {name} of {hint}, which JSON cannot hold; use int, "
+                "float, bool, str, list, dict or Literal"
+            )
+    schema["function"].pop("return", None)
+    return schema
+
+
+def _has_json_form(hint: object) -> bool:
+    if get_origin(hint) is Literal:
+        return True
+    if get_origin(hint) in (Union, types.UnionType, list, dict, tuple):
+        return all(map(_has_json_form, get_args(hint)))
+    return hint in _JSON_TYPES
+
+
+class Toolbox:
+    """Calls the tools of a rank; close it at the end.
+
+    Asynchronous tools run in the caller's event loop, and must let themselves be cancelled. Others
+    run in processes, which are killed at their deadline.
+    """
+
+    def __init__(self, tools: Sequence[Tool], *, limits: ToolLimits, num_processes: int) -> None:
+        """Take tools from ``load_tools``. Processes start when they are needed."""
+        self._tools = {tool.name: tool for tool in tools}
+        self._limits = limits
+        in_processes = [t for t in tools if not inspect.iscoroutinefunction(t.function)]
+        self._numbers = {tool.name: number for number, tool in enumerate(in_processes)}
+        self._processes = ToolProcesses(
+            [(tool.file, tool.name) for tool in in_processes],
+            limits=limits,
+            num_processes=num_processes,
+        )
+
+    async def call(self, call: ToolCall | BrokenCall) -> ToolResult:
+        """Call a tool; a failure is a result, too.
+
+        Raises:
+            AgentError: the file of a tool cannot be loaded any more.
+        """
+        begin = time.perf_counter()
+        try:
+            if isinstance(call, BrokenCall):
+                raise ToolFailed(call.reason)
+            text, is_error = await self._result(self._tool_of(call), call.arguments), False
+        except ToolFailed as failure:
+            text, is_error = f"Error: {failure}", True
+        return ToolResult(text, is_error, time.perf_counter() - begin)
+
+    def close(self) -> None:
+        """End all processes. Twice is a no-op."""
+        self._processes.close()
+
+    def _tool_of(self, call: ToolCall) -> Tool:
+        tool = self._tools.get(call.name)
+        if tool is None:
+            names = ", ".join(self._tools) or "none"
+            raise ToolFailed(f"there is no tool {call.name[:80]!r}; the tools are: {names}")
+        if flaw := _flaw_of(call.arguments, tool.parameters):
+            raise ToolFailed(f"{tool.name} {flaw}")
+        return tool
+
+    async def _result(self, tool: Tool, arguments: Mapping[str, object]) -> str:
+        number = self._numbers.get(tool.name)
+        if number is not None:
+            return await asyncio.wrap_future(self._processes.submit(number, arguments))
+        task = asyncio.ensure_future(_run_coroutine(tool, arguments))
+        try:
+            await asyncio.wait({task}, timeout=self._limits.timeout_s)
+            if not task.done():
+                raise ToolFailed(f"{tool.name} took longer than {self._limits.timeout_s:g} s")
+            return to_text(task.result(), max_chars=self._limits.max_chars)
+        except ToolFailed:
+            raise
+        except Exception as error:  # any user code
+            reason = to_text(last_line(error), max_chars=self._limits.max_chars)
+            raise ToolFailed(f"{tool.name} raised {reason}") from error
+        finally:
+            task.cancel()
+
+
+async def _run_coroutine(tool: Tool, arguments: Mapping[str, object]) -> object:
+    try:
+        return await tool.function(**arguments)
+    except SystemExit as error:  # would end the event loop
+        raise RuntimeError("the tool called sys.exit") from error
+
+
+def _flaw_of(arguments: Mapping[str, object], parameters: Schema) -> str:
+    """Return why arguments do not fit; empty if they do."""
+    known = parameters["properties"]
+    names = ", ".join(known) or "no arguments"
+    if unknown := [name for name in arguments if name not in known]:
+        return f"has no argument {unknown[0][:80]!r}; it takes {names}"
+    if missing := [name for name in parameters.get("required", ()) if name not in arguments]:
+        return f"needs the argument {missing[0]!r}; it takes {names}"
+    for name, value in arguments.items():
+        kind, is_nullable = known[name].get("type"), known[name].get("nullable", False)
+        if isinstance(kind, str) and not (value is None and is_nullable):
+            is_kind = isinstance(value, _OF_JSON_TYPE.get(kind, (object,)))
+            if not is_kind or (isinstance(value, bool) and kind in ("integer", "number")):
+                return f"takes {name} of type {kind}, not {type(value).__name__}"
+        if "enum" in known[name] and value not in known[name]["enum"]:
+            return f"takes for {name} one of {known[name]['enum']}"
+    try:
+        to_json_text(dict(arguments))
+    except (TypeError, ValueError):
+        return "takes values of JSON alone"
+    return ""

@@ -1,0 +1,63 @@
+"""The ``agent`` section: how a response comes about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from hybridrl.config import parts
+from hybridrl.config.limits import Rows, Seconds, Within
+
+SINGLE_TURN = "single_turn"
+BUILT_IN_AGENTS = (SINGLE_TURN, "tool_calls")
+BUILT_IN_TOOLS = ("calculator", "python")
+
+_IN_CONTEXT = "no model has a longer context"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentConfig:
+    """The program behind a response. Mirrors hydra_configs/agent/*.yaml key by key."""
+
+    loop: str
+    """``single_turn`` samples one response. ``tool_calls`` lets the model call tools until a turn
+    has no call. Or ``path/to/file.py:Class`` of your own."""
+
+    tools: tuple[str, ...]
+    """Functions that the model may call: built-in names (calculator, python) and
+    ``path/to/file.py:function``."""
+
+    tool_format: Literal["hermes", "llama3_json", "pythonic"]
+    """How the model writes calls: ``hermes`` is JSON in tool_call tags (Hermes, Qwen),
+    ``llama3_json`` a turn of JSON alone, ``pythonic`` is ``[name(key=value)]``."""
+
+    history: Literal["strict", "keep"]
+    """``strict`` refuses a chat template that renders earlier turns differently once others follow;
+    ``keep`` trains on the conversation as it was sampled."""
+
+    max_turns: Annotated[int, Within(at_least=1, at_most=10_000, why=_IN_CONTEXT)]
+    """Turns of the assistant in a conversation. ``rollout.max_response_tokens`` limits all tokens
+    behind the prompt together, tool results among them."""
+
+    timeout_s: Seconds
+    """Seconds that a conversation may take. One that exceeds this or another limit ends truncated
+    and is counted."""
+
+    num_conversations: Rows
+    """Conversations that a rank holds at the same time."""
+
+    tool_timeout_s: Seconds
+    """Seconds that one call of a tool may take."""
+
+    max_result_chars: Annotated[int, Within(at_least=16, at_most=2**24, why=_IN_CONTEXT)]
+    """Characters of a tool's result that the model gets; of a longer one it gets both ends."""
+
+    def with_absolute_files(self) -> AgentConfig:
+        """Return the same section with absolute paths of its files, for any working folder."""
+        tools = tuple(parts.absolute(tool) for tool in self.tools)
+        return replace(self, loop=parts.absolute(self.loop), tools=tools)
+
+    @property
+    def is_single_turn(self) -> bool:
+        """Whether responses are sampled without an agent."""
+        return self.loop == SINGLE_TURN

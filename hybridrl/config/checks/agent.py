@@ -1,0 +1,92 @@
+"""Rules about agents and their tools. Files are read, never run."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from hybridrl.config.agent import BUILT_IN_AGENTS, BUILT_IN_TOOLS
+from hybridrl.config.experiment import ExperimentConfig
+from hybridrl.config.paths import flaw_of_file
+from hybridrl.config.python_files import ANYTHING, names_at_top_level
+from hybridrl.errors import ConfigError, suggest_name
+
+
+def check_agent_is_known(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """An agent is built in, or a class in a file."""
+    loop = config.agent.loop
+    if loop in BUILT_IN_AGENTS:
+        return
+    if flaw := _flaw_of_name(loop, BUILT_IN_AGENTS, kinds=(ast.ClassDef,)):
+        yield ConfigError("agent.loop", loop, flaw, remedies=[("agent=single_turn",)])
+
+
+def check_tools_are_known(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """A tool is built in, or a function in a file; and without an agent nobody calls it."""
+    agent = config.agent
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    known = [name for name in agent.tools if not _flaw_of_name(name, BUILT_IN_TOOLS, kinds=kinds)]
+    for name in agent.tools:
+        if flaw := _flaw_of_name(name, BUILT_IN_TOOLS, kinds=kinds):
+            remedies = [(f"agent.tools=[{','.join(known)}]",)]
+            yield ConfigError("agent.tools", name, flaw, remedies=remedies)
+    if known and agent.is_single_turn:
+        rule = "would be ignored, because agent.loop=single_turn calls none"
+        yield ConfigError("agent.tools", list(agent.tools), rule, remedies=[("agent.tools=[]",)])
+
+
+def check_conversations_have_a_template(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """Messages are appended in the form of the chat template."""
+    if not config.agent.is_single_turn and not config.data.use_chat_template:
+        with_template = ("data.use_chat_template=true",)
+        remedies = [("agent=single_turn",)]
+        # The made model has learned a chat template for one task.
+        if config.model.path is not None or config.data.task == "calculator":
+            remedies.insert(0, with_template)
+        yield ConfigError(
+            "data.use_chat_template",
+            config.data.use_chat_template,
+            f"agent.loop={config.agent.loop} appends messages in the form of the chat template",
+            remedies=remedies,
+        )
+
+
+def check_conversations_have_no_experts(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The experts of a conversation's tokens come in several samples, which are not joined."""
+    if not config.agent.is_single_turn and config.rollout.routed_experts:
+        yield ConfigError(
+            "rollout.routed_experts",
+            config.rollout.routed_experts,
+            f"agent.loop={config.agent.loop} samples several turns, and their experts are not kept",
+            remedies=[("rollout.routed_experts=false",)],
+        )
+
+
+def _flaw_of_name(
+    spelled: str, built_in: tuple[str, ...], *, kinds: tuple[type[ast.AST], ...]
+) -> str:
+    """Return why neither a built-in name nor a file defines it; empty if one does."""
+    file, _, name = spelled.rpartition(":")
+    if not file:
+        return "" if name in built_in else f"is not built in; {suggest_name(name, built_in)}"
+    if flaw := flaw_of_file(file):
+        return flaw
+    try:
+        names = names_at_top_level(Path(file))
+    except SyntaxError as error:
+        return f"{file} is not a Python file: {error}"
+    if name not in names and ANYTHING not in names:
+        return f"{file} has no {name!r}; {suggest_name(name, list(names))}"
+    if isinstance(names.get(name), ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        noun = "class" if kinds == (ast.ClassDef,) else "function"
+        return "" if isinstance(names[name], kinds) else f"{name} in {file} is not a {noun}"
+    return ""
+
+
+RULES = (
+    check_agent_is_known,
+    check_tools_are_known,
+    check_conversations_have_a_template,
+    check_conversations_have_no_experts,
+)

@@ -1,0 +1,40 @@
+"""Agents of a user."""
+
+from __future__ import annotations
+
+from hybridrl.agents.conversation import Conversation
+from hybridrl.agents.tool_calls import ToolCall
+from hybridrl.data.rows import Message
+
+
+class AsksTwice:
+    """Calls the calculator after each of two turns, whatever the model wrote."""
+
+    appended_roles = ("tool",)
+
+    async def run(self, conversation: Conversation) -> None:
+        for turn in range(2):
+            await conversation.sample()
+            call = ToolCall("calculator", {"expression": f"{turn}+7"})
+            result = await conversation.call(call)
+            conversation.append([Message("tool", result.text)])
+        await conversation.sample()
+
+
+class TellsTheAnswer:
+    """Plays a user who knows the answer."""
+
+    appended_roles = ("user",)
+
+    async def run(self, conversation: Conversation) -> None:
+        await conversation.sample()
+        row = conversation.row
+        conversation.append([Message("user", f"{row.answer} of {row.prompt}")])
+        await conversation.sample()
+
+
+class Wordless:
+    """Lacks the roles of the messages that it appends."""
+
+    async def run(self, conversation: Conversation) -> None:
+        await conversation.sample()

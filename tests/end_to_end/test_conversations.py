@@ -1,0 +1,66 @@
+"""Runs whose responses are conversations: the same step, with other programs on the ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybridrl.run.child import to_yaml
+from hybridrl.run.launch import run
+from tests.end_to_end.small import read_metrics, small_config
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+OWN = Path(__file__).parents[1] / "agents" / "own_agents.py"
+REWARD = Path(__file__).with_name("varied_reward.py")
+SMALL = (
+    *("agent=tool_calls", f"agent.loop={OWN}:AsksTwice", "data=calculator"),
+    *("data.num_task_rows=64", f"reward.function={REWARD}:varied"),
+    *("rollout.max_response_tokens=64", "model.starter.num_warmup_steps=60"),
+    *("data.max_prompt_tokens=32", "rollout.temperature=0.5", "critic.num_warmup_steps=0"),
+    *("trainer.num_steps=2", "eval.every_num_steps=0"),
+)
+
+
+def _train(folder: Path, *overrides: str) -> list[dict[str, float]]:
+    config = small_config(folder, *SMALL, *overrides)
+    run(config, resolved_yaml=to_yaml(config))
+    return [step for step in read_metrics(folder) if "loss/policy" in step]
+
+
+def test_conversations_are_trained_and_can_be_read(tmp_path: Path) -> None:
+    steps = _train(tmp_path, "cluster.num_ranks_per_node=2")
+
+    for step in steps:
+        assert step["policy/sampler_mismatch_nats/mean"] < 1e-5
+        assert step["agent/turns/mean"] > 1
+        assert step["agent/tool_error_fraction"] == 0
+    assert max(step["policy/grad_norm"] for step in steps) > 0
+    lines = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    turns = [turn for line in lines for turn in json.loads(line).get("turns", ())]
+    assert {"role": "environment", "text": "t:7<|end|>a:"} in turns
+    assert "[environment] t:7" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
+    names = {event["name"] for event in events}
+    assert {"conversation", "turn", "tool"} <= names
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("algorithm=ppo",),
+        pytest.param(("algorithm=reinforce_plus_plus",), marks=pytest.mark.nightly),
+        pytest.param(("lora=default",), marks=pytest.mark.nightly),
+        pytest.param(("actor=megatron",), marks=pytest.mark.nightly),
+        pytest.param(("algorithm=remax", "rollout.sleep=true"), marks=pytest.mark.nightly),
+    ],
+    ids="-".join,
+)
+def test_conversations_train_with(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    steps = _train(tmp_path, *overrides)
+
+    assert steps[-1]["agent/appended_tokens/mean"] > 0
+    assert steps[-1]["policy/sampler_mismatch_nats/mean"] < 1e-5
+    assert max(step["policy/grad_norm"] for step in steps) > 0
