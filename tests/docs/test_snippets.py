@@ -163,6 +163,7 @@ def test_quoted_code_is_the_code(block: Block) -> None:
     "block", [b for b in PYTHON if b not in QUOTED], ids=lambda b: f"{b.page}:{b.title}"
 )
 def test_python_of_a_page_runs(block: Block, user_folder: Path) -> None:
+    write_files(ROOT / block.page, user_folder)
     exec(compile(block.text, block.page, "exec"), {"__name__": "snippet"})
 
 
