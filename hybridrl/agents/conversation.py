@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.agents.templates import TurnTemplate
+from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.agents.tool_calls import BrokenCall, Calls, ToolCall
 from hybridrl.agents.tools import Toolbox, ToolResult
 from hybridrl.agents.trajectory import Ended, TokenSequence, Trajectory, Turn
@@ -65,6 +65,7 @@ class Setting:
 
     tokenizer: PreTrainedTokenizerBase
     template: TurnTemplate
+    history: History = "strict"
     toolbox: Toolbox
     parse: Callable[[str], Calls]
     """Reads calls in the format of ``agent.tool_format``."""
@@ -130,6 +131,8 @@ class Conversation:
         """Begin behind the prompt."""
         self._prompt = prompt
         self._setting = setting
+        text = prompt.row.prompt
+        self._messages = [Message("user", text)] if isinstance(text, str) else [*text]
         self._sequences = [OpenSequence(prompt.token_ids)]
         """In the order of their last turns: ``sample`` continues the last one."""
         self._is_begun = False
@@ -160,17 +163,29 @@ class Conversation:
         sample = await self.sample_turn(self._sequences[-1])
         self._end_if("tokens", reached=sample.is_truncated)
         text: str = self._setting.tokenizer.decode(sample.token_ids[:-1])
+        self._messages.append(Message("assistant", text))
         return text
 
     def append(self, messages: Sequence[Message]) -> None:
         """Append tool results, or a user's turn, and the beginning of the assistant's next turn.
 
+        With ``agent.history=branch``, where the template then shows earlier turns differently, a
+        new sequence begins with the conversation as the template renders it.
+
         Raises:
             ConversationEnded: no token could be sampled behind them.
             AgentError: the chat template has no form for them.
         """
-        token_ids = torch.tensor(self._setting.template.increment(messages))
-        self.append_tokens(self._sequences[-1], token_ids)
+        template, context = self._setting.template, None
+        new = template.harmless(messages)
+        if self._setting.history == "branch":
+            context = template.rewritten(self._messages, new)
+        self._messages += new
+        if context is None:
+            token_ids = torch.tensor(template.increment(new))
+            self.append_tokens(self._sequences[-1], token_ids)
+        else:
+            self.begin(torch.tensor(context))
 
     async def sample_turn(self, sequence: OpenSequence) -> Sample:
         """Sample a turn behind a sequence, of which it becomes the last turn.
