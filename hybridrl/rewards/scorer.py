@@ -107,7 +107,7 @@ class RewardScorer:
             if part.function in _IN_DRIVER
         }
         self._models = config.model_paths
-        known = {*self._in_driver, *self._models}
+        known = {*self._in_driver, *self._models, *config.agent_names}
         self._in_pool = [name for name in self._parts if name not in known]
         self._pool = self._start_pool()
 
@@ -118,13 +118,18 @@ class RewardScorer:
         self.close()
 
     def score(
-        self, inputs: RewardInputs, *, model_scores: Mapping[str, Sequence[Reward]] | None = None
+        self,
+        inputs: RewardInputs,
+        *,
+        model_scores: Mapping[str, Sequence[Reward]] | None = None,
+        agent_rewards: Sequence[float] = (),
     ) -> Scores:
         """Score B responses.
 
         Args:
             inputs: of the functions.
             model_scores: B scores by each reward model, or why there is none.
+            agent_rewards: B rewards that the agent gave, if a function returns them.
 
         Raises:
             RewardError: with ``on_error="stop"``, a function raised, hung or ended its process.
@@ -132,6 +137,8 @@ class RewardScorer:
                 training can compute with. Names function, response and prompt.
         """
         outcomes = self._call(inputs) | self._normalize(model_scores or {})
+        for name in self._config.agent_names:
+            outcomes[name] = dict(enumerate(functions.agent(agent_rewards)))
         rows = range(len(inputs))
         by_row = [
             [self._check(outcomes[name][row], part) for name, part in self._parts.items()]

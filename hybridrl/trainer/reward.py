@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.batch import RolloutBatch, response_lengths
+from hybridrl.batch import RolloutBatch, response_lengths, row_sums
 from hybridrl.data.source import PromptStep
 from hybridrl.data.tokenizer import decode_responses
 from hybridrl.rewards.runner import RewardInputs
@@ -36,4 +36,8 @@ class TextReward:
             lengths=response_lengths(rollouts.response_mask_BL).tolist(),
         )
         scores = {} if self.models is None else self.models(rows, inputs.responses)
-        return self.scorer.score(inputs, model_scores=scores)
+        rewards_BL = rollouts.agent_rewards_BL
+        agent_rewards = (
+            [0.0] * len(rollouts) if rewards_BL is None else row_sums(rewards_BL).tolist()
+        )
+        return self.scorer.score(inputs, model_scores=scores, agent_rewards=agent_rewards)
