@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, get_args
 
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.conversation import Agent, Prompt, Setting, hold
+from hybridrl.agents.environments import Environments, PlaysEnvironment, load_environment
 from hybridrl.agents.loops import ToolCalls
 from hybridrl.agents.templates import TurnTemplate
 from hybridrl.agents.tool_calls import PARSERS
@@ -16,8 +18,8 @@ from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Schema, Toolbox, load_tools
 from hybridrl.agents.trajectory import Ended, Trajectory
 from hybridrl.batch import PromptBatch
-from hybridrl.config.agent import AgentConfig
-from hybridrl.data.rows import decode_row
+from hybridrl.config.agent import ENVIRONMENT, AgentConfig
+from hybridrl.data.row_tensor import decode_row
 from hybridrl.diagnostics.processes import usual_num_processes
 from hybridrl.errors import AgentError
 from hybridrl.metrics import Mean, Metrics, merge
@@ -49,7 +51,10 @@ def require_usable_agent(
     """
     if not config.is_single_turn:
         template = TurnTemplate(tokenizer, stop_token_ids=stop_token_ids)
-        roles = load_agent(config.loop)().appended_roles
+        if config.loop == ENVIRONMENT:
+            roles: Sequence[str] = load_environment(str(config.environment)).appended_roles
+        else:
+            roles = load_agent(config.loop)().appended_roles
         template.require_increments(history=config.history, roles=roles)
 
 
@@ -95,12 +100,18 @@ class AgentRollout:
         """
         self._config = config
         self._tokenizer = tokenizer
-        self._agent = load_agent(config.loop)
+        limits = ToolLimits(timeout_s=config.tool_timeout_s, max_chars=config.max_result_chars)
+        self._environments: Environments | None = None
+        if config.loop == ENVIRONMENT:
+            kind = load_environment(str(config.environment))
+            self._environments = Environments(kind, limits=limits)
+            self._agent: Callable[[], Agent] = partial(PlaysEnvironment, self._environments)
+        else:
+            self._agent = load_agent(config.loop)
         tools = load_tools(config.tools)
         self._template = TurnTemplate(
             tokenizer, stop_token_ids=stop_token_ids, tools=[tool.schema for tool in tools]
         )
-        limits = ToolLimits(timeout_s=config.tool_timeout_s, max_chars=config.max_result_chars)
         self._toolbox = Toolbox(tools, limits=limits, num_processes=usual_num_processes())
         self._metrics: Metrics = {}
 
@@ -150,8 +161,10 @@ class AgentRollout:
         return metrics
 
     def close(self) -> None:
-        """End the processes of tools."""
+        """End the processes of tools and environments."""
         self._toolbox.close()
+        if self._environments is not None:
+            self._environments.close()
 
     async def _hold_all(
         self,

@@ -9,7 +9,9 @@ from hybridrl.config import parts
 from hybridrl.config.limits import Rows, Seconds, Within
 
 SINGLE_TURN = "single_turn"
-BUILT_IN_AGENTS = (SINGLE_TURN, "tool_calls")
+ENVIRONMENT = "environment"
+BUILT_IN_AGENTS = (SINGLE_TURN, "tool_calls", ENVIRONMENT)
+BUILT_IN_ENVIRONMENTS = ("Calculator",)
 BUILT_IN_TOOLS = ("calculator", "python")
 
 _IN_CONTEXT = "no model has a longer context"
@@ -21,7 +23,12 @@ class AgentConfig:
 
     loop: str
     """``single_turn`` samples one response. ``tool_calls`` lets the model call tools until a turn
-    has no call. Or ``path/to/file.py:Class`` of your own."""
+    has no call. ``environment`` has ``agent.environment`` answer each turn. Or
+    ``path/to/file.py:Class`` of your own."""
+
+    environment: str | None
+    """With ``agent.loop=environment``: a class with reset and step, or a function that makes one,
+    ``path/to/file.py:Class``, or Calculator. Null: none."""
 
     tools: tuple[str, ...]
     """Functions that the model may call: built-in names (calculator, python) and
@@ -56,7 +63,9 @@ class AgentConfig:
     def with_absolute_files(self) -> AgentConfig:
         """Return the same section with absolute paths of its files, for any working folder."""
         tools = tuple(parts.absolute(tool) for tool in self.tools)
-        return replace(self, loop=parts.absolute(self.loop), tools=tools)
+        environment = self.environment and parts.absolute(self.environment)
+        loop = parts.absolute(self.loop)
+        return replace(self, loop=loop, tools=tools, environment=environment)
 
     @property
     def is_single_turn(self) -> bool:
