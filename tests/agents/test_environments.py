@@ -6,7 +6,6 @@ import asyncio
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -176,18 +175,15 @@ FAULTS = {
     "pair": r"must be \(observation, reward, done\)",
     "role": "step returned a message of role 'system'",
     "exit": "raised SystemExit",
-    "hang": "took longer than 1 s",
 }
 
 
 def test_a_fault_of_a_process_costs_its_conversation(caplog: pytest.LogCaptureFixture) -> None:
     scripts = [["x", fault] for fault in FAULTS] + [["print", "fork", "flood"]]
-    begin = time.monotonic()
-    with playing("Bad", replace(LIMITS, timeout_s=1.0)) as environments:
+    with playing("Bad") as environments:
         *failed, fine = play_all(environments, scripts, row=ROW, num_turns=3)
         again = play(environments, ["x"] * 9, num_turns=3)
 
-    assert time.monotonic() - begin < 60
     for trajectory in failed:
         assert trajectory.ended == "error"
         assert rewards_of(trajectory) == [1.0, 0.0]
@@ -197,13 +193,14 @@ def test_a_fault_of_a_process_costs_its_conversation(caplog: pytest.LogCaptureFi
     assert "characters left out" in texts_of(fine)[-2]
 
 
-@pytest.mark.parametrize("answer", ["hang", "raise"])
-def test_an_environment_that_cannot_begin_ends_it(answer: str) -> None:
-    with playing("Bad", replace(LIMITS, timeout_s=1.0)) as environments:
-        trajectory = play(environments, ["x"], row=replace(ROW, answer=answer))
+@pytest.mark.parametrize(("answer", "turns"), [("hang", ["x"]), ("raise", ["x"]), ("", ["hang"])])
+def test_one_that_hangs_or_cannot_begin_ends(answer: str, turns: list[str]) -> None:
+    with playing("Bad", replace(LIMITS, timeout_s=0.5)) as environments:
+        trajectory = play(environments, turns, row=replace(ROW, answer=answer))
+        other = play(environments, ["hang"])
 
-    assert trajectory.ended == "error"
-    assert not len(trajectory.to_sample().token_ids)
+    assert trajectory.ended == other.ended == "error"
+    assert rewards_of(trajectory) == [0.0]
 
 
 @pytest.mark.parametrize("fault", ["raise", "unencodable", "nan", "pair", "hang", "exit"])
