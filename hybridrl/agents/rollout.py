@@ -96,11 +96,12 @@ class AgentRollout:
         self._config = config
         self._tokenizer = tokenizer
         self._agent = load_agent(config.loop)
-        self._template = TurnTemplate(tokenizer, stop_token_ids=stop_token_ids)
-        limits = ToolLimits(timeout_s=config.tool_timeout_s, max_chars=config.max_result_chars)
-        self._toolbox = Toolbox(
-            load_tools(config.tools), limits=limits, num_processes=usual_num_processes()
+        tools = load_tools(config.tools)
+        self._template = TurnTemplate(
+            tokenizer, stop_token_ids=stop_token_ids, tools=[tool.schema for tool in tools]
         )
+        limits = ToolLimits(timeout_s=config.tool_timeout_s, max_chars=config.max_result_chars)
+        self._toolbox = Toolbox(tools, limits=limits, num_processes=usual_num_processes())
         self._metrics: Metrics = {}
 
     def program(self, prompts: PromptBatch, sampling: SamplingParams) -> Program[list[Sample]]:
@@ -164,6 +165,7 @@ class AgentRollout:
             params=sampling.request_params(),
             tokenizer=self._tokenizer,
             template=self._template,
+            history=self._config.history,
             toolbox=self._toolbox,
             parse=PARSERS[self._config.tool_format],
             max_turns=self._config.max_turns,
@@ -178,6 +180,7 @@ def describe(trajectories: Sequence[Trajectory]) -> Metrics:
     metrics: Metrics = {
         "agent/turns/mean": Mean(sum(t.num_sampled_turns for t in trajectories), num_rows),
         "agent/appended_tokens/mean": Mean(num_appended, num_rows),
+        "agent/sequences/mean": Mean(sum(len(t.sequences) for t in trajectories), num_rows),
         "agent/tool_calls/mean": Mean(num_calls, num_rows),
     }
     if num_calls:
