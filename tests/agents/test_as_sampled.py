@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from hypothesis import given, settings
@@ -31,7 +32,6 @@ HERE = Path(__file__).parent
 TOKENIZERS = {family: build_tokenizer(family) for family in FAMILIES}
 CONFIG = replace(
     config_of("agent=tool_calls", "data=calculator", "agent.tool_format=pythonic").agent,
-    history="keep",
     tools=(f"{HERE / 'tools_file.py'}:echo", f"{HERE / 'tools_file.py'}:explode"),
     num_conversations=1,  # the script is then read in the order of rows
 )
@@ -100,23 +100,42 @@ def _requests_of(sampler: FakeSampler, prompts: PromptBatch, row: int) -> list[R
     return [by_key[key] for key in keys if key in by_key]
 
 
-def _assert_as_sampled(batch: RolloutBatch, row: int, prompt: list[int], of: list[Request]) -> None:
+@dataclass(slots=True)
+class Expected:
+    """What a row must be by the sampler's records alone."""
+
+    sequences: list[list[int]]
+    is_trained: list[bool]
+    logprobs: list[float]
+
+    @classmethod
+    def of(cls, prompt: list[int], requests: Sequence[Request]) -> Expected:
+        """A request whose context does not begin with all tokens so far begins a sequence."""
+        row = cls([prompt[:]], [False] * len(prompt), [0.0] * len(prompt))
+        for request in requests:
+            latest = row.sequences[-1]
+            new = request.context[len(latest) :]
+            if request.context[: len(latest)] != latest:
+                new = request.context
+                row.sequences.append([])
+            sampled = request.sample.token_ids.tolist()
+            row.sequences[-1] += new + sampled
+            row.is_trained += [False] * len(new) + [True] * len(sampled)
+            row.logprobs += [0.0] * len(new) + request.sample.logprobs.tolist()
+        return row
+
+
+def _assert_as_sampled(batch: RolloutBatch, row: int, expected: Expected) -> None:
     token_ids, is_trained, logprobs = (
         column.unbind()[row].tolist()
         for column in (batch.token_ids_BL, batch.response_mask_BL, batch.sampler_logprobs_BL)
     )
-    expected_mask, expected_logprobs = [False] * len(token_ids), [0.0] * len(token_ids)
-    for request in of:
-        begin, sampled = len(request.context), request.sample.token_ids.tolist()
-        end = begin + len(sampled)
-        assert token_ids[:begin] == request.context
-        assert token_ids[begin:end] == sampled
-        expected_mask[begin:end] = [True] * len(sampled)
-        expected_logprobs[begin:end] = request.sample.logprobs.tolist()
-    assert token_ids[: len(prompt)] == prompt
-    assert len(token_ids) == (end if of else len(prompt))
-    assert is_trained == expected_mask
-    assert logprobs == expected_logprobs
+    assert batch.sequence_lengths_BQ is not None
+    lengths = batch.sequence_lengths_BQ.unbind()[row].tolist()
+    assert token_ids == [token for sequence in expected.sequences for token in sequence]
+    assert lengths == [len(sequence) for sequence in expected.sequences]
+    assert is_trained == expected.is_trained
+    assert logprobs == expected.logprobs
 
 
 @settings(max_examples=NUM_CONVERSATIONS // (NUM_PROMPTS * GROUP))
@@ -124,6 +143,7 @@ def _assert_as_sampled(batch: RolloutBatch, row: int, prompt: list[int], of: lis
     family=st.sampled_from(sorted(FAMILIES)),
     style=st.sampled_from(sorted(PARSERS)),
     loop=st.sampled_from(LOOPS),
+    history=st.sampled_from(["keep", "branch"]),
     turns=st.lists(_TURNS, min_size=1, max_size=12),
     answers=st.lists(_TEXTS, min_size=NUM_PROMPTS, max_size=NUM_PROMPTS),
     limit=st.integers(1, 900),
@@ -136,6 +156,7 @@ def test_rows_hold_what_the_sampler_returned(
     family: str,
     style: str,
     loop: str,
+    history: Literal["keep", "branch"],
     turns: Sequence[Turn],
     answers: Sequence[str],
     limit: int,
@@ -143,8 +164,8 @@ def test_rows_hold_what_the_sampler_returned(
     max_turns: int,
     max_result_chars: int,
 ) -> None:
-    config = replace(CONFIG, loop=loop, tool_format=style, max_turns=max_turns)
-    config = replace(config, max_result_chars=max_result_chars)
+    config = replace(CONFIG, loop=loop, tool_format=style, history=history)
+    config = replace(config, max_turns=max_turns, max_result_chars=max_result_chars)
     script = [turn.write(style) for turn in turns] + ["Done."] * (GROUP * NUM_PROMPTS * max_turns)
     sampler = FakeSampler(TOKENIZERS[family], script, max_context_tokens=context)
     prompts = _prompts(answers)
@@ -155,8 +176,10 @@ def test_rows_hold_what_the_sampler_returned(
     assert sum(map(len, requests_of)) == len(sampler.requests)
     for row, requests in enumerate(requests_of):
         prompt = prompts.token_ids_PL.unbind()[row // GROUP].tolist()
-        _assert_as_sampled(batch, row, prompt, requests)
+        expected = Expected.of(prompt, requests)
+        _assert_as_sampled(batch, row, expected)
+        assert history == "branch" or len(expected.sequences) == 1
         assert len(requests) <= max_turns
-        if requests:  # a limit below the prompt lets nothing be sampled
-            length = len(batch.token_ids_BL.unbind()[row])
+        for request in requests:
+            length = len(request.context) + len(request.sample.token_ids)
             assert length <= min(len(prompt) + limit, context)
