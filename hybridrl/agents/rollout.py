@@ -129,8 +129,16 @@ class AgentRollout:
             for g in range(size)
         ]
 
+        index_P = prompts.prompt_index_P.tolist()
+
+        def report(prompt: Prompt, trajectory: Trajectory) -> None:
+            if sampling.reporter is not None:
+                index, sample = index_P[prompt.number // size], trajectory.to_sample()
+                sampling.reporter.report(index, prompt.response_index, sample)
+
         async def program(sampler: Sampler) -> list[Sample]:
-            trajectories = await self._hold_all(beginnings, self._setting(sampler, sampling))
+            setting = self._setting(sampler, sampling)
+            trajectories = await self._hold_all(beginnings, setting, report)
             self._metrics = merge([self._metrics, describe(trajectories)])
             return [trajectory.to_sample() for trajectory in trajectories]
 
@@ -145,12 +153,19 @@ class AgentRollout:
         """End the processes of tools."""
         self._toolbox.close()
 
-    async def _hold_all(self, prompts: Sequence[Prompt], setting: Setting) -> list[Trajectory]:
+    async def _hold_all(
+        self,
+        prompts: Sequence[Prompt],
+        setting: Setting,
+        report: Callable[[Prompt, Trajectory], None],
+    ) -> list[Trajectory]:
         free = asyncio.Semaphore(self._config.num_conversations)
 
         async def hold_one(prompt: Prompt) -> Trajectory:
             async with free:
-                return await hold(self._agent(), prompt, setting)
+                trajectory = await hold(self._agent(), prompt, setting)
+            report(prompt, trajectory)
+            return trajectory
 
         tasks = [asyncio.ensure_future(hold_one(prompt)) for prompt in prompts]
         try:
