@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from contextlib import nullcontext
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, get_args
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,16 +18,21 @@ from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Schema, Toolbox, load_tools
 from hybridrl.agents.trajectory import Ended, Trajectory
 from hybridrl.batch import PromptBatch
-from hybridrl.config.agent import AgentConfig
+from hybridrl.config.agent import PROXY, AgentConfig
 from hybridrl.data.rows import decode_row
 from hybridrl.diagnostics.processes import usual_num_processes
 from hybridrl.errors import AgentError
-from hybridrl.metrics import Mean, Metrics, merge
+from hybridrl.metrics import Mean, Metrics, Sum, merge
 from hybridrl.rewards.child import last_line, load_module
 from hybridrl.workers.rollout.protocol import SamplingParams
 from hybridrl.workers.rollout.sampler import Program, Sample, Sampler
 
+if TYPE_CHECKING:
+    from hybridrl.agents.proxy import Proxy
+
 _BUILT_IN: dict[str, Callable[[], Agent]] = {"tool_calls": ToolCalls}
+_PROXY = "hybridrl.agents.proxy"
+"""Imported by name on request: aiohttp takes 0.3 s, which runs without agent programs save."""
 
 
 def tool_schemas(config: AgentConfig) -> tuple[Schema, ...]:
@@ -49,7 +56,8 @@ def require_usable_agent(
     """
     if not config.is_single_turn:
         template = TurnTemplate(tokenizer, stop_token_ids=stop_token_ids)
-        roles = load_agent(config.loop)().appended_roles
+        is_proxy = config.loop == PROXY  # a program may append what it likes
+        roles = ("tool", "user") if is_proxy else load_agent(config.loop)().appended_roles
         template.require_increments(history=config.history, roles=roles)
 
 
@@ -95,11 +103,14 @@ class AgentRollout:
         """
         self._config = config
         self._tokenizer = tokenizer
-        self._agent = load_agent(config.loop)
         tools = load_tools(config.tools)
         self._template = TurnTemplate(
             tokenizer, stop_token_ids=stop_token_ids, tools=[tool.schema for tool in tools]
         )
+        self._proxy: Proxy | None = None
+        if config.loop == PROXY:
+            self._proxy = import_module(_PROXY).Proxy(config, self._template, tokenizer)
+        self._agent = load_agent(config.loop) if self._proxy is None else self._proxy.agent
         limits = ToolLimits(timeout_s=config.tool_timeout_s, max_chars=config.max_result_chars)
         self._toolbox = Toolbox(tools, limits=limits, num_processes=usual_num_processes())
         self._metrics: Metrics = {}
@@ -138,7 +149,8 @@ class AgentRollout:
 
         async def program(sampler: Sampler) -> list[Sample]:
             setting = self._setting(sampler, sampling)
-            trajectories = await self._hold_all(beginnings, setting, report)
+            async with self._proxy.open(setting.params) if self._proxy else nullcontext():
+                trajectories = await self._hold_all(beginnings, setting, report)
             self._metrics = merge([self._metrics, describe(trajectories)])
             return [trajectory.to_sample() for trajectory in trajectories]
 
@@ -147,6 +159,8 @@ class AgentRollout:
     def take_metrics(self) -> Metrics:
         """Return the metrics of the conversations since the last time, and reset them."""
         metrics, self._metrics = self._metrics, {}
+        if self._proxy is not None:
+            metrics["agent/refused_requests"] = Sum(self._proxy.take_num_refused())
         return metrics
 
     def close(self) -> None:
