@@ -19,7 +19,7 @@ from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.request_gate import RequestGate
 from hybridrl.workers.rollout.sampler import Program, RequestParams, Sampler, T
 from hybridrl.workers.rollout.sglang.client import Endpoint
-from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice, KnownPrefixes
+from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice, KnownPrefixes, prefix_sums
 from hybridrl.workers.rollout.sglang.sampling import ServedModel, ServerSampler
 from tests.workers.rollout.answering import Answering, answering
 from tests.workers.rollout.served_samples import Samples
@@ -179,7 +179,7 @@ def test_a_servers_key_is_not_printed_with_its_address() -> None:
 
 def test_the_longest_known_beginning_counts() -> None:
     known = KnownPrefixes()
-    known.add([1, 2], 0)
-    known.add([1, 2, 3, 4], 1)
+    known.add(prefix_sums([1, 2]), 0)
+    known.add(prefix_sums([1, 2, 3, 4]), 1)
     contexts = [[1, 2, 3], [1, 2, 3, 4, 5], [2, 1]]
-    assert [known.find(context) for context in contexts] == [0, 1, None]
+    assert [known.find(prefix_sums(context)) for context in contexts] == [0, 1, None]

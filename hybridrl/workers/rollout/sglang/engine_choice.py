@@ -128,15 +128,15 @@ class EngineChoice:
     def remember(self, token_ids: Sequence[int], engine: ServingEngine) -> None:
         """Note that an engine has these tokens in its cache."""
         if len(self._engines) > 1:
-            self._prefixes.add(token_ids, self._engines.index(engine))
+            self._prefixes.add(prefix_sums(token_ids), self._engines.index(engine))
 
     def _choose(self, token_ids: Sequence[int]) -> ServingEngine:
-        loads = self._loads()
-        holder = self._prefixes.find(token_ids)
+        loads, sums_L = self._loads(), prefix_sums(token_ids)
+        holder = self._prefixes.find(sums_L)
         usual, patience = (0, 0) if holder is None else (holder, _STAY)
         least = min(range(len(loads)), key=loads.__getitem__)
         chosen = least if loads[usual] - loads[least] > patience else usual
-        self._prefixes.add(token_ids, chosen)
+        self._prefixes.add(sums_L, chosen)
         return self._engines[chosen]
 
     def _loads(self) -> list[int]:
@@ -155,24 +155,30 @@ class KnownPrefixes:
         """By number of tokens and sum."""
         self._lengths: set[int] = set()
 
-    def add(self, token_ids: Sequence[int], engine: int) -> None:
-        """Note who has these tokens; the newest one counts."""
-        length = len(token_ids)
-        self._lengths.add(length)
-        self._engine_of[length, int(_prefix_sums(token_ids)[-1])] = engine
+    def add(self, sums_L: Tensor, engine: int) -> None:
+        """Note who has the tokens of these ``prefix_sums``; the newest one counts."""
+        self._lengths.add(len(sums_L))
+        self._engine_of[len(sums_L), int(sums_L[-1])] = engine
 
-    def find(self, token_ids: Sequence[int]) -> int | None:
-        """Return who has the longest known beginning of these tokens."""
-        lengths = sorted(length for length in self._lengths if length <= len(token_ids))
-        sums = _prefix_sums(token_ids)[torch.tensor(lengths, dtype=torch.int64) - 1].tolist()
+    def find(self, sums_L: Tensor) -> int | None:
+        """Return who has the longest known beginning of the tokens of these ``prefix_sums``."""
+        lengths = sorted(length for length in self._lengths if length <= len(sums_L))
+        sums = sums_L[torch.tensor(lengths, dtype=torch.int64) - 1].tolist()
         holder = None
         for known in zip(lengths, sums, strict=True):
             holder = self._engine_of.get(known, holder)
         return holder
 
 
-def _prefix_sums(token_ids: Sequence[int]) -> Tensor:
-    """Return, for each beginning of a context, the sum of a hash of its tokens and positions."""
+def prefix_sums(token_ids: Sequence[int]) -> Tensor:
+    """Return, for each beginning of a context, the sum of a hash of its tokens and positions.
+
+    Args:
+        token_ids: L tokens.
+
+    Returns:
+        int64 [L].
+    """
     tokens_L = torch.tensor(token_ids)
     return response_keys(tokens_L, torch.arange(len(tokens_L))).cumsum(0)
 
