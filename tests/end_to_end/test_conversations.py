@@ -13,7 +13,7 @@ from hybridrl.data.tokenizer import load_tokenizer
 from hybridrl.env import cache_dir
 from hybridrl.run.child import to_yaml
 from hybridrl.run.launch import run
-from hybridrl.run.run_folder import RunFolder
+from hybridrl.run.record import RunFolder
 from hybridrl.run.starter import ensure_starter
 from tests.end_to_end.small import read_metrics, small_config
 
