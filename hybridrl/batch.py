@@ -53,6 +53,8 @@ class RolloutBatch(TensorClass):
     routed_experts_BLJK: Tensor | None = None
     # int64, jagged, tokens of each of a row's Q sequences. None: every row is one sequence.
     sequence_lengths_BQ: Tensor | None = None
+    # float32, jagged, rewards that an agent gave, 0 where the mask is False. None without an agent.
+    agent_rewards_BL: Tensor | None = None
 
 
 class ScoreBatch(TensorClass):

@@ -7,9 +7,11 @@ from typing import Annotated, Literal
 
 from hybridrl.config import parts
 from hybridrl.config.limits import Rows, Seconds, Within
+from hybridrl.config.paths import absolute_file
 
 SINGLE_TURN = "single_turn"
-BUILT_IN_AGENTS = (SINGLE_TURN, "tool_calls")
+PROXY = "proxy"
+BUILT_IN_AGENTS = (SINGLE_TURN, "tool_calls", PROXY)
 BUILT_IN_TOOLS = ("calculator", "python")
 
 _IN_CONTEXT = "no model has a longer context"
@@ -21,7 +23,11 @@ class AgentConfig:
 
     loop: str
     """``single_turn`` samples one response. ``tool_calls`` lets the model call tools until a turn
-    has no call. Or ``path/to/file.py:Class`` of your own."""
+    has no call. ``proxy`` runs a program that samples as a client of OpenAI. Or
+    ``path/to/file.py:Class`` of your own."""
+
+    command: tuple[str, ...]
+    """Of ``agent.loop=proxy``: program and arguments, run for each conversation."""
 
     tools: tuple[str, ...]
     """Functions that the model may call: built-in names (calculator, python) and
@@ -55,8 +61,12 @@ class AgentConfig:
 
     def with_absolute_files(self) -> AgentConfig:
         """Return the same section with absolute paths of its files, for any working folder."""
-        tools = tuple(parts.absolute(tool) for tool in self.tools)
-        return replace(self, loop=parts.absolute(self.loop), tools=tools)
+        return replace(
+            self,
+            loop=parts.absolute(self.loop),
+            tools=tuple(parts.absolute(tool) for tool in self.tools),
+            command=tuple(map(absolute_file, self.command)),
+        )
 
     @property
     def is_single_turn(self) -> bool:

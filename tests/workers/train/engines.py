@@ -118,12 +118,12 @@ def to_rollouts(batch: TrainBatch) -> RolloutBatch:
 def join_pairs(batch: TrainBatch) -> TrainBatch:
     """Make every two adjacent rows one row of two sequences; there are no further columns."""
     pairs_B2 = row_lengths(batch.token_ids_BL).view(-1, 2)
-    columns = {
-        name: jagged_from(batch.get(name).values(), pairs_B2.sum(1))
-        for name in ("token_ids_BL", "response_mask_BL", "advantages_BL", "sampler_logprobs_BL")
-    }
+    lengths_B = pairs_B2.sum(1)
     return TrainBatch(
-        **columns,
+        token_ids_BL=jagged_from(batch.token_ids_BL.values(), lengths_B),
+        response_mask_BL=jagged_from(batch.response_mask_BL.values(), lengths_B),
+        advantages_BL=jagged_from(batch.advantages_BL.values(), lengths_B),
+        sampler_logprobs_BL=jagged_from(batch.sampler_logprobs_BL.values(), lengths_B),
         sequence_lengths_BQ=jagged_from(pairs_B2.view(-1), torch.full((len(pairs_B2),), 2)),
         batch_size=[len(pairs_B2)],
     )
