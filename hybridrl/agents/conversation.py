@@ -211,11 +211,17 @@ class Conversation:
         else:
             self.begin(torch.tensor(context))
 
-    async def sample_turn(self, sequence: OpenSequence) -> Sample:
+    async def sample_turn(
+        self, sequence: OpenSequence, *, max_new_tokens: int | None = None
+    ) -> Sample:
         """Sample a turn behind a sequence, of which it becomes the last turn.
 
         Turns of a conversation are sampled one after the other, whichever tasks ask for them: so
         limits and random streams do not depend on time.
+
+        Args:
+            sequence: of this conversation.
+            max_new_tokens: of the turn; None leaves it to the conversation's limits.
 
         Raises:
             ConversationEnded: a limit was reached before the turn.
@@ -226,7 +232,8 @@ class Conversation:
             setting = self._setting
             self._end_if("turns", reached=self._num_sampled >= setting.max_turns)
             self._end_if("tokens", reached=self._num_left <= 0)
-            params = replace(setting.params, max_new_tokens=self._num_left)
+            num_tokens = min(max_new_tokens or self._num_left, self._num_left)
+            params = replace(setting.params, max_new_tokens=num_tokens)
             prompt = self._prompt
             key = request_key(prompt.seed, prompt.response_index, turn=self._num_sampled)
             begin_ns = time.perf_counter_ns()
@@ -285,7 +292,7 @@ class Conversation:
         Raises:
             ValueError: not a finite number, another number of tokens, or no turn was sampled.
         """
-        sequence, index = self._last_turn()
+        sequence, index = self._find_last_turn()
         turn = sequence.turns[index]
         rewards = torch.zeros(len(turn.token_ids))
         if isinstance(value, Sequence):
@@ -308,11 +315,14 @@ class Conversation:
         Raises:
             ValueError: no turn was sampled.
         """
-        sequence, index = self._last_turn()
+        sequence, index = self._find_last_turn()
         return sequence.turns[index]
 
-    def _last_turn(self) -> tuple[OpenSequence, int]:
-        """Return the sequence of the last sampled turn, and its index there."""
+    def _find_last_turn(self) -> tuple[OpenSequence, int]:
+        """Return the sequence of the last sampled turn, and the turn's index in it.
+
+        Behind it a sequence may have begun in which nothing was sampled yet.
+        """
         for sequence in reversed(self._sequences):
             for index in reversed(range(len(sequence.turns))):
                 if sequence.turns[index].logprobs is not None:

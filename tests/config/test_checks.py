@@ -75,6 +75,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (("agent.tools=[calculater]",), "agent.tools", "is not built in; did you mean"),
     (("agent.tools=[no.py:f]",), "agent.tools", "no.py does not exist"),
+    ((*PLAYED, "agent.tools=[calculator]"), "agent.tools", "agent.loop=environment calls none"),
     (("agent.tools=[calculator]",), "agent.tools", "agent.loop=single_turn calls none"),
     (("agent=tool_calls",), "data.use_chat_template", "appends messages in the form"),
     (

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,7 +19,6 @@ from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Row
 from hybridrl.data.source import PromptStep, build_prompt_step
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
-from hybridrl.errors import RewardError
 from hybridrl.rewards.scorer import RewardScorer, Scores
 from hybridrl.trainer.early_rewards import EarlyRewards
 from hybridrl.trainer.reward import TextReward
