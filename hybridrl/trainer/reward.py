@@ -40,5 +40,5 @@ class TextReward:
         rows = [row for row in task.rows for _ in range(num_responses)]
         inputs = reward_inputs(rollouts, rows, self.tokenizer)
         scores = {} if self.models is None else self.models(rows, inputs.responses)
-        early = {} if self.early is None else self.early.take(inputs)
+        early = None if self.early is None else self.early.take(inputs)
         return self.scorer.score(inputs, model_scores=scores, early=early)

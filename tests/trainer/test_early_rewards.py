@@ -9,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import ray
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from hybridrl.batch import RolloutBatch
@@ -20,7 +19,6 @@ from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Row
 from hybridrl.data.source import PromptStep, build_prompt_step
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
-from hybridrl.errors import RewardError
 from hybridrl.rewards.scorer import RewardScorer, Scores
 from hybridrl.trainer.early_rewards import EarlyRewards
 from hybridrl.trainer.reward import TextReward
@@ -120,6 +118,7 @@ def _same(first: Scores, second: Scores) -> bool:
 WORDS = st.sampled_from(["", "1", "12", "123", "raise", "die", "77"])
 
 
+@example(texts=["1", "12", "raise", "die", "77", ""], reported=[(row, None) for row in range(6)])
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     texts=st.lists(WORDS, min_size=6, max_size=6),
