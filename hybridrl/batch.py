@@ -56,6 +56,8 @@ class RolloutBatch(TensorClass):
     # uint8, jagged, the turns as JSON (agents/turn_records.py), with lengths of its own. None
     # without an agent. Nothing that learns reads it.
     turns_BN: Tensor | None = None
+    # float32, jagged, rewards that an agent gave, 0 where the mask is False. None without an agent.
+    agent_rewards_BL: Tensor | None = None
 
 
 class ScoreBatch(TensorClass):

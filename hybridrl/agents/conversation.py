@@ -257,6 +257,51 @@ class Conversation:
         self._end_if("tokens", reached=len(token_ids) >= self._num_left)
         sequence.add(Turn(token_ids, None, messages=tuple(messages)))
 
+    def reward(self, value: float | Sequence[float]) -> None:
+        """Give the last sampled turn a reward; several rewards of a turn add up.
+
+        The reward of the conversation is the sum over its turns. So an agent that rewards the
+        conversation alone does that behind the last turn.
+
+        Args:
+            value: of the turn, or one of each of its tokens (``last_turn``).
+
+        Raises:
+            ValueError: not a finite number, another number of tokens, or no turn was sampled.
+        """
+        turn = self.last_turn
+        rewards = torch.zeros(len(turn.token_ids))
+        if isinstance(value, Sequence):
+            rewards = torch.tensor([float(each) for each in value])
+        elif len(rewards):
+            rewards[-1] = float(value)
+        if not rewards.isfinite().all() or len(rewards) != len(turn.token_ids):
+            raise ValueError(
+                f"the reward of a turn is a finite number, or one for each of its "
+                f"{len(turn.token_ids)} tokens, not {value!r:.100}"
+            )
+        if turn.rewards is not None:
+            rewards += turn.rewards
+        self._sequences[-1].turns[self._last_index] = replace(turn, rewards=rewards)
+
+    @property
+    def last_turn(self) -> Turn:
+        """Return the tokens of the last sampled turn.
+
+        Raises:
+            ValueError: no turn was sampled.
+        """
+        return self._sequences[-1].turns[self._last_index]
+
+    @property
+    def _last_index(self) -> int:
+        """Index of the last sampled turn in its sequence."""
+        turns = self._sequences[-1].turns
+        sampled = [index for index, turn in enumerate(turns) if turn.logprobs is not None]
+        if not sampled:
+            raise ValueError("no turn was sampled yet that could be rewarded")
+        return sampled[-1]
+
     def read_calls(self, text: str) -> Calls:
         """Read the calls in a sampled turn, broken ones too; none is an answer."""
         return self._setting.parse(text)

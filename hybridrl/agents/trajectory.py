@@ -39,6 +39,9 @@ class Turn:
     logprobs: Tensor | None
     """float32 [n] nats, of the sampler; None for tokens that the policy did not choose."""
 
+    rewards: Tensor | None = None
+    """float32 [n], that the agent gave; None: none."""
+
     messages: tuple[Message, ...] = ()
     """What was appended, if the agent said it in messages."""
 
@@ -110,10 +113,11 @@ class Trajectory:
             turns += [Turn(sequence.context, None), *sequence.turns]
             records.append(TurnRecord(HISTORY, len(sequence.context)))
             records += [turn.record() for turn in sequence.turns]
-        logprobs, is_sampled = [], []
+        logprobs, is_sampled, rewards = [], [], []
         for turn in turns:
             zeros = torch.zeros(len(turn.token_ids))
             logprobs.append(zeros if turn.logprobs is None else turn.logprobs)
+            rewards.append(zeros if turn.rewards is None else turn.rewards)
             is_sampled.append(torch.full_like(zeros, turn.logprobs is not None, dtype=torch.bool))
         return Sample(
             token_ids=torch.cat([turn.token_ids for turn in turns]),
@@ -121,6 +125,7 @@ class Trajectory:
             finish_reason="stop" if self.ended == "answer" else "length",
             weight_version=self.weight_version,
             is_sampled=torch.cat(is_sampled),
+            rewards=torch.cat(rewards),
             context=first.context,
             sequence_begins=tuple(begins),
             turns=encode_turns(records),

@@ -127,7 +127,7 @@ class RewardScorer:
             if part.function in _IN_DRIVER
         }
         self._models = config.model_paths
-        known = {*self._in_driver, *self._models}
+        known = {*self._in_driver, *self._models, *config.agent_names}
         self._in_pool = [name for name in self._parts if name not in known]
         self.num_processes = config.num_processes or usual_num_processes()
         self._pool = self._start_pool()
@@ -177,6 +177,7 @@ class RewardScorer:
         inputs: RewardInputs,
         *,
         model_scores: Mapping[str, Sequence[Reward]] | None = None,
+        agent_rewards: Sequence[float] = (),
         early: Mapping[int, EarlyRow] | None = None,
     ) -> Scores:
         """Score B responses.
@@ -184,6 +185,7 @@ class RewardScorer:
         Args:
             inputs: of the functions.
             model_scores: B scores by each reward model, or why there is none.
+            agent_rewards: B rewards that the agent gave, if a function returns them.
             early: rows that ``score_early`` scored; they are not scored again. None: no function
                 can score early.
 
@@ -193,6 +195,8 @@ class RewardScorer:
                 training can compute with. Names function, response and prompt.
         """
         outcomes = self._call(inputs, early or {}) | self._normalize(model_scores or {})
+        for name in self._config.agent_names:
+            outcomes[name] = dict(enumerate(functions.agent(agent_rewards)))
         rows = range(len(inputs))
         by_row = [
             [self._check(outcomes[name][row], part) for name, part in self._parts.items()]

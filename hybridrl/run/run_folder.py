@@ -78,6 +78,9 @@ class SampleTurn:
     calls: tuple[CallRecord, ...] = ()
     """Calls of tools behind a turn of the assistant; empty ones are not written."""
 
+    reward: float | None = None
+    """That the agent gave the turn; not written if it gave none in the conversation."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRow:
@@ -239,7 +242,7 @@ class RunLogger:
             for sample in samples[: self._config.num_samples_per_step]:
                 values = asdict(sample)
                 for turn in values["turns"]:
-                    _drop_empty(turn, ("calls",))
+                    _drop_empty(turn, ("calls", "reward"))
                 _append(self._samples, {"step": step} | _drop_empty(values, ("eval_set", "turns")))
 
     def _require_folder(self) -> None:
@@ -273,7 +276,7 @@ class RunLogger:
 
 def _drop_empty(values: dict[str, object], names: Sequence[str]) -> dict[str, object]:
     for name in names:
-        if not values[name]:
+        if values[name] in ((), "", None):
             del values[name]
     return values
 

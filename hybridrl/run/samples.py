@@ -7,7 +7,7 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.agents.turn_records import turns_of
+from hybridrl.agents.turn_records import ASSISTANT, turns_of
 from hybridrl.batch import RolloutBatch, row_offsets
 from hybridrl.data.source import PromptStep
 from hybridrl.data.tokenizer import decode_responses
@@ -87,12 +87,14 @@ class SampleTaker:
     def _turns_of(self, rollouts: RolloutBatch, row: int) -> tuple[SampleTurn, ...]:
         """Return the turns behind the prompt; none of a row with a single one."""
         tokens_T = rollouts.token_ids_BL.values()
+        rewards = _turn_rewards(rollouts, row)
         turns = tuple(
             SampleTurn(
                 turn.role,
                 self._tokenizer.decode(tokens_T[at.start : at.stop].tolist()),
                 turn.num_tokens,
                 turn.calls,
+                rewards.get(at.start) if turn.role == ASSISTANT else None,
             )
             for turn, at in turns_of(rollouts, row)
         )
@@ -103,3 +105,14 @@ class SampleTaker:
         if token_id not in self._texts:
             self._texts[token_id] = self._tokenizer.decode([token_id])
         return self._texts[token_id]
+
+
+def _turn_rewards(rollouts: RolloutBatch, row: int) -> dict[int, float]:
+    """Return what the agent gave each turn, by the turn's first position; none if all are 0."""
+    if rollouts.agent_rewards_BL is None:
+        return {}
+    rewards_T = rollouts.agent_rewards_BL.values()
+    rewards = {
+        at.start: float(rewards_T[at.start : at.stop].sum()) for _, at in turns_of(rollouts, row)
+    }
+    return rewards if any(rewards.values()) else {}

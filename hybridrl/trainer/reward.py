@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.batch import RolloutBatch
+from hybridrl.batch import RolloutBatch, row_sums
 from hybridrl.data.source import PromptStep
 from hybridrl.rewards.scorer import RewardScorer, Scores
 from hybridrl.trainer.early_rewards import EarlyRewards, reward_inputs
@@ -41,4 +41,12 @@ class TextReward:
         inputs = reward_inputs(rollouts, rows, self.tokenizer)
         scores = {} if self.models is None else self.models(rows, inputs.responses)
         early = None if self.early is None else self.early.take(inputs)
-        return self.scorer.score(inputs, model_scores=scores, early=early)
+        by_token_BL = rollouts.agent_rewards_BL
+        return self.scorer.score(
+            inputs,
+            model_scores=scores,
+            agent_rewards=[0.0] * len(rows)
+            if by_token_BL is None
+            else row_sums(by_token_BL).tolist(),
+            early=early,
+        )
