@@ -147,6 +147,7 @@ reward/kl_nats/mean | nats | KL to the reference that responses are charged for,
 reward/overlong_penalty/mean | reward | mean charge for responses near the length limit
 agent/turns/mean | turns | turns of the assistant in a conversation
 agent/appended_tokens/mean | tokens | tokens of tools and of the chat template in a conversation
+agent/sequences/mean | 1 | sequences of a conversation: several where its history was rewritten
 agent/tool_calls/mean | calls | calls of tools in a conversation, broken ones too
 agent/tool_error_fraction | 1 | share of them that were answered with an error
 agent/tool_s/mean | s | time of a call
@@ -207,6 +208,7 @@ rollout/empty_fraction | 1 | responses without a token
 rollout/aborted_requests | requests | generation requests cut off when the engine was drained
 rollout/retried_requests | requests | responses that were cut off and asked for again
 rollout/prefix_cache_hit_fraction | 1 | prompt tokens that an engine had in its cache, of all sent
+rollout/foreign_response_fraction | 1 | responses that another rank's engine sampled (SGLang)
 rollout/slot_occupancy | 1 | busy share of the engine's decoding slots
 rollout/decode_steps | steps | forward passes of the engine that sampled a token for each busy slot
 length/prompt_tokens/mean | tokens | prompt length

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.agents.templates import TurnTemplate
+from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.agents.tool_calls import BrokenCall, Calls, ToolCall
 from hybridrl.agents.tools import Toolbox, ToolResult
 from hybridrl.agents.trajectory import Ended, TokenSequence, Trajectory, Turn
@@ -65,6 +65,7 @@ class Setting:
 
     tokenizer: PreTrainedTokenizerBase
     template: TurnTemplate
+    history: History = "strict"
     toolbox: Toolbox
     parse: Callable[[str], Calls]
     """Reads calls in the format of ``agent.tool_format``."""
@@ -130,6 +131,8 @@ class Conversation:
         """Begin behind the prompt."""
         self._prompt = prompt
         self._setting = setting
+        text = prompt.row.prompt
+        self._messages = [Message("user", text)] if isinstance(text, str) else [*text]
         self._sequences = [OpenSequence(prompt.token_ids)]
         """In the order of their last turns: ``sample`` continues the last one."""
         self._is_begun = False
@@ -160,17 +163,29 @@ class Conversation:
         sample = await self.sample_turn(self._sequences[-1])
         self._end_if("tokens", reached=sample.is_truncated)
         text: str = self._setting.tokenizer.decode(sample.token_ids[:-1])
+        self._messages.append(Message("assistant", text))
         return text
 
     def append(self, messages: Sequence[Message]) -> None:
         """Append tool results, or a user's turn, and the beginning of the assistant's next turn.
 
+        With ``agent.history=branch``, where the template then shows earlier turns differently, a
+        new sequence begins with the conversation as the template renders it.
+
         Raises:
             ConversationEnded: no token could be sampled behind them.
             AgentError: the chat template has no form for them.
         """
-        token_ids = torch.tensor(self._setting.template.increment(messages))
-        self.append_tokens(self._sequences[-1], token_ids)
+        template, context = self._setting.template, None
+        new = template.harmless(messages)
+        if self._setting.history == "branch":
+            context = template.rewritten(self._messages, new)
+        self._messages += new
+        if context is None:
+            token_ids = torch.tensor(template.increment(new))
+            self.append_tokens(self._sequences[-1], token_ids)
+        else:
+            self.begin(torch.tensor(context))
 
     async def sample_turn(
         self, sequence: OpenSequence, *, max_new_tokens: int | None = None
@@ -240,6 +255,51 @@ class Conversation:
         self._is_begun = True
         self._end_if("tokens", reached=len(token_ids) >= self._num_left)
         sequence.add(Turn(token_ids, None))
+
+    def reward(self, value: float | Sequence[float]) -> None:
+        """Give the last sampled turn a reward; several rewards of a turn add up.
+
+        The reward of the conversation is the sum over its turns. So an agent that rewards the
+        conversation alone does that behind the last turn.
+
+        Args:
+            value: of the turn, or one of each of its tokens (``last_turn``).
+
+        Raises:
+            ValueError: not a finite number, another number of tokens, or no turn was sampled.
+        """
+        turn = self.last_turn
+        rewards = torch.zeros(len(turn.token_ids))
+        if isinstance(value, Sequence):
+            rewards = torch.tensor([float(each) for each in value])
+        elif len(rewards):
+            rewards[-1] = float(value)
+        if not rewards.isfinite().all() or len(rewards) != len(turn.token_ids):
+            raise ValueError(
+                f"the reward of a turn is a finite number, or one for each of its "
+                f"{len(turn.token_ids)} tokens, not {value!r:.100}"
+            )
+        if turn.rewards is not None:
+            rewards += turn.rewards
+        self._sequences[-1].turns[self._last_index] = replace(turn, rewards=rewards)
+
+    @property
+    def last_turn(self) -> Turn:
+        """Return the tokens of the last sampled turn.
+
+        Raises:
+            ValueError: no turn was sampled.
+        """
+        return self._sequences[-1].turns[self._last_index]
+
+    @property
+    def _last_index(self) -> int:
+        """Index of the last sampled turn in its sequence."""
+        turns = self._sequences[-1].turns
+        sampled = [index for index, turn in enumerate(turns) if turn.logprobs is not None]
+        if not sampled:
+            raise ValueError("no turn was sampled yet that could be rewarded")
+        return sampled[-1]
 
     def read_calls(self, text: str) -> Calls:
         """Read the calls in a sampled turn, broken ones too; none is an answer."""

@@ -103,15 +103,16 @@ class AgentRollout:
         """
         self._config = config
         self._tokenizer = tokenizer
-        self._template = TurnTemplate(tokenizer, stop_token_ids=stop_token_ids)
+        tools = load_tools(config.tools)
+        self._template = TurnTemplate(
+            tokenizer, stop_token_ids=stop_token_ids, tools=[tool.schema for tool in tools]
+        )
         self._proxy: Proxy | None = None
         if config.loop == PROXY:
             self._proxy = import_module(_PROXY).Proxy(config, self._template, tokenizer)
         self._agent = load_agent(config.loop) if self._proxy is None else self._proxy.agent
         limits = ToolLimits(timeout_s=config.tool_timeout_s, max_chars=config.max_result_chars)
-        self._toolbox = Toolbox(
-            load_tools(config.tools), limits=limits, num_processes=usual_num_processes()
-        )
+        self._toolbox = Toolbox(tools, limits=limits, num_processes=usual_num_processes())
         self._metrics: Metrics = {}
 
     def program(self, prompts: PromptBatch, sampling: SamplingParams) -> Program[list[Sample]]:
@@ -139,10 +140,17 @@ class AgentRollout:
             for g in range(size)
         ]
 
+        index_P = prompts.prompt_index_P.tolist()
+
+        def report(prompt: Prompt, trajectory: Trajectory) -> None:
+            if sampling.reporter is not None:
+                index, sample = index_P[prompt.number // size], trajectory.to_sample()
+                sampling.reporter.report(index, prompt.response_index, sample)
+
         async def program(sampler: Sampler) -> list[Sample]:
             setting = self._setting(sampler, sampling)
             async with self._proxy.open(setting.params) if self._proxy else nullcontext():
-                trajectories = await self._hold_all(beginnings, setting)
+                trajectories = await self._hold_all(beginnings, setting, report)
             self._metrics = merge([self._metrics, describe(trajectories)])
             return [trajectory.to_sample() for trajectory in trajectories]
 
@@ -159,12 +167,19 @@ class AgentRollout:
         """End the processes of tools."""
         self._toolbox.close()
 
-    async def _hold_all(self, prompts: Sequence[Prompt], setting: Setting) -> list[Trajectory]:
+    async def _hold_all(
+        self,
+        prompts: Sequence[Prompt],
+        setting: Setting,
+        report: Callable[[Prompt, Trajectory], None],
+    ) -> list[Trajectory]:
         free = asyncio.Semaphore(self._config.num_conversations)
 
         async def hold_one(prompt: Prompt) -> Trajectory:
             async with free:
-                return await hold(self._agent(), prompt, setting)
+                trajectory = await hold(self._agent(), prompt, setting)
+            report(prompt, trajectory)
+            return trajectory
 
         tasks = [asyncio.ensure_future(hold_one(prompt)) for prompt in prompts]
         try:
@@ -179,6 +194,7 @@ class AgentRollout:
             params=sampling.request_params(),
             tokenizer=self._tokenizer,
             template=self._template,
+            history=self._config.history,
             toolbox=self._toolbox,
             parse=PARSERS[self._config.tool_format],
             max_turns=self._config.max_turns,
@@ -193,6 +209,7 @@ def describe(trajectories: Sequence[Trajectory]) -> Metrics:
     metrics: Metrics = {
         "agent/turns/mean": Mean(sum(t.num_sampled_turns for t in trajectories), num_rows),
         "agent/appended_tokens/mean": Mean(num_appended, num_rows),
+        "agent/sequences/mean": Mean(sum(len(t.sequences) for t in trajectories), num_rows),
         "agent/tool_calls/mean": Mean(num_calls, num_rows),
     }
     if num_calls:

@@ -30,6 +30,9 @@ class Turn:
     logprobs: Tensor | None
     """float32 [n] nats, of the sampler; None for tokens that the policy did not choose."""
 
+    rewards: Tensor | None = None
+    """float32 [n], that the agent gave; None: none."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
@@ -81,10 +84,11 @@ class Trajectory:
         for sequence in others:
             begins.append(sum(len(turn.token_ids) for turn in turns))
             turns += [Turn(sequence.context, None), *sequence.turns]
-        logprobs, is_sampled = [], []
+        logprobs, is_sampled, rewards = [], [], []
         for turn in turns:
             zeros = torch.zeros(len(turn.token_ids))
             logprobs.append(zeros if turn.logprobs is None else turn.logprobs)
+            rewards.append(zeros if turn.rewards is None else turn.rewards)
             is_sampled.append(torch.full_like(zeros, turn.logprobs is not None, dtype=torch.bool))
         return Sample(
             token_ids=torch.cat([turn.token_ids for turn in turns]),
@@ -92,6 +96,7 @@ class Trajectory:
             finish_reason="stop" if self.ended == "answer" else "length",
             weight_version=self.weight_version,
             is_sampled=torch.cat(is_sampled),
+            rewards=torch.cat(rewards),
             context=first.context,
             sequence_begins=tuple(begins),
         )

@@ -37,13 +37,14 @@ class AgentConfig:
     """How the model writes calls: ``hermes`` is JSON in tool_call tags (Hermes, Qwen),
     ``llama3_json`` a turn of JSON alone, ``pythonic`` is ``[name(key=value)]``."""
 
-    history: Literal["strict", "keep"]
+    history: Literal["strict", "keep", "branch"]
     """``strict`` refuses a chat template that renders earlier turns differently once others follow;
-    ``keep`` trains on the conversation as it was sampled."""
+    ``keep`` trains on the conversation as it was sampled; ``branch`` begins a new sequence of the
+    same response with them as rendered."""
 
     max_turns: Annotated[int, Within(at_least=1, at_most=10_000, why=_IN_CONTEXT)]
     """Turns of the assistant in a conversation. ``rollout.max_response_tokens`` limits all tokens
-    behind the prompt together, tool results among them."""
+    behind the prompt together, tool results and contexts of further sequences among them."""
 
     timeout_s: Seconds
     """Seconds that a conversation may take. One that exceeds this or another limit ends truncated
