@@ -5,6 +5,10 @@ J layers, K experts that a token goes through in each.
 A field with suffix ``_BL`` or ``_BLJK`` is a jagged nested tensor: B rows of different length,
 stored without padding in one flat ``values()`` tensor. All of one batch have the same row lengths.
 
+A row is one response. A conversation whose history was rewritten is one row, too: its tokens are
+several sequences laid end to end, ``sequence_lengths_BQ`` says how long each is, and models compute
+them one by one. All else reads rows and their response mask alone.
+
 Batches that came through Ray are views of shared memory: read-only by contract, clone before
 writing.
 """
@@ -47,6 +51,10 @@ class RolloutBatch(TensorClass):
     # int16, jagged, the experts of each token in the rollout engine; -1 for the last token.
     # None if the engine does not return them.
     routed_experts_BLJK: Tensor | None = None
+    # int64, jagged, tokens of each of a row's Q sequences. None: every row is one sequence.
+    sequence_lengths_BQ: Tensor | None = None
+    # float32, jagged, rewards that an agent gave, 0 where the mask is False. None without an agent.
+    agent_rewards_BL: Tensor | None = None
 
 
 class ScoreBatch(TensorClass):
@@ -75,6 +83,7 @@ class TrainBatch(TensorClass):
     old_logprobs_BL: Tensor | None = None  # float32 nats, jagged; None: the detached current ones
     reference_logprobs_BL: Tensor | None = None  # float32 nats, jagged
     routed_experts_BLJK: Tensor | None = None  # int16, jagged, see RolloutBatch
+    sequence_lengths_BQ: Tensor | None = None  # int64, jagged, see RolloutBatch
     sampler_weights_BL: Tensor | None = None  # float32, jagged, of a rollout correction
     group_tokens_B: Tensor | None = None  # int64, response tokens of the row's group
     group_rows_B: Tensor | None = None  # int64, rows of the group that have response tokens
@@ -93,6 +102,7 @@ class CriticBatch(TensorClass):
     response_mask_BL: Tensor  # bool, jagged
     old_values_BL: Tensor  # float32 reward units, jagged, before the step's first update
     returns_BL: Tensor  # float32 reward units, jagged, targets of the values
+    sequence_lengths_BQ: Tensor | None = None  # int64, jagged, see RolloutBatch
 
 
 class RewardBatch(TensorClass):

@@ -147,9 +147,11 @@ reward/kl_nats/mean | nats | KL to the reference that responses are charged for,
 reward/overlong_penalty/mean | reward | mean charge for responses near the length limit
 agent/turns/mean | turns | turns of the assistant in a conversation
 agent/appended_tokens/mean | tokens | tokens of tools and of the chat template in a conversation
+agent/sequences/mean | 1 | sequences of a conversation: several where its history was rewritten
 agent/tool_calls/mean | calls | calls of tools in a conversation, broken ones too
 agent/tool_error_fraction | 1 | share of them that were answered with an error
 agent/tool_s/mean | s | time of a call
+agent/refused_requests | requests | requests of agent programs that were answered with an error
 agent/ended_by_{limit}_fraction | 1 | share that a limit ended: turns, tokens, time, or an error
 groups/sampled | groups | prompts that the step sampled, with a group filter
 groups/kept_fraction | 1 | share of them that the group filter kept

@@ -2,6 +2,11 @@
 
 Whatever the agent does, the tokens here are those that the sampler returned, in order, and what was
 appended between them.
+
+Most agents ``sample`` and ``append`` alone. An agent that renders its messages itself holds several
+sequences at the same time: it begins one for each history that is no continuation of an earlier one
+(``begin``), appends what was rendered behind the last turn (``append_tokens``), and samples in any
+of them (``sample_turn``). All of them become one trajectory.
 """
 
 from __future__ import annotations
@@ -17,14 +22,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.agents.templates import TurnTemplate
+from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.agents.tool_calls import BrokenCall, Calls, ToolCall
 from hybridrl.agents.tools import Toolbox, ToolResult
-from hybridrl.agents.trajectory import Ended, Trajectory, Turn
+from hybridrl.agents.trajectory import Ended, TokenSequence, Trajectory, Turn
 from hybridrl.data.rows import Message, Row
 from hybridrl.diagnostics import trace
 from hybridrl.rewards.child import last_line
-from hybridrl.workers.rollout.sampler import RequestParams, Sampler
+from hybridrl.workers.rollout.sampler import RequestParams, Sample, Sampler
 from hybridrl.workers.rollout.sampling import request_key
 
 log = logging.getLogger(__name__)
@@ -60,6 +65,7 @@ class Setting:
 
     tokenizer: PreTrainedTokenizerBase
     template: TurnTemplate
+    history: History = "strict"
     toolbox: Toolbox
     parse: Callable[[str], Calls]
     """Reads calls in the format of ``agent.tool_format``."""
@@ -95,6 +101,29 @@ class Agent(Protocol):
         ...
 
 
+class OpenSequence:
+    """A sequence while it grows: a context, and turns behind it."""
+
+    def __init__(self, context: Tensor) -> None:
+        """Begin behind a context, int64 [n], n >= 1."""
+        self.context = context
+        self.token_ids = context
+        """int64 [n], of the context and all turns: the next request's context."""
+        self.turns: list[Turn] = []
+
+    def add(self, turn: Turn) -> None:
+        """Append a turn."""
+        self.turns.append(turn)
+        self.token_ids = torch.cat([self.token_ids, turn.token_ids])
+
+    def close(self) -> TokenSequence | None:
+        """Return it without tokens behind the last sampled turn; None if nothing was sampled."""
+        turns = list(self.turns)
+        while turns and turns[-1].logprobs is None:
+            turns.pop()
+        return TokenSequence(self.context, tuple(turns)) if turns else None
+
+
 class Conversation:
     """Records turns, and keeps within the limits."""
 
@@ -102,8 +131,13 @@ class Conversation:
         """Begin behind the prompt."""
         self._prompt = prompt
         self._setting = setting
-        self._turns: list[Turn] = []
-        self._context = prompt.token_ids
+        text = prompt.row.prompt
+        self._messages = [Message("user", text)] if isinstance(text, str) else [*text]
+        self._sequences = [OpenSequence(prompt.token_ids)]
+        """In the order of their last turns: ``sample`` continues the last one."""
+        self._is_begun = False
+        self._max_tokens = self._limit_behind(prompt.token_ids)
+        self._turn_lock = asyncio.Lock()
         self._num_sampled = 0
         self._weight_version = 0
         self._results: list[ToolResult] = []
@@ -126,35 +160,146 @@ class Conversation:
             ConversationEnded: a limit was reached, before the turn or in it.
             EngineError: the engine failed.
         """
-        setting = self._setting
-        self._end_if("turns", reached=self._num_sampled >= setting.max_turns)
-        self._end_if("tokens", reached=self._num_left <= 0)
-        params = replace(setting.params, max_new_tokens=self._num_left)
-        key = request_key(self._prompt.seed, self._prompt.response_index, turn=self._num_sampled)
-        begin_ns = time.perf_counter_ns()
-        try:
-            sample = await setting.sampler.sample(self._context, params, key=key)
-        except Exception as error:
-            self.sampler_error = error
-            raise
-        trace.add("turn", begin_ns, track=self._prompt.number, tokens=len(sample.token_ids))
-        self._num_sampled += 1
-        self._weight_version = sample.weight_version
-        self._add(Turn(sample.token_ids, sample.logprobs))
+        sample = await self.sample_turn(self._sequences[-1])
         self._end_if("tokens", reached=sample.is_truncated)
-        text: str = setting.tokenizer.decode(sample.token_ids[:-1])
+        text: str = self._setting.tokenizer.decode(sample.token_ids[:-1])
+        self._messages.append(Message("assistant", text))
         return text
 
     def append(self, messages: Sequence[Message]) -> None:
         """Append tool results, or a user's turn, and the beginning of the assistant's next turn.
 
+        With ``agent.history=branch``, where the template then shows earlier turns differently, a
+        new sequence begins with the conversation as the template renders it.
+
         Raises:
             ConversationEnded: no token could be sampled behind them.
             AgentError: the chat template has no form for them.
         """
-        token_ids = torch.tensor(self._setting.template.increment(messages))
+        template, context = self._setting.template, None
+        new = template.harmless(messages)
+        if self._setting.history == "branch":
+            context = template.rewritten(self._messages, new)
+        self._messages += new
+        if context is None:
+            token_ids = torch.tensor(template.increment(new))
+            self.append_tokens(self._sequences[-1], token_ids)
+        else:
+            self.begin(torch.tensor(context))
+
+    async def sample_turn(
+        self, sequence: OpenSequence, *, max_new_tokens: int | None = None
+    ) -> Sample:
+        """Sample a turn behind a sequence, of which it becomes the last turn.
+
+        Turns of a conversation are sampled one after the other, whichever tasks ask for them: so
+        limits and random streams do not depend on time.
+
+        Args:
+            sequence: of this conversation.
+            max_new_tokens: of the turn; None leaves it to the conversation's limits.
+
+        Raises:
+            ConversationEnded: a limit was reached before the turn.
+            EngineError: the engine failed.
+        """
+        self._is_begun = True
+        async with self._turn_lock:
+            setting = self._setting
+            self._end_if("turns", reached=self._num_sampled >= setting.max_turns)
+            self._end_if("tokens", reached=self._num_left <= 0)
+            num_tokens = min(max_new_tokens or self._num_left, self._num_left)
+            params = replace(setting.params, max_new_tokens=num_tokens)
+            prompt = self._prompt
+            key = request_key(prompt.seed, prompt.response_index, turn=self._num_sampled)
+            begin_ns = time.perf_counter_ns()
+            try:
+                sample = await setting.sampler.sample(sequence.token_ids, params, key=key)
+            except Exception as error:
+                self.sampler_error = error
+                raise
+            trace.add("turn", begin_ns, track=prompt.number, tokens=len(sample.token_ids))
+            self._num_sampled += 1
+            self._weight_version = sample.weight_version
+            sequence.add(Turn(sample.token_ids, sample.logprobs))
+            self._sequences.remove(sequence)
+            self._sequences.append(sequence)
+            return sample
+
+    def begin(self, context: Tensor) -> OpenSequence:
+        """Begin a sequence behind history that was rendered anew; ``sample`` continues it.
+
+        Earlier sequences stay as they are, and may go on. Of a conversation that has sampled no
+        token yet the context replaces the prompt.
+
+        Args:
+            context: int64 [n], n >= 1. It counts among the tokens of the conversation.
+
+        Raises:
+            ConversationEnded: no token could be sampled behind it.
+        """
+        if not self._is_begun:
+            self._sequences.clear()
+            self._max_tokens = self._limit_behind(context)
+        self._is_begun = True
+        self._end_if("tokens", reached=len(context) >= self._num_left)
+        self._sequences.append(OpenSequence(context))
+        return self._sequences[-1]
+
+    def append_tokens(self, sequence: OpenSequence, token_ids: Tensor) -> None:
+        """Append tokens that the policy did not choose, int64 [n], to a sequence.
+
+        Raises:
+            ConversationEnded: no token could be sampled behind them.
+        """
+        self._is_begun = True
         self._end_if("tokens", reached=len(token_ids) >= self._num_left)
-        self._add(Turn(token_ids, None))
+        sequence.add(Turn(token_ids, None))
+
+    def reward(self, value: float | Sequence[float]) -> None:
+        """Give the last sampled turn a reward; several rewards of a turn add up.
+
+        The reward of the conversation is the sum over its turns. So an agent that rewards the
+        conversation alone does that behind the last turn.
+
+        Args:
+            value: of the turn, or one of each of its tokens (``last_turn``).
+
+        Raises:
+            ValueError: not a finite number, another number of tokens, or no turn was sampled.
+        """
+        turn = self.last_turn
+        rewards = torch.zeros(len(turn.token_ids))
+        if isinstance(value, Sequence):
+            rewards = torch.tensor([float(each) for each in value])
+        elif len(rewards):
+            rewards[-1] = float(value)
+        if not rewards.isfinite().all() or len(rewards) != len(turn.token_ids):
+            raise ValueError(
+                f"the reward of a turn is a finite number, or one for each of its "
+                f"{len(turn.token_ids)} tokens, not {value!r:.100}"
+            )
+        if turn.rewards is not None:
+            rewards += turn.rewards
+        self._sequences[-1].turns[self._last_index] = replace(turn, rewards=rewards)
+
+    @property
+    def last_turn(self) -> Turn:
+        """Return the tokens of the last sampled turn.
+
+        Raises:
+            ValueError: no turn was sampled.
+        """
+        return self._sequences[-1].turns[self._last_index]
+
+    @property
+    def _last_index(self) -> int:
+        """Index of the last sampled turn in its sequence."""
+        turns = self._sequences[-1].turns
+        sampled = [index for index, turn in enumerate(turns) if turn.logprobs is not None]
+        if not sampled:
+            raise ValueError("no turn was sampled yet that could be rewarded")
+        return sampled[-1]
 
     def read_calls(self, text: str) -> Calls:
         """Read the calls in a sampled turn, broken ones too; none is an answer."""
@@ -176,15 +321,17 @@ class Conversation:
         self._ended = self._ended or ended
 
     def to_trajectory(self) -> Trajectory:
-        """Return all turns, without messages behind the last sampled turn.
+        """Return all sequences, without messages behind their last sampled turn.
 
         A conversation that ended before its first turn has one of no tokens, as an error.
         """
-        turns = list(self._turns) or [Turn(self._context[:0], torch.zeros(0))]
-        while len(turns) > 1 and turns[-1].logprobs is None:
-            turns.pop()
+        closed = [sequence.close() for sequence in self._sequences]
+        sequences = [sequence for sequence in closed if sequence is not None]
+        if not sequences:
+            prompt = self._prompt.token_ids
+            sequences = [TokenSequence(prompt, (Turn(prompt[:0], torch.zeros(0)),))]
         return Trajectory(
-            turns=tuple(turns),
+            sequences=tuple(sequences),
             ended=self._ended or ("answer" if self._num_sampled else "error"),
             weight_version=self._weight_version,
             num_tool_calls=len(self._results),
@@ -194,13 +341,14 @@ class Conversation:
 
     @property
     def _num_left(self) -> int:
-        """Tokens that may follow."""
-        limit = len(self._prompt.token_ids) + self._setting.params.max_new_tokens
-        return min(limit, self._setting.sampler.max_context_tokens) - len(self._context)
+        """Tokens that may follow. Those of all sequences count: the trainer computes them all."""
+        num_tokens = sum(len(sequence.token_ids) for sequence in self._sequences)
+        return self._max_tokens - num_tokens
 
-    def _add(self, turn: Turn) -> None:
-        self._turns.append(turn)
-        self._context = torch.cat([self._context, turn.token_ids])
+    def _limit_behind(self, context: Tensor) -> int:
+        """Return the tokens of a conversation with this first context."""
+        limit = len(context) + self._setting.params.max_new_tokens
+        return min(limit, self._setting.sampler.max_context_tokens)
 
     def _end_if(self, limit: Ended, *, reached: bool) -> None:
         if reached:

@@ -1,7 +1,9 @@
 """Tokens that a chat template puts between two turns of the assistant.
 
-History is never rendered again: what was sampled stays as it was sampled. The tokens of new
-messages are cut out of a small dummy conversation, behind the end of the assistant's turn in it.
+What was sampled stays as it was sampled. The tokens of new messages are cut out of a small dummy
+conversation, behind the end of the assistant's turn in it. Some templates show the model another
+history once messages follow: then ``rewritten`` renders all of it, as the context of a new
+sequence.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from hybridrl.data.rows import Message
 from hybridrl.errors import AgentError
 from hybridrl.json_text import to_json_text
 
-History = Literal["strict", "keep"]
-"""``strict`` refuses a template that renders earlier turns differently once others follow."""
+History = Literal["strict", "keep", "branch"]
+"""``strict`` refuses a template that renders earlier turns differently once others follow; ``keep``
+appends to them as they were sampled; ``branch`` begins a new sequence with them as rendered."""
 
 _SENTINEL, _OTHER = "qzxsentinelxzq", "seven"
 _QUESTION = {"role": "user", "content": "Question"}
@@ -34,32 +37,81 @@ class TurnTemplate:
     """Renders what follows a sampled turn. Stateless but for the tokenizer."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, stop_token_ids: Sequence[int]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        stop_token_ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Read a chat template.
 
         Args:
             tokenizer: has a chat template.
             stop_token_ids: tokens that end a sampled turn.
+            tools: schemas of tools, which it shows in the prompt.
         """
         self._tokenizer = tokenizer
+        self._tools = tuple(tools)
         texts = tokenizer.batch_decode([[token_id] for token_id in stop_token_ids])
         self._stops = dict(zip(texts, stop_token_ids, strict=True))
 
-    def increment(self, messages: Sequence[Message]) -> list[int]:
+    def beginning(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> list[int]:
+        """Return the tokens of a chat that is rendered as a whole, to the assistant's next turn.
+
+        Args:
+            messages: as the template takes them.
+            tools: schemas of tools, which the template shows.
+
+        Raises:
+            AgentError: the template cannot render them.
+        """
+        new = [{**each, "content": self._harmless(each["content"])} for each in messages]
+        return self._encode(self._render(new, tools=tools))
+
+    def increment(self, messages: Sequence[Message], *, is_cut: bool = False) -> list[int]:
         """Return the tokens from behind a turn's stop token to the assistant's next turn.
 
         Special tokens within the messages lose their meaning: a space is put into their text.
 
         Args:
             messages: tool results, or a user's turn.
+            is_cut: the turn lacks its stop token, which then comes first.
 
         Raises:
             AgentError: the template cannot render them after an assistant's turn.
         """
-        new = [{"role": m.role, "content": self._harmless(m.content)} for m in messages]
+        new = [{"role": m.role, "content": m.content} for m in self.harmless(messages)]
         stop, suffix = self._suffix(new)
-        return self._encode_behind(stop, suffix)
+        return [self._stops[stop]] * is_cut + self._encode_behind(stop, suffix)
+
+    def rewritten(self, history: Sequence[Message], new: Sequence[Message]) -> list[int] | None:
+        """Return the tokens of a conversation that the template renders differently than before.
+
+        Two renderings are compared, before and after the new messages. So a turn that was sampled
+        in other tokens than the tokenizer's, or in other words than the template's, is no
+        difference.
+
+        Args:
+            history: the conversation so far. The text of sampled turns is their content, calls
+                included, because no template may write them in another form.
+            new: the messages that follow its last turn, ``harmless`` ones.
+
+        Returns:
+            All tokens up to the assistant's next turn; None if the template only appended.
+
+        Raises:
+            AgentError: the template rejects the conversation.
+        """
+        old, added = ([{"role": m.role, "content": m.content} for m in ms] for ms in (history, new))
+        before = self._render(old, is_complete=True, tools=self._tools).rstrip()
+        after = self._render([*old, *added], tools=self._tools)
+        return None if after.startswith(before) else self._encode(after)
+
+    def harmless(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages whose special tokens have lost their meaning: a space is in them."""
+        return [Message(message.role, self._harmless(message.content)) for message in messages]
 
     def require_increments(self, *, history: History, roles: Sequence[str]) -> None:
         """Compare increments with full renderings, for results of tools and for a user's turn.
@@ -93,6 +145,14 @@ class TurnTemplate:
         tail = self._encode_behind(stop, suffix)
         if full[-len(tail) :] != tail or (history == "strict" and full != appended):
             raise AgentError(self._describe_difference(case, full, appended))
+        if history == "branch":
+            text = self._render([_QUESTION, {"role": "assistant", "content": _OTHER}, *new])
+            if _OTHER not in text:
+                raise AgentError(
+                    f"{case}: the chat template leaves the text of the assistant's turn out, so "
+                    "history cannot be rendered from it; set agent.history=keep, or correct the "
+                    "template"
+                )
 
     def _describe_difference(self, case: str, full: list[int], appended: list[int]) -> str:
         pairs = zip_longest(full, appended)
@@ -104,7 +164,7 @@ class TurnTemplate:
             f"{case}: the chat template renders earlier turns differently once others follow; at "
             f"token {first} it writes {rendered!r}, and the conversation as sampled has "
             f"{sampled!r}; set agent.history=keep to train on the conversation as sampled, or "
-            "correct the template"
+            "agent.history=branch to begin a new sequence there, or correct the template"
         )
 
     def _suffix(self, new: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
@@ -136,10 +196,17 @@ class TurnTemplate:
             "be appended to it; correct the template"
         )
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], *, is_complete: bool = False) -> str:
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        is_complete: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
                 add_generation_prompt=not is_complete,
             )

@@ -1,4 +1,10 @@
-"""A finished conversation: the tokens of its turns, exactly as they were sampled or appended."""
+"""A finished conversation: its tokens, exactly as they were sampled or appended.
+
+A conversation is one sequence of tokens, or several: where its history was rewritten, the model
+read other tokens than before, and a new sequence begins with them. A trajectory of several
+sequences is still one row of a batch: it has one reward, and its sampled tokens share it. Only
+the model computes its sequences one by one (``RolloutBatch.sequence_lengths_BQ``).
+"""
 
 from __future__ import annotations
 
@@ -24,13 +30,27 @@ class Turn:
     logprobs: Tensor | None
     """float32 [n] nats, of the sampler; None for tokens that the policy did not choose."""
 
+    rewards: Tensor | None = None
+    """float32 [n], that the agent gave; None: none."""
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trajectory:
-    """The turns behind a prompt."""
+
+@dataclass(frozen=True, slots=True)
+class TokenSequence:
+    """Tokens that the model read as one context, and its turns in them."""
+
+    context: Tensor
+    """int64 [n], n >= 1, tokens before the first sampled one: a prompt, or rendered history."""
 
     turns: tuple[Turn, ...]
     """At least one; the first and the last were sampled."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trajectory:
+    """All that the policy sampled in a conversation: each sampled token in one sequence."""
+
+    sequences: tuple[TokenSequence, ...]
+    """At least one. The last turn of the last sequence is the answer."""
 
     ended: Ended
 
@@ -43,6 +63,11 @@ class Trajectory:
     """Of all calls; those of a turn may run at the same time."""
 
     @property
+    def turns(self) -> tuple[Turn, ...]:
+        """Return the turns of all sequences."""
+        return tuple(turn for sequence in self.sequences for turn in sequence.turns)
+
+    @property
     def num_sampled_turns(self) -> int:
         """Return the number of the assistant's turns."""
         return sum(turn.logprobs is not None for turn in self.turns)
@@ -53,16 +78,25 @@ class Trajectory:
         return sum(len(turn.token_ids) for turn in self.turns if turn.logprobs is None)
 
     def to_sample(self) -> Sample:
-        """Return the tokens of all turns as one continuation of the prompt."""
-        logprobs, is_sampled = [], []
-        for turn in self.turns:
+        """Return all sequences end to end, as one continuation of the first context."""
+        first, *others = self.sequences
+        turns, begins = list(first.turns), []
+        for sequence in others:
+            begins.append(sum(len(turn.token_ids) for turn in turns))
+            turns += [Turn(sequence.context, None), *sequence.turns]
+        logprobs, is_sampled, rewards = [], [], []
+        for turn in turns:
             zeros = torch.zeros(len(turn.token_ids))
             logprobs.append(zeros if turn.logprobs is None else turn.logprobs)
+            rewards.append(zeros if turn.rewards is None else turn.rewards)
             is_sampled.append(torch.full_like(zeros, turn.logprobs is not None, dtype=torch.bool))
         return Sample(
-            token_ids=torch.cat([turn.token_ids for turn in self.turns]),
+            token_ids=torch.cat([turn.token_ids for turn in turns]),
             logprobs=torch.cat(logprobs),
             finish_reason="stop" if self.ended == "answer" else "length",
             weight_version=self.weight_version,
             is_sampled=torch.cat(is_sampled),
+            rewards=torch.cat(rewards),
+            context=first.context,
+            sequence_begins=tuple(begins),
         )

@@ -7,9 +7,11 @@ from typing import Annotated, Literal
 
 from hybridrl.config import parts
 from hybridrl.config.limits import Rows, Seconds, Within
+from hybridrl.config.paths import absolute_file
 
 SINGLE_TURN = "single_turn"
-BUILT_IN_AGENTS = (SINGLE_TURN, "tool_calls")
+PROXY = "proxy"
+BUILT_IN_AGENTS = (SINGLE_TURN, "tool_calls", PROXY)
 BUILT_IN_TOOLS = ("calculator", "python")
 
 _IN_CONTEXT = "no model has a longer context"
@@ -21,7 +23,11 @@ class AgentConfig:
 
     loop: str
     """``single_turn`` samples one response. ``tool_calls`` lets the model call tools until a turn
-    has no call. Or ``path/to/file.py:Class`` of your own."""
+    has no call. ``proxy`` runs a program that samples as a client of OpenAI. Or
+    ``path/to/file.py:Class`` of your own."""
+
+    command: tuple[str, ...]
+    """Of ``agent.loop=proxy``: program and arguments, run for each conversation."""
 
     tools: tuple[str, ...]
     """Functions that the model may call: built-in names (calculator, python) and
@@ -31,13 +37,14 @@ class AgentConfig:
     """How the model writes calls: ``hermes`` is JSON in tool_call tags (Hermes, Qwen),
     ``llama3_json`` a turn of JSON alone, ``pythonic`` is ``[name(key=value)]``."""
 
-    history: Literal["strict", "keep"]
+    history: Literal["strict", "keep", "branch"]
     """``strict`` refuses a chat template that renders earlier turns differently once others follow;
-    ``keep`` trains on the conversation as it was sampled."""
+    ``keep`` trains on the conversation as it was sampled; ``branch`` begins a new sequence of the
+    same response with them as rendered."""
 
     max_turns: Annotated[int, Within(at_least=1, at_most=10_000, why=_IN_CONTEXT)]
     """Turns of the assistant in a conversation. ``rollout.max_response_tokens`` limits all tokens
-    behind the prompt together, tool results among them."""
+    behind the prompt together, tool results and contexts of further sequences among them."""
 
     timeout_s: Seconds
     """Seconds that a conversation may take. One that exceeds this or another limit ends truncated
@@ -54,8 +61,12 @@ class AgentConfig:
 
     def with_absolute_files(self) -> AgentConfig:
         """Return the same section with absolute paths of its files, for any working folder."""
-        tools = tuple(parts.absolute(tool) for tool in self.tools)
-        return replace(self, loop=parts.absolute(self.loop), tools=tools)
+        return replace(
+            self,
+            loop=parts.absolute(self.loop),
+            tools=tuple(parts.absolute(tool) for tool in self.tools),
+            command=tuple(map(absolute_file, self.command)),
+        )
 
     @property
     def is_single_turn(self) -> bool:

@@ -21,7 +21,7 @@ from hybridrl.rewards import functions
 from hybridrl.rewards.child import Reward, RewardFunction
 from hybridrl.rewards.pool import RewardPool
 from hybridrl.rewards.reward_model import model
-from hybridrl.rewards.runner import RewardInputs, check_sandbox, find_function
+from hybridrl.rewards.runner import CallHung, RewardInputs, check_sandbox, find_function
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,9 @@ _IN_DRIVER = {
     )
 }
 """Built-in functions that end quickly whatever the text, so that they need no process."""
+
+_BY_ROW = ("http",)
+"""Built-in functions that take several rows for speed, and score each by itself."""
 
 LARGEST_REWARD = 1e15
 """Beyond it float32 loses more than units, and squares of rewards (their deviation, a critic's
@@ -107,8 +110,9 @@ class RewardScorer:
             if part.function in _IN_DRIVER
         }
         self._models = config.model_paths
-        known = {*self._in_driver, *self._models}
+        known = {*self._in_driver, *self._models, *config.agent_names}
         self._in_pool = [name for name in self._parts if name not in known]
+        self.num_processes = config.num_processes or usual_num_processes()
         self._pool = self._start_pool()
 
     def __enter__(self) -> Self:
@@ -117,21 +121,64 @@ class RewardScorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def early_functions(self) -> list[int]:
+        """The functions of the pool that may score a response before its siblings have ended.
+
+        The others see several rows, and may compare them.
+        """
+        kinds = () if self._pool is None else self._pool.kinds
+        parts = (self._parts[name].function for name in self._in_pool)
+        return [
+            number
+            for number, (kind, function) in enumerate(zip(kinds, parts, strict=True))
+            if kind != "batch" or function in _BY_ROW
+        ]
+
+    def score_early(self, inputs: RewardInputs) -> tuple[list[list[Reward | None]], int]:
+        """Score rows by ``early_functions`` in one process.
+
+        Returns:
+            Of each row the rewards by function of the pool, None where there is none yet; and the
+            number of calls that hung.
+        """
+        rewards: list[list[Reward | None]] = [
+            [None] * len(self._in_pool) for _ in range(len(inputs))
+        ]
+        num_hangs = 0
+        if self._pool is None:
+            return rewards, num_hangs
+        for function in self.early_functions:
+            known, failure = self._pool.score_some(inputs, function)
+            num_hangs += isinstance(failure, CallHung)
+            for row, reward in known.items():
+                rewards[row][function] = reward
+        return rewards, num_hangs
+
     def score(
-        self, inputs: RewardInputs, *, model_scores: Mapping[str, Sequence[Reward]] | None = None
+        self,
+        inputs: RewardInputs,
+        *,
+        model_scores: Mapping[str, Sequence[Reward]] | None = None,
+        agent_rewards: Sequence[float] = (),
+        early: Mapping[int, Sequence[Reward | None]] | None = None,
     ) -> Scores:
         """Score B responses.
 
         Args:
             inputs: of the functions.
             model_scores: B scores by each reward model, or why there is none.
+            agent_rewards: B rewards that the agent gave, if a function returns them.
+            early: by row, rewards of ``score_early``: those rows are not scored again.
 
         Raises:
             RewardError: with ``on_error="stop"``, a function raised, hung or ended its process.
                 Or it returned another number of rewards, or a value that is not a number that
                 training can compute with. Names function, response and prompt.
         """
-        outcomes = self._call(inputs) | self._normalize(model_scores or {})
+        outcomes = self._call(inputs, early or {}) | self._normalize(model_scores or {})
+        for name in self._config.agent_names:
+            outcomes[name] = dict(enumerate(functions.agent(agent_rewards)))
         rows = range(len(inputs))
         by_row = [
             [self._check(outcomes[name][row], part) for name, part in self._parts.items()]
@@ -160,7 +207,7 @@ class RewardScorer:
             return None
         return RewardPool(
             [find_function(self._parts[name]) for name in self._in_pool],
-            num_processes=self._config.num_processes or usual_num_processes(),
+            num_processes=self.num_processes,
             timeout_s=self._config.timeout_s,
         )
 
@@ -176,14 +223,24 @@ class RewardScorer:
             }
         return by_name
 
-    def _call(self, inputs: RewardInputs) -> dict[str, Mapping[int, Reward]]:
+    def _call(
+        self, inputs: RewardInputs, early: Mapping[int, Sequence[Reward | None]]
+    ) -> dict[str, Mapping[int, Reward]]:
         """Return the rewards of each function by row, or why there is none."""
         by_name: dict[str, Mapping[int, Reward]] = {}
         for name, function in self._in_driver.items():
             by_name[name] = _score_here(function, inputs)
         if self._pool is not None:
             is_stopping = self._config.on_error == "stop"
-            outcomes = self._pool.score(inputs, stop_at_failure=is_stopping)
+            known = [
+                {
+                    row: reward
+                    for row, rewards in early.items()
+                    if (reward := rewards[number]) is not None
+                }
+                for number in range(len(self._in_pool))
+            ]
+            outcomes = self._pool.score(inputs, stop_at_failure=is_stopping, known=known)
             if is_stopping and outcomes.failed_calls and not outcomes.is_any_failed:
                 number, failure = outcomes.failed_calls[0]
                 raise RewardError(

@@ -85,6 +85,7 @@ def build_train_batch(
         old_logprobs_BL=logprobs.old_logprobs_BL,
         reference_logprobs_BL=logprobs.reference_logprobs_BL,
         routed_experts_BLJK=rollouts.routed_experts_BLJK,
+        sequence_lengths_BQ=rollouts.sequence_lengths_BQ,
         batch_size=[len(rollouts)],
     )
 
@@ -102,6 +103,7 @@ def build_critic_batch(rollouts: RolloutBatch, values_BL: Tensor, targets: Targe
         response_mask_BL=rollouts.response_mask_BL,
         old_values_BL=values_BL,
         returns_BL=targets.returns_BL,
+        sequence_lengths_BQ=rollouts.sequence_lengths_BQ,
         batch_size=[len(rollouts)],
     )
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybridrl.config.agent import BUILT_IN_AGENTS, BUILT_IN_TOOLS
+from hybridrl.config.agent import BUILT_IN_AGENTS, BUILT_IN_TOOLS, PROXY
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.paths import flaw_of_file
 from hybridrl.config.python_files import ANYTHING, names_at_top_level
@@ -34,6 +35,31 @@ def check_tools_are_known(config: ExperimentConfig) -> Iterator[ConfigError]:
     if known and agent.is_single_turn:
         rule = "would be ignored, because agent.loop=single_turn calls none"
         yield ConfigError("agent.tools", list(agent.tools), rule, remedies=[("agent.tools=[]",)])
+
+
+def check_agent_has_a_command(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The agent ``proxy`` is a program, which has tools of its own; others have none."""
+    agent, is_proxy = config.agent, config.agent.loop == PROXY
+    if not is_proxy and agent.command:
+        rule = f"would be ignored, because agent.loop={agent.loop} runs no program"
+        yield ConfigError(
+            "agent.command", list(agent.command), rule, remedies=[("agent.command=[]",)]
+        )
+    if not is_proxy:
+        return
+    if agent.tools:
+        rule = "would be ignored, because the program of agent.loop=proxy runs its own tools"
+        yield ConfigError("agent.tools", list(agent.tools), rule, remedies=[("agent.tools=[]",)])
+    if not agent.command or shutil.which(agent.command[0]) is None:
+        program = agent.command[0] if agent.command else ""
+        rule = f"there is no program {program!r}" if program else "agent.loop=proxy needs a program"
+        single = ("agent=single_turn", "agent.command=[]", "agent.tools=[]")
+        yield ConfigError(
+            "agent.command",
+            list(agent.command),
+            f"{rule}, as in agent.command=[python,my_agent.py]",
+            remedies=[single],
+        )
 
 
 def check_conversations_have_a_template(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -86,6 +112,7 @@ def _flaw_of_name(
 
 RULES = (
     check_agent_is_known,
+    check_agent_has_a_command,
     check_tools_are_known,
     check_conversations_have_a_template,
     check_conversations_have_no_experts,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hybridrl.batch import PromptBatch, RolloutBatch, jagged_from, row_lengths
+from hybridrl.batch import PromptBatch, RolloutBatch, jagged, jagged_from
 from hybridrl.errors import DriftError, EngineError
 from hybridrl.workers.rollout.sampler import Sample
 
@@ -29,16 +29,18 @@ def assemble_rollouts(
     """
     num_responses = len(responses) // len(prompts)
     prompt_rows = prompts.token_ids_PL.unbind()
-    tokens, masks, logprobs = [], [], []
+    tokens, masks, logprobs, lengths = [], [], [], []
     for row, response in enumerate(responses):
-        prompt = prompt_rows[row // num_responses]
+        prompt = response.context
+        if prompt is None:
+            prompt = prompt_rows[row // num_responses]
+        lengths.append(len(prompt) + len(response.token_ids))
         tokens += [prompt, response.token_ids]
         masks += [torch.zeros(len(prompt), dtype=torch.bool)]
         all_sampled = torch.ones(len(response.token_ids), dtype=torch.bool)
         masks += [all_sampled if response.is_sampled is None else response.is_sampled]
         logprobs += [torch.zeros(len(prompt)), response.logprobs]
-    prompt_lengths_B = row_lengths(prompts.token_ids_PL).repeat_interleave(num_responses)
-    lengths_B = prompt_lengths_B + torch.tensor([len(r.token_ids) for r in responses])
+    lengths_B = torch.tensor(lengths)
     return RolloutBatch(
         token_ids_BL=jagged_from(torch.cat(tokens), lengths_B),
         response_mask_BL=jagged_from(torch.cat(masks), lengths_B),
@@ -47,6 +49,8 @@ def assemble_rollouts(
         policy_version_B=torch.full((len(responses),), policy_version),
         is_truncated_B=torch.tensor([response.is_truncated for response in responses]),
         routed_experts_BLJK=_routed_experts(responses, lengths_B),
+        sequence_lengths_BQ=_sequence_lengths(responses),
+        agent_rewards_BL=_agent_rewards(responses, lengths_B),
         batch_size=[len(responses)],
     )
 
@@ -65,6 +69,30 @@ def require_known_tokens(rollouts: RolloutBatch, *, vocab_size: int) -> None:
             "which are the model's: it runs another model, or its memory is lost; nothing of this "
             "phase is used. Set rollout.backup_weights=always, or rollout.sleep=false"
         )
+
+
+def _sequence_lengths(responses: Sequence[Sample]) -> Tensor | None:
+    """Return the tokens of each sequence; None if no response was put together by a program.
+
+    So all ranks have the column, or none: their batches are joined.
+    """
+    lengths = []
+    for response in responses:
+        if response.context is None:
+            return None
+        begins = [0, *(len(response.context) + begin for begin in response.sequence_begins)]
+        end = len(response.context) + len(response.token_ids)
+        lengths.append(torch.tensor([*begins, end]).diff())
+    return jagged(lengths)
+
+
+def _agent_rewards(responses: Sequence[Sample], lengths_B: Tensor) -> Tensor | None:
+    """Return the rewards of tokens; None if the responses are no program's that gives any."""
+    rewards = [response.rewards for response in responses if response.rewards is not None]
+    if len(rewards) < len(responses):
+        return None
+    ends = zip(lengths_B.tolist(), rewards, strict=True)
+    return jagged([pad(rewards_L, (length - len(rewards_L), 0)) for length, rewards_L in ends])
 
 
 def _routed_experts(responses: Sequence[Sample], lengths_B: Tensor) -> Tensor | None:

@@ -61,6 +61,16 @@ class Sample:
     """bool [n], False for tokens that a program put between samples: of a template, of a tool.
     None: all were sampled."""
 
+    rewards: Tensor | None = None
+    """float32 [n], that a program gave its tokens. None: it gives none."""
+
+    context: Tensor | None = None
+    """int64 [n], n >= 1, the tokens before ``token_ids``. None: those of the prompt."""
+
+    sequence_begins: tuple[int, ...] = ()
+    """Where further sequences begin among ``token_ids``: a program joins those of a conversation
+    whose history was rewritten. Their contexts are not sampled."""
+
     @property
     def is_truncated(self) -> bool:
         """Whether the length limit ended it."""

@@ -55,6 +55,13 @@ def num_together(rows: Rows) -> int:
     return 2 if isinstance(rows, PreferenceBatch) else 1
 
 
+def sequence_lengths(rows: Rows) -> Tensor | None:
+    """Return the lengths of the sequences of each row; None where each row is one sequence."""
+    if isinstance(rows, SupervisedBatch | PreferenceBatch):
+        return None
+    return rows.sequence_lengths_BQ
+
+
 def as_columns(output: Output, num_columns: int) -> Tensor:
     """Return the output of a head as one tensor, float32 [columns, S]."""
     columns = torch.stack(output) if isinstance(output, tuple) else output
@@ -103,7 +110,7 @@ class Backend(Protocol):
         """Divide this rank's rows; all data-parallel ranks get equally many micro-batches.
 
         Raises:
-            DataError: a row begins with a response token, which no token predicts.
+            DataError: a sequence begins with a response token, which no token predicts.
         """
         ...
 

@@ -32,6 +32,7 @@ from hybridrl.workers.train.backend import (
     as_columns,
     choose_kernel,
     num_together,
+    sequence_lengths,
 )
 from hybridrl.workers.train.collectives import Ranks
 from hybridrl.workers.train.expert_shards import stored_shards
@@ -132,7 +133,10 @@ class FSDP2Backend:
     def microbatches(self, rows: Rows) -> MicroBatches:
         """Divide this rank's rows; every rank gets as many micro-batches."""
         return self._batcher.divide(
-            rows.token_ids_BL, rows.response_mask_BL, num_together=num_together(rows)
+            rows.token_ids_BL,
+            rows.response_mask_BL,
+            sequence_lengths_BQ=sequence_lengths(rows),
+            num_together=num_together(rows),
         )
 
     @torch.no_grad()

@@ -1,11 +1,13 @@
 """From jagged batches to micro-batches: rows laid end to end, as many on every rank.
 
 Three pure functions: ``group_by_prompt``, ``plan`` and ``lay_out``. They skip the last token of a
-row, which predicts no token, and rows without a response. Rows of a micro-batch with the same
-prompt compute it once. Gradients equal those of single rows.
+sequence, which predicts no token, and sequences without a response. Sequences of a micro-batch with
+the same prompt compute it once. Gradients equal those of single sequences. Most rows are one
+sequence; all sequences of a row are in the same micro-batch.
 
-Legend: B rows of the batch, L tokens of a row, N tokens of all rows, K spans of a micro-batch,
-T packed tokens, U those of this rank, S scored (response) tokens.
+Legend: B rows of the batch, Q sequences of a row, L tokens of a row, N tokens of all rows, K spans
+of a micro-batch, T packed tokens, U those of this rank, S scored (response) tokens, R sequences
+with a response.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hybridrl.algorithms.token_rows import TokenRows
-from hybridrl.batch import response_lengths, row_lengths
+from hybridrl.batch import jagged_from, response_lengths, row_lengths
 from hybridrl.errors import DataError
 from hybridrl.models.packed import AttentionKernel, PackLayout, Segment, build_layout
 from hybridrl.models.packed_model import PackedTokens
@@ -39,13 +41,14 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchRow:
-    """A row with a response."""
+class BatchSequence:
+    """A sequence with a response."""
 
+    row: int  # of the batch
     begin: int  # its first token among the flat values
     num_tokens: int  # tokens that are computed: all but the last
     num_prompt_tokens: int  # tokens before the first response token
-    prompt: bytes  # equal for rows whose prompt is computed once
+    prompt: bytes  # equal for sequences whose prompt is computed once
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class BatchRows:
     is_response_N: Tensor
     experts_NJK: Tensor | None  # the experts of each token; None lets the model choose
     response_lengths_B: Tensor  # int64
-    by_number: dict[int, BatchRow]  # of rows that have a response
+    by_number: dict[int, BatchSequence]  # of sequences that have a response
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +88,14 @@ class MicroBatcher:
     """A schedule may require a number of micro-batches that is divisible by it."""
 
     def read(
-        self, token_ids_BL: Tensor, response_mask_BL: Tensor, experts_BLJK: Tensor | None = None
+        self,
+        token_ids_BL: Tensor,
+        response_mask_BL: Tensor,
+        experts_BLJK: Tensor | None = None,
+        *,
+        sequence_lengths_BQ: Tensor | None = None,
     ) -> BatchRows:
-        """Locate rows and their responses.
+        """Locate sequences and their responses.
 
         With experts, rows share a prompt only if its tokens went through the same experts. The
         sampler may have chosen others in another batch.
@@ -96,33 +104,39 @@ class MicroBatcher:
             token_ids_BL: int64, jagged.
             response_mask_BL: bool, jagged.
             experts_BLJK: int16, jagged.
+            sequence_lengths_BQ: int64, jagged; None: every row is one sequence.
 
         Raises:
-            DataError: a row begins with a response token, which no token predicts.
+            DataError: a sequence begins with a response token, which no token predicts.
         """
         # Ranks that share tokens and attend with the varlen kernel compute each prompt by itself.
         shares_prompts = self.kernel == "padded" or self.share is None
         token_ids_N, mask_N = token_ids_BL.values(), response_mask_BL.values()
         experts_NJK = None if experts_BLJK is None else experts_BLJK.values()
-        lengths_B, num_scored_B = row_lengths(token_ids_BL), response_lengths(response_mask_BL)
-        begins_B = lengths_B.cumsum(0) - lengths_B
-        kept_R = num_scored_B.nonzero()[:, 0]
-        first_R = mask_N.nonzero()[:, 0][(num_scored_B.cumsum(0) - num_scored_B)[kept_R]]
-        columns_R = (kept_R, begins_B[kept_R], lengths_B[kept_R], first_R)
-        rows = {}
-        for row, begin, length, first in zip(*(c.tolist() for c in columns_R), strict=True):
+        lengths, num_scored_B = row_lengths(token_ids_BL), response_lengths(response_mask_BL)
+        row_of, num_scored = torch.arange(len(lengths)), num_scored_B
+        if sequence_lengths_BQ is not None:
+            lengths = sequence_lengths_BQ.values()
+            row_of = row_of.repeat_interleave(row_lengths(sequence_lengths_BQ))
+            num_scored = response_lengths(jagged_from(mask_N, lengths))
+        begins = lengths.cumsum(0) - lengths
+        kept_R = num_scored.nonzero()[:, 0]
+        first_R = mask_N.nonzero()[:, 0][(num_scored.cumsum(0) - num_scored)[kept_R]]
+        columns_R = (kept_R, row_of[kept_R], begins[kept_R], lengths[kept_R], first_R)
+        sequences = {}
+        for number, row, begin, length, first in zip(*(c.tolist() for c in columns_R), strict=True):
             if first == begin:
                 raise DataError(
                     f"row {row} of the batch begins with a response token, which no token "
                     "predicts; give every row a prompt of at least one token"
                 )
-            prompt = b"%d" % row
+            prompt = b"%d" % number
             if shares_prompts:
                 prompt = token_ids_N[begin:first].numpy().tobytes()
             if experts_NJK is not None:
                 prompt += _digest(experts_NJK[begin:first])
-            rows[row] = BatchRow(begin, length - 1, first - begin, prompt)
-        return BatchRows(token_ids_N, mask_N, experts_NJK, num_scored_B, rows)
+            sequences[number] = BatchSequence(row, begin, length - 1, first - begin, prompt)
+        return BatchRows(token_ids_N, mask_N, experts_NJK, num_scored_B, sequences)
 
     def divide(
         self,
@@ -130,6 +144,7 @@ class MicroBatcher:
         response_mask_BL: Tensor,
         experts_BLJK: Tensor | None = None,
         *,
+        sequence_lengths_BQ: Tensor | None = None,
         num_together: int = 1,
     ) -> MicroBatches:
         """Plan this rank's micro-batches; a collective call.
@@ -140,12 +155,15 @@ class MicroBatcher:
             token_ids_BL: see ``read``.
             response_mask_BL: see ``read``.
             experts_BLJK: see ``read``.
+            sequence_lengths_BQ: see ``read``.
             num_together: adjacent rows that one micro-batch computes: 2 for preference pairs.
 
         Raises:
             DataError: see ``read``.
         """
-        rows = self.read(token_ids_BL, response_mask_BL, experts_BLJK)
+        rows = self.read(
+            token_ids_BL, response_mask_BL, experts_BLJK, sequence_lengths_BQ=sequence_lengths_BQ
+        )
         planned = plan(rows, max_tokens=self.max_tokens, num_together=num_together)
         most = int(self.ranks.gather([len(planned)]).max())
         num_microbatches = -(-max(most, 1) // self.group_size) * self.group_size
@@ -184,7 +202,7 @@ class MicroBatches:
 
 
 def group_by_prompt(rows: BatchRows, numbers: Iterable[int]) -> list[list[int]]:
-    """Return groups of rows that share one computation of their prompt."""
+    """Return groups of sequences that share one computation of their prompt."""
     groups: dict[bytes, list[int]] = {}
     for number in numbers:
         groups.setdefault(rows.by_number[number].prompt, []).append(number)
@@ -192,10 +210,10 @@ def group_by_prompt(rows: BatchRows, numbers: Iterable[int]) -> list[list[int]]:
 
 
 def plan(rows: BatchRows, *, max_tokens: int, num_together: int = 1) -> list[list[int]]:
-    """Return the rows of each micro-batch of at most ``max_tokens`` tokens.
+    """Return the sequences of each micro-batch of at most ``max_tokens`` tokens.
 
-    A group that is too long for one micro-batch is divided, but not between rows that belong
-    together. Longer rows, with those that belong to them, get their own.
+    A group that is too long for one micro-batch is divided, but not within a row, nor between rows
+    that belong together. Longer rows, with those that belong to them, get their own.
     """
     groups: list[list[int]] = []
     for units in _units_by_prompt(rows, num_together):
@@ -212,16 +230,16 @@ def plan(rows: BatchRows, *, max_tokens: int, num_together: int = 1) -> list[lis
 
 
 def _units_by_prompt(rows: BatchRows, num_together: int) -> list[list[list[int]]]:
-    """Return the rows that belong together, grouped by the prompt of their first."""
+    """Return the sequences that belong together, grouped by the prompt of their first."""
     units: dict[int, list[int]] = {}
-    for number in rows.by_number:
-        units.setdefault(number // num_together, []).append(number)
+    for number, sequence in rows.by_number.items():
+        units.setdefault(sequence.row // num_together, []).append(number)
     first = {unit[0]: unit for unit in units.values()}
     return [[first[number] for number in group] for group in group_by_prompt(rows, first)]
 
 
 def lay_out(rows: BatchRows, numbers: Sequence[int], batcher: MicroBatcher) -> MicroBatch:
-    """Lay rows end to end for this rank.
+    """Lay sequences end to end for this rank.
 
     Without rows the result is a dummy: one token that is not scored. With it a rank takes part in
     the collectives of ranks that have more micro-batches.
@@ -281,12 +299,12 @@ _DUMMY = _Packed(
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Consecutive tokens of a row that are computed together."""
+    """Consecutive tokens of a sequence that are computed together."""
 
-    row: int
-    skip: int  # tokens of the row before it: of a prompt that another span computes
+    number: int  # of the sequence
+    skip: int  # tokens of the sequence before it: of a prompt that another span computes
     num_tokens: int
-    prompt_row: int | None = None  # whose span computes the prompt
+    prompt_number: int | None = None  # of the sequence whose span computes the prompt
 
 
 def _pack(rows: BatchRows, numbers: Sequence[int], batcher: MicroBatcher) -> _Packed:
@@ -294,23 +312,22 @@ def _pack(rows: BatchRows, numbers: Sequence[int], batcher: MicroBatcher) -> _Pa
     spans = _arrange(rows, groups, by_length=batcher.kernel == "padded")
     lengths_K = torch.tensor([span.num_tokens for span in spans])
     ends_K = lengths_K.cumsum(0)
-    begins_K = torch.tensor([rows.by_number[span.row].begin for span in spans])
+    begins_K = torch.tensor([rows.by_number[span.number].begin for span in spans])
     skips_K = torch.tensor([span.skip for span in spans])
-    rows_K = torch.tensor([span.row for span in spans])
+    rows_K = torch.tensor([rows.by_number[span.number].row for span in spans])
     positions_T = (skips_K - (ends_K - lengths_K)).repeat_interleave(lengths_K)
     positions_T += torch.arange(len(positions_T))
     index_T = positions_T + begins_K.repeat_interleave(lengths_K)
     scored_S = rows.is_response_N[index_T + 1].nonzero()[:, 0]
     row_S = rows_K.repeat_interleave(lengths_K)[scored_S]
-    whole_spans = {span.row: k for k, span in enumerate(spans) if not span.skip}
-    # The end of a shared prompt predicts the first response token of each row. Above it counts for
-    # the first row only.
+    whole_spans = {span.number: k for k, span in enumerate(spans) if not span.skip}
+    # The end of a shared prompt predicts the first response token of each sequence. Above it counts
+    # for the first sequence only.
     ends = ends_K.tolist()
     shared = [
-        (ends[whole_spans[group[0]]] - 1, number, row.begin + row.num_prompt_tokens)
+        (ends[whole_spans[group[0]]] - 1, other.row, other.begin + other.num_prompt_tokens)
         for group in groups
-        for number in group[1:]
-        for row in [rows.by_number[number]]
+        for other in map(rows.by_number.__getitem__, group[1:])
     ]
     by_prompt_S, shared_row_S, shared_index_S = (
         torch.tensor(shared, dtype=torch.int64).reshape(-1, 3).T
@@ -319,7 +336,7 @@ def _pack(rows: BatchRows, numbers: Sequence[int], batcher: MicroBatcher) -> _Pa
         index_T=index_T,
         positions_T=positions_T,
         segments=[
-            Segment(s.num_tokens, None if s.prompt_row is None else whole_spans[s.prompt_row])
+            Segment(s.num_tokens, None if s.prompt_number is None else whole_spans[s.prompt_number])
             for s in spans
         ],
         scored_S=torch.cat([scored_S, by_prompt_S]),
@@ -345,12 +362,12 @@ def _arrange(rows: BatchRows, groups: list[list[int]], *, by_length: bool) -> li
 
 
 def _spans_of(rows: BatchRows, group: Sequence[int]) -> list[_Span]:
-    """Return the span of a single row; or the prompt of a group, and the end of each row."""
+    """Return the span of a single sequence; or the prompt of a group, and the end of each."""
     first, *others = group
-    row = rows.by_number[first]
+    sequence = rows.by_number[first]
     if not others:
-        return [_Span(first, 0, row.num_tokens)]
-    skip = row.num_prompt_tokens
+        return [_Span(first, 0, sequence.num_tokens)]
+    skip = sequence.num_prompt_tokens
     following = [_Span(n, skip, rows.by_number[n].num_tokens - skip, first) for n in group]
     return [_Span(first, 0, skip), *(span for span in following if span.num_tokens)]
 
@@ -387,12 +404,12 @@ def _take_share(packed: _Packed, batcher: MicroBatcher) -> tuple[_Packed, int, P
 
 
 def _count_all_tokens(rows: BatchRows, numbers: Sequence[int]) -> int:
-    """Count the tokens of rows, each prompt once."""
+    """Count the tokens of sequences, each prompt once."""
     return sum(_count_tokens(rows, group) for group in group_by_prompt(rows, numbers))
 
 
 def _count_tokens(rows: BatchRows, group: Sequence[int]) -> int:
-    """Count the tokens of rows that share one computation of their prompt."""
+    """Count the tokens of sequences that share one computation of their prompt."""
     num_shared_tokens = rows.by_number[group[0]].num_prompt_tokens * (len(group) - 1)
     return sum(rows.by_number[number].num_tokens for number in group) - num_shared_tokens
 

@@ -36,6 +36,7 @@ from hybridrl.workers.train.backend import (
     StepOutcome,
     as_columns,
     num_together,
+    sequence_lengths,
 )
 from hybridrl.workers.train.export import Configuration
 from hybridrl.workers.train.megatron.architecture import megatron_architecture
@@ -164,6 +165,7 @@ class MegatronBackend:
             rows.token_ids_BL,
             rows.response_mask_BL,
             self._routes(rows),
+            sequence_lengths_BQ=sequence_lengths(rows),
             num_together=num_together(rows),
         )
 
