@@ -276,7 +276,8 @@ class Conversation:
         Raises:
             ValueError: not a finite number, another number of tokens, or no turn was sampled.
         """
-        turn = self.last_turn
+        sequence, index = self._find_last_turn()
+        turn = sequence.turns[index]
         rewards = torch.zeros(len(turn.token_ids))
         if isinstance(value, Sequence):
             rewards = torch.tensor([float(each) for each in value])
@@ -289,7 +290,7 @@ class Conversation:
             )
         if turn.rewards is not None:
             rewards += turn.rewards
-        self._sequences[-1].turns[self._last_index] = replace(turn, rewards=rewards)
+        sequence.turns[index] = replace(turn, rewards=rewards)
 
     @property
     def last_turn(self) -> Turn:
@@ -298,16 +299,19 @@ class Conversation:
         Raises:
             ValueError: no turn was sampled.
         """
-        return self._sequences[-1].turns[self._last_index]
+        sequence, index = self._find_last_turn()
+        return sequence.turns[index]
 
-    @property
-    def _last_index(self) -> int:
-        """Index of the last sampled turn in its sequence."""
-        turns = self._sequences[-1].turns
-        sampled = [index for index, turn in enumerate(turns) if turn.logprobs is not None]
-        if not sampled:
-            raise ValueError("no turn was sampled yet that could be rewarded")
-        return sampled[-1]
+    def _find_last_turn(self) -> tuple[OpenSequence, int]:
+        """Return the sequence of the last sampled turn, and the turn's index in it.
+
+        Behind it a sequence may have begun in which nothing was sampled yet.
+        """
+        for sequence in reversed(self._sequences):
+            for index in reversed(range(len(sequence.turns))):
+                if sequence.turns[index].logprobs is not None:
+                    return sequence, index
+        raise ValueError("no turn was sampled yet that could be rewarded")
 
     def read_calls(self, text: str) -> Calls:
         """Read the calls in a sampled turn, broken ones too; none is an answer."""
