@@ -151,6 +151,30 @@ class Conversation:
         """Return the row of the data: prompt, answer and source."""
         return self._prompt.row
 
+    @property
+    def seed(self) -> int:
+        """Return a number below 2**31, the same for all conversations of the prompt in a step.
+
+        So responses that are compared with each other meet the same environment.
+        """
+        return self._prompt.seed % 2**31
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """Return the messages so far, those of the row's prompt first."""
+        return tuple(self._messages)
+
+    def begin_with(self, messages: Sequence[Message]) -> None:
+        """Put messages in place of the row's prompt, before the first turn.
+
+        Raises:
+            ConversationEnded: no token could be sampled behind them.
+            AgentError: the chat template rejects them.
+        """
+        template = self._setting.template
+        self._messages = template.harmless(messages)
+        self.begin(torch.tensor(template.prompt(self._messages)))
+
     async def sample(self) -> str:
         """Sample the assistant's next turn.
 
