@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from hybridrl.batch import RolloutBatch
@@ -118,6 +118,7 @@ def _same(first: Scores, second: Scores) -> bool:
 WORDS = st.sampled_from(["", "1", "12", "123", "raise", "die", "77"])
 
 
+@example(texts=["1", "12", "raise", "die", "77", ""], reported=[(row, None) for row in range(6)])
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     texts=st.lists(WORDS, min_size=6, max_size=6),
