@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from hybridrl.agents.trajectory import Trajectory
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.workers.rollout.sampler import RequestParams, Sample
 from tests.agents.chat_templates import build_tokenizer
@@ -260,18 +259,18 @@ def test_models_are_listed_and_the_key_may_be_in_the_path() -> None:
     assert model["id"] == "policy"
 
 
-def test_a_chat_beyond_the_limit_of_tokens_is_refused() -> None:
+def test_a_turn_that_fills_the_conversation_ends_it() -> None:
     sampler = FakeSampler(STARTER, ["1" * 8])
 
-    async def chat() -> Trajectory:
+    async def chat() -> list[str]:
         async with served(setting_of(sampler, max_new_tokens=6)) as client:
-            _, answer = await client.post(messages=[user("Q")])
-            assert answer["choices"][0]["finish_reason"] == "length"
+            _, answer = await client.post(messages=[user("Q")], max_tokens=7)
+            ended = [answer["choices"][0]["finish_reason"], client.trajectory().ended]
             status, body = await client.post(messages=[user("Q")])
-            assert (status, body["error"]["code"]) == (400, "conversation_ended")
-            return client.trajectory()
+            assert status == 400
+            return [*ended, body["error"]["code"]]
 
-    assert asyncio.run(chat()).ended == "tokens"
+    assert asyncio.run(chat()) == ["length", "tokens", "conversation_ended"]
 
 
 def test_the_server_listens_on_the_loopback_address_alone() -> None:
