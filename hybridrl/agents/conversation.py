@@ -26,6 +26,7 @@ from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.agents.tool_calls import BrokenCall, Calls, ToolCall
 from hybridrl.agents.tools import Toolbox, ToolResult
 from hybridrl.agents.trajectory import Ended, TokenSequence, Trajectory, Turn
+from hybridrl.agents.turn_records import call_record
 from hybridrl.data.rows import Message, Row
 from hybridrl.diagnostics import trace
 from hybridrl.rewards.child import last_line
@@ -212,7 +213,7 @@ class Conversation:
         self._messages += new
         if context is None:
             token_ids = torch.tensor(template.increment(new))
-            self.append_tokens(self._sequences[-1], token_ids)
+            self.append_tokens(self._sequences[-1], token_ids, new)
         else:
             self.begin(torch.tensor(context))
 
@@ -275,15 +276,22 @@ class Conversation:
         self._sequences.append(OpenSequence(context))
         return self._sequences[-1]
 
-    def append_tokens(self, sequence: OpenSequence, token_ids: Tensor) -> None:
+    def append_tokens(
+        self, sequence: OpenSequence, token_ids: Tensor, messages: Sequence[Message] = ()
+    ) -> None:
         """Append tokens that the policy did not choose, int64 [n], to a sequence.
+
+        Args:
+            sequence: behind its last turn.
+            token_ids: with the beginning of the assistant's next turn.
+            messages: their content, for samples, the report and rewards.
 
         Raises:
             ConversationEnded: no token could be sampled behind them.
         """
         self._is_begun = True
         self._end_if("tokens", reached=len(token_ids) >= self._num_left)
-        sequence.add(Turn(token_ids, None))
+        sequence.add(Turn(token_ids, None, messages=tuple(messages)))
 
     def reward(self, value: float | Sequence[float]) -> None:
         """Give the last sampled turn a reward; several rewards of a turn add up.
@@ -334,7 +342,18 @@ class Conversation:
             "tool", begin_ns, track=self._prompt.number, tool=name[:80], is_error=result.is_error
         )
         self._results.append(result)
+        self._note_call(call, is_error=result.is_error)
         return result
+
+    def _note_call(self, call: ToolCall | BrokenCall, *, is_error: bool) -> None:
+        """Keep a call with the last turn, if there is one."""
+        name, arguments = (
+            (call.name, dict(call.arguments)) if isinstance(call, ToolCall) else ("", call.reason)
+        )
+        turns = self._sequences[-1].turns
+        if turns:
+            record = call_record(name, arguments, is_error=is_error)
+            turns[-1] = replace(turns[-1], calls=(*turns[-1].calls, record))
 
     def end(self, ended: Ended) -> None:
         """End it; the first reason counts."""

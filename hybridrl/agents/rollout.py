@@ -223,9 +223,11 @@ class AgentRollout:
 def describe(trajectories: Sequence[Trajectory]) -> Metrics:
     """Return the metrics of conversations."""
     num_rows, num_calls = len(trajectories), sum(t.num_tool_calls for t in trajectories)
+    num_sampled = sum(t.num_sampled_tokens for t in trajectories)
     num_appended = sum(t.num_appended_tokens for t in trajectories)
     metrics: Metrics = {
         "agent/turns/mean": Mean(sum(t.num_sampled_turns for t in trajectories), num_rows),
+        "agent/sampled_tokens/mean": Mean(num_sampled, num_rows),
         "agent/appended_tokens/mean": Mean(num_appended, num_rows),
         "agent/sequences/mean": Mean(sum(len(t.sequences) for t in trajectories), num_rows),
         "agent/tool_calls/mean": Mean(num_calls, num_rows),

@@ -83,6 +83,18 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("agent.tools=[no.py:f]",), "agent.tools", "no.py does not exist"),
     ((*PLAYED, "agent.tools=[calculator]"), "agent.tools", "agent.loop=environment calls none"),
     (("agent.tools=[calculator]",), "agent.tools", "agent.loop=single_turn calls none"),
+    (("agent=proxy", "data=calculator"), "agent.command", "needs a program"),
+    (
+        ("agent=proxy", "data=calculator", "agent.command=[no_such_program]"),
+        "agent.command",
+        "there is no program 'no_such_program'",
+    ),
+    (
+        ("agent=proxy", "data=calculator", "agent.command=[sh]", "agent.tools=[calculator]"),
+        "agent.tools",
+        "runs its own tools",
+    ),
+    (("agent.command=[sh]",), "agent.command", "agent.loop=single_turn runs no program"),
     (("agent=tool_calls",), "data.use_chat_template", "appends messages in the form"),
     (
         ("agent=tool_calls", "data=calculator", "rollout.routed_experts=true"),
