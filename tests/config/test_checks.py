@@ -69,7 +69,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ((*PLAYED, "agent=tool_calls"), "reward.function", "agent.loop=tool_calls gives no rewards"),
     ((*PLAYED, "reward.function=exact_match"), "reward.function", "Calculator would be ignored"),
     (
-        (*PLAYED, "reward.function=null", "+reward.functions.x={function: exact_match}"),
+        (*PLAYED, "reward.function=null", "reward.functions.x={function: exact_match}"),
         "reward.function",
         "Calculator would be ignored",
     ),

@@ -42,10 +42,10 @@ def check_environment_is_known(config: ExperimentConfig) -> Iterator[ConfigError
             remedies = [(f"{key}=null",)]
             yield ConfigError(key, agent.environment, rule, remedies=remedies)
         return
-    remedies = [(f"{key}={BUILT_IN_ENVIRONMENTS[0]}",), ("agent=single_turn",)]
+    remedies = [(f"{key}={BUILT_IN_ENVIRONMENTS[0]}",)]
     if agent.environment is None:
-        rule = f"agent.loop={ENVIRONMENT} plays an environment"
-        yield ConfigError(key, None, rule, "set it to FILE.py:CLASS", remedies=remedies)
+        rule = f"agent.loop={ENVIRONMENT} plays an environment, such as FILE.py:CLASS"
+        yield ConfigError(key, None, rule, remedies=remedies)
         return
     kinds = (ast.ClassDef, ast.FunctionDef)
     if flaw := _flaw_of_name(agent.environment, BUILT_IN_ENVIRONMENTS, kinds=kinds):
@@ -60,15 +60,15 @@ def check_agent_rewards_are_read(config: ExperimentConfig) -> Iterator[ConfigErr
         key = "reward.function" if reward.function else f"reward.functions.{name}.function"
         rule = f"agent.loop={agent.loop} gives no rewards"
         remedies = [(f"{key}=exact_match",)]
-        yield ConfigError(key, AGENT, rule, "choose another function", remedies=remedies)
+        yield ConfigError(key, AGENT, rule, remedies=remedies)
     if agent.loop == ENVIRONMENT and not reward.agent_names:
         emptied = [f"~reward.functions.{name}" for name in reward.functions]
         emptied += [f"~reward.args.{name}" for name in reward.args]
         yield ConfigError(
             "reward.function",
             reward.function,
-            f"the rewards of agent.environment={agent.environment} would be ignored",
-            f"set reward.function={AGENT}, or add it to reward.functions with a weight",
+            f"the rewards of agent.environment={agent.environment} would be ignored; with others, "
+            f"reward.functions has a weight for each, {AGENT} among them",
             remedies=[(f"reward.function={AGENT}", *emptied)],
         )
 
@@ -128,7 +128,7 @@ def check_search_has_a_folder(config: ExperimentConfig) -> Iterator[ConfigError]
         yield ConfigError(key, agent.search_folder, rule, remedies=[without])
     elif find_spec("bm25s") is None:
         rule = f"the tool {SEARCH} needs the package bm25s, which is not installed"
-        fix = "pip install 'hybridrl[search]'"
+        fix = f"pip install 'hybridrl[search]', or set {' '.join(without)}"
         yield ConfigError("agent.tools", list(agent.tools), rule, fix, remedies=[without])
 
 
