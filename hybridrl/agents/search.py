@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 from hybridrl.errors import AgentError
@@ -21,15 +22,14 @@ class SearchIndex:
             AgentError: no such file, a file that is not text in UTF-8, no words, or no bm25s.
         """
         try:
-            import bm25s
+            self._library = import_module("bm25s")
         except ImportError as error:
             raise AgentError(
                 "the tool search needs bm25s: pip install 'hybridrl[search]'"
             ) from error
-        self._library = bm25s
         self._passages = [p for file in _files_of(folder) for p in _passages_of(file, folder)]
-        self._index = bm25s.BM25()
-        words = bm25s.tokenize(self._passages, show_progress=False)
+        self._index = self._library.BM25()
+        words = self._library.tokenize(self._passages, show_progress=False)
         if not words.vocab or not any(words.ids):
             raise AgentError(f"agent.search_folder={folder} has no words in its files; add texts")
         self._index.index(words, show_progress=False)
