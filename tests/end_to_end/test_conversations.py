@@ -46,8 +46,12 @@ def test_conversations_are_trained_and_can_be_read(tmp_path: Path) -> None:
     assert max(step["policy/grad_norm"] for step in steps) > 0
     lines = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
     turns = [turn for line in lines for turn in json.loads(line).get("turns", ())]
-    assert {"role": "environment", "text": "t:7<|end|>a:"} in turns
-    assert "[environment] t:7" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert {"role": "tool", "text": "t:7<|end|>a:", "num_tokens": 6} in turns
+    call = {"name": "calculator", "arguments": '{"expression": "0+7"}', "is_error": False}
+    assert [call] in [turn.get("calls") for turn in turns]
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert '<div class="turn"><div class="soft">tool, 6 tokens, no loss</div>' in page
+    assert "t:7&lt;|end|&gt;a:" in page
     events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
     names = {event["name"] for event in events}
     assert {"conversation", "turn", "tool"} <= names

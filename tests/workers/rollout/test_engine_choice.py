@@ -117,7 +117,7 @@ def test_a_conversation_stays_until_its_engine_is_far_busier() -> None:
         assert [len(body["input_ids"][0]) for _, body in ranks.servers[0].asked] == [14]
 
 
-def test_requests_wait_while_all_engines_are_full() -> None:
+def test_single_responses_wait_while_all_engines_are_full() -> None:
     async def program(sampler: Sampler) -> None:
         for engine in range(2):
             ranks.directories[1].count(engine, 9)  # one of them is queued
@@ -126,15 +126,18 @@ def test_requests_wait_while_all_engines_are_full() -> None:
         assert ranks.num_requests == [0, 0]
         ranks.directories[1].count(1, -1)
         await work
+        assert ranks.num_requests == [0, 2]
+        ranks.directories[1].count(1, 1)
+        await sampler.sample_group([3], PARAMS, keys=(1, 2))
 
     with two_ranks(num_slots=8) as ranks:
         ranks.run(program)
-        assert ranks.num_requests == [0, 2]
+        assert ranks.num_requests == [2, 2]  # of the group, prefill and responses
 
 
 def test_a_foreign_engine_that_died_is_named() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # its parent has not noticed yet
 
     async def program(sampler: Sampler) -> None:
         await sample_all(sampler, [[token] for token in range(4)])
@@ -145,6 +148,9 @@ def test_a_foreign_engine_that_died_is_named() -> None:
         ranks.directories[1].announce("http://127.0.0.1:9", key="", pid=ended.pid)
         ranks.exchange()
         with pytest.raises(ServerDiedError, match=r"SGLang of engine 1 \(process \d+\) is gone"):
+            ranks.run(program)
+        ended.wait()
+        with pytest.raises(ServerDiedError, match="is gone"):
             ranks.run(program)
         ranks.directories[1].announce("http://127.0.0.1:9", key="", pid=os.getpid())
         ranks.exchange()

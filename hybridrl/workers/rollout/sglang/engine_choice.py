@@ -103,8 +103,9 @@ class EngineChoice:
     ) -> AsyncIterator[ServingEngine]:
         """Choose the engine of a request; count its responses as open in the block.
 
-        Requests wait here, in their order, while all engines are full: whichever is free first
-        takes the next one.
+        Single responses wait here, in their order, while all engines are full: whichever is free
+        first takes the next one. A group does not: it counts as open until its last response ends,
+        when most of its slots have long been free.
 
         Args:
             token_ids: of the context.
@@ -115,7 +116,7 @@ class EngineChoice:
             yield self._engines[0]
             return
         async with self._turn:
-            while min(self._loads()) >= self._limit:
+            while num_responses == 1 and min(self._loads()) >= self._limit:
                 await asyncio.sleep(_POLL_S)
             engine = self._choose(token_ids)
             self._directory.count(engine.index, num_responses)
