@@ -252,9 +252,9 @@ class Conversation:
             return sample
 
     def begin(self, context: Tensor) -> OpenSequence:
-        """Begin a sequence behind history that was rendered anew; ``sample`` continues it.
+        """Begin a sequence behind history that was rendered again; ``sample`` continues it.
 
-        Earlier sequences stay as they are, and may go on. Of a conversation that has sampled no
+        Earlier sequences stay as they are, and may continue. Of a conversation that has sampled no
         token yet the context replaces the prompt.
 
         Args:
