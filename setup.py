@@ -37,6 +37,7 @@ setup(
         "hydra-core>=1.3.2,<1.4",
         "omegaconf>=2.3,<2.4",
         "peft>=0.21,<0.22",
+        "aiohttp>=3.14,<4",  # asks SGLang, answers agent programs
         "safetensors>=0.5",
         "filelock",
         "httpx>=0.27,<1",  # comes with transformers; asks reward servers
@@ -51,7 +52,6 @@ setup(
     ],
     extras_require={
         "sglang": [
-            "aiohttp",
             "sglang>=0.5.17",
             "sglang-router>=0.3.2",
             "torch_memory_saver>=0.0.10",

@@ -153,6 +153,7 @@ agent/sequences/mean | 1 | sequences of a conversation: several where its histor
 agent/tool_calls/mean | calls | calls of tools in a conversation, broken ones too
 agent/tool_error_fraction | 1 | share of them that were answered with an error
 agent/tool_s/mean | s | time of a call
+agent/refused_requests | requests | requests of agent programs that were answered with an error
 agent/ended_by_{limit}_fraction | 1 | share that a limit ended: turns, tokens, time, or an error
 groups/sampled | groups | prompts that the step sampled, with a group filter
 groups/kept_fraction | 1 | share of them that the group filter kept
@@ -209,6 +210,7 @@ rollout/empty_fraction | 1 | responses without a token
 rollout/aborted_requests | requests | generation requests cut off when the engine was drained
 rollout/retried_requests | requests | responses that were cut off and asked for again
 rollout/prefix_cache_hit_fraction | 1 | prompt tokens that an engine had in its cache, of all sent
+rollout/foreign_response_fraction | 1 | responses that another rank's engine sampled (SGLang)
 rollout/slot_occupancy | 1 | busy share of the engine's decoding slots
 rollout/decode_steps | steps | forward passes of the engine that sampled a token for each busy slot
 length/prompt_tokens/mean | tokens | prompt length

@@ -1,6 +1,8 @@
 """A task for conversations with tools: arithmetic of two or three steps, ``(17+5)*12``.
 
 A small model cannot compute the answer. It can ask the tool ``calculator`` and repeat its result.
+The conversations that teach a starter model call the tool in a third of cases, and answer at once
+in the others. So it knows the form of a call, and reinforcement learning finds out that calls pay.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from hybridrl.data.sort_digits import Split
 _EVAL_SHARE = 8  # one expression in eight
 _LARGEST_NUMBER = 20
 _OPERATORS = "+-*"
+_CALL_SHARE = 0.35  # of the worked conversations
 
 
 def build_calculator_rows(
@@ -29,14 +32,14 @@ def build_calculator_rows(
         num_rows: rows to make.
         split: ``eval`` expressions are one in eight of all.
         seed: of the expressions.
-        has_conversations: the prompt holds the call of the tool and its result, too, for supervised
-            fine-tuning of all turns.
+        has_conversations: in some rows the prompt holds the call of the tool and its result, too,
+            for supervised fine-tuning of all turns.
     """
     source = random.Random(f"calculator {split} {seed}")
     rows = []
     for index, (expression, value) in zip(range(num_rows), _draw(source, split), strict=False):
         prompt: tuple[Message, ...] = (Message("user", expression),)
-        if has_conversations:
+        if has_conversations and source.random() < _CALL_SHARE:
             call = f"[calculator(expression='{expression}')]"
             prompt = (*prompt, Message("assistant", call), Message("tool", str(value)))
         rows.append(

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from hybridrl.data.tokenizer import load_tokenizer
+from hybridrl.env import cache_dir
 from hybridrl.run.child import to_yaml
 from hybridrl.run.launch import run
+from hybridrl.run.record import RunFolder
+from hybridrl.run.starter import ensure_starter
 from tests.end_to_end.small import read_metrics, small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -75,3 +81,48 @@ def test_conversations_train_with(overrides: tuple[str, ...], tmp_path: Path) ->
     assert steps[-1]["agent/appended_tokens/mean"] > 0
     assert steps[-1]["policy/sampler_mismatch_nats/mean"] < 1e-5
     assert max(step["policy/grad_norm"] for step in steps) > 0
+
+
+class Silent:
+    """Shows no progress."""
+
+    def phase(self, name: str) -> None:
+        pass
+
+
+REWRITING = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ '~' if m.role == 'assistant' and not loop.last }}"
+    "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+"""A chat template that shows the model earlier turns with a sign before each."""
+
+
+def _make_rewriting(folder: Path) -> Path:
+    starter = ensure_starter(
+        small_config(folder, *SMALL), cache=cache_dir(), record=cast(RunFolder, Silent())
+    )
+    shutil.copytree(starter, folder / "model")
+    tokenizer = load_tokenizer(folder / "model", needs_chat_template=True)
+    tokenizer.chat_template = REWRITING
+    tokenizer.save_pretrained(folder / "model")
+    return folder / "model"
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("ppo", marks=pytest.mark.nightly)])
+def test_rewritten_histories_are_trained_as_the_model_read_them(
+    algorithm: str, tmp_path: Path
+) -> None:
+    model = _make_rewriting(tmp_path)
+    steps = _train(
+        tmp_path / "run",
+        *("model.starter=null", f"model.path={model}", f"algorithm={algorithm}"),
+        *(f"agent.loop={OWN}:GoesOn", "agent.tools=[]", "agent.history=branch"),
+        *("cluster.num_ranks_per_node=2", "rollout.max_response_tokens=96"),
+        *("algorithm.num_minibatches=2", "algorithm.old_logprobs=recompute", "trainer.num_steps=3"),
+    )
+
+    assert len(steps) == 3
+    for step in steps:
+        assert step["agent/turns/mean"] == step["agent/sequences/mean"] > 1
+        assert step["policy/sampler_mismatch_nats/max"] < 1e-4
+        assert step["policy/grad_norm"] > 0
