@@ -44,26 +44,39 @@ class GuessNumber:
                 file.write("closed")
 
 
-class AsyncGuess(GuessNumber):
+class AsyncGuess:
     """The same with coroutines."""
 
     async def reset(self, row: Any, seed: int) -> str:
         await asyncio.sleep(0)
-        return GuessNumber.reset(self, row, seed)
+        self.game = GuessNumber()
+        return self.game.reset(row, seed)
 
     async def step(self, action: str) -> tuple[str, float, bool]:
         await asyncio.sleep(0)
-        return GuessNumber.step(self, action)
+        return self.game.step(action)
+
+
+class Counts:
+    """Two turns; the first earns its letters, the second one point, whatever the model writes."""
+
+    def reset(self, row: Any, seed: int) -> str:
+        self.num_steps = 0
+        return "7"
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        self.num_steps += 1
+        return "8", float(len(action) % 7) if self.num_steps == 1 else 1.0, self.num_steps == 2
 
 
 class Gym:
     """As of Gymnasium, with numbers of another library."""
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[object, dict]:
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[object, object]:
         self.num_steps = 0
         return [Number(1), options["answer"]], {"seed": seed}
 
-    def step(self, action: str) -> tuple[object, object, bool, bool, dict]:
+    def step(self, action: str) -> tuple[object, object, bool, bool, object]:
         self.num_steps += 1
         return Number(self.num_steps), Number(1.5), False, self.num_steps == 2, {}
 
@@ -81,7 +94,7 @@ class Chat:
     def reset(self, row: Any, seed: int) -> list[dict[str, str]]:
         return [{"role": "system", "content": "S<|im_end|>"}, {"role": "user", "content": "U"}]
 
-    def step(self, action: str) -> tuple[list[dict[str, str]], int, bool, dict]:
+    def step(self, action: str) -> tuple[list[dict[str, str]], int, bool, object]:
         return [{"role": "tool", "content": "T"}], 1, action == "end", {}
 
 
@@ -151,6 +164,9 @@ class WithoutSeed:
         return action
 
 
-class Mixed(GuessNumber):
+class Mixed:
+    def reset(self, row: Any, seed: int) -> None:
+        pass
+
     async def step(self, action: str) -> Any:
         return action

@@ -19,6 +19,7 @@ from tests.end_to_end.small import read_metrics, small_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
+ENVIRONMENT = Path(__file__).parents[1] / "agents" / "environments_file.py"
 OWN = Path(__file__).parents[1] / "agents" / "own_agents.py"
 REWARD = Path(__file__).with_name("varied_reward.py")
 SMALL = (
@@ -126,3 +127,19 @@ def test_rewritten_histories_are_trained_as_the_model_read_them(
         assert step["agent/turns/mean"] == step["agent/sequences/mean"] > 1
         assert step["policy/sampler_mismatch_nats/max"] < 1e-4
         assert step["policy/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["turn_ppo", pytest.param("turn_grpo", marks=pytest.mark.nightly)]
+)
+def test_an_environment_rewards_turns(algorithm: str, tmp_path: Path) -> None:
+    played = ("agent.loop=environment", f"agent.environment={ENVIRONMENT}:Counts", "agent.tools=[]")
+    steps = _train(tmp_path, *played, f"algorithm={algorithm}", "reward.function=agent")
+
+    assert all(step["agent/ended_by_error_fraction"] == 0 for step in steps)
+    assert max(step["agent/turns/mean"] for step in steps) > 1
+    assert max(step["reward/mean"] for step in steps) > 1
+    assert max(step["policy/grad_norm"] for step in steps) > 0
+    assert max(step["policy/sampler_mismatch_nats/mean"] for step in steps) < 1e-5
+    samples = (tmp_path / "samples.jsonl").read_text(encoding="utf-8")
+    assert "\\n\\n7" in samples or "8<|end|>" in samples
