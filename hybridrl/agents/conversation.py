@@ -173,6 +173,11 @@ class Conversation:
         return self._prompt.seed % 2**31
 
     @property
+    def number(self) -> int:
+        """Return the number of the conversation in its call, for the trace."""
+        return self._prompt.number
+
+    @property
     def messages(self) -> Sequence[Message]:
         """Return the messages so far, those of the row's prompt first."""
         return tuple(self._messages)
@@ -314,20 +319,7 @@ class Conversation:
             ValueError: not a finite number, another number of tokens, or no turn was sampled.
         """
         sequence, index = self._find_last_turn()
-        turn = sequence.turns[index]
-        rewards = torch.zeros(len(turn.token_ids))
-        if isinstance(value, Sequence):
-            rewards = torch.tensor([float(each) for each in value])
-        elif len(rewards):
-            rewards[-1] = float(value)
-        if not rewards.isfinite().all() or len(rewards) != len(turn.token_ids):
-            raise ValueError(
-                f"the reward of a turn is a finite number, or one for each of its "
-                f"{len(turn.token_ids)} tokens, not {value!r:.100}"
-            )
-        if turn.rewards is not None:
-            rewards += turn.rewards
-        sequence.turns[index] = replace(turn, rewards=rewards)
+        sequence.turns[index] = sequence.turns[index].rewarded(value)
 
     @property
     def last_turn(self) -> Turn:

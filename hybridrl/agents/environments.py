@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from hybridrl.agents.observations import (
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.config.agent import BUILT_IN_ENVIRONMENTS
 from hybridrl.data.rows import Message, Row
+from hybridrl.diagnostics import trace
 from hybridrl.errors import AgentError, suggest_name
 from hybridrl.rewards.child import last_line, load_module
 
@@ -202,7 +204,10 @@ class PlaysEnvironment:
             elif observed.messages:
                 conversation.begin_with(observed.messages)
             while True:
-                observed = await environment.step(await conversation.sample())
+                action = await conversation.sample()
+                begin_ns = time.perf_counter_ns()
+                observed = await environment.step(action)
+                trace.add("environment", begin_ns, track=conversation.number)
                 conversation.reward(observed.reward)
                 if observed.is_truncated:
                     conversation.end("turns")

@@ -17,7 +17,7 @@ from hybridrl.agents.loops import ToolCalls
 from hybridrl.agents.templates import TurnTemplate
 from hybridrl.agents.tool_calls import PARSERS
 from hybridrl.agents.tool_process import ToolLimits
-from hybridrl.agents.tools import Schema, Toolbox, load_tools
+from hybridrl.agents.tools import Schema, Toolbox, load_tools, with_index
 from hybridrl.agents.trajectory import Ended, Trajectory
 from hybridrl.batch import PromptBatch
 from hybridrl.config.agent import ENVIRONMENT, PROXY, AgentConfig
@@ -112,7 +112,7 @@ class AgentRollout:
         """
         self._config = config
         self._tokenizer = tokenizer
-        tools = load_tools(config.tools)
+        tools = with_index(load_tools(config.tools), config.search_folder)
         self._template = TurnTemplate(
             tokenizer, stop_token_ids=stop_token_ids, tools=[tool.schema for tool in tools]
         )

@@ -8,7 +8,8 @@ the model computes its sequences one by one (``RolloutBatch.sequence_lengths_BQ`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -47,6 +48,24 @@ class Turn:
 
     calls: tuple[CallRecord, ...] = ()
     """Calls of tools behind a sampled turn."""
+
+    def rewarded(self, value: float | Sequence[float]) -> Turn:
+        """Return the turn with one more reward: on its last token, or one for each token.
+
+        Raises:
+            ValueError: not finite, or another number of tokens.
+        """
+        rewards = torch.zeros(len(self.token_ids))
+        if isinstance(value, Sequence):
+            rewards = torch.tensor([float(each) for each in value])
+        elif len(rewards):
+            rewards[-1] = float(value)
+        if not rewards.isfinite().all() or len(rewards) != len(self.token_ids):
+            raise ValueError(
+                f"the reward of a turn is a finite number, or one for each of its "
+                f"{len(self.token_ids)} tokens, not {value!r:.100}"
+            )
+        return replace(self, rewards=rewards if self.rewards is None else self.rewards + rewards)
 
     def record(self) -> TurnRecord:
         """Describe the turn for the driver."""

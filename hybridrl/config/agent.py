@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 from hybridrl.config import parts
@@ -14,7 +15,8 @@ ENVIRONMENT = "environment"
 PROXY = "proxy"
 BUILT_IN_AGENTS = (SINGLE_TURN, "tool_calls", ENVIRONMENT, PROXY)
 BUILT_IN_ENVIRONMENTS = ("Calculator",)
-BUILT_IN_TOOLS = ("calculator", "python")
+SEARCH = "search"
+BUILT_IN_TOOLS = ("calculator", "python", SEARCH)
 
 _IN_CONTEXT = "no model has a longer context"
 
@@ -36,8 +38,11 @@ class AgentConfig:
     """Of ``agent.loop=proxy``: program and arguments, run for each conversation."""
 
     tools: tuple[str, ...]
-    """Functions that the model may call: built-in names (calculator, python) and
+    """Functions that the model may call: built-in names (calculator, python, search) and
     ``path/to/file.py:function``."""
+
+    search_folder: str | None
+    """Folder of .txt and .md files that the tool ``search`` searches. Null: none."""
 
     tool_format: Literal["hermes", "llama3_json", "pythonic"]
     """How the model writes calls: ``hermes`` is JSON in tool_call tags (Hermes, Qwen),
@@ -72,6 +77,7 @@ class AgentConfig:
             loop=parts.absolute(self.loop),
             environment=self.environment and parts.absolute(self.environment),
             tools=tuple(parts.absolute(tool) for tool in self.tools),
+            search_folder=self.search_folder and str(Path(self.search_folder).absolute()),
             command=tuple(map(absolute_file, self.command)),
         )
 

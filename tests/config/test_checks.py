@@ -73,6 +73,12 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
         "reward.function",
         "Calculator would be ignored",
     ),
+    (
+        ("agent=tool_calls", "data=calculator", "agent.tools=[calculator,search]"),
+        "agent.search_folder",
+        "needs a folder of texts",
+    ),
+    (("agent.search_folder=x",), "agent.search_folder", "agent.tools has no search"),
     (("agent.tools=[calculater]",), "agent.tools", "is not built in; did you mean"),
     (("agent.tools=[no.py:f]",), "agent.tools", "no.py does not exist"),
     ((*PLAYED, "agent.tools=[calculator]"), "agent.tools", "agent.loop=environment calls none"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from hybridrl.config.agent import (
@@ -13,6 +14,7 @@ from hybridrl.config.agent import (
     BUILT_IN_TOOLS,
     ENVIRONMENT,
     PROXY,
+    SEARCH,
     SINGLE_TURN,
 )
 from hybridrl.config.experiment import ExperimentConfig
@@ -110,6 +112,26 @@ def check_agent_has_a_command(config: ExperimentConfig) -> Iterator[ConfigError]
         )
 
 
+def check_search_has_a_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The tool ``search`` has a folder of texts and its package; without it a folder is unread."""
+    agent, key = config.agent, "agent.search_folder"
+    if SEARCH not in agent.tools:
+        if agent.search_folder is not None:
+            rule = "would be ignored, because agent.tools has no search"
+            remedies = [(f"{key}=null",)]
+            yield ConfigError(key, agent.search_folder, rule, remedies=remedies)
+        return
+    remaining = ",".join(tool for tool in agent.tools if tool != SEARCH)
+    without = (f"agent.tools=[{remaining}]", f"{key}=null")
+    if agent.search_folder is None or not Path(agent.search_folder).is_dir():
+        rule = f"the tool {SEARCH} needs a folder of texts, relative to {Path.cwd()}"
+        yield ConfigError(key, agent.search_folder, rule, remedies=[without])
+    elif find_spec("bm25s") is None:
+        rule = f"the tool {SEARCH} needs the package bm25s, which is not installed"
+        fix = "pip install 'hybridrl[search]'"
+        yield ConfigError("agent.tools", list(agent.tools), rule, fix, remedies=[without])
+
+
 def check_conversations_have_a_template(config: ExperimentConfig) -> Iterator[ConfigError]:
     """Messages are appended in the form of the chat template."""
     if not config.agent.is_single_turn and not config.data.use_chat_template:
@@ -164,6 +186,7 @@ RULES = (
     check_agent_rewards_are_read,
     check_agent_has_a_command,
     check_tools_are_known,
+    check_search_has_a_folder,
     check_conversations_have_a_template,
     check_conversations_have_no_experts,
 )
