@@ -145,7 +145,7 @@ class Chats:
         if not chat.is_last:  # the program has gone on from here before
             context = chat.sequence.token_ids[: chat.num_tokens]
             return self._conversation.begin(torch.cat([context, increment]))
-        self._conversation.append_tokens(chat.sequence, increment)
+        self._conversation.append_tokens(chat.sequence, increment, new)
         return chat.sequence
 
     def _begun(self, request: ChatRequest) -> OpenSequence:
