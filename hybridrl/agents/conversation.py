@@ -321,18 +321,18 @@ class Conversation:
         trace.add(
             "tool", begin_ns, track=self._prompt.number, tool=name[:80], is_error=result.is_error
         )
-        self._results.append(result)
-        self._note_call(call, is_error=result.is_error)
+        self.note_call(call, result)
         return result
 
-    def _note_call(self, call: ToolCall | BrokenCall, *, is_error: bool) -> None:
-        """Keep a call with the last turn, if there is one."""
+    def note_call(self, call: ToolCall | BrokenCall, result: ToolResult) -> None:
+        """Count a call, and keep it with the last turn, if there is one."""
+        self._results.append(result)
         name, arguments = (
             (call.name, dict(call.arguments)) if isinstance(call, ToolCall) else ("", call.reason)
         )
         turns = self._sequences[-1].turns
         if turns:
-            record = call_record(name, arguments, is_error=is_error)
+            record = call_record(name, arguments, is_error=result.is_error)
             turns[-1] = replace(turns[-1], calls=(*turns[-1].calls, record))
 
     def end(self, ended: Ended) -> None:
