@@ -364,6 +364,12 @@ class Conversation:
         self._results.append(result)
         return result
 
+    def note_call(self, call: ToolCall | BrokenCall, result: ToolResult) -> None:
+        """Count a call that others answered, and keep it with the last turn."""
+        record = replace(_record_of(call), is_error=result.is_error)
+        self._sequences[-1].calls_behind_last_turn().append(record)
+        self._results.append(result)
+
     def end(self, ended: Ended) -> None:
         """End it; the first reason counts."""
         self._ended = self._ended or ended
