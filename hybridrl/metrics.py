@@ -139,6 +139,7 @@ reward/min | reward | worst response of the step
 reward/by_source/{source} | reward | mean over one data source, if the step has several
 reward/zero_variance_group_fraction | 1 | groups whose responses all got one reward: no signal
 reward/failed_fraction | 1 | responses that the reward function could not score, counted as 0
+reward/early_fraction | 1 | responses that were scored before the last one ended
 reward/{function}/mean | reward | the same of one of several functions, without its weight
 reward/{function}/std | reward | standard deviation of its rewards over the responses of the step
 reward/{function}/failed_fraction | 1 | responses that this function could not score
@@ -146,6 +147,7 @@ reward/{function}/zero_variance_group_fraction | 1 | groups in which it scored a
 reward/kl_nats/mean | nats | KL to the reference that responses are charged for, per token
 reward/overlong_penalty/mean | reward | mean charge for responses near the length limit
 agent/turns/mean | turns | turns of the assistant in a conversation
+agent/sampled_tokens/mean | tokens | tokens of the assistant's turns in a conversation
 agent/appended_tokens/mean | tokens | tokens of tools and of the chat template in a conversation
 agent/sequences/mean | 1 | sequences of a conversation: several where its history was rewritten
 agent/tool_calls/mean | calls | calls of tools in a conversation, broken ones too
@@ -219,7 +221,7 @@ length/response_tokens/min | tokens | shortest response
 time/step_s | s | the full step
 time/generate_s | s | remote call that syncs weights and samples
 time/sample_s | s | sampling alone, slowest rank
-time/reward_s | s | scoring the responses
+time/reward_s | s | scoring the responses, beyond the time in which others were sampled
 time/advantage_s | s | rewards to advantages, on the driver
 time/logprobs_s | s | remote calls for old and reference log-probs, and with ppo for values
 time/update_s | s | remote calls that take the optimizer steps, the critic's too

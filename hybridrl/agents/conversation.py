@@ -26,6 +26,7 @@ from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.agents.tool_calls import BrokenCall, Calls, ToolCall
 from hybridrl.agents.tools import Toolbox, ToolResult
 from hybridrl.agents.trajectory import Ended, TokenSequence, Trajectory, Turn
+from hybridrl.agents.turn_records import call_record
 from hybridrl.data.rows import Message, Row
 from hybridrl.diagnostics import trace
 from hybridrl.rewards.child import last_line
@@ -150,6 +151,30 @@ class Conversation:
         """Return the row of the data: prompt, answer and source."""
         return self._prompt.row
 
+    @property
+    def seed(self) -> int:
+        """Return a number below 2**31, the same for all conversations of the prompt in a step.
+
+        So responses that are compared with each other meet the same environment.
+        """
+        return self._prompt.seed % 2**31
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """Return the messages so far, those of the row's prompt first."""
+        return tuple(self._messages)
+
+    def begin_with(self, messages: Sequence[Message]) -> None:
+        """Put messages in place of the row's prompt, before the first turn.
+
+        Raises:
+            ConversationEnded: no token could be sampled behind them.
+            AgentError: the chat template rejects them.
+        """
+        template = self._setting.template
+        self._messages = template.harmless(messages)
+        self.begin(torch.tensor(template.prompt(self._messages)))
+
     async def sample(self) -> str:
         """Sample the assistant's next turn.
 
@@ -183,7 +208,7 @@ class Conversation:
         self._messages += new
         if context is None:
             token_ids = torch.tensor(template.increment(new))
-            self.append_tokens(self._sequences[-1], token_ids)
+            self.append_tokens(self._sequences[-1], token_ids, new)
         else:
             self.begin(torch.tensor(context))
 
@@ -246,15 +271,22 @@ class Conversation:
         self._sequences.append(OpenSequence(context))
         return self._sequences[-1]
 
-    def append_tokens(self, sequence: OpenSequence, token_ids: Tensor) -> None:
+    def append_tokens(
+        self, sequence: OpenSequence, token_ids: Tensor, messages: Sequence[Message] = ()
+    ) -> None:
         """Append tokens that the policy did not choose, int64 [n], to a sequence.
+
+        Args:
+            sequence: behind its last turn.
+            token_ids: with the beginning of the assistant's next turn.
+            messages: their content, for samples, the report and rewards.
 
         Raises:
             ConversationEnded: no token could be sampled behind them.
         """
         self._is_begun = True
         self._end_if("tokens", reached=len(token_ids) >= self._num_left)
-        sequence.add(Turn(token_ids, None))
+        sequence.add(Turn(token_ids, None, messages=tuple(messages)))
 
     def reward(self, value: float | Sequence[float]) -> None:
         """Give the last sampled turn a reward; several rewards of a turn add up.
@@ -268,7 +300,8 @@ class Conversation:
         Raises:
             ValueError: not a finite number, another number of tokens, or no turn was sampled.
         """
-        turn = self.last_turn
+        sequence, index = self._find_last_turn()
+        turn = sequence.turns[index]
         rewards = torch.zeros(len(turn.token_ids))
         if isinstance(value, Sequence):
             rewards = torch.tensor([float(each) for each in value])
@@ -281,7 +314,7 @@ class Conversation:
             )
         if turn.rewards is not None:
             rewards += turn.rewards
-        self._sequences[-1].turns[self._last_index] = replace(turn, rewards=rewards)
+        sequence.turns[index] = replace(turn, rewards=rewards)
 
     @property
     def last_turn(self) -> Turn:
@@ -290,16 +323,19 @@ class Conversation:
         Raises:
             ValueError: no turn was sampled.
         """
-        return self._sequences[-1].turns[self._last_index]
+        sequence, index = self._find_last_turn()
+        return sequence.turns[index]
 
-    @property
-    def _last_index(self) -> int:
-        """Index of the last sampled turn in its sequence."""
-        turns = self._sequences[-1].turns
-        sampled = [index for index, turn in enumerate(turns) if turn.logprobs is not None]
-        if not sampled:
-            raise ValueError("no turn was sampled yet that could be rewarded")
-        return sampled[-1]
+    def _find_last_turn(self) -> tuple[OpenSequence, int]:
+        """Return the sequence of the last sampled turn, and the turn's index in it.
+
+        Behind it a sequence may have begun in which nothing was sampled yet.
+        """
+        for sequence in reversed(self._sequences):
+            for index in reversed(range(len(sequence.turns))):
+                if sequence.turns[index].logprobs is not None:
+                    return sequence, index
+        raise ValueError("no turn was sampled yet that could be rewarded")
 
     def read_calls(self, text: str) -> Calls:
         """Read the calls in a sampled turn, broken ones too; none is an answer."""
@@ -314,7 +350,18 @@ class Conversation:
             "tool", begin_ns, track=self._prompt.number, tool=name[:80], is_error=result.is_error
         )
         self._results.append(result)
+        self._note_call(call, is_error=result.is_error)
         return result
+
+    def _note_call(self, call: ToolCall | BrokenCall, *, is_error: bool) -> None:
+        """Keep a call with the last turn, if there is one."""
+        name, arguments = (
+            (call.name, dict(call.arguments)) if isinstance(call, ToolCall) else ("", call.reason)
+        )
+        turns = self._sequences[-1].turns
+        if turns:
+            record = call_record(name, arguments, is_error=is_error)
+            turns[-1] = replace(turns[-1], calls=(*turns[-1].calls, record))
 
     def end(self, ended: Ended) -> None:
         """End it; the first reason counts."""

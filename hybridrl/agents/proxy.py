@@ -107,6 +107,8 @@ class Chats:
             if not self.failed.done():
                 self.failed.set_exception(error)
             raise
+        if sample.is_truncated and len(sample.token_ids) != request.max_tokens:
+            self._conversation.end("tokens")
         message = self._message_of(sample, reads_calls=bool(request.tools))
         self._answered.append(
             _Answered(

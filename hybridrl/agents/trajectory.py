@@ -14,6 +14,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hybridrl.agents.turn_records import (
+    ASSISTANT,
+    HISTORY,
+    UNKNOWN,
+    CallRecord,
+    TurnRecord,
+    encode_turns,
+)
+from hybridrl.data.rows import Message
 from hybridrl.workers.rollout.sampler import Sample
 
 Ended = Literal["answer", "turns", "tokens", "time", "error"]
@@ -32,6 +41,18 @@ class Turn:
 
     rewards: Tensor | None = None
     """float32 [n], that the agent gave; None: none."""
+
+    messages: tuple[Message, ...] = ()
+    """What was appended, if the agent said it in messages."""
+
+    calls: tuple[CallRecord, ...] = ()
+    """Calls of tools behind a sampled turn."""
+
+    def record(self) -> TurnRecord:
+        """Describe the turn for the driver."""
+        appended = self.messages[0].role if self.messages else UNKNOWN
+        role = appended if self.logprobs is None else ASSISTANT
+        return TurnRecord(role, len(self.token_ids), self.messages, self.calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +94,11 @@ class Trajectory:
         return sum(turn.logprobs is not None for turn in self.turns)
 
     @property
+    def num_sampled_tokens(self) -> int:
+        """Return the tokens that the policy chose."""
+        return sum(len(turn.token_ids) for turn in self.turns if turn.logprobs is not None)
+
+    @property
     def num_appended_tokens(self) -> int:
         """Return the tokens that the policy did not choose."""
         return sum(len(turn.token_ids) for turn in self.turns if turn.logprobs is None)
@@ -81,9 +107,12 @@ class Trajectory:
         """Return all sequences end to end, as one continuation of the first context."""
         first, *others = self.sequences
         turns, begins = list(first.turns), []
+        records = [turn.record() for turn in turns]
         for sequence in others:
             begins.append(sum(len(turn.token_ids) for turn in turns))
             turns += [Turn(sequence.context, None), *sequence.turns]
+            records.append(TurnRecord(HISTORY, len(sequence.context)))
+            records += [turn.record() for turn in sequence.turns]
         logprobs, is_sampled, rewards = [], [], []
         for turn in turns:
             zeros = torch.zeros(len(turn.token_ids))
@@ -99,4 +128,5 @@ class Trajectory:
             rewards=torch.cat(rewards),
             context=first.context,
             sequence_begins=tuple(begins),
+            turns=encode_turns(records),
         )

@@ -25,10 +25,10 @@ MODEL = "model"
 AGENT = "agent"
 """The function that returns the rewards that the agent gave."""
 
-BATCH_COLUMNS = ("responses", "answers", "prompts", "sources", "lengths")
-"""Inputs of a function that scores several rows in a call; the last is in tokens."""
+BATCH_COLUMNS = ("responses", "answers", "prompts", "sources", "lengths", "conversations")
+"""Inputs of a function that scores several rows in a call; lengths are in tokens."""
 
-ROW_COLUMNS = ("response", "answer", "prompt", "source", "length")
+ROW_COLUMNS = ("response", "answer", "prompt", "source", "length", "conversation")
 """The same inputs, of a function that scores one row in a call."""
 
 

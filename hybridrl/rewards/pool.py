@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from hybridrl.rewards.child import Reward
 from hybridrl.rewards.runner import CallFailed, CallHung, ChildRunner, FunctionFile, RewardInputs
@@ -176,7 +177,7 @@ class RewardPool:
             else:
                 prompts = [inputs.prompts[row] for row in rows]
                 begins = _begins_of_slices(prompts, self._num_processes)
-            for begin, end in zip(begins, [*begins[1:], len(rows)], strict=True):
+            for begin, end in pairwise([*begins, len(rows)]):
                 yield Piece(function, rows[begin:end])
 
     def _call(self, function: int, inputs: RewardInputs) -> list[Reward]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -47,6 +47,17 @@ _MAX_TEXT = 80
 
 
 @dataclass(frozen=True, slots=True)
+class EarlyRow:
+    """Rewards of a row whose scoring began while others were sampled."""
+
+    rewards: Sequence[Reward | None]
+    """By function of the pool; None: it was not called, or the row has to be tried again."""
+
+    is_in_time: bool
+    """Whether it ended before the last response."""
+
+
+@dataclass(frozen=True, slots=True)
 class Scores:
     """Rewards of B responses by K functions."""
 
@@ -62,21 +73,27 @@ class Scores:
     is_failed_BK: Tensor
     """bool."""
 
+    is_early_B: Tensor | None = None
+    """bool, scored before the last response ended; None: no function can do that."""
+
     def at(self, index_B: Tensor) -> Self:
         """Return the scores of these rows."""
         return replace(
             self,
             reward_parts_BK=self.reward_parts_BK[index_B],
             is_failed_BK=self.is_failed_BK[index_B],
+            is_early_B=None if self.is_early_B is None else self.is_early_B[index_B],
         )
 
     @staticmethod
     def join(rounds: Sequence[Scores]) -> Scores:
         """Return the scores of all rows, in order."""
+        early = [scores.is_early_B for scores in rounds if scores.is_early_B is not None]
         return replace(
             rounds[0],
             reward_parts_BK=torch.cat([scores.reward_parts_BK for scores in rounds]),
             is_failed_BK=torch.cat([scores.is_failed_BK for scores in rounds]),
+            is_early_B=torch.cat(early) if early else None,
         )
 
     @property
@@ -161,7 +178,7 @@ class RewardScorer:
         *,
         model_scores: Mapping[str, Sequence[Reward]] | None = None,
         agent_rewards: Sequence[float] = (),
-        early: Mapping[int, Sequence[Reward | None]] | None = None,
+        early: Mapping[int, EarlyRow] | None = None,
     ) -> Scores:
         """Score B responses.
 
@@ -169,7 +186,8 @@ class RewardScorer:
             inputs: of the functions.
             model_scores: B scores by each reward model, or why there is none.
             agent_rewards: B rewards that the agent gave, if a function returns them.
-            early: by row, rewards of ``score_early``: those rows are not scored again.
+            early: rows that ``score_early`` scored; they are not scored again. None: no function
+                can score early.
 
         Raises:
             RewardError: with ``on_error="stop"``, a function raised, hung or ended its process.
@@ -195,6 +213,7 @@ class RewardScorer:
             torch.tensor([part.weight for part in self._parts.values()], dtype=torch.float32),
             torch.tensor(rewards, dtype=torch.float32).view(is_failed_BK.shape),
             is_failed_BK,
+            None if early is None else _in_time(early, len(inputs)),
         )
 
     def close(self) -> None:
@@ -224,7 +243,7 @@ class RewardScorer:
         return by_name
 
     def _call(
-        self, inputs: RewardInputs, early: Mapping[int, Sequence[Reward | None]]
+        self, inputs: RewardInputs, early: Mapping[int, EarlyRow]
     ) -> dict[str, Mapping[int, Reward]]:
         """Return the rewards of each function by row, or why there is none."""
         by_name: dict[str, Mapping[int, Reward]] = {}
@@ -235,8 +254,8 @@ class RewardScorer:
             known = [
                 {
                     row: reward
-                    for row, rewards in early.items()
-                    if (reward := rewards[number]) is not None
+                    for row, each in early.items()
+                    if (reward := each.rewards[number]) is not None
                 }
                 for number in range(len(self._in_pool))
             ]
@@ -288,13 +307,17 @@ class RewardScorer:
         return f"{key}.function={self._parts[name].function}"
 
 
+def _in_time(early: Mapping[int, EarlyRow], num_rows: int) -> Tensor:
+    return torch.tensor([row in early and early[row].is_in_time for row in range(num_rows)])
+
+
 def _score_here(function: RewardFunction, inputs: RewardInputs) -> dict[int, Reward]:
     known: dict[int, Reward] = {}
 
     def emit(row: int, rewards: list[Reward]) -> None:
         known.update(enumerate(rewards, row))
 
-    failure = function.score(asdict(inputs), emit)
+    failure = function.score(inputs.columns(), emit)
     return dict.fromkeys(range(len(inputs)), failure) if failure else known
 
 

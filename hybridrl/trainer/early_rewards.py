@@ -19,14 +19,14 @@ from typing import Self
 
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl.agents.turn_records import messages_of
 from hybridrl.batch import RolloutBatch, response_lengths
 from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.source import PromptStep
 from hybridrl.data.tokenizer import decode_responses
 from hybridrl.diagnostics import trace
-from hybridrl.rewards.child import Reward
 from hybridrl.rewards.runner import RewardInputs
-from hybridrl.rewards.scorer import RewardScorer
+from hybridrl.rewards.scorer import EarlyRow, RewardScorer
 from hybridrl.single_controller.side_channel import ChannelLost, Sender, SideChannel
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.protocol import SamplingParams
@@ -41,12 +41,18 @@ def reward_inputs(
     rollouts: RolloutBatch, rows: Sequence[TokenizedRow], tokenizer: PreTrainedTokenizerBase
 ) -> RewardInputs:
     """Return what reward functions see of B rollouts; ``rows`` are those of their prompts."""
+    conversations = (
+        [messages_of(rollouts, row, tokenizer) for row in range(len(rollouts))]
+        if rollouts.turns_BN is not None
+        else []
+    )
     return RewardInputs(
         responses=decode_responses(rollouts, tokenizer),
         answers=[row.row.answer for row in rows],
         prompts=[row.prompt_text for row in rows],
         sources=[row.row.source for row in rows],
         lengths=response_lengths(rollouts.response_mask_BL).tolist(),
+        conversations=conversations,
     )
 
 
@@ -76,15 +82,6 @@ Key = tuple[int, int]
 """Position of the prompt in its step, and index of the response among those to the prompt."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Scored:
-    inputs: RewardInputs
-    """Of one row."""
-
-    rewards: Sequence[Reward | None]
-    """By function of the pool; None: it was not called, or the row has to be tried again."""
-
-
 @dataclass(slots=True)
 class _Call:
     """The responses of one call of ``generate``."""
@@ -93,7 +90,8 @@ class _Call:
     task: PromptStep
     waiting: deque[tuple[Key, Sample]] = field(default_factory=deque)
     seen: set[Key] = field(default_factory=set)
-    scored: dict[Key, _Scored] = field(default_factory=dict)
+    scored: dict[Key, tuple[RewardInputs, EarlyRow]] = field(default_factory=dict)
+    is_over: bool = False
     work: list[Future[None]] = field(default_factory=list)
     num_hangs: int = 0
 
@@ -134,6 +132,7 @@ class EarlyRewards:
             yield replace(sampling, reporter=Reporter(channel.sender, call.number))
             self._call = call
         finally:
+            call.is_over = True
             with suppress(Exception):  # Ray is gone: the receiver has ended
                 channel.sender.send(None)
             receiver.join(_END_WAIT_S)
@@ -142,22 +141,24 @@ class EarlyRewards:
             if self._call is None:
                 call.waiting.clear()
 
-    def take(self, inputs: RewardInputs) -> dict[int, Sequence[Reward | None]]:
+    def take(self, inputs: RewardInputs) -> dict[int, EarlyRow] | None:
         """Return the rewards of the rows that were scored early, and forget them.
+
+        None if no function can score early.
 
         Args:
             inputs: B rows of the prompts of the last ``scoring``, those to one prompt adjacent.
         """
         call, self._call = self._call, None
         if call is None:
-            return {}
+            return {} if self._scorer.early_functions else None
         wait(call.work)
         num_responses = len(inputs) // len(call.task.rows)
         scored = {p * num_responses + g: each for (p, g), each in call.scored.items()}
         return {
-            row: each.rewards
-            for row, each in scored.items()
-            if row < len(inputs) and each.inputs == inputs.take([row])
+            row: early
+            for row, (seen, early) in scored.items()
+            if row < len(inputs) and seen == inputs.take([row])
         }
 
     def close(self) -> None:
@@ -212,4 +213,5 @@ class EarlyRewards:
         with self._lock:
             call.num_hangs += num_hangs
             for row, (key, _) in enumerate(taken):
-                call.scored[key] = _Scored(inputs.take([row]), rewards[row])
+                early = EarlyRow(rewards[row], is_in_time=not call.is_over)
+                call.scored[key] = inputs.take([row]), early

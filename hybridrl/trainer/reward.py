@@ -40,7 +40,7 @@ class TextReward:
         rows = [row for row in task.rows for _ in range(num_responses)]
         inputs = reward_inputs(rollouts, rows, self.tokenizer)
         scores = {} if self.models is None else self.models(rows, inputs.responses)
-        early = {} if self.early is None else self.early.take(inputs)
+        early = None if self.early is None else self.early.take(inputs)
         by_token_BL = rollouts.agent_rewards_BL
         return self.scorer.score(
             inputs,

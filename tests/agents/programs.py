@@ -15,7 +15,7 @@ from typing import Any
 
 def ask(messages: list[Any]) -> Any:
     """Return the message that answers a chat."""
-    body = {"model": os.environ["OPENAI_MODEL"], "messages": messages}
+    body = {"model": os.environ["OPENAI_MODEL"], "messages": messages, "max_tokens": 16}
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + "/chat/completions",
         data=json.dumps(body).encode(),

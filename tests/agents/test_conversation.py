@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hybridrl.agents.conversation import Agent, Conversation, Prompt, Setting, hold
 from hybridrl.agents.loops import ToolCalls
-from hybridrl.agents.templates import TurnTemplate
+from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.agents.tool_calls import PARSERS
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Toolbox, load_tools
@@ -28,8 +25,9 @@ from tests.agents.fake_sampler import FakeSampler
 TOKENIZERS = {family: build_tokenizer(family) for family in FAMILIES}
 ROW = Row(prompt="Q", answer="42", source="s", origin="o")
 PROMPT = Prompt(row=ROW, token_ids=torch.tensor([65, 66, 67]), seed=5, response_index=1, number=0)
-TOOLS = load_tools(["calculator", f"{Path(__file__).with_name('tools_file.py')}:echo"])
-TOOLBOX = Toolbox(TOOLS, limits=ToolLimits(timeout_s=5.0, max_chars=100), num_processes=1)
+TOOLBOX = Toolbox(
+    load_tools(["calculator"]), limits=ToolLimits(timeout_s=5.0, max_chars=100), num_processes=1
+)
 
 
 def _setting(
@@ -70,52 +68,6 @@ def _require_as_sampled(trajectory: Trajectory, sampler: FakeSampler) -> None:
         known.update(range(begin, end))
     assert [index in known for index in range(len(token_ids))] == is_sampled
     assert all(logprobs[index] == 0.0 for index in range(len(token_ids)) if index not in known)
-
-
-CALLS = {
-    "hermes": 'Let me see.\n<tool_call>\n{"name": "echo", "arguments": {"text": "TEXT"}}\n'
-    "</tool_call>",
-    "llama3_json": '{"name": "echo", "parameters": {"text": "TEXT"}}',
-    "pythonic": '[echo(text="TEXT")]',
-}
-
-
-def _write_call(style: str, text: str) -> str:
-    escaped = text.encode("unicode_escape").decode().replace('"', '\\"')
-    return CALLS[style].replace("TEXT", escaped)
-
-
-@settings(max_examples=250, deadline=None)
-@given(
-    family=st.sampled_from(sorted(FAMILIES)),
-    style=st.sampled_from(sorted(PARSERS)),
-    texts=st.lists(st.text(max_size=8), max_size=5),
-    answer=st.text(max_size=20),
-    max_new_tokens=st.integers(1, 900),
-    max_turns=st.integers(1, 6),
-)
-def test_trained_tokens_are_the_sampled_tokens(
-    *,
-    family: str,
-    style: str,
-    texts: Sequence[str],
-    answer: str,
-    max_new_tokens: int,
-    max_turns: int,
-) -> None:
-    script = [*(_write_call(style, text) for text in texts), answer]
-    sampler = FakeSampler(TOKENIZERS[family], script)
-    setting = _setting(sampler, style=style, max_new_tokens=max_new_tokens, max_turns=max_turns)
-
-    trajectory = _hold(ToolCalls(), setting)
-
-    _require_as_sampled(trajectory, sampler)
-    row = trajectory.to_sample()
-    assert len(row.token_ids) <= max_new_tokens
-    assert row.is_sampled is not None
-    assert bool(row.is_sampled[-1])
-    assert trajectory.num_sampled_turns <= max_turns
-    assert len({request.key for request in sampler.requests}) == len(sampler.requests)
 
 
 def test_the_model_reads_results_and_answers() -> None:
@@ -206,6 +158,36 @@ def test_a_limit_ends_a_conversation_as_truncated(
     assert trajectory.to_sample().is_truncated
     assert trajectory.num_sampled_turns == num_turns
     _require_as_sampled(trajectory, sampler)
+
+
+async def _rewarding(conversation: Conversation) -> None:
+    with pytest.raises(ValueError, match="no turn was sampled"):
+        conversation.reward(1.0)
+    await conversation.sample()
+    conversation.append([Message("user", "Go on")])
+    conversation.reward(0.5)
+    conversation.reward(0.25)
+    await conversation.sample()
+    num_tokens = len(conversation.last_turn.token_ids)
+    conversation.reward([float(n) for n in range(num_tokens)])
+    for value in (float("nan"), [1.0], "much"):
+        with pytest.raises(ValueError, match=r"of its 3 tokens|could not convert"):
+            conversation.reward(value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("history", ["keep", "branch"])
+def test_rewards_come_with_their_turn(history: History) -> None:
+    sampler = FakeSampler(TOKENIZERS["qwen3"], ["Hello", "Hi"])
+    setting = replace(_setting(sampler), history=history)
+
+    sample = _hold(ByFunction(_rewarding), setting).to_sample()
+
+    assert sample.rewards is not None
+    assert sample.is_sampled is not None
+    first, second = len(sampler.requests[0].sample.token_ids), 3
+    rewards = sample.rewards[sample.is_sampled].tolist()
+    assert rewards == [0.0] * (first - 1) + [0.75] + [float(n) for n in range(second)]
+    assert not sample.rewards[~sample.is_sampled].any()
 
 
 def test_the_engine_context_is_a_limit() -> None:

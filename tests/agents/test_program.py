@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from hybridrl.agents.rollout import AgentRollout
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
+from hybridrl.errors import EngineError
 from hybridrl.guard import process_name
 from hybridrl.metrics import Mean, Metrics, Sum
-from hybridrl.workers.rollout.sampler import Sample
+from hybridrl.workers.rollout.sampler import RequestParams, Sample
 from tests.agents.fake_sampler import FakeSampler
 from tests.agents.test_rollout import PROMPTS, SAMPLING
 from tests.config.values import config_of
@@ -23,13 +26,15 @@ STARTER = build_starter_tokenizer()
 PROGRAM = Path(__file__).with_name("programs.py")
 
 
-def _run(*words: str, timeout_s: float = 60.0, max_turns: int = 8) -> tuple[list[Sample], Metrics]:
+def _run(
+    *words: str, timeout_s: float = 60.0, max_turns: int = 8, sampler: FakeSampler | None = None
+) -> tuple[list[Sample], Metrics]:
     """Hold two conversations with each of two prompts."""
     command = (sys.executable, "-S", "-E", str(PROGRAM), *words)
     config = config_of("agent=proxy", "data=calculator", f"agent.command=[{sys.executable}]").agent
     config = replace(config, command=command, timeout_s=timeout_s, max_turns=max_turns)
     rollout = AgentRollout(config, STARTER, stop_token_ids=(STARTER.eos_token_id,))
-    sampler = FakeSampler(STARTER, ["42"] * 20)
+    sampler = sampler or FakeSampler(STARTER, ["42"] * 20)
     samples = asyncio.run(rollout.program(PROMPTS, SAMPLING)(sampler))
     rollout.close()
     return samples, rollout.take_metrics()
@@ -74,6 +79,19 @@ def test_no_process_of_a_program_is_left(tmp_path: Path) -> None:
     pids = [int(path.name) for path in tmp_path.iterdir()]
     assert len(pids) == 4
     assert not any(map(process_name, pids))
+
+
+def test_an_error_of_the_engine_ends_the_programs(tmp_path: Path) -> None:
+    class Broken(FakeSampler):
+        async def sample(
+            self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, key: int
+        ) -> Sample:
+            raise EngineError("the engine failed")
+
+    with pytest.raises(EngineError, match="the engine failed"):
+        _run("leaves_a_process", str(tmp_path), sampler=Broken(STARTER, []))
+
+    assert not any(process_name(int(path.name)) for path in tmp_path.iterdir())
 
 
 def test_a_program_that_hangs_is_killed(caplog: pytest.LogCaptureFixture) -> None:

@@ -46,8 +46,12 @@ def test_conversations_are_trained_and_can_be_read(tmp_path: Path) -> None:
     assert max(step["policy/grad_norm"] for step in steps) > 0
     lines = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
     turns = [turn for line in lines for turn in json.loads(line).get("turns", ())]
-    assert {"role": "environment", "text": "t:7<|end|>a:"} in turns
-    assert "[environment] t:7" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert {"role": "tool", "text": "t:7<|end|>a:", "num_tokens": 6} in turns
+    call = {"name": "calculator", "arguments": '{"expression": "0+7"}', "is_error": False}
+    assert [call] in [turn.get("calls") for turn in turns]
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert '<div class="turn"><div class="soft">tool, 6 tokens, no loss</div>' in page
+    assert "t:7&lt;|end|&gt;a:" in page
     events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
     names = {event["name"] for event in events}
     assert {"conversation", "turn", "tool"} <= names
@@ -79,21 +83,20 @@ class Silent:
         pass
 
 
-FORGETFUL = (
-    "{% for m in messages %}{{ m.role[0] }}:"
-    "{{ m.content if loop.last or m.role == 'user' else m.content[-1:] }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}a:{% endif %}"
+REWRITING = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ '~' if m.role == 'assistant' and not loop.last }}"
+    "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
-"""A chat template that shows the model one character of its earlier turns."""
+"""A chat template that shows the model earlier turns with a sign before each."""
 
 
-def _make_forgetful(folder: Path) -> Path:
+def _make_rewriting(folder: Path) -> Path:
     starter = ensure_starter(
         small_config(folder, *SMALL), cache=cache_dir(), record=cast(RunFolder, Silent())
     )
     shutil.copytree(starter, folder / "model")
     tokenizer = load_tokenizer(folder / "model", needs_chat_template=True)
-    tokenizer.chat_template = FORGETFUL
+    tokenizer.chat_template = REWRITING
     tokenizer.save_pretrained(folder / "model")
     return folder / "model"
 
@@ -102,17 +105,17 @@ def _make_forgetful(folder: Path) -> Path:
 def test_rewritten_histories_are_trained_as_the_model_read_them(
     algorithm: str, tmp_path: Path
 ) -> None:
-    model = _make_forgetful(tmp_path)
+    model = _make_rewriting(tmp_path)
     steps = _train(
         tmp_path / "run",
-        *("model=hf_folder", f"model.path={model}", f"algorithm={algorithm}"),
+        *("model.starter=null", f"model.path={model}", f"algorithm={algorithm}"),
         *(f"agent.loop={OWN}:GoesOn", "agent.tools=[]", "agent.history=branch"),
-        *("cluster.num_ranks_per_node=2", "rollout.max_response_tokens=120"),
-        *("algorithm.num_minibatches=2", "trainer.num_steps=3"),
+        *("cluster.num_ranks_per_node=2", "rollout.max_response_tokens=96"),
+        *("algorithm.num_minibatches=2", "algorithm.old_logprobs=recompute", "trainer.num_steps=3"),
     )
 
     assert len(steps) == 3
     for step in steps:
-        assert step["agent/turns/mean"] >= step["agent/sequences/mean"] > 2
+        assert step["agent/turns/mean"] == step["agent/sequences/mean"] > 1
         assert step["policy/sampler_mismatch_nats/max"] < 1e-4
         assert step["policy/grad_norm"] > 0

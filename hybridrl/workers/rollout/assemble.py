@@ -50,6 +50,7 @@ def assemble_rollouts(
         is_truncated_B=torch.tensor([response.is_truncated for response in responses]),
         routed_experts_BLJK=_routed_experts(responses, lengths_B),
         sequence_lengths_BQ=_sequence_lengths(responses),
+        turns_BN=_turns(responses),
         agent_rewards_BL=_agent_rewards(responses, lengths_B),
         batch_size=[len(responses)],
     )
@@ -84,6 +85,11 @@ def _sequence_lengths(responses: Sequence[Sample]) -> Tensor | None:
         end = len(response.context) + len(response.token_ids)
         lengths.append(torch.tensor([*begins, end]).diff())
     return jagged(lengths)
+
+
+def _turns(responses: Sequence[Sample]) -> Tensor | None:
+    turns = [response.turns for response in responses if response.turns is not None]
+    return jagged(turns) if len(turns) == len(responses) else None
 
 
 def _agent_rewards(responses: Sequence[Sample], lengths_B: Tensor) -> Tensor | None:

@@ -71,6 +71,9 @@ class Sample:
     """Where further sequences begin among ``token_ids``: a program joins those of a conversation
     whose history was rewritten. Their contexts are not sampled."""
 
+    turns: Tensor | None = None
+    """uint8 [n], the turns of a conversation (``agents/turn_records.py``). None: a single turn."""
+
     @property
     def is_truncated(self) -> bool:
         """Whether the length limit ended it."""
