@@ -37,6 +37,7 @@ setup(
         "hydra-core>=1.3.2,<1.4",
         "omegaconf>=2.3,<2.4",
         "peft>=0.21,<0.22",
+        "aiohttp>=3.14,<4",  # asks SGLang, answers agent programs
         "safetensors>=0.5",
         "filelock",
         "httpx>=0.27,<1",  # comes with transformers; asks reward servers
@@ -51,7 +52,6 @@ setup(
     ],
     extras_require={
         "sglang": [
-            "aiohttp",
             "sglang>=0.5.17",
             "sglang-router>=0.3.2",
             "torch_memory_saver>=0.0.10",
@@ -63,6 +63,7 @@ setup(
         "wandb": ["wandb>=0.26.1,<0.32"],
         "mlflow": ["mlflow-skinny>=3.12,<4", "sqlalchemy>=2,<3", "alembic>=1.10.1,<2"],
         "math": ["math-verify[antlr4-9-3]"],  # the parser runtime that omegaconf 2.3 pins
+        "search": ["bm25s>=0.3.16,<0.4"],
         "cluster": ["ray[default]"],  # the dashboard, which takes `ray job submit`
         "docs": ["mkdocs>=1.6.1,<2", "mkdocs-material>=9.8,<10", "mkdocstrings[python]>=1.0.8,<2"],
         "dev": [

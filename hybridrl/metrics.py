@@ -139,6 +139,7 @@ reward/min | reward | worst response of the step
 reward/by_source/{source} | reward | mean over one data source, if the step has several
 reward/zero_variance_group_fraction | 1 | groups whose responses all got one reward: no signal
 reward/failed_fraction | 1 | responses that the reward function could not score, counted as 0
+reward/early_fraction | 1 | responses that were scored before the last one ended
 reward/{function}/mean | reward | the same of one of several functions, without its weight
 reward/{function}/std | reward | standard deviation of its rewards over the responses of the step
 reward/{function}/failed_fraction | 1 | responses that this function could not score
@@ -146,11 +147,13 @@ reward/{function}/zero_variance_group_fraction | 1 | groups in which it scored a
 reward/kl_nats/mean | nats | KL to the reference that responses are charged for, per token
 reward/overlong_penalty/mean | reward | mean charge for responses near the length limit
 agent/turns/mean | turns | turns of the assistant in a conversation
+agent/sampled_tokens/mean | tokens | tokens of the assistant's turns in a conversation
 agent/appended_tokens/mean | tokens | tokens of tools and of the chat template in a conversation
 agent/sequences/mean | 1 | sequences of a conversation: several where its history was rewritten
 agent/tool_calls/mean | calls | calls of tools in a conversation, broken ones too
 agent/tool_error_fraction | 1 | share of them that were answered with an error
 agent/tool_s/mean | s | time of a call
+agent/refused_requests | requests | requests of agent programs that were answered with an error
 agent/ended_by_{limit}_fraction | 1 | share that a limit ended: turns, tokens, time, or an error
 groups/sampled | groups | prompts that the step sampled, with a group filter
 groups/kept_fraction | 1 | share of them that the group filter kept
@@ -207,6 +210,7 @@ rollout/empty_fraction | 1 | responses without a token
 rollout/aborted_requests | requests | generation requests cut off when the engine was drained
 rollout/retried_requests | requests | responses that were cut off and asked for again
 rollout/prefix_cache_hit_fraction | 1 | prompt tokens that an engine had in its cache, of all sent
+rollout/foreign_response_fraction | 1 | responses that another rank's engine sampled (SGLang)
 rollout/slot_occupancy | 1 | busy share of the engine's decoding slots
 rollout/decode_steps | steps | forward passes of the engine that sampled a token for each busy slot
 length/prompt_tokens/mean | tokens | prompt length
@@ -217,7 +221,7 @@ length/response_tokens/min | tokens | shortest response
 time/step_s | s | the full step
 time/generate_s | s | remote call that syncs weights and samples
 time/sample_s | s | sampling alone, slowest rank
-time/reward_s | s | scoring the responses
+time/reward_s | s | scoring the responses, beyond the time in which others were sampled
 time/advantage_s | s | rewards to advantages, on the driver
 time/logprobs_s | s | remote calls for old and reference log-probs, and with ppo for values
 time/update_s | s | remote calls that take the optimizer steps, the critic's too

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    PreTrainedTokenizerFast,
 )
 
 Family = Literal[
@@ -161,3 +164,9 @@ def make_tiny_classifier(
                 parameter.normal_()
     model.save_pretrained(folder)
     return folder
+
+
+def save_tiny_tokenizer(folder: Path) -> None:
+    """Save a tokenizer whose ids are within any vocabulary; it has no padding."""
+    words = Tokenizer(WordLevel({"<end>": 0, "word": 1}, unk_token="word"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained(folder)

@@ -14,8 +14,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Protocol
 
 import torch
@@ -26,6 +28,7 @@ from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.agents.tool_calls import BrokenCall, Calls, ToolCall
 from hybridrl.agents.tools import Toolbox, ToolResult
 from hybridrl.agents.trajectory import Ended, TokenSequence, Trajectory, Turn
+from hybridrl.agents.turn_records import CallRecord, call_record
 from hybridrl.data.rows import Message, Row
 from hybridrl.diagnostics import trace
 from hybridrl.rewards.child import last_line
@@ -110,6 +113,12 @@ class OpenSequence:
         self.token_ids = context
         """int64 [n], of the context and all turns: the next request's context."""
         self.turns: list[Turn] = []
+        self._calls: defaultdict[int, list[CallRecord]] = defaultdict(list)
+        """By index of the turn behind which they were made."""
+
+    def calls_behind_last_turn(self) -> list[CallRecord]:
+        """Return the calls that were made since the last turn, to be added to."""
+        return self._calls[len(self.turns) - 1]
 
     def add(self, turn: Turn) -> None:
         """Append a turn."""
@@ -118,7 +127,10 @@ class OpenSequence:
 
     def close(self) -> TokenSequence | None:
         """Return it without tokens behind the last sampled turn; None if nothing was sampled."""
-        turns = list(self.turns)
+        turns = [
+            replace(turn, calls=tuple(self._calls.get(index, ())))
+            for index, turn in enumerate(self.turns)
+        ]
         while turns and turns[-1].logprobs is None:
             turns.pop()
         return TokenSequence(self.context, tuple(turns)) if turns else None
@@ -141,6 +153,8 @@ class Conversation:
         self._num_sampled = 0
         self._weight_version = 0
         self._results: list[ToolResult] = []
+        self._busy_lanes: set[int] = set()
+        """Of the trace, by calls that run."""
         self._ended: Ended | None = None
         self.sampler_error: Exception | None = None
         """An error of the engine: unlike others it ends the run."""
@@ -149,6 +163,35 @@ class Conversation:
     def row(self) -> Row:
         """Return the row of the data: prompt, answer and source."""
         return self._prompt.row
+
+    @property
+    def seed(self) -> int:
+        """Return a number below 2**31, the same for all conversations of the prompt in a step.
+
+        So responses that are compared with each other meet the same environment.
+        """
+        return self._prompt.seed % 2**31
+
+    @property
+    def number(self) -> int:
+        """Return the number of the conversation in its call, for the trace."""
+        return self._prompt.number
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """Return the messages so far, those of the row's prompt first."""
+        return tuple(self._messages)
+
+    def begin_with(self, messages: Sequence[Message]) -> None:
+        """Put messages in place of the row's prompt, before the first turn.
+
+        Raises:
+            ConversationEnded: no token could be sampled behind them.
+            AgentError: the chat template rejects them.
+        """
+        template = self._setting.template
+        self._messages = template.harmless(messages)
+        self.begin(torch.tensor(template.prompt(self._messages)))
 
     async def sample(self) -> str:
         """Sample the assistant's next turn.
@@ -183,15 +226,21 @@ class Conversation:
         self._messages += new
         if context is None:
             token_ids = torch.tensor(template.increment(new))
-            self.append_tokens(self._sequences[-1], token_ids)
+            self.append_tokens(self._sequences[-1], token_ids, new)
         else:
             self.begin(torch.tensor(context))
 
-    async def sample_turn(self, sequence: OpenSequence) -> Sample:
+    async def sample_turn(
+        self, sequence: OpenSequence, *, max_new_tokens: int | None = None
+    ) -> Sample:
         """Sample a turn behind a sequence, of which it becomes the last turn.
 
         Turns of a conversation are sampled one after the other, whichever tasks ask for them: so
         limits and random streams do not depend on time.
+
+        Args:
+            sequence: of this conversation.
+            max_new_tokens: of the turn; None leaves it to the conversation's limits.
 
         Raises:
             ConversationEnded: a limit was reached before the turn.
@@ -202,7 +251,8 @@ class Conversation:
             setting = self._setting
             self._end_if("turns", reached=self._num_sampled >= setting.max_turns)
             self._end_if("tokens", reached=self._num_left <= 0)
-            params = replace(setting.params, max_new_tokens=self._num_left)
+            num_tokens = min(max_new_tokens or self._num_left, self._num_left)
+            params = replace(setting.params, max_new_tokens=num_tokens)
             prompt = self._prompt
             key = request_key(prompt.seed, prompt.response_index, turn=self._num_sampled)
             begin_ns = time.perf_counter_ns()
@@ -220,9 +270,9 @@ class Conversation:
             return sample
 
     def begin(self, context: Tensor) -> OpenSequence:
-        """Begin a sequence behind history that was rendered anew; ``sample`` continues it.
+        """Begin a sequence behind history that was rendered again; ``sample`` continues it.
 
-        Earlier sequences stay as they are, and may go on. Of a conversation that has sampled no
+        Earlier sequences stay as they are, and may continue. Of a conversation that has sampled no
         token yet the context replaces the prompt.
 
         Args:
@@ -239,15 +289,58 @@ class Conversation:
         self._sequences.append(OpenSequence(context))
         return self._sequences[-1]
 
-    def append_tokens(self, sequence: OpenSequence, token_ids: Tensor) -> None:
+    def append_tokens(
+        self, sequence: OpenSequence, token_ids: Tensor, messages: Sequence[Message] = ()
+    ) -> None:
         """Append tokens that the policy did not choose, int64 [n], to a sequence.
+
+        Args:
+            sequence: behind its last turn.
+            token_ids: with the beginning of the assistant's next turn.
+            messages: their content, for samples, the report and rewards.
 
         Raises:
             ConversationEnded: no token could be sampled behind them.
         """
         self._is_begun = True
         self._end_if("tokens", reached=len(token_ids) >= self._num_left)
-        sequence.add(Turn(token_ids, None))
+        sequence.add(Turn(token_ids, None, messages=tuple(messages)))
+
+    def reward(self, value: float | Sequence[float]) -> None:
+        """Give the last sampled turn a reward; several rewards of a turn add up.
+
+        The reward of the conversation is the sum over its turns. So an agent that rewards the
+        conversation alone does that behind the last turn.
+
+        Args:
+            value: of the turn, or one of each of its tokens (``last_turn``).
+
+        Raises:
+            ValueError: not a finite number, another number of tokens, or no turn was sampled.
+        """
+        sequence, index = self._find_last_turn()
+        sequence.turns[index] = sequence.turns[index].rewarded(value)
+
+    @property
+    def last_turn(self) -> Turn:
+        """Return the tokens of the last sampled turn.
+
+        Raises:
+            ValueError: no turn was sampled.
+        """
+        sequence, index = self._find_last_turn()
+        return sequence.turns[index]
+
+    def _find_last_turn(self) -> tuple[OpenSequence, int]:
+        """Return the sequence of the last sampled turn, and the turn's index in it.
+
+        Behind it a sequence may have begun in which nothing was sampled yet.
+        """
+        for sequence in reversed(self._sequences):
+            for index in reversed(range(len(sequence.turns))):
+                if sequence.turns[index].logprobs is not None:
+                    return sequence, index
+        raise ValueError("no turn was sampled yet that could be rewarded")
 
     def read_calls(self, text: str) -> Calls:
         """Read the calls in a sampled turn, broken ones too; none is an answer."""
@@ -256,11 +349,18 @@ class Conversation:
     async def call(self, call: ToolCall | BrokenCall) -> ToolResult:
         """Call a tool. Its failure is a result, too."""
         begin_ns = time.perf_counter_ns()
-        result = await self._setting.toolbox.call(call)
-        name = call.name if isinstance(call, ToolCall) else "broken call"
-        trace.add(
-            "tool", begin_ns, track=self._prompt.number, tool=name[:80], is_error=result.is_error
-        )
+        lane = next(number for number in count() if number not in self._busy_lanes)
+        self._busy_lanes.add(lane)
+        records = self._sequences[-1].calls_behind_last_turn()
+        at = len(records)  # calls keep the order in which they began
+        records.append(_record_of(call))
+        try:
+            result = await self._setting.toolbox.call(call)
+        finally:
+            self._busy_lanes.remove(lane)
+        records[at] = replace(records[at], is_error=result.is_error)
+        shown = {"tool": records[at].name[:80] or "broken call", "is_error": result.is_error}
+        trace.add("tool", begin_ns, track=self._prompt.number, lane=lane, **shown)
         self._results.append(result)
         return result
 
@@ -303,6 +403,13 @@ class Conversation:
             self.end(limit)
         if self._ended is not None:
             raise ConversationEnded(f"the conversation has ended: {self._ended}")
+
+
+def _record_of(call: ToolCall | BrokenCall) -> CallRecord:
+    """Describe a call that has no result yet."""
+    if isinstance(call, ToolCall):
+        return call_record(call.name, dict(call.arguments), is_error=True)
+    return call_record("", call.reason, is_error=True)
 
 
 async def hold(agent: Agent, prompt: Prompt, setting: Setting) -> Trajectory:

@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from contextlib import nullcontext
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, get_args
 
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.conversation import Agent, Prompt, Setting, hold
+from hybridrl.agents.environments import Environments, PlaysEnvironment, load_environment
 from hybridrl.agents.loops import ToolCalls
 from hybridrl.agents.templates import TurnTemplate
 from hybridrl.agents.tool_calls import PARSERS
 from hybridrl.agents.tool_process import ToolLimits
-from hybridrl.agents.tools import Schema, Toolbox, load_tools
+from hybridrl.agents.tools import Schema, Toolbox, load_tools, with_index
 from hybridrl.agents.trajectory import Ended, Trajectory
 from hybridrl.batch import PromptBatch
-from hybridrl.config.agent import AgentConfig
-from hybridrl.data.rows import decode_row
+from hybridrl.config.agent import ENVIRONMENT, PROXY, AgentConfig
+from hybridrl.data.row_tensor import decode_row
 from hybridrl.diagnostics.processes import usual_num_processes
 from hybridrl.errors import AgentError
-from hybridrl.metrics import Mean, Metrics, merge
+from hybridrl.metrics import Mean, Metrics, Sum, merge
 from hybridrl.rewards.child import last_line, load_module
 from hybridrl.workers.rollout.protocol import SamplingParams
 from hybridrl.workers.rollout.sampler import Program, Sample, Sampler
 
+if TYPE_CHECKING:
+    from hybridrl.agents.proxy import Proxy
+
 _BUILT_IN: dict[str, Callable[[], Agent]] = {"tool_calls": ToolCalls}
+_PROXY = "hybridrl.agents.proxy"
+"""Imported by name on request: aiohttp takes 0.3 s, which runs without agent programs save."""
 
 
 def tool_schemas(config: AgentConfig) -> tuple[Schema, ...]:
@@ -49,8 +58,16 @@ def require_usable_agent(
     """
     if not config.is_single_turn:
         template = TurnTemplate(tokenizer, stop_token_ids=stop_token_ids)
-        roles = load_agent(config.loop)().appended_roles
-        template.require_increments(history=config.history, roles=roles)
+        template.require_increments(history=config.history, roles=_roles_of(config))
+
+
+def _roles_of(config: AgentConfig) -> Sequence[str]:
+    """Return the roles of the messages that an agent appends."""
+    if config.loop == PROXY:
+        return ("tool", "user")  # a program may append what it likes
+    if config.loop == ENVIRONMENT:
+        return load_environment(str(config.environment)).appended_roles
+    return load_agent(config.loop)().appended_roles
 
 
 def load_agent(spelled: str) -> Callable[[], Agent]:
@@ -95,12 +112,22 @@ class AgentRollout:
         """
         self._config = config
         self._tokenizer = tokenizer
-        self._agent = load_agent(config.loop)
-        tools = load_tools(config.tools)
+        tools = with_index(load_tools(config.tools), config.search_folder)
         self._template = TurnTemplate(
             tokenizer, stop_token_ids=stop_token_ids, tools=[tool.schema for tool in tools]
         )
         limits = ToolLimits(timeout_s=config.tool_timeout_s, max_chars=config.max_result_chars)
+        self._proxy: Proxy | None = None
+        self._environments: Environments | None = None
+        if config.loop == PROXY:
+            self._proxy = import_module(_PROXY).Proxy(config, self._template, tokenizer)
+            self._agent: Callable[[], Agent] = self._proxy.agent
+        elif config.loop == ENVIRONMENT:
+            kind = load_environment(str(config.environment))
+            self._environments = Environments(kind, limits=limits)
+            self._agent = partial(PlaysEnvironment, self._environments)
+        else:
+            self._agent = load_agent(config.loop)
         self._toolbox = Toolbox(tools, limits=limits, num_processes=usual_num_processes())
         self._metrics: Metrics = {}
 
@@ -129,8 +156,17 @@ class AgentRollout:
             for g in range(size)
         ]
 
+        index_P = prompts.prompt_index_P.tolist()
+
+        def report(prompt: Prompt, trajectory: Trajectory) -> None:
+            if sampling.reporter is not None:
+                index, sample = index_P[prompt.number // size], trajectory.to_sample()
+                sampling.reporter.report(index, prompt.response_index, sample)
+
         async def program(sampler: Sampler) -> list[Sample]:
-            trajectories = await self._hold_all(beginnings, self._setting(sampler, sampling))
+            setting = self._setting(sampler, sampling)
+            async with self._proxy.open(setting.params) if self._proxy else nullcontext():
+                trajectories = await self._hold_all(beginnings, setting, report)
             self._metrics = merge([self._metrics, describe(trajectories)])
             return [trajectory.to_sample() for trajectory in trajectories]
 
@@ -139,18 +175,29 @@ class AgentRollout:
     def take_metrics(self) -> Metrics:
         """Return the metrics of the conversations since the last time, and reset them."""
         metrics, self._metrics = self._metrics, {}
+        if self._proxy is not None:
+            metrics["agent/refused_requests"] = Sum(self._proxy.take_num_refused())
         return metrics
 
     def close(self) -> None:
-        """End the processes of tools."""
+        """End the processes of tools and environments."""
         self._toolbox.close()
+        if self._environments is not None:
+            self._environments.close()
 
-    async def _hold_all(self, prompts: Sequence[Prompt], setting: Setting) -> list[Trajectory]:
+    async def _hold_all(
+        self,
+        prompts: Sequence[Prompt],
+        setting: Setting,
+        report: Callable[[Prompt, Trajectory], None],
+    ) -> list[Trajectory]:
         free = asyncio.Semaphore(self._config.num_conversations)
 
         async def hold_one(prompt: Prompt) -> Trajectory:
             async with free:
-                return await hold(self._agent(), prompt, setting)
+                trajectory = await hold(self._agent(), prompt, setting)
+            report(prompt, trajectory)
+            return trajectory
 
         tasks = [asyncio.ensure_future(hold_one(prompt)) for prompt in prompts]
         try:
@@ -176,9 +223,11 @@ class AgentRollout:
 def describe(trajectories: Sequence[Trajectory]) -> Metrics:
     """Return the metrics of conversations."""
     num_rows, num_calls = len(trajectories), sum(t.num_tool_calls for t in trajectories)
+    num_sampled = sum(t.num_sampled_tokens for t in trajectories)
     num_appended = sum(t.num_appended_tokens for t in trajectories)
     metrics: Metrics = {
         "agent/turns/mean": Mean(sum(t.num_sampled_turns for t in trajectories), num_rows),
+        "agent/sampled_tokens/mean": Mean(num_sampled, num_rows),
         "agent/appended_tokens/mean": Mean(num_appended, num_rows),
         "agent/sequences/mean": Mean(sum(len(t.sequences) for t in trajectories), num_rows),
         "agent/tool_calls/mean": Mean(num_calls, num_rows),

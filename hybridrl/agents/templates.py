@@ -51,24 +51,49 @@ class TurnTemplate:
             tools: schemas of tools, which it shows in the prompt.
         """
         self._tokenizer = tokenizer
-        self._tools = list(tools) or None
+        self._tools = tuple(tools)
         texts = tokenizer.batch_decode([[token_id] for token_id in stop_token_ids])
         self._stops = dict(zip(texts, stop_token_ids, strict=True))
 
-    def increment(self, messages: Sequence[Message]) -> list[int]:
+    def beginning(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> list[int]:
+        """Return the tokens of a chat that is rendered as a whole, to the assistant's next turn.
+
+        Args:
+            messages: as the template takes them.
+            tools: schemas of tools, which the template shows.
+
+        Raises:
+            AgentError: the template cannot render them.
+        """
+        new = [{**each, "content": self._harmless(each["content"])} for each in messages]
+        return self._encode(self._render(new, tools=tools))
+
+    def increment(self, messages: Sequence[Message], *, is_cut: bool = False) -> list[int]:
         """Return the tokens from behind a turn's stop token to the assistant's next turn.
 
         Special tokens within the messages lose their meaning: a space is put into their text.
 
         Args:
             messages: tool results, or a user's turn.
+            is_cut: the turn lacks its stop token, which then comes first.
 
         Raises:
             AgentError: the template cannot render them after an assistant's turn.
         """
         new = [{"role": m.role, "content": m.content} for m in self.harmless(messages)]
         stop, suffix = self._suffix(new)
-        return self._encode_behind(stop, suffix)
+        return [self._stops[stop]] * is_cut + self._encode_behind(stop, suffix)
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of a conversation up to the assistant's first turn.
+
+        Raises:
+            AgentError: the template rejects it.
+        """
+        new = [{"role": m.role, "content": m.content} for m in messages]
+        return self._encode(self._render(new, tools=self._tools))
 
     def rewritten(self, history: Sequence[Message], new: Sequence[Message]) -> list[int] | None:
         """Return the tokens of a conversation that the template renders differently than before.
@@ -185,12 +210,12 @@ class TurnTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         is_complete: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
-                tools=tools,
+                tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
                 add_generation_prompt=not is_complete,
             )

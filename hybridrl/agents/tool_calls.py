@@ -47,6 +47,12 @@ def parse_hermes(text: str) -> Calls:
     return tuple(_hermes_call(block) for block in blocks)
 
 
+def text_before_calls(text: str) -> str:
+    """Return what a turn with calls says besides; other formats than Hermes have no room for it."""
+    before, tag, _ = text.partition(_OPEN)
+    return before if tag else ""
+
+
 def _hermes_call(block: str) -> ToolCall | BrokenCall:
     body, end, _ = block.partition(_CLOSE)
     if not end:

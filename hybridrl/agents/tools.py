@@ -11,17 +11,18 @@ import inspect
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from transformers.utils import get_json_schema
 
-from hybridrl.agents import built_in_tools
+from hybridrl.agents import built_in_tools, search
+from hybridrl.agents.search import SearchIndex
 from hybridrl.agents.tool_calls import BrokenCall, ToolCall
 from hybridrl.agents.tool_child import to_text
 from hybridrl.agents.tool_process import ToolFailed, ToolLimits, ToolProcesses
-from hybridrl.config.agent import BUILT_IN_TOOLS
+from hybridrl.config.agent import BUILT_IN_TOOLS, SEARCH
 from hybridrl.errors import AgentError, suggest_name
 from hybridrl.json_text import to_json_text
 from hybridrl.rewards.child import last_line, load_function
@@ -89,6 +90,20 @@ def load_tools(spelled_names: Sequence[str]) -> tuple[Tool, ...]:
     return tools
 
 
+def with_index(tools: Sequence[Tool], folder: str | None) -> tuple[Tool, ...]:
+    """Give the tool ``search`` an index of the folder, if it is among the tools.
+
+    Raises:
+        AgentError: the folder cannot be read, or holds no text.
+    """
+    return tuple(
+        replace(tool, function=SearchIndex(Path(str(folder))).search)
+        if tool.spelled == SEARCH
+        else tool
+        for tool in tools
+    )
+
+
 def _load_tool(spelled: str) -> Tool:
     file, _, name = spelled.rpartition(":")
     if not file:
@@ -97,6 +112,9 @@ def _load_tool(spelled: str) -> Tool:
                 f"agent.tools={spelled!r} is not built in; {suggest_name(name, BUILT_IN_TOOLS)} "
                 "For your own set agent.tools=[path/to/file.py:function]"
             )
+        if name == SEARCH:
+            method = SearchIndex.search  # of the index that a rank makes: see `with_index`
+            return Tool(spelled, Path(search.__file__), method, schema_of(method, spelled=name))
         if name == "python":
             Sandbox(SandboxLimits()).check()
         file = str(built_in_tools.__file__)

@@ -8,12 +8,22 @@ the model computes its sequences one by one (``RolloutBatch.sequence_lengths_BQ`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from hybridrl.agents.turn_records import (
+    ASSISTANT,
+    HISTORY,
+    UNKNOWN,
+    CallRecord,
+    TurnRecord,
+    encode_turns,
+)
+from hybridrl.data.rows import Message
 from hybridrl.workers.rollout.sampler import Sample
 
 Ended = Literal["answer", "turns", "tokens", "time", "error"]
@@ -29,6 +39,39 @@ class Turn:
 
     logprobs: Tensor | None
     """float32 [n] nats, of the sampler; None for tokens that the policy did not choose."""
+
+    rewards: Tensor | None = None
+    """float32 [n], that the agent gave; None: none."""
+
+    messages: tuple[Message, ...] = ()
+    """What was appended, if the agent said it in messages."""
+
+    calls: tuple[CallRecord, ...] = ()
+    """Calls of tools behind a sampled turn."""
+
+    def rewarded(self, value: float | Sequence[float]) -> Turn:
+        """Return the turn with one more reward: on its last token, or one for each token.
+
+        Raises:
+            ValueError: not finite, or another number of tokens.
+        """
+        rewards = torch.zeros(len(self.token_ids))
+        if isinstance(value, Sequence):
+            rewards = torch.tensor([float(each) for each in value])
+        elif len(rewards):
+            rewards[-1] = float(value)
+        if not rewards.isfinite().all() or len(rewards) != len(self.token_ids):
+            raise ValueError(
+                f"the reward of a turn is a finite number, or one for each of its "
+                f"{len(self.token_ids)} tokens, not {value!r:.100}"
+            )
+        return replace(self, rewards=rewards if self.rewards is None else self.rewards + rewards)
+
+    def record(self) -> TurnRecord:
+        """Describe the turn for the driver."""
+        appended = self.messages[0].role if self.messages else UNKNOWN
+        role = appended if self.logprobs is None else ASSISTANT
+        return TurnRecord(role, len(self.token_ids), self.messages, self.calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +113,11 @@ class Trajectory:
         return sum(turn.logprobs is not None for turn in self.turns)
 
     @property
+    def num_sampled_tokens(self) -> int:
+        """Return the tokens that the policy chose."""
+        return sum(len(turn.token_ids) for turn in self.turns if turn.logprobs is not None)
+
+    @property
     def num_appended_tokens(self) -> int:
         """Return the tokens that the policy did not choose."""
         return sum(len(turn.token_ids) for turn in self.turns if turn.logprobs is None)
@@ -78,13 +126,17 @@ class Trajectory:
         """Return all sequences end to end, as one continuation of the first context."""
         first, *others = self.sequences
         turns, begins = list(first.turns), []
+        records = [turn.record() for turn in turns]
         for sequence in others:
             begins.append(sum(len(turn.token_ids) for turn in turns))
             turns += [Turn(sequence.context, None), *sequence.turns]
-        logprobs, is_sampled = [], []
+            records.append(TurnRecord(HISTORY, len(sequence.context)))
+            records += [turn.record() for turn in sequence.turns]
+        logprobs, is_sampled, rewards = [], [], []
         for turn in turns:
             zeros = torch.zeros(len(turn.token_ids))
             logprobs.append(zeros if turn.logprobs is None else turn.logprobs)
+            rewards.append(zeros if turn.rewards is None else turn.rewards)
             is_sampled.append(torch.full_like(zeros, turn.logprobs is not None, dtype=torch.bool))
         return Sample(
             token_ids=torch.cat([turn.token_ids for turn in turns]),
@@ -92,6 +144,8 @@ class Trajectory:
             finish_reason="stop" if self.ended == "answer" else "length",
             weight_version=self.weight_version,
             is_sampled=torch.cat(is_sampled),
+            rewards=torch.cat(rewards),
             context=first.context,
             sequence_begins=tuple(begins),
+            turns=encode_turns(records),
         )

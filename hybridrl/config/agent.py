@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 from hybridrl.config import parts
 from hybridrl.config.limits import Rows, Seconds, Within
+from hybridrl.config.paths import absolute_file
 
 SINGLE_TURN = "single_turn"
-BUILT_IN_AGENTS = (SINGLE_TURN, "tool_calls")
-BUILT_IN_TOOLS = ("calculator", "python")
+ENVIRONMENT = "environment"
+PROXY = "proxy"
+BUILT_IN_AGENTS = (SINGLE_TURN, "tool_calls", ENVIRONMENT, PROXY)
+BUILT_IN_ENVIRONMENTS = ("Calculator",)
+SEARCH = "search"
+BUILT_IN_TOOLS = ("calculator", "python", SEARCH)
 
 _IN_CONTEXT = "no model has a longer context"
 
@@ -21,11 +27,22 @@ class AgentConfig:
 
     loop: str
     """``single_turn`` samples one response. ``tool_calls`` lets the model call tools until a turn
-    has no call. Or ``path/to/file.py:Class`` of your own."""
+    has no call. ``environment`` has ``agent.environment`` answer each turn. ``proxy`` runs a
+    program that samples as a client of OpenAI. Or ``path/to/file.py:Class`` of your own."""
+
+    environment: str | None
+    """With ``agent.loop=environment``: a class with reset and step, or a function that makes one,
+    ``path/to/file.py:Class``, or Calculator. Null: none."""
+
+    command: tuple[str, ...]
+    """Of ``agent.loop=proxy``: program and arguments, run for each conversation."""
 
     tools: tuple[str, ...]
-    """Functions that the model may call: built-in names (calculator, python) and
+    """Functions that the model may call: built-in names (calculator, python, search) and
     ``path/to/file.py:function``."""
+
+    search_folder: str | None
+    """Folder of .txt and .md files that the tool ``search`` searches. Null: none."""
 
     tool_format: Literal["hermes", "llama3_json", "pythonic"]
     """How the model writes calls: ``hermes`` is JSON in tool_call tags (Hermes, Qwen),
@@ -55,8 +72,14 @@ class AgentConfig:
 
     def with_absolute_files(self) -> AgentConfig:
         """Return the same section with absolute paths of its files, for any working folder."""
-        tools = tuple(parts.absolute(tool) for tool in self.tools)
-        return replace(self, loop=parts.absolute(self.loop), tools=tools)
+        return replace(
+            self,
+            loop=parts.absolute(self.loop),
+            environment=self.environment and parts.absolute(self.environment),
+            tools=tuple(parts.absolute(tool) for tool in self.tools),
+            search_folder=self.search_folder and str(Path(self.search_folder).absolute()),
+            command=tuple(map(absolute_file, self.command)),
+        )
 
     @property
     def is_single_turn(self) -> bool:

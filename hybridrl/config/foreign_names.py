@@ -23,7 +23,8 @@ _FOLDER = "set trainer.run_dir=FOLDER"
 _TRACKERS = "set tracking.trackers=[tensorboard,wandb]"
 _GPUS = "set cluster=one_gpu cluster.num_ranks_per_node"
 _REWARD_MODEL = "set reward.function=model reward.args.path=FOLDER"
-_TURNS = f"tools and several turns are not supported yet; {_REWARD} to score one response"
+_AGENT = "set agent=tool_calls, or agent.loop=FILE.py:CLASS"
+_TOOLS = "set agent=tool_calls agent.tools=[calculator,FILE.py:FUNCTION]"
 
 _KEYS: Mapping[str, str] = {
     **dict.fromkeys(("rollout.n", "num_generations", "n_samples_per_prompt"), _RESPONSES),
@@ -125,7 +126,21 @@ _KEYS: Mapping[str, str] = {
         "its keys are in actor, rollout and model: actor.optimizer.lr, "
         "rollout.num_responses_per_prompt, model.path"
     ),
-    **dict.fromkeys(("multi_turn", "tool_config_path", "agent"), _TURNS),
+    **dict.fromkeys(
+        (
+            *("multi_turn", "multi_turn.enable", "default_agent_loop", "agent_loop_config_path"),
+            *("rollout_func", "agent_func_path", "custom_generate_function_path"),
+        ),
+        _AGENT,
+    ),
+    **dict.fromkeys(("tools", "tool_config_path", "function_tool_path"), _TOOLS),
+    **dict.fromkeys(
+        ("max_assistant_turns", "max_user_turns", "max_tool_calling_iterations"),
+        "set agent.max_turns",
+    ),
+    "max_tool_response_length": "set agent.max_result_chars, which counts characters",
+    "multi_turn.format": "set agent.tool_format",
+    "tokenization_sanity_check_mode": "set agent.history=strict or keep",
 }
 """By key, or by its last words; a key of one word without ``_`` is known only by itself."""
 
@@ -139,7 +154,7 @@ _CHOICES: Mapping[tuple[str, str], str] = {
         for name in ("otb", "tir_optimal_token_baseline")
     },
     ("algorithm", "gae"): "set algorithm=ppo",
-    ("algorithm", "dpo"): "DPO is not supported yet; set algorithm=grpo",
+    ("algorithm", "dpo"): "set mode=dpo",
     ("rollout", "vllm"): "it is not supported yet; set rollout=sglang or rollout=hf",
     **{("actor", name): "set actor=fsdp2 or actor=megatron" for name in ("fsdp", "deepspeed")},
     **{("tracking", name): _TRACKERS for name in ("wandb", "mlflow", "swanlab")},

@@ -99,6 +99,8 @@ ADVANTAGE = PartKind(
             "advantages.grpo": "grpo grpo_passk",
             "advantages.rloo": "rloo",
             "advantages.gae": "gae",
+            "advantages.bi_level_gae": "bi_level_gae",
+            "advantages.turns": "turn_grpo turn_reinforce",
             "advantages.reinforce": "reinforce reinforce_plus_plus reinforce_plus_plus_baseline",
             "advantages.remax": "remax",
             "advantages.gpg": "gpg",

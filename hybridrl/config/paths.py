@@ -39,6 +39,11 @@ def is_there(path: str | Path) -> bool:
     return not _look_at(path)[1]
 
 
+def absolute_file(word: str) -> str:
+    """Return the absolute path of a file that is there, and other words as they are."""
+    return word if flaw_of_file(word) else str(Path(word).absolute())
+
+
 def split_function(path: str | Path) -> tuple[Path, str] | None:
     """Return file and name of ``path/to/file.py:function``; None if it is not of that form."""
     file, colon, name = str(path).rpartition(":")

@@ -15,16 +15,20 @@ BUILT_IN_REWARDS: Mapping[str, str] = {
     "code": "code_answers",
     "http": "remote",
     "model": "reward_model",
+    "agent": "functions",
 }
 """Module below ``hybridrl.rewards`` by the name of the function in it."""
 
 MODEL = "model"
 """The function whose scores the ranks compute."""
 
-BATCH_COLUMNS = ("responses", "answers", "prompts", "sources", "lengths")
-"""Inputs of a function that scores several rows in a call; the last is in tokens."""
+AGENT = "agent"
+"""The function that returns the rewards that the agent gave."""
 
-ROW_COLUMNS = ("response", "answer", "prompt", "source", "length")
+BATCH_COLUMNS = ("responses", "answers", "prompts", "sources", "lengths", "conversations")
+"""Inputs of a function that scores several rows in a call; lengths are in tokens."""
+
+ROW_COLUMNS = ("response", "answer", "prompt", "source", "length", "conversation")
 """The same inputs, of a function that scores one row in a call."""
 
 
@@ -50,7 +54,7 @@ class RewardConfig:
 
     function: str | None
     """A built-in name (exact_match, sorted_prefix, numeric, length, format, math, code,
-    http, model) or ``path/to/file.py:function``. Null with ``reward.functions``."""
+    http, model, agent) or ``path/to/file.py:function``. Null with ``reward.functions``."""
 
     args: Mapping[str, ArgumentValue]
     """Numbers and texts of the function: its keyword-only parameters."""
@@ -86,6 +90,11 @@ class RewardConfig:
             for name, part in self.parts.items()
             if part.function == MODEL and "path" in part.args
         }
+
+    @property
+    def agent_names(self) -> tuple[str, ...]:
+        """Names of the rewards that an agent gives."""
+        return tuple(name for name, part in self.parts.items() if part.function == AGENT)
 
     def with_absolute_files(self) -> RewardConfig:
         """Return the same rewards with absolute paths of models, for any working folder."""

@@ -40,6 +40,10 @@ Policy | Clipped values of the critic | critic/clip_fraction=moved too far |
 Policy | Updates left out | policy/skipped_updates=not finite |
 Responses | Response length | length/response_tokens/mean=training, eval/length/response_tokens/mean=held-out prompts, length/response_tokens/min=shortest, length/response_tokens/max=longest | limit=rollout.max_response_tokens
 Responses | How responses end | rollout/truncated_fraction=cut at the limit, rollout/empty_fraction=empty, eval/truncated_fraction=cut; held-out prompts |
+Responses | Turns of a conversation | agent/turns/mean=turns, agent/tool_calls/mean=calls of tools |
+Responses | Tokens of a conversation | agent/sampled_tokens/mean=sampled, agent/appended_tokens/mean=appended | stack
+Responses | Calls that failed | agent/tool_error_fraction=answered with an error |
+Responses | Limits that end conversations | agent/ended_by_tokens_fraction=tokens, agent/ended_by_turns_fraction=turns, agent/ended_by_time_fraction=time, agent/ended_by_error_fraction=error |
 Time | Where a step's time goes | time/generate_s=generate, time/reward_s=reward, time/logprobs_s=log-probs, time/advantage_s=advantages, time/update_s=update, time/eval_s=evaluation | stack
 Time | Inside generate: stages of the life cycle | time/offload_optimizer_s=offload optimizer, time/resume_weights_s=resume weights, time/sync_s=sync, time/offload_parameters_s=offload parameters, time/resume_cache_s=resume cache, time/continue_s=continue, time/sample_s=sample, time/skew_s=skew, time/pause_s=pause, time/drain_s=drain, time/release_s=release, time/release_cache_s=release cache, time/onload_training_s=onload training, time/roll_back_s=roll back, time/unwind_s=unwind, time/restart_s=restart, time/start_s=start | stack
 Time | Work of the critic | time/critic_values_s=values, time/critic_update_s=update |

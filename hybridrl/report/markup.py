@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from math import exp
@@ -71,9 +71,40 @@ def figure_html(figure: Mapping[str, Any], *, height: str = "260px") -> Html:
 def sample_cells(sample: dict[str, Any]) -> list[object]:
     """Return step, response and reward of a sample; unsure tokens are shaded."""
     pairs = zip(sample["tokens"], sample["logprobs"], strict=False)
-    tokens = [_token(token, logprob) for token, logprob in pairs] or [sample["response"]]
+    tokens = [_token(token, logprob) for token, logprob in pairs]
     cut = tag("span", " cut at the limit", cls="cut") if sample["is_truncated"] else ""
-    return [sample["step"], tag("div", *tokens, cut, cls="mono text"), number(sample["reward"])]
+    if sample["turns"]:
+        shown: Html = tag("div", *_chat(sample["turns"], tokens), cut, cls="chat")
+    else:
+        shown = tag("div", *(tokens or [sample["response"]]), cut, cls="mono text")
+    return [sample["step"], shown, number(sample["reward"])]
+
+
+def _chat(turns: Sequence[Mapping[str, Any]], tokens: Sequence[Html]) -> Iterator[Html]:
+    """Yield a bubble for each turn; the policy learns from the assistant's alone."""
+    at = 0
+    for turn in turns:
+        is_sampled = turn["role"] == "assistant"
+        end = at + turn["num_tokens"] * is_sampled
+        text = tokens[at:end] if at < end <= len(tokens) else [turn["text"]]
+        at = end
+        about = [f"{turn['role']}, {turn['num_tokens']} tokens", "" if is_sampled else ", no loss"]
+        if turn["reward"] is not None:
+            about.append(f", reward {number(turn['reward'])}")
+        yield tag(
+            "div",
+            tag("div", *about, cls="soft"),
+            tag("div", *text, cls="mono text"),
+            *(_call(call) for call in turn["calls"]),
+            cls="turn sampled" if is_sampled else "turn",
+        )
+
+
+def _call(call: Mapping[str, Any]) -> Html:
+    outcome = " answered with an error" if call["is_error"] else ""
+    name = call["name"] or "a call that cannot be read"
+    text = f"\N{RIGHTWARDS ARROW} {name} {call['arguments']}{outcome}"
+    return tag("div", text, cls="mono text failed" if outcome else "mono text soft")
 
 
 def _token(token: str, logprob: float | None) -> Html:

@@ -41,6 +41,7 @@ _FEW_STEPS = 5
 _KEY_METRICS = (
     *("reward/mean", "eval/reward/mean", "loss/supervised_nats", "eval/loss_nats"),
     *("loss/preference", "preference/accuracy", "eval/accuracy"),
+    *("agent/turns/mean", "agent/tool_calls/mean", "agent/tool_error_fraction"),
     *("length/response_tokens/mean", "time/step_s", "throughput/tokens_per_s"),
 )
 
@@ -171,6 +172,11 @@ def _explanation(run: Run) -> Iterator[Html]:
 def _samples(samples: Samples) -> Iterator[Html]:
     if samples.held_out or samples.train:
         about = "Shaded: a token of low probability. Point at it for its log-prob."
+        if samples.has_conversations:
+            about += (
+                " Conversations: the policy learns from turns with a full line. Those with a "
+                "dashed one were appended, and carry no loss."
+            )
         yield tag("p", about, cls="soft")
     for prompt, answers in samples.held_out.items():
         rows = [sample_cells(sample) for sample in answers]

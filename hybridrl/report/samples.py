@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ _EVAL = b'"split": "eval"'
 _MAX_STEPS = 12
 _MAX_PROMPTS = 8
 _MAX_CHARS = 4000
+_MAX_TURNS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,12 @@ class Samples:
 
     held_out: Mapping[str, Sequence[dict[str, Any]]]
     """Responses by prompt: the answers of several steps to the same prompt."""
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether a response has several turns."""
+        rows = chain.from_iterable([*self.train.values(), *self.held_out.values()])
+        return any(row["turns"] for row in rows)
 
 
 def read_samples(path: Path) -> Samples:
@@ -66,21 +74,42 @@ def spread(steps: Sequence[int]) -> list[int]:
 def _clean(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a sample of bounded size, for any output of a model and of a reward function."""
     texts = {name: str(row.get(name, "")) for name in ("prompt", "response", "answer")}
-    turns = [turn for turn in row.get("turns") or () if isinstance(turn, dict)]
-    if turns:
-        spoken = (f"[{turn.get('role')}] {turn.get('text')}" for turn in turns)
-        texts["response"] = "\n".join(spoken)
-    for name, text in texts.items():
-        if len(text) > _MAX_CHARS:
-            texts[name] = f"{text[:_MAX_CHARS]} … {len(text)} characters"
-    tokens, logprobs = (
-        row[name] if isinstance(row.get(name), list) else [] for name in ("tokens", "logprobs")
-    )
+    tokens, logprobs = (_list_of(row, name) for name in ("tokens", "logprobs"))
     return {
-        **texts,
+        **{name: _shortened(text) for name, text in texts.items()},
         "step": row["step"],
         "is_truncated": bool(row.get("is_truncated")),
         "reward": plottable(row.get("reward")),
-        "tokens": [] if turns else list(map(str, tokens)),
+        "tokens": list(map(str, tokens)),
         "logprobs": list(map(plottable, logprobs)),
+        "turns": [_clean_turn(turn) for turn in _list_of(row, "turns")[:_MAX_TURNS]],
     }
+
+
+def _clean_turn(turn: object) -> dict[str, Any]:
+    known = turn if isinstance(turn, dict) else {}
+    num_tokens = known.get("num_tokens")
+    return {
+        "role": str(known.get("role", "")),
+        "text": _shortened(str(known.get("text", ""))),
+        "num_tokens": num_tokens if isinstance(num_tokens, int) else 0,
+        "reward": plottable(known.get("reward")),
+        "calls": [
+            {
+                "name": str(call.get("name", "")),
+                "arguments": _shortened(str(call.get("arguments", ""))),
+                "is_error": bool(call.get("is_error")),
+            }
+            for call in _list_of(known, "calls")
+            if isinstance(call, dict)
+        ],
+    }
+
+
+def _list_of(row: Mapping[str, Any], name: str) -> list[Any]:
+    value = row.get(name)
+    return value if isinstance(value, list) else []
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]} … {len(text)} characters"

@@ -27,8 +27,8 @@ from typing import Any
 HEADER = struct.Struct("!Q")
 """The prefix of a message: its length in bytes."""
 
-BATCH_COLUMNS = ("responses", "answers", "prompts", "sources", "lengths")
-ROW_COLUMNS = ("response", "answer", "prompt", "source", "length")
+BATCH_COLUMNS = ("responses", "answers", "prompts", "sources", "lengths", "conversations")
+ROW_COLUMNS = ("response", "answer", "prompt", "source", "length", "conversation")
 MAX_CONCURRENT = 64
 """Rows that an asynchronous function scores at a time."""
 
@@ -90,6 +90,9 @@ class RewardFunction:
             The reason why a call with all rows gave no rewards; empty if it did.
         """
         rows = len(columns["responses"])
+        if not columns.get("conversations"):  # of single turns they are not sent
+            said = [[{"role": "assistant", "text": text}] for text in columns["responses"]]
+            columns = {**columns, "conversations": said}
         if not self._is_per_row:
             return self._score_batch(columns, rows, emit)
         if self._is_async:

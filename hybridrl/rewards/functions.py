@@ -102,6 +102,14 @@ def length(
     return -per_token * distance
 
 
+def agent(scores: Sequence[float]) -> list[float]:
+    """Return the rewards that the agent, or its environment, gave to the turns, added up.
+
+    Advantages of tokens and turns see each at its turn.
+    """
+    return list(scores)
+
+
 def _share_right(response: str, answer: str) -> float:
     num_right = 0
     for token, wanted in zip(response, answer, strict=False):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import queue
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from hybridrl.rewards.child import Reward
 from hybridrl.rewards.runner import CallFailed, CallHung, ChildRunner, FunctionFile, RewardInputs
@@ -96,7 +97,18 @@ class RewardPool:
         for runner in self._runners:
             self._idle.put(runner)
 
-    def score(self, inputs: RewardInputs, *, stop_at_failure: bool) -> Outcomes:
+    @property
+    def kinds(self) -> Sequence[str]:
+        """How each function is called; see `channel.KINDS`."""
+        return self._runners[0].kinds
+
+    def score(
+        self,
+        inputs: RewardInputs,
+        *,
+        stop_at_failure: bool,
+        known: Sequence[Mapping[int, Reward]] = (),
+    ) -> Outcomes:
         """Score B rows with every function.
 
         Rows of a failed call are tried again alone. The time is bounded: after three hangs in a row
@@ -105,12 +117,15 @@ class RewardPool:
         Args:
             inputs: B rows, those of the same prompt adjacent.
             stop_at_failure: do not try the others once a row was found that fails alone.
+            known: results by function and row of earlier calls; those rows are not scored.
 
         Raises:
             RewardError: a function had to be loaded again, and that failed.
         """
-        outcomes = Outcomes([{} for _ in self._functions])
-        waiting = deque(self._cut(inputs))
+        outcomes = Outcomes([dict(rewards) for rewards in known or [{}] * len(self._functions)])
+        failed = (isinstance(r, str) for rewards in outcomes.by_function for r in rewards.values())
+        outcomes.is_any_failed = any(failed)
+        waiting = deque(self._cut(inputs, outcomes))
         running: dict[Future[list[Reward]], Piece] = {}
         while waiting or running:
             while waiting and len(running) < self._num_processes:
@@ -127,6 +142,21 @@ class RewardPool:
                         rewards.setdefault(row, reason)
         return outcomes
 
+    def score_some(
+        self, inputs: RewardInputs, function: int
+    ) -> tuple[dict[int, Reward], CallFailed | None]:
+        """Score rows in one process, whatever else the others do; return a failure with its row.
+
+        Of a function of one row: a row that fails gets the reason, and those behind it nothing.
+        """
+        try:
+            return dict(enumerate(self._call(function, inputs))), None
+        except CallFailed as failure:
+            rewards = dict(failure.rewards)
+            if self.kinds[function] == "row":
+                rewards[len(rewards)] = str(failure)
+            return rewards, failure
+
     def close(self) -> None:
         """End all processes. Twice is a no-op."""
         for runner in self._runners:
@@ -135,17 +165,20 @@ class RewardPool:
         for runner in self._runners:
             runner.close()
 
-    def _cut(self, inputs: RewardInputs) -> Iterator[Piece]:
+    def _cut(self, inputs: RewardInputs, outcomes: Outcomes) -> Iterator[Piece]:
         """Cut rows into pieces; those that see several rows see all of a prompt's."""
-        for function, kind in enumerate(self._runners[0].kinds):
+        for function, kind in enumerate(self.kinds):
+            known = outcomes.by_function[function]
+            rows = [row for row in range(len(inputs)) if row not in known]
             if kind == "row":
                 num_pieces = self._num_processes * _PIECES_PER_PROCESS
-                rows_per_piece = -(-len(inputs) // num_pieces)
-                begins = list(range(0, len(inputs), rows_per_piece or 1))
+                rows_per_piece = -(-len(rows) // num_pieces)
+                begins = list(range(0, len(rows), rows_per_piece or 1))
             else:
-                begins = _begins_of_slices(inputs.prompts, self._num_processes)
-            for begin, end in zip(begins, [*begins[1:], len(inputs)], strict=True):
-                yield Piece(function, range(begin, end))
+                prompts = [inputs.prompts[row] for row in rows]
+                begins = _begins_of_slices(prompts, self._num_processes)
+            for begin, end in pairwise([*begins, len(rows)]):
+                yield Piece(function, rows[begin:end])
 
     def _call(self, function: int, inputs: RewardInputs) -> list[Reward]:
         runner = self._idle.get()

@@ -47,6 +47,8 @@ def reward_metrics(scores: Scores, *, num_responses: int) -> Metrics:
         "reward/min": Min(rewards_B.min().item()),
         "reward/failed_fraction": _mean(scores.is_failed_B),
     }
+    if scores.is_early_B is not None:
+        metrics["reward/early_fraction"] = _mean(scores.is_early_B)
     if num_responses > 1:
         metrics["reward/zero_variance_group_fraction"] = _flat(rewards_B, num_responses)
     for at, name in enumerate(scores.names if len(scores.names) > 1 else ()):

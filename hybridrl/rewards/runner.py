@@ -10,8 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from hybridrl.config.limits import ArgumentValue
 from hybridrl.config.reward import BUILT_IN_REWARDS, RewardPart
@@ -44,19 +45,23 @@ class RewardInputs:
     prompts: list[str]
     sources: list[str]
     lengths: list[int]  # tokens of the response
+    conversations: list[list[dict[str, str]]] = field(default_factory=list)
+    """Role and text of each message behind the prompt; empty if all responses are single turns."""
 
     def __len__(self) -> int:
         return len(self.responses)
 
+    def columns(self) -> dict[str, list[Any]]:
+        """Return all columns by name."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
     def take(self, rows: Sequence[int]) -> RewardInputs:
         """Return some rows, in the order of ``rows``."""
-        return RewardInputs(
-            responses=[self.responses[row] for row in rows],
-            answers=[self.answers[row] for row in rows],
-            prompts=[self.prompts[row] for row in rows],
-            sources=[self.sources[row] for row in rows],
-            lengths=[self.lengths[row] for row in rows],
-        )
+        taken = {
+            name: [column[row] for row in rows] if column else []
+            for name, column in self.columns().items()
+        }
+        return RewardInputs(**taken)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +181,7 @@ class ChildRunner:
         """Add the rewards of the rows that have none yet."""
         deadline = time.monotonic() + timeout_s
         rows = [row for row in range(len(inputs)) if row not in rewards]
-        call = {"function": function, "columns": asdict(inputs.take(rows))}
+        call = {"function": function, "columns": inputs.take(rows).columns()}
         try:
             self._channel.send(call, timeout_s=timeout_s)
         except TimeoutError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -21,7 +21,7 @@ from hybridrl.rewards import functions
 from hybridrl.rewards.child import Reward, RewardFunction
 from hybridrl.rewards.pool import RewardPool
 from hybridrl.rewards.reward_model import model
-from hybridrl.rewards.runner import RewardInputs, check_sandbox, find_function
+from hybridrl.rewards.runner import CallHung, RewardInputs, check_sandbox, find_function
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +36,25 @@ _IN_DRIVER = {
 }
 """Built-in functions that end quickly whatever the text, so that they need no process."""
 
+_BY_ROW = ("http",)
+"""Built-in functions that take several rows for speed, and score each by itself."""
+
 LARGEST_REWARD = 1e15
 """Beyond it float32 loses more than units, and squares of rewards (their deviation, a critic's
 loss) come near the 3e38 at which float32 ends."""
 
 _MAX_TEXT = 80
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyRow:
+    """Rewards of a row whose scoring began while others were sampled."""
+
+    rewards: Sequence[Reward | None]
+    """By function of the pool; None: it was not called, or the row has to be tried again."""
+
+    is_in_time: bool
+    """Whether it ended before the last response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +73,27 @@ class Scores:
     is_failed_BK: Tensor
     """bool."""
 
+    is_early_B: Tensor | None = None
+    """bool, scored before the last response ended; None: no function can do that."""
+
     def at(self, index_B: Tensor) -> Self:
         """Return the scores of these rows."""
         return replace(
             self,
             reward_parts_BK=self.reward_parts_BK[index_B],
             is_failed_BK=self.is_failed_BK[index_B],
+            is_early_B=None if self.is_early_B is None else self.is_early_B[index_B],
         )
 
     @staticmethod
     def join(rounds: Sequence[Scores]) -> Scores:
         """Return the scores of all rows, in order."""
+        early = [scores.is_early_B for scores in rounds if scores.is_early_B is not None]
         return replace(
             rounds[0],
             reward_parts_BK=torch.cat([scores.reward_parts_BK for scores in rounds]),
             is_failed_BK=torch.cat([scores.is_failed_BK for scores in rounds]),
+            is_early_B=torch.cat(early) if early else None,
         )
 
     @property
@@ -107,8 +127,9 @@ class RewardScorer:
             if part.function in _IN_DRIVER
         }
         self._models = config.model_paths
-        known = {*self._in_driver, *self._models}
+        known = {*self._in_driver, *self._models, *config.agent_names}
         self._in_pool = [name for name in self._parts if name not in known]
+        self.num_processes = config.num_processes or usual_num_processes()
         self._pool = self._start_pool()
 
     def __enter__(self) -> Self:
@@ -117,21 +138,65 @@ class RewardScorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def early_functions(self) -> list[int]:
+        """The functions of the pool that may score a response before its siblings have ended.
+
+        The others see several rows, and may compare them.
+        """
+        kinds = () if self._pool is None else self._pool.kinds
+        parts = (self._parts[name].function for name in self._in_pool)
+        return [
+            number
+            for number, (kind, function) in enumerate(zip(kinds, parts, strict=True))
+            if kind != "batch" or function in _BY_ROW
+        ]
+
+    def score_early(self, inputs: RewardInputs) -> tuple[list[list[Reward | None]], int]:
+        """Score rows by ``early_functions`` in one process.
+
+        Returns:
+            Of each row the rewards by function of the pool, None where there is none yet; and the
+            number of calls that hung.
+        """
+        rewards: list[list[Reward | None]] = [
+            [None] * len(self._in_pool) for _ in range(len(inputs))
+        ]
+        num_hangs = 0
+        if self._pool is None:
+            return rewards, num_hangs
+        for function in self.early_functions:
+            known, failure = self._pool.score_some(inputs, function)
+            num_hangs += isinstance(failure, CallHung)
+            for row, reward in known.items():
+                rewards[row][function] = reward
+        return rewards, num_hangs
+
     def score(
-        self, inputs: RewardInputs, *, model_scores: Mapping[str, Sequence[Reward]] | None = None
+        self,
+        inputs: RewardInputs,
+        *,
+        model_scores: Mapping[str, Sequence[Reward]] | None = None,
+        agent_rewards: Sequence[float] = (),
+        early: Mapping[int, EarlyRow] | None = None,
     ) -> Scores:
         """Score B responses.
 
         Args:
             inputs: of the functions.
             model_scores: B scores by each reward model, or why there is none.
+            agent_rewards: B rewards that the agent gave, if a function returns them.
+            early: rows that ``score_early`` scored; they are not scored again. None: no function
+                can score early.
 
         Raises:
             RewardError: with ``on_error="stop"``, a function raised, hung or ended its process.
                 Or it returned another number of rewards, or a value that is not a number that
                 training can compute with. Names function, response and prompt.
         """
-        outcomes = self._call(inputs) | self._normalize(model_scores or {})
+        outcomes = self._call(inputs, early or {}) | self._normalize(model_scores or {})
+        for name in self._config.agent_names:
+            outcomes[name] = dict(enumerate(functions.agent(agent_rewards)))
         rows = range(len(inputs))
         by_row = [
             [self._check(outcomes[name][row], part) for name, part in self._parts.items()]
@@ -148,6 +213,7 @@ class RewardScorer:
             torch.tensor([part.weight for part in self._parts.values()], dtype=torch.float32),
             torch.tensor(rewards, dtype=torch.float32).view(is_failed_BK.shape),
             is_failed_BK,
+            None if early is None else _in_time(early, len(inputs)),
         )
 
     def close(self) -> None:
@@ -160,7 +226,7 @@ class RewardScorer:
             return None
         return RewardPool(
             [find_function(self._parts[name]) for name in self._in_pool],
-            num_processes=self._config.num_processes or usual_num_processes(),
+            num_processes=self.num_processes,
             timeout_s=self._config.timeout_s,
         )
 
@@ -176,14 +242,24 @@ class RewardScorer:
             }
         return by_name
 
-    def _call(self, inputs: RewardInputs) -> dict[str, Mapping[int, Reward]]:
+    def _call(
+        self, inputs: RewardInputs, early: Mapping[int, EarlyRow]
+    ) -> dict[str, Mapping[int, Reward]]:
         """Return the rewards of each function by row, or why there is none."""
         by_name: dict[str, Mapping[int, Reward]] = {}
         for name, function in self._in_driver.items():
             by_name[name] = _score_here(function, inputs)
         if self._pool is not None:
             is_stopping = self._config.on_error == "stop"
-            outcomes = self._pool.score(inputs, stop_at_failure=is_stopping)
+            known = [
+                {
+                    row: reward
+                    for row, each in early.items()
+                    if (reward := each.rewards[number]) is not None
+                }
+                for number in range(len(self._in_pool))
+            ]
+            outcomes = self._pool.score(inputs, stop_at_failure=is_stopping, known=known)
             if is_stopping and outcomes.failed_calls and not outcomes.is_any_failed:
                 number, failure = outcomes.failed_calls[0]
                 raise RewardError(
@@ -231,13 +307,17 @@ class RewardScorer:
         return f"{key}.function={self._parts[name].function}"
 
 
+def _in_time(early: Mapping[int, EarlyRow], num_rows: int) -> Tensor:
+    return torch.tensor([row in early and early[row].is_in_time for row in range(num_rows)])
+
+
 def _score_here(function: RewardFunction, inputs: RewardInputs) -> dict[int, Reward]:
     known: dict[int, Reward] = {}
 
     def emit(row: int, rewards: list[Reward]) -> None:
         known.update(enumerate(rewards, row))
 
-    failure = function.score(asdict(inputs), emit)
+    failure = function.score(inputs.columns(), emit)
     return dict.fromkeys(range(len(inputs)), failure) if failure else known
 
 

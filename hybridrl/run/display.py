@@ -25,6 +25,7 @@ _SHOWN = (
     *("reward/mean", "eval/reward/mean", "loss/supervised_nats", "eval/loss_nats"),
     *("loss/preference", "preference/accuracy", "eval/accuracy", "preference/margin/mean"),
     *("length/response_tokens/mean", "rollout/truncated_fraction"),
+    *("agent/turns/mean", "agent/tool_calls/mean", "agent/tool_error_fraction"),
     *("policy/entropy_nats/mean", "policy/kl_to_reference_nats/mean", "policy/grad_norm"),
     *("critic/explained_variance", "policy/sampler_mismatch_nats/mean", "policy/skipped_updates"),
     *("time/step_s", "throughput/tokens_per_s"),

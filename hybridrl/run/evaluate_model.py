@@ -32,6 +32,7 @@ from hybridrl.run.export_checkpoint import export_checkpoint
 from hybridrl.run.record import RunFolder
 from hybridrl.run.starter import find_model
 from hybridrl.run.workers import start_workers
+from hybridrl.trainer.early_rewards import EarlyRewards
 from hybridrl.trainer.evaluate import EvalReport
 from hybridrl.trainer.policy import Policy
 from hybridrl.trainer.reward import TextReward
@@ -95,11 +96,15 @@ def _evaluate(config: ExperimentConfig, record: RunFolder) -> tuple[list[EvalRep
     tasks = build_eval_tasks(config, tokenizer, stop_token_ids)
     samples = eval_sample_taker(config, tokenizer)
     models = load_reward_models(config.reward)
-    with RewardScorer(config.reward) as scorer:
+    with (
+        RewardScorer(config.reward) as scorer,
+        EarlyRewards(scorer, tokenizer) as early,
+    ):
         record.phase("start workers")
         with start_workers(config, folder) as workers:
             policy = cast(Policy, workers["actor"])
-            reward = TextReward(scorer, tokenizer, scores_of(config, models, workers["actor"]))
+            by_models = scores_of(config, models, workers["actor"])
+            reward = TextReward(scorer, tokenizer, by_models, early)
             record.begin_step(1)
             record.phase("evaluate")
             reports, metrics = build_evaluator(config, policy, reward, tokenizer).evaluate(tasks)

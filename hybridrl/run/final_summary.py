@@ -12,6 +12,7 @@ from hybridrl.run.display import format_duration, format_value
 from hybridrl.run.line_files import SCORES, read_metrics
 
 _NUM_SMOOTHED = 10
+_OF_CONVERSATIONS = (("agent/turns/mean", max), ("agent/tool_error_fraction", min))
 
 
 def describe_end(
@@ -33,7 +34,8 @@ def describe_end(
     epochs = config.trainer.num_epochs
     num_steps = config.num_steps if error or epochs is None else num_done  # epochs ended it
     rows = [(verb, f"{where} of {num_steps}{seconds}")]
-    rows += [(name, text) for name, best in SCORES if (text := _describe_score(lines, name, best))]
+    shown = (*SCORES, *_OF_CONVERSATIONS)
+    rows += [(name, text) for name, best in shown if (text := _describe_score(lines, name, best))]
     store = CheckpointStore(folder / "checkpoints")
     steps = store.steps()
     places = {

@@ -35,6 +35,7 @@ from hybridrl.trainer.build_algorithm import (
     build_actor_critic,
     build_policy_optimization,
 )
+from hybridrl.trainer.early_rewards import EarlyRewards
 from hybridrl.trainer.evaluate import EvalTask
 from hybridrl.trainer.kl_coefficient import KLCoefficient
 from hybridrl.trainer.loop import Loop, StepRecorder, UpdateGuard
@@ -101,7 +102,10 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
     )
     held_out = build_eval_tasks(config, tokenizer, stop_token_ids) if config.evaluates else []
     reward_models = load_reward_models(config.reward)
-    with RewardScorer(config.reward) as scorer:
+    with (
+        RewardScorer(config.reward) as scorer,
+        EarlyRewards(scorer, tokenizer) as early,
+    ):
         kl = KLCoefficient(config.algorithm.kl, num_rows=config.num_rows_per_step)
         rl = _ReinforcementLearning(
             config=config,
@@ -111,7 +115,7 @@ def open_rl(config: ExperimentConfig, folder: Path, record: RunFolder) -> Iterat
             source=source,
             held_out=held_out,
             reward_with=lambda workers: TextReward(
-                scorer, tokenizer, scores_of(config, reward_models, workers["actor"])
+                scorer, tokenizer, scores_of(config, reward_models, workers["actor"]), early
             ),
             kl=kl,
             plan_check=PlanCheck(config),

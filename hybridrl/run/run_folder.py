@@ -30,6 +30,7 @@ from typing import Literal, Protocol, Self
 
 from filelock import FileLock, Timeout
 
+from hybridrl.agents.turn_records import CallRecord
 from hybridrl.atomic_io import atomic_write_text, free_name
 from hybridrl.config.tracking import TrackingConfig
 from hybridrl.errors import RunFolderError
@@ -65,12 +66,20 @@ class Tracker(Protocol):
 class SampleTurn:
     """One turn of a conversation."""
 
-    role: Literal["assistant", "environment"]
-    """Whether the policy wrote it, or it was appended: by a tool, or by a user that an agent plays.
-    """
+    role: str
+    """``assistant``: the policy wrote it, and learns from it. ``tool`` or ``user``: an agent
+    appended it. ``history``: the earlier turns, rendered anew. ``environment``: other tokens."""
 
     text: str
     """With special tokens."""
+
+    num_tokens: int
+
+    calls: tuple[CallRecord, ...] = ()
+    """Calls of tools behind a turn of the assistant; empty ones are not written."""
+
+    reward: float | None = None
+    """That the agent gave the turn; not written if it gave none in the conversation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,10 +241,9 @@ class RunLogger:
         with _naming(self.folder):
             for sample in samples[: self._config.num_samples_per_step]:
                 values = asdict(sample)
-                for name in ("eval_set", "turns"):
-                    if not values[name]:
-                        del values[name]
-                _append(self._samples, {"step": step} | values)
+                for turn in values["turns"]:
+                    _drop_empty(turn, ("calls", "reward"))
+                _append(self._samples, {"step": step} | _drop_empty(values, ("eval_set", "turns")))
 
     def _require_folder(self) -> None:
         """Check that the folder exists: writing to open files of a deleted folder never fails.
@@ -264,6 +272,13 @@ class RunLogger:
     def close(self) -> None:
         """End the trackers and close the files. Twice is a no-op."""
         self._opened.close()
+
+
+def _drop_empty(values: dict[str, object], names: Sequence[str]) -> dict[str, object]:
+    for name in names:
+        if values[name] in ((), "", None):
+            del values[name]
+    return values
 
 
 def _append(file: FileIO, record: Mapping[str, object]) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import groupby
-from operator import itemgetter
 from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl.agents.turn_records import ASSISTANT, turns_of
 from hybridrl.batch import RolloutBatch, row_offsets
 from hybridrl.data.source import PromptStep
 from hybridrl.data.tokenizer import decode_responses
@@ -87,21 +86,33 @@ class SampleTaker:
 
     def _turns_of(self, rollouts: RolloutBatch, row: int) -> tuple[SampleTurn, ...]:
         """Return the turns behind the prompt; none of a row with a single one."""
-        begin, end = row_offsets(rollouts.token_ids_BL)[row : row + 2].tolist()
-        token_ids = rollouts.token_ids_BL.values()[begin:end].tolist()
-        is_sampled = rollouts.response_mask_BL.values()[begin:end].tolist()
-        runs = groupby(zip(is_sampled, token_ids, strict=True), key=itemgetter(0))
-        _, *turns = (
+        tokens_T = rollouts.token_ids_BL.values()
+        rewards = _turn_rewards(rollouts, row)
+        turns = tuple(
             SampleTurn(
-                "assistant" if key else "environment",
-                self._tokenizer.decode([token_id for _, token_id in run]),
+                turn.role,
+                self._tokenizer.decode(tokens_T[at.start : at.stop].tolist()),
+                turn.num_tokens,
+                turn.calls,
+                rewards.get(at.start) if turn.role == ASSISTANT else None,
             )
-            for key, run in runs
+            for turn, at in turns_of(rollouts, row)
         )
-        return tuple(turns) if len(turns) > 1 else ()
+        return turns if len(turns) > 1 else ()
 
     def _text_of(self, token_id: int) -> str:
         """Decode one token; an incomplete character shows as its replacement sign."""
         if token_id not in self._texts:
             self._texts[token_id] = self._tokenizer.decode([token_id])
         return self._texts[token_id]
+
+
+def _turn_rewards(rollouts: RolloutBatch, row: int) -> dict[int, float]:
+    """Return what the agent gave each turn, by the turn's first position; none if all are 0."""
+    if rollouts.agent_rewards_BL is None:
+        return {}
+    rewards_T = rollouts.agent_rewards_BL.values()
+    rewards = {
+        at.start: float(rewards_T[at.start : at.stop].sum()) for _, at in turns_of(rollouts, row)
+    }
+    return rewards if any(rewards.values()) else {}

@@ -14,7 +14,6 @@ from hybridrl.algorithms.overlong import overlong_punishment
 from hybridrl.batch import (
     LogprobBatch,
     jagged_from,
-    place_on_last_tokens,
     response_lengths,
     row_lengths,
     spread_over_tokens,
@@ -22,6 +21,7 @@ from hybridrl.batch import (
 from hybridrl.errors import TrainingError
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.trainer.collect import Collected, ScoredRollouts
+from hybridrl.trainer.token_rewards import place_rewards
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +58,8 @@ class Advantages:
 
     part: Part
     charges: Charges
+    agent_names: tuple[str, ...] = ()
+    """Rewards that an agent gave to its turns (``reward.function=agent``)."""
 
     def __call__(
         self,
@@ -117,6 +119,7 @@ class Advantages:
         """
         mask_BL, rewards_B = scored.rollouts.response_mask_BL, scored.scores.rewards_B
         metrics: Metrics = {}
+        penalty_B = torch.zeros_like(rewards_B)
         if self.charges.soft_overlong_tokens:
             penalty_B = overlong_punishment(
                 response_lengths(mask_BL),
@@ -127,7 +130,7 @@ class Advantages:
             metrics["reward/overlong_penalty/mean"] = _mean(-penalty_B)
         rewards_BL = None
         if "rewards_BL" in self.part.inputs:
-            rewards_BL = place_on_last_tokens(rewards_B, mask_BL)
+            rewards_BL = place_rewards(scored, -penalty_B, agent_names=self.agent_names)
         if self.charges.kl_estimator is None:
             return rewards_BL, rewards_B, metrics
         old_BL, reference_BL = logprobs.old_logprobs_BL, logprobs.reference_logprobs_BL

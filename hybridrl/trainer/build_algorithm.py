@@ -115,6 +115,7 @@ def _build_advantages(config: ExperimentConfig) -> Advantages:
             soft_overlong_tokens=algorithm.soft_overlong_tokens,
             max_response_tokens=config.rollout.max_response_tokens,
         ),
+        agent_names=config.reward.agent_names,
     )
 
 

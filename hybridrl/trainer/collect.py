@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
@@ -25,6 +26,12 @@ class Reward(Protocol):
 
     def __call__(self, rollouts: RolloutBatch, task: PromptStep) -> Scores:
         """Return one reward per row."""
+        ...
+
+    def while_sampling(
+        self, task: PromptStep, sampling: SamplingParams
+    ) -> AbstractContextManager[SamplingParams]:
+        """Score responses that end in the block; they are sampled with the parameters it gives."""
         ...
 
 
@@ -141,8 +148,11 @@ class Collector:
     def _sample(
         self, task: PromptStep, clock: Clock, sampling: SamplingParams | None = None
     ) -> ScoredRollouts:
-        with clock("generate"):
-            rollouts = self.policy.generate(task.prompts, sampling or self.sampling)
+        with (
+            clock("generate"),
+            self.reward.while_sampling(task, sampling or self.sampling) as reported,
+        ):
+            rollouts = self.policy.generate(task.prompts, reported)
         with clock("reward"):
             return ScoredRollouts(task, rollouts, self.reward(rollouts, task))
 

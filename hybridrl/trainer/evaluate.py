@@ -78,7 +78,8 @@ class Evaluator:
         return reports, metrics | {"time/eval_s": clock.metrics()["time/eval_s"]}
 
     def _evaluate(self, task: EvalTask) -> EvalReport:
-        rollouts = self.policy.generate(task.task.prompts, task.sampling)
+        with self.reward.while_sampling(task.task, task.sampling) as sampling:
+            rollouts = self.policy.generate(task.task.prompts, sampling)
         scores = self.reward(rollouts, task.task)
         lengths_B = response_lengths(rollouts.response_mask_BL)
         num_rows = float(len(rollouts))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.batch import RolloutBatch, response_lengths
+from hybridrl.batch import RolloutBatch, row_sums
 from hybridrl.data.source import PromptStep
-from hybridrl.data.tokenizer import decode_responses
-from hybridrl.rewards.runner import RewardInputs
 from hybridrl.rewards.scorer import RewardScorer, Scores
+from hybridrl.trainer.early_rewards import EarlyRewards, reward_inputs
 from hybridrl.trainer.reward_models import ModelScores
+from hybridrl.workers.rollout.protocol import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +25,28 @@ class TextReward:
     models: ModelScores | None = None
     """Has reward models score, if there are any."""
 
+    early: EarlyRewards | None = None
+    """Scores responses while others are sampled."""
+
+    def while_sampling(
+        self, task: PromptStep, sampling: SamplingParams
+    ) -> AbstractContextManager[SamplingParams]:
+        """Score responses to ``task`` in the block; they are to be sampled with what it gives."""
+        return nullcontext(sampling) if self.early is None else self.early.scoring(task, sampling)
+
     def __call__(self, rollouts: RolloutBatch, task: PromptStep) -> Scores:
         """Score B rows, the responses to a prompt adjacent."""
         num_responses = len(rollouts) // len(task.rows)
         rows = [row for row in task.rows for _ in range(num_responses)]
-        inputs = RewardInputs(
-            responses=decode_responses(rollouts, self.tokenizer),
-            answers=[row.row.answer for row in rows],
-            prompts=[row.prompt_text for row in rows],
-            sources=[row.row.source for row in rows],
-            lengths=response_lengths(rollouts.response_mask_BL).tolist(),
-        )
+        inputs = reward_inputs(rollouts, rows, self.tokenizer)
         scores = {} if self.models is None else self.models(rows, inputs.responses)
-        return self.scorer.score(inputs, model_scores=scores)
+        early = None if self.early is None else self.early.take(inputs)
+        by_token_BL = rollouts.agent_rewards_BL
+        return self.scorer.score(
+            inputs,
+            model_scores=scores,
+            agent_rewards=[0.0] * len(rows)
+            if by_token_BL is None
+            else row_sums(by_token_BL).tolist(),
+            early=early,
+        )

@@ -73,8 +73,8 @@ class ActorCriticOptimization:
     def step(self, task: PromptStep) -> StepReport:
         """Sample, score, compare with the critic's values, update both."""
         clock = Clock(self.on_phase)
-        with clock("generate"):
-            rollouts = self.policy.generate(task.prompts, self.sampling)  # syncs weights, samples
+        with clock("generate"), self.reward.while_sampling(task, self.sampling) as sampling:
+            rollouts = self.policy.generate(task.prompts, sampling)  # syncs weights, samples
         with clock("reward"):
             values_future = self.critic.compute_values(rollouts)  # runs while the driver scores
             collected = Collected.of(ScoredRollouts(task, rollouts, self.reward(rollouts, task)))

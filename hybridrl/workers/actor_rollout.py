@@ -27,6 +27,7 @@ from hybridrl.planning.frozen_base import plan_base
 from hybridrl.single_controller import Dispatch, ResultLayout, dispatch_by_mesh, register
 from hybridrl.workers.build import (
     build_agent_rollout,
+    build_directory,
     build_follower,
     build_policy_loss,
     build_reference_engine,
@@ -43,7 +44,7 @@ from hybridrl.workers.rollout.sglang.arguments import device_name
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.frozen_base import resolve_lora_base
-from hybridrl.workers.sharding.fused_engines import start_engine
+from hybridrl.workers.sharding.fused_engines import share_addresses, start_engine
 from hybridrl.workers.sharding.manager import ShardingManager
 from hybridrl.workers.sharding.meter import PeakMeter
 from hybridrl.workers.train.checkpoint import Notes
@@ -97,7 +98,18 @@ class ActorRolloutWorker(CheckpointedWorker):
         has_engine = self.rank % tensor_parallel_size == 0
         gpus = control.gather("devices", device_name(device))
         own_gpus = gpus[self.rank : self.rank + tensor_parallel_size]
-        build = partial(build_rollout_engine, config, model_folder, device, gpus=own_gpus)
+        self._control = control
+        self._directory = build_directory(
+            config.rollout, num_engines=self.world_size // tensor_parallel_size
+        )
+        build = partial(
+            build_rollout_engine,
+            config,
+            model_folder,
+            device,
+            gpus=own_gpus,
+            directory=self._directory,
+        )
         engine = start_engine(build if has_engine else None, config=config.rollout, control=control)
         self.sharding = ShardingManager(
             engine=engine,
@@ -155,6 +167,8 @@ class ActorRolloutWorker(CheckpointedWorker):
         """
         responses = None
         with self.sharding.rollout_phase() as engine:
+            if self._directory is not None:
+                share_addresses(self._directory, self._control)
             if engine is not None:
                 with self.sharding.meter("generate"), trace.span("sample", prompts=len(prompts)):
                     make_program = self._agent.program if self._agent else single_turn

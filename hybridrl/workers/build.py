@@ -21,6 +21,7 @@ from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.data.conversations import pad_token_of
 from hybridrl.data.tokenizer import load_stop_token_ids, load_tokenizer
+from hybridrl.workers.rollout.directory import EngineDirectory
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import RolloutEngine, WeightSender
 from hybridrl.workers.rollout.sglang.arguments import device_name, server_spec, show_devices
@@ -138,8 +139,19 @@ def build_agent_rollout(config: ExperimentConfig, model_folder: Path) -> AgentRo
     return AgentRollout(config.agent, tokenizer, stop_token_ids=stop_token_ids)
 
 
+def build_directory(rollout: RolloutConfig, *, num_engines: int) -> EngineDirectory | None:
+    """Make the directory of engines; None if ranks can use no engine but their own."""
+    can_share = rollout.engine == "sglang" and num_engines > 1
+    return EngineDirectory(num_engines) if can_share else None
+
+
 def build_rollout_engine(
-    config: ExperimentConfig, model_folder: Path, device: torch.device, *, gpus: Sequence[str] = ()
+    config: ExperimentConfig,
+    model_folder: Path,
+    device: torch.device,
+    *,
+    gpus: Sequence[str] = (),
+    directory: EngineDirectory | None = None,
 ) -> RolloutEngine:
     """Start the rollout engine that this rank owns.
 
@@ -149,6 +161,7 @@ def build_rollout_engine(
         device: of this rank.
         gpus: of all ranks that share the engine, by ``device_name``; left out if this rank uses it
             alone.
+        directory: of ``build_directory``.
     """
     if config.rollout.engine == "hf":
         return HFRolloutEngine(
@@ -162,6 +175,7 @@ def build_rollout_engine(
         server_spec(config, model_folder),
         variables=show_devices(gpus or [device_name(device)]),
         device=device,
+        directory=directory,
     )
     return engine
 

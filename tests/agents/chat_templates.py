@@ -43,12 +43,16 @@ QWEN3 = r"""
 {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>
 {% endif %}
 {%- else %}<|im_start|>{{ m.role }}
-{% if m.role == 'assistant' and loop.index0 > ns.last_query and loop.last %}<think>
-
+{% set text = m.content.split('</think>')[-1].lstrip('\n') %}
+{%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\n') %}
+{%- set thought = thought if '</think>' in m.content else '' %}
+{%- if m.role != 'assistant' %}{% set text = m.content %}
+{%- elif loop.index0 > ns.last_query and (loop.last or thought) %}<think>
+{{ thought }}
 </think>
 
 {% endif %}
-{{- m.content }}{% for call in m.tool_calls or [] %}<tool_call>
+{{- text }}{% for call in m.tool_calls or [] %}<tool_call>
 {"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
 </tool_call>{% endfor %}<|im_end|>
 {% endif %}

@@ -38,3 +38,15 @@ class Wordless:
 
     async def run(self, conversation: Conversation) -> None:
         await conversation.sample()
+
+
+class GoesOn:
+    """Asks for more after each of three turns."""
+
+    appended_roles = ("user",)
+
+    async def run(self, conversation: Conversation) -> None:
+        for _ in range(3):
+            await conversation.sample()
+            conversation.append([Message("user", "1+")])
+        await conversation.sample()

@@ -20,7 +20,8 @@ from hybridrl.agents.rollout import AgentRollout
 from hybridrl.agents.tool_calls import PARSERS
 from hybridrl.batch import PromptBatch, RolloutBatch, jagged
 from hybridrl.config.agent import AgentConfig
-from hybridrl.data.rows import Row, encode_row
+from hybridrl.data.row_tensor import encode_row
+from hybridrl.data.rows import Row
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.protocol import SamplingParams
 from hybridrl.workers.rollout.sampling import request_key

@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms.advantages.bi_level_gae import bi_level_gae
 from hybridrl.algorithms.advantages.distillation import distillation
 from hybridrl.algorithms.advantages.gae import gae
 from hybridrl.algorithms.advantages.optimal_token_baseline import optimal_token_baseline
 from hybridrl.algorithms.advantages.reinforce import reinforce, reinforce_plus_plus
 from hybridrl.algorithms.advantages.remax import remax
+from hybridrl.algorithms.advantages.turns import turn_grpo, turn_reinforce
 from hybridrl.batch import jagged
 
 Singletons = Literal["zero", "reward"]
@@ -114,6 +116,11 @@ def otb(tokens: Tokens, *, align: Align = "response", alone: Singletons = "zero"
 
 ESTIMATORS: dict[str, Callable[[Tokens], Tensor]] = {
     "gae": lambda x: gae(x.column(x.rewards), x.column(x.others), x.mask_BL).advantages_BL,
+    "bi_level_gae": lambda x: (
+        bi_level_gae(x.column(x.rewards), x.column(x.others), x.mask_BL).advantages_BL
+    ),
+    "turn_grpo": lambda x: turn_grpo(x.column(x.rewards), torch.tensor(x.group), x.mask_BL),
+    "turn_reinforce": lambda x: turn_reinforce(x.column(x.rewards), x.mask_BL, gamma=0.9),
     "reinforce": lambda x: reinforce(x.column(x.rewards), x.mask_BL, gamma=0.9),
     "reinforce_plus_plus": lambda x: reinforce_plus_plus(x.column(x.rewards), x.mask_BL),
     "remax": lambda x: remax(x.column(x.rewards), torch.tensor(x.greedy), x.mask_BL),

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from tests.contract.layouts import ENGINES, Layout
 from tests.contract.ranks_under_test import RanksUnderTest
-from tests.tiny_models import WINDOWED, Family, make_tiny_model
+from tests.tiny_models import WINDOWED, Family, make_tiny_model, save_tiny_tokenizer
 
 MakeModel = Callable[..., Path]
 
@@ -61,7 +60,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
                 vocab_size=64 if tie else 67,
                 **sizes,
             )
-            build_starter_tokenizer().save_pretrained(folder)
+            save_tiny_tokenizer(folder)
         return folder
 
     return make

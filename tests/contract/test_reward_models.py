@@ -13,7 +13,6 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from hybridrl.batch import PreferenceBatch, SupervisedBatch
 from hybridrl.data.conversations import lay_out_conversations
-from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.metrics import Metrics
 from hybridrl.workers.train.reward_engine import RewardEngine
 from tests.contract.layouts import on_layouts
@@ -26,7 +25,7 @@ from tests.contract.ranks_under_test import (
     output_metrics,
     rows_of_rank,
 )
-from tests.tiny_models import make_tiny_classifier
+from tests.tiny_models import make_tiny_classifier, save_tiny_tokenizer
 from tests.workers.train.engines import ACTOR, OPTIMIZER
 
 pytestmark = on_layouts(lambda engine: engine.has_critic)
@@ -148,7 +147,7 @@ def test_steps_and_export_are_those_of_the_plain_model(
         folder = make_tiny_classifier(
             tmp_path / "model", ranks.layout.family, num_layers=ranks.layout.num_layers
         )
-        build_starter_tokenizer().save_pretrained(folder)
+        save_tiny_tokenizer(folder)
     plain = PlainRewardModel(folder, OPTIMIZER)
     center = case.center_coefficient
     margins = case.margins or [0.0] * 3

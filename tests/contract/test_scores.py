@@ -27,7 +27,14 @@ from tests.contract.ranks_under_test import (
     rows_of_rank,
     take_step,
 )
-from tests.workers.train.engines import ACTOR, OPTIMIZER, make_rows, to_rollouts, weights_of
+from tests.workers.train.engines import (
+    ACTOR,
+    OPTIMIZER,
+    join_pairs,
+    make_rows,
+    to_rollouts,
+    weights_of,
+)
 
 pytestmark = on_layouts(compares_numbers=True)
 
@@ -76,6 +83,15 @@ def test_families_score_as_transformers_beyond_their_windows(
             expected, _ = PlainPolicy(folder, OPTIMIZER).score(batch, temperature=0.7)
         scored = torch.cat([logprobs for logprobs, _ in answers])
         torch.testing.assert_close(scored, expected, atol=2e-5, rtol=0, msg=family)
+
+
+def test_sequences_of_a_row_are_computed_by_themselves(ranks: RanksUnderTest, folder: Path) -> None:
+    batch = make_rows(24, num_siblings=2)
+    answers = [a for a in ranks.run(_score, folder, join_pairs(batch)) if a is not None]
+    with torch.no_grad():
+        expected, _ = PlainPolicy(folder, OPTIMIZER).score(batch, temperature=0.7)
+    scored = torch.cat([logprobs for logprobs, _ in answers])
+    torch.testing.assert_close(scored, expected, atol=2e-5, rtol=0)
 
 
 def _compare_with_itself(rank: Rank, folder: Path) -> Any:

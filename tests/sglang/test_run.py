@@ -34,6 +34,27 @@ def test_the_default_task_is_learnt_on_sglang_and_no_process_is_left(
     assert fmean(rewards[-15:]) > fmean(rewards[:10]) + 0.05
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(TIMEOUT_S + 20)
+def test_conversations_are_learnt_on_sglang(tmp_path: Path) -> None:
+    lines = run_on_sglang(tmp_path, "recipes=calculator_cpu", num_steps=40)
+    steps = [line for line in lines if "agent/turns/mean" in line]
+    rewards = [step["reward/mean"] for step in steps]
+    assert fmean(rewards[-10:]) > fmean(rewards[:10]) + 0.2  # 0.34 -> 0.85
+    assert steps[-1]["agent/tool_calls/mean"] > 0.8  # from 0.3: it has learnt to call the tool
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(TIMEOUT_S + 20)
+def test_two_ranks_share_their_engines(tmp_path: Path) -> None:
+    small = [override for override in SMALL if override.startswith("model.")]
+    two = ("recipes=calculator_cpu", "cluster.num_ranks_per_node=2", *small)
+    lines = run_on_sglang(tmp_path, *two, num_steps=2)  # a response of old weights would end it
+    shares = [line["rollout/foreign_response_fraction"] for line in lines if "loss/policy" in line]
+    assert len(shares) == 2
+    assert all(0.1 < share < 0.9 for share in shares)
+
+
 @pytest.mark.timeout(TIMEOUT_S + 20)
 def test_a_short_run_on_sglang_agrees_with_its_trainer(
     tmp_path: Path,

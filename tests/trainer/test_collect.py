@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -55,6 +56,11 @@ class ListedReward:
     """The first response to prompt n earns 1; the others too, unless n is in the list."""
 
     varied: frozenset[int]
+
+    def while_sampling(
+        self, task: PromptStep, sampling: SamplingParams
+    ) -> AbstractContextManager[SamplingParams]:
+        return nullcontext(sampling)
 
     def __call__(self, rollouts: RolloutBatch, task: PromptStep) -> Scores:
         group = len(rollouts) // len(task.rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -44,15 +45,23 @@ class Speaker:
         return assemble_rollouts(prompts, responses, policy_version=0)
 
 
-def score(rollouts: RolloutBatch, task: PromptStep) -> Scores:
-    answers = response_answers(rollouts, tokenizer=TOKENIZER)
-    num_responses = len(answers) // len(task.rows)
-    rewards = [
-        float(answer == task.rows[row // num_responses].row.answer)
-        for row, answer in enumerate(answers)
-    ]
-    failed_B1 = torch.zeros(len(rewards), 1, dtype=torch.bool)
-    return Scores(("exact",), torch.ones(1), torch.tensor(rewards)[:, None], failed_B1)
+class Exact:
+    """Gives 1 for the answer itself."""
+
+    def while_sampling(
+        self, task: PromptStep, sampling: SamplingParams
+    ) -> AbstractContextManager[SamplingParams]:
+        return nullcontext(sampling)
+
+    def __call__(self, rollouts: RolloutBatch, task: PromptStep) -> Scores:
+        answers = response_answers(rollouts, tokenizer=TOKENIZER)
+        num_responses = len(answers) // len(task.rows)
+        rewards = [
+            float(answer == task.rows[row // num_responses].row.answer)
+            for row, answer in enumerate(answers)
+        ]
+        failed_B1 = torch.zeros(len(rewards), 1, dtype=torch.bool)
+        return Scores(("exact",), torch.ones(1), torch.tensor(rewards)[:, None], failed_B1)
 
 
 def task_of(name: str, sources: Sequence[str], **given: object) -> EvalTask:
@@ -71,7 +80,7 @@ def task_of(name: str, sources: Sequence[str], **given: object) -> EvalTask:
 def evaluate(speaker: Speaker, *tasks: EvalTask, num_resamples: int = 100) -> Metrics:
     evaluator = Evaluator(
         policy=speaker,  # type: ignore[arg-type]  # of a policy only generate is called
-        reward=score,
+        reward=Exact(),
         extract=lambda rollouts: response_answers(rollouts, tokenizer=TOKENIZER),
         correct_reward=1.0,
         num_resamples=num_resamples,

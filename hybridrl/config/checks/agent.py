@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import ast
+import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
-from hybridrl.config.agent import BUILT_IN_AGENTS, BUILT_IN_TOOLS
+from hybridrl.config.agent import (
+    BUILT_IN_AGENTS,
+    BUILT_IN_ENVIRONMENTS,
+    BUILT_IN_TOOLS,
+    ENVIRONMENT,
+    PROXY,
+    SEARCH,
+    SINGLE_TURN,
+)
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.paths import flaw_of_file
 from hybridrl.config.python_files import ANYTHING, names_at_top_level
+from hybridrl.config.reward import AGENT
 from hybridrl.errors import ConfigError, suggest_name
 
 
@@ -22,6 +33,46 @@ def check_agent_is_known(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield ConfigError("agent.loop", loop, flaw, remedies=[("agent=single_turn",)])
 
 
+def check_environment_is_known(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The agent ``environment`` has one, built in or in a file; others have none."""
+    agent, key = config.agent, "agent.environment"
+    if agent.loop != ENVIRONMENT:
+        if agent.environment is not None:
+            rule = f"would be ignored, because agent.loop={agent.loop} plays none"
+            remedies = [(f"{key}=null",)]
+            yield ConfigError(key, agent.environment, rule, remedies=remedies)
+        return
+    remedies = [(f"{key}={BUILT_IN_ENVIRONMENTS[0]}",), ("agent=single_turn",)]
+    if agent.environment is None:
+        rule = f"agent.loop={ENVIRONMENT} plays an environment"
+        yield ConfigError(key, None, rule, "set it to FILE.py:CLASS", remedies=remedies)
+        return
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    if flaw := _flaw_of_name(agent.environment, BUILT_IN_ENVIRONMENTS, kinds=kinds):
+        yield ConfigError(key, agent.environment, flaw, remedies=remedies)
+
+
+def check_agent_rewards_are_read(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """A reward function that returns the agent's rewards needs an agent that gives some."""
+    agent, reward = config.agent, config.reward
+    gives_none = agent.loop in BUILT_IN_AGENTS and agent.loop != ENVIRONMENT
+    for name in reward.agent_names if gives_none else ():
+        key = "reward.function" if reward.function else f"reward.functions.{name}.function"
+        rule = f"agent.loop={agent.loop} gives no rewards"
+        remedies = [(f"{key}=exact_match",)]
+        yield ConfigError(key, AGENT, rule, "choose another function", remedies=remedies)
+    if agent.loop == ENVIRONMENT and not reward.agent_names:
+        emptied = [f"~reward.functions.{name}" for name in reward.functions]
+        emptied += [f"~reward.args.{name}" for name in reward.args]
+        yield ConfigError(
+            "reward.function",
+            reward.function,
+            f"the rewards of agent.environment={agent.environment} would be ignored",
+            f"set reward.function={AGENT}, or add it to reward.functions with a weight",
+            remedies=[(f"reward.function={AGENT}", *emptied)],
+        )
+
+
 def check_tools_are_known(config: ExperimentConfig) -> Iterator[ConfigError]:
     """A tool is built in, or a function in a file; and without an agent nobody calls it."""
     agent = config.agent
@@ -31,9 +82,54 @@ def check_tools_are_known(config: ExperimentConfig) -> Iterator[ConfigError]:
         if flaw := _flaw_of_name(name, BUILT_IN_TOOLS, kinds=kinds):
             remedies = [(f"agent.tools=[{','.join(known)}]",)]
             yield ConfigError("agent.tools", name, flaw, remedies=remedies)
-    if known and agent.is_single_turn:
-        rule = "would be ignored, because agent.loop=single_turn calls none"
+    if known and agent.loop in (SINGLE_TURN, ENVIRONMENT):
+        rule = f"would be ignored, because agent.loop={agent.loop} calls none"
         yield ConfigError("agent.tools", list(agent.tools), rule, remedies=[("agent.tools=[]",)])
+
+
+def check_agent_has_a_command(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The agent ``proxy`` is a program, which has tools of its own; others have none."""
+    agent, is_proxy = config.agent, config.agent.loop == PROXY
+    if not is_proxy and agent.command:
+        rule = f"would be ignored, because agent.loop={agent.loop} runs no program"
+        yield ConfigError(
+            "agent.command", list(agent.command), rule, remedies=[("agent.command=[]",)]
+        )
+    if not is_proxy:
+        return
+    if agent.tools:
+        rule = "would be ignored, because the program of agent.loop=proxy runs its own tools"
+        yield ConfigError("agent.tools", list(agent.tools), rule, remedies=[("agent.tools=[]",)])
+    if not agent.command or shutil.which(agent.command[0]) is None:
+        program = agent.command[0] if agent.command else ""
+        rule = f"there is no program {program!r}" if program else "agent.loop=proxy needs a program"
+        single = ("agent=single_turn", "agent.command=[]", "agent.tools=[]")
+        yield ConfigError(
+            "agent.command",
+            list(agent.command),
+            f"{rule}, as in agent.command=[python,my_agent.py]",
+            remedies=[single],
+        )
+
+
+def check_search_has_a_folder(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The tool ``search`` has a folder of texts and its package; without it a folder is unread."""
+    agent, key = config.agent, "agent.search_folder"
+    if SEARCH not in agent.tools:
+        if agent.search_folder is not None:
+            rule = "would be ignored, because agent.tools has no search"
+            remedies = [(f"{key}=null",)]
+            yield ConfigError(key, agent.search_folder, rule, remedies=remedies)
+        return
+    remaining = ",".join(tool for tool in agent.tools if tool != SEARCH)
+    without = (f"agent.tools=[{remaining}]", f"{key}=null")
+    if agent.search_folder is None or not Path(agent.search_folder).is_dir():
+        rule = f"the tool {SEARCH} needs a folder of texts, relative to {Path.cwd()}"
+        yield ConfigError(key, agent.search_folder, rule, remedies=[without])
+    elif find_spec("bm25s") is None:
+        rule = f"the tool {SEARCH} needs the package bm25s, which is not installed"
+        fix = "pip install 'hybridrl[search]'"
+        yield ConfigError("agent.tools", list(agent.tools), rule, fix, remedies=[without])
 
 
 def check_conversations_have_a_template(config: ExperimentConfig) -> Iterator[ConfigError]:
@@ -79,14 +175,18 @@ def _flaw_of_name(
     if name not in names and ANYTHING not in names:
         return f"{file} has no {name!r}; {suggest_name(name, list(names))}"
     if isinstance(names.get(name), ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        noun = "class" if kinds == (ast.ClassDef,) else "function"
+        noun = "class" if ast.ClassDef in kinds else "function"
         return "" if isinstance(names[name], kinds) else f"{name} in {file} is not a {noun}"
     return ""
 
 
 RULES = (
     check_agent_is_known,
+    check_environment_is_known,
+    check_agent_rewards_are_read,
+    check_agent_has_a_command,
     check_tools_are_known,
+    check_search_has_a_folder,
     check_conversations_have_a_template,
     check_conversations_have_no_experts,
 )

@@ -116,6 +116,7 @@ _OF_A_RUN: frozenset[Rule] = frozenset(
         check_data_files,
         *reward.RULES,
         agent.check_agent_is_known,
+        agent.check_agent_has_a_command,
         agent.check_tools_are_known,
         check_run_folder,
         rollout.check_sglang_is_installed,

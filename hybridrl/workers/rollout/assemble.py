@@ -50,6 +50,8 @@ def assemble_rollouts(
         is_truncated_B=torch.tensor([response.is_truncated for response in responses]),
         routed_experts_BLJK=_routed_experts(responses, lengths_B),
         sequence_lengths_BQ=_sequence_lengths(responses),
+        turns_BN=_turns(responses),
+        agent_rewards_BL=_agent_rewards(responses, lengths_B),
         batch_size=[len(responses)],
     )
 
@@ -83,6 +85,20 @@ def _sequence_lengths(responses: Sequence[Sample]) -> Tensor | None:
         end = len(response.context) + len(response.token_ids)
         lengths.append(torch.tensor([*begins, end]).diff())
     return jagged(lengths)
+
+
+def _turns(responses: Sequence[Sample]) -> Tensor | None:
+    turns = [response.turns for response in responses if response.turns is not None]
+    return jagged(turns) if len(turns) == len(responses) else None
+
+
+def _agent_rewards(responses: Sequence[Sample], lengths_B: Tensor) -> Tensor | None:
+    """Return the rewards of tokens; None if the responses are no program's that gives any."""
+    rewards = [response.rewards for response in responses if response.rewards is not None]
+    if len(rewards) < len(responses):
+        return None
+    ends = zip(lengths_B.tolist(), rewards, strict=True)
+    return jagged([pad(rewards_L, (length - len(rewards_L), 0)) for length, rewards_L in ends])
 
 
 def _routed_experts(responses: Sequence[Sample], lengths_B: Tensor) -> Tensor | None:

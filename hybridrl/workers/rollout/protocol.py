@@ -17,7 +17,7 @@ from torch import Tensor
 from hybridrl.errors import first_of
 from hybridrl.metrics import Metrics
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket
-from hybridrl.workers.rollout.sampler import Program, RequestParams, T
+from hybridrl.workers.rollout.sampler import Program, RequestParams, Sample, T
 
 
 class MemoryTag(Enum):
@@ -26,6 +26,14 @@ class MemoryTag(Enum):
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"
     CUDA_GRAPH = "cuda_graph"
+
+
+class Reporter(Protocol):
+    """Hears of each response as soon as it has ended."""
+
+    def report(self, prompt_index: int, response_index: int, sample: Sample) -> None:
+        """Take a response to the prompt with this index in its stream. Must not wait."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,9 @@ class SamplingParams:
 
     stop_token_ids: tuple[int, ...] = ()
     """A response ends with the first of these tokens, which belongs to the response."""
+
+    reporter: Reporter | None = None
+    """Hears of responses before the call returns."""
 
     def request_params(self) -> RequestParams:
         """Return the parameters of each request of the call."""

@@ -61,12 +61,18 @@ class Sample:
     """bool [n], False for tokens that a program put between samples: of a template, of a tool.
     None: all were sampled."""
 
+    rewards: Tensor | None = None
+    """float32 [n], that a program gave its tokens. None: it gives none."""
+
     context: Tensor | None = None
     """int64 [n], n >= 1, the tokens before ``token_ids``. None: those of the prompt."""
 
     sequence_begins: tuple[int, ...] = ()
     """Where further sequences begin among ``token_ids``: a program joins those of a conversation
     whose history was rewritten. Their contexts are not sampled."""
+
+    turns: Tensor | None = None
+    """uint8 [n], the turns of a conversation (``agents/turn_records.py``). None: a single turn."""
 
     @property
     def is_truncated(self) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridrl.batch import PromptBatch
 from hybridrl.errors import RequestError
 from hybridrl.workers.rollout.protocol import SamplingParams
-from hybridrl.workers.rollout.sampler import Program, RequestParams, Sample, Sampler
+from hybridrl.workers.rollout.sampler import Program, Sample, Sampler
 from hybridrl.workers.rollout.sampling import response_keys
 
 
@@ -22,24 +22,28 @@ def single_turn(prompts: PromptBatch, sampling: SamplingParams) -> Program[list[
     """
     params = sampling.request_params()
     index_G = torch.arange(sampling.num_responses_per_prompt)
+    index_P = prompts.prompt_index_P.tolist()
     keys_PG: list[list[int]] = response_keys(prompts.seed_P[:, None], index_G).tolist()
+
+    async def sample_prompt(
+        sampler: Sampler, number: int, token_ids: Tensor, keys: list[int]
+    ) -> list[Sample]:
+        try:
+            samples = await sampler.sample_group(token_ids, params, keys=keys)
+        except RequestError as error:
+            error.add_note(f"this was prompt {number} of its batch")
+            raise
+        if sampling.reporter is not None:
+            for index, sample in enumerate(samples):
+                sampling.reporter.report(index_P[number], index, sample)
+        return samples
 
     async def program(sampler: Sampler) -> list[Sample]:
         rows = zip(prompts.token_ids_PL.unbind(), keys_PG, strict=True)
         work = [
-            _sample_prompt(sampler, number, token_ids, params, keys=keys_G)
+            sample_prompt(sampler, number, token_ids, keys_G)
             for number, (token_ids, keys_G) in enumerate(rows)
         ]
         return list(chain.from_iterable(await asyncio.gather(*work)))
 
     return program
-
-
-async def _sample_prompt(
-    sampler: Sampler, number: int, token_ids: Tensor, params: RequestParams, *, keys: list[int]
-) -> list[Sample]:
-    try:
-        return await sampler.sample_group(token_ids, params, keys=keys)
-    except RequestError as error:
-        error.add_note(f"this was prompt {number} of its batch")
-        raise

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Event
 from typing import Any
 
@@ -20,12 +19,15 @@ from hybridrl.metrics import Metrics
 from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.protocol import SamplingParams
 from hybridrl.workers.rollout.request_gate import RequestGate
-from hybridrl.workers.rollout.sampler import Sample, Sampler
+from hybridrl.workers.rollout.sampler import Program, Sample, Sampler
 from hybridrl.workers.rollout.sampling import response_keys
 from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError
+from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice
 from hybridrl.workers.rollout.sglang.sampling import ServedModel, ServerSampler, read_sample
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.workers.rollout.answering import Answering, Body, answering
+from tests.workers.rollout.engines import tokens_of
+from tests.workers.rollout.served_samples import Samples, item
 
 SAMPLING = SamplingParams(
     num_responses_per_prompt=3, max_response_tokens=4, temperature=1.0, stop_token_ids=(9,)
@@ -37,56 +39,29 @@ PROMPTS = PromptBatch(
     seed_P=torch.tensor([70, 80]),
     batch_size=[2],
 )
-
-
-def item(prompt: list[int], parameters: Body, *, finish: str = "length") -> Body:
-    """The answer to one response: its tokens are the prompt's first one, over and over."""
-    tokens = [prompt[0]] * parameters["max_new_tokens"]
-    return {
-        "output_ids": tokens,
-        "meta_info": {
-            "finish_reason": {"type": finish, "message": "Aborted"},
-            "output_token_logprobs": [[-0.5, token, None] for token in tokens],
-            "cached_tokens": len(prompt) - 1,
-            "weight_version": "5",
-        },
-    }
-
-
-class Samples:
-    """Answers /generate; ``finish`` says why a response ended, by seed and how often it came."""
-
-    def __init__(self, finish: Callable[[int, int], str]) -> None:
-        self._finish = finish
-        self.times: Counter[int] = Counter()
-
-    async def __call__(self, _: str, body: Body) -> web.StreamResponse:
-        parameters = body["sampling_params"]
-        if isinstance(parameters, dict):
-            return web.json_response(item(body["input_ids"], parameters))
-        answers = []
-        for prompt, wanted in zip(body["input_ids"], parameters, strict=True):
-            seed = wanted["sampling_seed"]
-            self.times[seed] += 1
-            answers.append(item(prompt, wanted, finish=self._finish(seed, self.times[seed])))
-        return web.json_response(answers)
+A_B = [[1, 2, 3], [4, 5]]
+SINGLE_TURN = single_turn(PROMPTS, SAMPLING)
 
 
 @contextmanager
 def sampling_from(
-    answer: Callable[[str, Body], Any], *, version: int = 5, gate: RequestGate | None = None
+    answer: Callable[[str, Body], Any],
+    *,
+    version: int = 5,
+    gate: RequestGate | None = None,
+    program: Program[list[Sample]] = SINGLE_TURN,
 ) -> Iterator[tuple[Answering, Run]]:
     model = ServedModel(max_context_tokens=6, vocab_size=64, version=version, adapter="policy")
 
     def run() -> tuple[list[Sample], Metrics]:
         with (gate or RequestGate()).admit() as call:
-            sampler = ServerSampler(client, model, call, timeout_s=30.0)
+            sampler = ServerSampler(EngineChoice(client), model, call, timeout_s=30.0)
 
-            async def program(_: Sampler) -> list[Sample]:
+            async def connected(_: Sampler) -> list[Sample]:
                 async with sampler:
-                    return await single_turn(PROMPTS, SAMPLING)(sampler)
+                    return await program(sampler)
 
-            return run_program(program, sampler, call), sampler.metrics()
+            return run_program(connected, sampler, call), sampler.metrics()
 
     with answering(answer) as server:
         client = ServerClient(server.url, name="the server", require_alive=lambda _: None)
@@ -124,6 +99,48 @@ def test_a_group_is_prefilled_once_and_then_asked_for_as_a_whole() -> None:
     assert [r.token_ids.tolist() for r in responses] == [[1] * 3] * 3 + [[4] * 4] * 3
     assert all(r.is_truncated for r in responses)
     assert metrics["rollout/prefix_cache_hit_fraction"].value == pytest.approx(9 / 15)
+
+
+def test_equal_contexts_of_several_tasks_are_prefilled_once() -> None:
+    params = SAMPLING.request_params()
+
+    async def siblings(sampler: Sampler) -> list[Sample]:
+        work = [sampler.sample(context, params, key=key) for context in A_B for key in range(4)]
+        return [*await asyncio.gather(*work), await sampler.sample([7], params, key=9)]
+
+    with sampling_from(Samples(lambda _, __: "stop"), program=siblings) as (server, run):
+        responses, _ = run()
+    prefills = [
+        body["input_ids"] for _, body in server.asked if isinstance(body["sampling_params"], dict)
+    ]
+    assert sorted(prefills) == A_B
+    assert len(responses) == len(server.asked) - len(prefills) == 9
+
+
+def test_a_cancelled_request_is_aborted_at_the_server() -> None:
+    answers = Samples(lambda _, __: "stop")
+    is_aborted = asyncio.Event()
+
+    async def keep(path: str, body: Body) -> web.StreamResponse:
+        if path == "/abort_request":
+            is_aborted.set()
+            return web.Response()
+        if body["input_ids"] == A_B[:1]:
+            await asyncio.wait_for(is_aborted.wait(), timeout=10.0)
+        return await answers(path, body)
+
+    async def impatient(sampler: Sampler) -> list[Sample]:
+        params = SAMPLING.request_params()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await sampler.sample(A_B[0], params, key=1)
+        return [await sampler.sample(A_B[1], params, key=2)]
+
+    with sampling_from(keep, program=impatient) as (server, run):
+        responses, _ = run()
+    bodies = dict(reversed(server.asked))
+    assert bodies["/abort_request"] == {"rid": bodies["/generate"]["rid"][0]}
+    assert tokens_of(responses) == [[4] * 4]
 
 
 def test_only_a_response_that_was_cut_off_is_asked_for_again() -> None:

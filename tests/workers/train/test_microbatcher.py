@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridrl.batch import jagged, jagged_from, row_lengths
@@ -171,3 +173,37 @@ def test_rows_that_belong_together_share_a_micro_batch() -> None:
     apart = make_batcher("varlen", share=share).read(*pairs)
     assert plan(apart, max_tokens=5, num_together=2) == [[0, 1], [2, 3], [4, 5]]
     assert plan(apart, max_tokens=12, num_together=2) == [[0, 1], [2, 3, 4, 5]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_sequences_are_laid_out_as_rows_of_their_own(data: st.DataObject) -> None:
+    masks = st.lists(st.lists(st.integers(0, 1), max_size=5), min_size=1, max_size=3)
+    masks_BQ = data.draw(st.lists(masks, min_size=1, max_size=4))
+    masks_Q = [[0, *mask] for masks in masks_BQ for mask in masks]
+    # Few words, so that sequences share prompts.
+    words = st.lists(st.integers(1, 2), min_size=6, max_size=6)
+    tokens_Q = [data.draw(words)[: len(mask)] for mask in masks_Q]
+    batcher = make_batcher(data.draw(st.sampled_from(["padded", "varlen"])))
+    lengths_BQ = jagged([torch.tensor([1 + len(m) for m in masks]) for masks in masks_BQ])
+    lengths_B = torch.stack([lengths.sum() for lengths in lengths_BQ.unbind()])
+    row_of_Q = torch.arange(len(masks_BQ)).repeat_interleave(row_lengths(lengths_BQ))
+    apart_BL = columns_of(tokens_Q, masks_Q)
+    apart = batcher.read(*apart_BL)
+
+    joined = batcher.read(
+        *(jagged_from(column.values(), lengths_B) for column in apart_BL),
+        sequence_lengths_BQ=lengths_BQ,
+    )
+
+    numbers = [*joined.by_number]
+    assert numbers == [*apart.by_number]
+    computed, expected = (lay_out(rows, numbers, batcher) for rows in (joined, apart))
+    for name in ("token_ids_T", "positions_T", "scored_S", "targets_S"):
+        assert torch.equal(getattr(computed.tokens, name), getattr(expected.tokens, name)), name
+    assert torch.equal(computed.token_index_S, expected.token_index_S)
+    assert torch.equal(computed.rows.row_T, row_of_Q[expected.rows.row_T])
+    planned = plan(joined, max_tokens=data.draw(st.integers(1, 12)))
+    assert sorted(number for microbatch in planned for number in microbatch) == numbers
+    rows = [row for microbatch in planned for row in {joined.by_number[n].row for n in microbatch}]
+    assert len(rows) == len(set(rows))  # all sequences of a row are together

@@ -39,7 +39,60 @@ class ConnectionLostError(EngineError):
     """No answer arrived: the connection broke, or the request was cut off."""
 
 
-class ServerClient:
+class Endpoint:
+    """Sends requests to one server, in the event loop of the caller."""
+
+    def __init__(
+        self, base_url: str, *, name: str, require_alive: Callable[[str], None], key: str = ""
+    ) -> None:
+        """Connect when first used; see ``ServerClient``."""
+        self.base_url = base_url
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._name = name
+        self._require_alive = require_alive
+        self._session: aiohttp.ClientSession | None = None
+
+    async def request(
+        self,
+        path: str,
+        body: Body | None = None,
+        *,
+        timeout_s: float,
+        method: str = "POST",
+        session: aiohttp.ClientSession | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Do one call, as ``call`` does; to be awaited on the loop of ``session``.
+
+        Without a session the client's own is used, on the client's loop.
+        """
+        if session is None:
+            session = self._session = self._session or self.open_session()
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with session.request(
+                method, self.base_url + path, json=body, timeout=timeout
+            ) as answer:
+                text = await answer.text()
+        except TimeoutError as error:
+            self._require_alive(path)
+            raise DeadlineError(
+                f"{path}: {self._name} did not answer within {timeout_s:g} s"
+            ) from error
+        except _NOT_SENT as error:
+            self._require_alive(path)
+            raise ConnectionLostError(f"{path}: {self._name} did not answer: {error}") from error
+        if answer.status // 100 != 2:
+            raise ServerError(path, answer.status, _message_of(text))
+        return _parsed(text)
+
+    def open_session(self) -> aiohttp.ClientSession:
+        """Return connections of the current event loop; the caller closes them."""
+        # No limit: the server queues, and knows best the order of requests.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+        return aiohttp.ClientSession(connector=connector, headers=self._headers)
+
+
+class ServerClient(Endpoint):
     """Talks to one server. Thread-safe."""
 
     def __init__(
@@ -53,12 +106,8 @@ class ServerClient:
             require_alive: raises if the server's process is gone; asked when a connection breaks.
             key: that the server requires; empty if it requires none.
         """
-        self._base_url = base_url
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._name = name
-        self._require_alive = require_alive
+        super().__init__(base_url, name=name, require_alive=require_alive, key=key)
         self._loop = asyncio.new_event_loop()
-        self._session: aiohttp.ClientSession | None = None
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name=name)
         self._thread.start()
 
@@ -90,39 +139,6 @@ class ServerClient:
             raise EngineError(f"{self._name} was ended, and is asked for something; restart it")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def request(
-        self,
-        path: str,
-        body: Body | None = None,
-        *,
-        timeout_s: float,
-        method: str = "POST",
-        session: aiohttp.ClientSession | None = None,
-    ) -> Any:  # noqa: ANN401
-        """Do one call, as ``call`` does; to be awaited on the loop of ``session``.
-
-        Without a session the client's own is used, on the client's loop.
-        """
-        if session is None:
-            session = self._session = self._session or self.open_session()
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        try:
-            async with session.request(
-                method, self._base_url + path, json=body, timeout=timeout
-            ) as answer:
-                text = await answer.text()
-        except TimeoutError as error:
-            self._require_alive(path)
-            raise DeadlineError(
-                f"{path}: {self._name} did not answer within {timeout_s:g} s"
-            ) from error
-        except _NOT_SENT as error:
-            self._require_alive(path)
-            raise ConnectionLostError(f"{path}: {self._name} did not answer: {error}") from error
-        if answer.status // 100 != 2:
-            raise ServerError(path, answer.status, _message_of(text))
-        return _parsed(text)
-
     def close(self) -> None:
         """Drop all connections and end the thread. Idempotent."""
         if self._loop.is_closed():
@@ -132,12 +148,6 @@ class ServerClient:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-    def open_session(self) -> aiohttp.ClientSession:
-        """Return connections of the current event loop; the caller closes them."""
-        # No limit: the server queues, and knows best the order of requests.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
-        return aiohttp.ClientSession(connector=connector, headers=self._headers)
 
 
 def _parsed(text: str) -> Any:  # noqa: ANN401

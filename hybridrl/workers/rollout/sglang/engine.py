@@ -12,12 +12,14 @@ from hybridrl.config.rollout import ABORT_GRACE_S, FLUSH_TIMEOUT_S
 from hybridrl.diagnostics import activity
 from hybridrl.errors import EngineError, ModelError, PhaseError
 from hybridrl.metrics import Max, Metrics, merge
+from hybridrl.workers.rollout.directory import EngineDirectory
 from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.request_gate import RequestGate
 from hybridrl.workers.rollout.sampler import Program, Sampler, T
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec
 from hybridrl.workers.rollout.sglang.capabilities import Capability
+from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice
 from hybridrl.workers.rollout.sglang.memory import held_bytes
 from hybridrl.workers.rollout.sglang.sampling import ExpertShape, ServedModel, ServerSampler
 from hybridrl.workers.rollout.sglang.server import Server
@@ -32,7 +34,12 @@ class SGLangEngine(ServedWeights):
     """
 
     def __init__(
-        self, spec: ServerSpec, *, variables: Mapping[str, str], device: torch.device | None = None
+        self,
+        spec: ServerSpec,
+        *,
+        variables: Mapping[str, str],
+        device: torch.device | None = None,
+        directory: EngineDirectory | None = None,
     ) -> None:
         """Start the server.
 
@@ -40,6 +47,8 @@ class SGLangEngine(ServedWeights):
             spec: what it serves.
             variables: environment of the server, for example its visible devices.
             device: of this process; None is the first of its kind.
+            directory: the engines of other ranks, to which programs send requests, too; None if
+                there are none.
 
         Raises:
             EngineError: it did not start, or its process cannot share memory with it.
@@ -50,6 +59,7 @@ class SGLangEngine(ServedWeights):
         """
         super().__init__(spec, device=device or torch.device(spec.device))
         self._variables = dict(variables)
+        self._directory = directory
         self._model = read_architecture(spec.model_folder)
         self._experts = _expert_shape(self._model) if spec.rollout.routed_experts else None
         self._metrics: Metrics = {}
@@ -58,6 +68,12 @@ class SGLangEngine(ServedWeights):
 
     def _boot(self) -> None:
         self._server = Server(self._spec, variables=self._variables)
+        if self._directory is not None:
+            self._directory.announce(
+                self._server.client.base_url,
+                key=self._server.key,
+                pid=self._server.process.pid,
+            )
         self._gate = RequestGate()
         self._released = set()
         self._forget_weights()
@@ -87,7 +103,12 @@ class SGLangEngine(ServedWeights):
                 experts=self._experts,
             )
             timeout_s = self._spec.rollout.request_timeout_s
-            sampler = ServerSampler(self._server.client, model, call, timeout_s=timeout_s)
+            engines = EngineChoice(
+                self._server.client,
+                directory=self._directory,
+                num_slots=self._spec.rollout.num_slots,
+            )
+            sampler = ServerSampler(engines, model, call, timeout_s=timeout_s)
 
             async def connected(_: Sampler) -> T:
                 async with sampler:

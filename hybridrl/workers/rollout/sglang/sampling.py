@@ -5,13 +5,14 @@ Token ids travel in both directions: text is never tokenised twice.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import uuid
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 import torch
 from torch import Tensor
 
@@ -20,7 +21,8 @@ from hybridrl.metrics import Mean, Metrics, Sum
 from hybridrl.workers.rollout.request_gate import ProgramCall
 from hybridrl.workers.rollout.sampler import RequestParams, Sample, Sampler
 from hybridrl.workers.rollout.sampling import check_request
-from hybridrl.workers.rollout.sglang.client import ConnectionLostError, ServerClient, ServerError
+from hybridrl.workers.rollout.sglang.client import ConnectionLostError, ServerError
+from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice, ServingEngine
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +30,7 @@ Body = dict[str, Any]
 
 _NUM_ATTEMPTS = 3
 _BUSY = 500  # the lowest status that is the server's fault, not the request's
+_ABORT_TIMEOUT_S = 5.0
 _SEED_BITS = (1 << 31) - 1
 
 
@@ -77,12 +80,21 @@ class Group:
         return [index for index in range(len(self.seeds)) if index not in self.samples]
 
 
+@dataclass(slots=True)
+class SharedPrefill:
+    """The request that caches a context, and the tasks that are about to sample behind it."""
+
+    num_tasks: int = 0
+    num_responses: int = 0
+    task: asyncio.Task[list[Body]] | None = None
+
+
 class ServerSampler(Sampler):
     """Samples by HTTP. Used for one program."""
 
     def __init__(
         self,
-        client: ServerClient,
+        engines: EngineChoice,
         model: ServedModel,
         call: ProgramCall,
         *,
@@ -91,31 +103,32 @@ class ServerSampler(Sampler):
         """Prepare.
 
         Args:
-            client: of the server.
-            model: of the server.
+            engines: whose servers answer.
+            model: of each of them.
             call: counts requests, and says whether the program was aborted.
             timeout_s: seconds that one request may take.
         """
         self.max_context_tokens = model.max_context_tokens
-        self._client = client
+        self._engines = engines
         self._model = model
         self._call = call
         self._timeout_s = timeout_s
-        self._session: aiohttp.ClientSession | None = None
         self._fields: Body = {} if model.adapter is None else {"lora_path": model.adapter}
         if model.experts is not None:
             self._fields["return_routed_experts"] = True
         self._num_prompt_tokens = self._num_cached_tokens = self._num_retried = 0
+        self._prefills: dict[tuple[int, ...], SharedPrefill] = {}
+        self._aborts: set[asyncio.Task[Any]] = set()
 
     async def __aenter__(self) -> ServerSampler:
         """Connect in the current event loop."""
-        self._session = self._client.open_session()
+        await self._engines.open()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close the connections: the server aborts requests that are still open."""
-        if self._session is not None:
-            await self._session.close()
+        """Close the connections: the servers abort requests that are still open."""
+        await asyncio.gather(*self._aborts, return_exceptions=True)
+        await self._engines.close()
 
     def describe(self) -> str:
         """Report the progress."""
@@ -129,6 +142,7 @@ class ServerSampler(Sampler):
                 float(self._num_cached_tokens), float(self._num_prompt_tokens)
             ),
             "rollout/retried_requests": Sum(float(self._num_retried)),
+            **self._engines.metrics(),
         }
 
     async def sample_group(
@@ -172,9 +186,9 @@ class ServerSampler(Sampler):
         """Request the missing responses; return why one was cut off, or an empty text."""
         missing = group.missing
         try:
-            if len(missing) > 1:
-                await self._ask(self.prefill_body(group))
-            items = await self._ask(self.group_body(group))
+            async with self._engines.lend(group.token_ids, len(missing)) as engine:
+                await self._prefill(group, engine)
+                items = await self._ask(self.group_body(group), engine)
         except ConnectionLostError as error:
             return str(error)
         except ServerError as error:
@@ -191,13 +205,56 @@ class ServerSampler(Sampler):
             self._require_version(str(meta.get("weight_version")))
             group.samples[index] = read_sample(item, self._model)
             self._num_cached_tokens += int(meta.get("cached_tokens") or 0)
+            if len(group.seeds) == 1:  # a later turn may continue it
+                self._engines.remember(group.token_ids + item["output_ids"], engine)
         return reason
 
-    async def _ask(self, body: Body) -> list[Body]:
-        answer: list[Body] = await self._client.request(
-            "/generate", body, timeout_s=self._timeout_s, session=self._session
-        )
+    async def _prefill(self, group: Group, engine: ServingEngine) -> None:
+        """Cache the context once, if several responses to it are missing: SGLang would not.
+
+        Tasks that ask for the same context in the same turn of the event loop share the request.
+        """
+        context = (engine.index, *group.token_ids)
+        prefill = self._prefills.setdefault(context, SharedPrefill())
+        prefill.num_tasks += 1
+        prefill.num_responses += len(group.missing)
+        try:
+            await asyncio.sleep(0)
+            if prefill.num_responses > 1:
+                prefill.task = prefill.task or asyncio.ensure_future(
+                    self._ask(self.prefill_body(group), engine)
+                )
+                await asyncio.shield(prefill.task)  # another task may wait for it, too
+        finally:
+            prefill.num_tasks -= 1
+            if not prefill.num_tasks:
+                del self._prefills[context]
+
+    async def _ask(self, body: Body, engine: ServingEngine) -> list[Body]:
+        try:
+            answer: list[Body] = await engine.ask("/generate", body, timeout_s=self._timeout_s)
+        except asyncio.CancelledError:
+            self._abort(body.get("rid", []), engine)
+            raise
         return answer
+
+    def _abort(self, names: Sequence[str], engine: ServingEngine) -> None:
+        """Free the slots of cancelled responses now: SGLang looks for lost clients every 4 s.
+
+        Unless the program was aborted as a whole: then the drain aborts all at once.
+        """
+        if not self._engines.is_open or self._call.is_aborted:
+            return
+        for name in names:
+            request = engine.ask("/abort_request", {"rid": name}, timeout_s=_ABORT_TIMEOUT_S)
+            task = asyncio.ensure_future(request)
+            self._aborts.add(task)
+            task.add_done_callback(self._end_abort)
+
+    def _end_abort(self, task: asyncio.Task[Any]) -> None:
+        self._aborts.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("a cancelled request may keep its slot for 4 s: %s", error)
 
     def prefill_body(self, group: Group) -> Body:
         """Request no token: this caches the context's keys and values once per group."""
@@ -216,6 +273,7 @@ class ServerSampler(Sampler):
                 for index in group.missing
             ],
             "return_logprob": True,
+            "rid": [uuid.uuid4().hex for _ in group.missing],
             **self._fields,
         }
 

@@ -1,0 +1,288 @@
+"""Requests and answers of OpenAI's chat completions: what is read, refused and written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hybridrl.agents.tool_calls import ToolCall
+from hybridrl.errors import shown
+from hybridrl.json_text import to_json_text
+
+Fields = Mapping[str, Any]
+"""A JSON object."""
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES |= {"tool": "tool"}
+_READ = {"model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens"}
+_READ |= {"stream", "stream_options", "logprobs", "temperature", "top_p"}
+# They change neither the sampled tokens nor the form of the answer.
+_IGNORED = {"user", "metadata", "seed", "store", "service_tier", "safety_identifier"}
+_IGNORED |= {"prompt_cache_key", "parallel_tool_calls"}
+# Accepted with the value that means that they are not used.
+_OFF: Mapping[str, object] = {
+    "n": 1,
+    "top_logprobs": 0,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "logit_bias": {},
+    "stop": [],
+    "response_format": {"type": "text"},
+}
+_TOOL_CHOICES = ("auto", "required", "none")
+
+
+class Refusal(Exception):
+    """A request is answered with an error."""
+
+    def __init__(
+        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
+    ) -> None:
+        """Write the error in OpenAI's words: the field that is wrong, and a code for programs."""
+        super().__init__(message)
+        self.status = status
+        self.body = {
+            "error": {
+                "message": message,
+                "type": "invalid_request_error" if status < 500 else "server_error",
+                "param": param,
+                "code": code,
+            }
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """A message, apart from fields that the model does not see; equal ones are the same turn."""
+
+    role: str
+    content: str
+    """Of an assistant without spaces around it, which clients drop."""
+
+    calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatRequest:
+    """A request for the assistant's next turn."""
+
+    messages: tuple[ChatMessage, ...]
+    """At least one."""
+
+    tools: tuple[Fields, ...]
+    """Schemas, as chat templates take them."""
+
+    max_tokens: int | None
+    """Of the answer."""
+
+    is_stream: bool
+    has_usage: bool
+    """Whether a stream ends with the numbers of tokens."""
+
+    has_logprobs: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatAnswer:
+    """The assistant's turn."""
+
+    message: ChatMessage
+    first_call: int
+    """Number of its first call in the conversation, from which calls have their ids."""
+
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    tokens: Sequence[str]
+    logprobs: Sequence[float]
+    num_prompt_tokens: int
+
+
+def read_request(data: bytes, *, model: str, temperature: float, top_p: float) -> ChatRequest:
+    """Read the body of a request.
+
+    Args:
+        data: JSON.
+        model: name of the only model.
+        temperature: at which the policy samples; no other is possible.
+        top_p: likewise.
+
+    Raises:
+        Refusal: names the field.
+    """
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(f"the body is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise Refusal(f"the body is {shown(fields)}, must be an object")
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if fields.get("model") != model:
+        message = f"there is no model {shown(fields.get('model'))}; the only one is {model!r}"
+        raise Refusal(message, status=404, param="model", code="model_not_found")
+    _require_supported(fields, temperature=temperature, top_p=top_p)
+    tools = tuple(_read_tool(tool) for tool in _list_of(fields, "tools"))
+    messages = tuple(_read_message(message) for message in _list_of(fields, "messages"))
+    if not messages:
+        raise Refusal("there are no messages", param="messages")
+    options = fields.get("stream_options", {})
+    return ChatRequest(
+        messages=messages,
+        tools=() if fields.get("tool_choice") == "none" else tools,
+        max_tokens=_read_limit(fields),
+        is_stream=fields.get("stream", False) is True,
+        has_usage=isinstance(options, dict) and options.get("include_usage") is True,
+        has_logprobs=fields.get("logprobs", False) is True,
+    )
+
+
+def _require_supported(fields: Fields, *, temperature: float, top_p: float) -> None:
+    off = {**_OFF, "temperature": temperature, "top_p": top_p}
+    for name, value in fields.items():
+        if name not in _READ | _IGNORED | off.keys():
+            raise Refusal(f"{name} is not supported", param=name, code="unsupported_parameter")
+        if name in off and value not in (off[name], []):
+            rule = f"{name} is {shown(value)}, and can be {off[name]} alone: leave it out"
+            raise Refusal(rule, param=name, code="unsupported_value")
+    choice = fields.get("tool_choice", "auto")
+    if choice not in _TOOL_CHOICES:
+        rule = f"tool_choice is {shown(choice)}, must be one of {', '.join(_TOOL_CHOICES)}"
+        raise Refusal(rule, param="tool_choice", code="unsupported_value")
+
+
+def _read_limit(fields: Fields) -> int | None:
+    for name in ("max_completion_tokens", "max_tokens"):
+        if (limit := fields.get(name)) is not None:
+            if not isinstance(limit, int) or limit < 1:
+                raise Refusal(f"{name} is {shown(limit)}, must be at least 1", param=name)
+            return limit
+    return None
+
+
+def _list_of(fields: Fields, name: str) -> list[Fields]:
+    values = fields.get(name, [])
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise Refusal(f"{name} is {shown(values)}, must be a list of objects", param=name)
+    return values
+
+
+def _read_tool(tool: Fields) -> Fields:
+    function = tool.get("function")
+    is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
+    if tool.get("type") != "function" or not is_named:
+        raise Refusal(f"the tool {shown(tool)} is no function with a name", param="tools")
+    return tool
+
+
+def _read_message(message: Fields) -> ChatMessage:
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        rule = f"a message is of role {shown(role)}, must be one of {', '.join(_ROLES)}"
+        raise Refusal(rule, param="messages")
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise Refusal(f"the content {shown(content)} is not text", param="messages")
+    text = "".join(map(str, texts)).encode(errors="replace").decode()
+    if role != "assistant":
+        return ChatMessage(_ROLES[role], text)
+    calls = message.get("tool_calls") or []
+    return ChatMessage(role, text.strip(), tuple(map(_read_call, calls)))
+
+
+def _read_call(call: object) -> ToolCall:
+    function: Any = call.get("function") if isinstance(call, dict) else None
+    function = function if isinstance(function, dict) else {}
+    name, text = function.get("name"), function.get("arguments")
+    try:
+        arguments = json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        arguments = None
+    if isinstance(name, str) and isinstance(arguments, dict):
+        return ToolCall(name, arguments)
+    rule = f"the call {shown(call)} is no function with a name and an object in JSON as arguments"
+    raise Refusal(rule, param="messages")
+
+
+def to_template(message: ChatMessage, *, has_json_arguments: bool) -> dict[str, Any]:
+    """Return a message as chat templates take it, with arguments as JSON or as a mapping."""
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.calls:
+        fields["tool_calls"] = _calls_of(message, has_json_arguments=has_json_arguments)
+    return fields
+
+
+def _calls_of(
+    message: ChatMessage, *, has_json_arguments: bool, first: int = 0
+) -> list[dict[str, Any]]:
+    calls = []
+    for number, call in enumerate(message.calls, start=first):
+        arguments = to_json_text(call.arguments) if has_json_arguments else dict(call.arguments)
+        function = {"name": call.name, "arguments": arguments}
+        calls.append({"id": f"call_{number}", "type": "function", "function": function})
+    return calls
+
+
+def completion(answer: ChatAnswer, request: ChatRequest, *, header: Fields) -> str:
+    """Return an answer as JSON. ``header`` has id, time and model."""
+    message = {"role": "assistant", "refusal": None, **_content_of(answer)}
+    choice = {"index": 0, "message": message, **_end_of(answer, request)}
+    usage = _usage_of(answer)
+    return to_json_text(
+        {**header, "object": "chat.completion", "choices": [choice], "usage": usage}
+    )
+
+
+def events(answer: ChatAnswer, request: ChatRequest, *, header: Fields) -> Iterator[str]:
+    """Yield an answer as events of a stream: all of the turn at once, because it is sampled."""
+    content = _content_of(answer)
+    for number, call in enumerate(content.get("tool_calls", [])):
+        call["index"] = number
+    for delta, end in (
+        ({"role": "assistant", **content}, {"finish_reason": None}),
+        ({}, _end_of(answer, request)),
+    ):
+        choice = {"index": 0, "delta": delta, **end}
+        yield _event({**header, "object": "chat.completion.chunk", "choices": [choice]})
+    if request.has_usage:
+        usage = {"choices": [], "usage": _usage_of(answer)}
+        yield _event({**header, "object": "chat.completion.chunk", **usage})
+    yield "data: [DONE]\n\n"
+
+
+def _event(fields: Fields) -> str:
+    return f"data: {to_json_text(fields)}\n\n"
+
+
+def _content_of(answer: ChatAnswer) -> dict[str, Any]:
+    message = answer.message
+    if not message.calls:
+        return {"content": message.content}
+    calls = _calls_of(message, has_json_arguments=True, first=answer.first_call)
+    return {"content": message.content or None, "tool_calls": calls}
+
+
+def _end_of(answer: ChatAnswer, request: ChatRequest) -> dict[str, Any]:
+    logprobs = None
+    if request.has_logprobs:
+        content = [
+            {
+                "token": token,
+                "logprob": logprob,
+                "bytes": list(token.encode()),
+                "top_logprobs": [],
+            }
+            for token, logprob in zip(answer.tokens, answer.logprobs, strict=True)
+        ]
+        logprobs = {"content": content, "refusal": None}
+    return {"finish_reason": answer.finish_reason, "logprobs": logprobs}
+
+
+def _usage_of(answer: ChatAnswer) -> dict[str, int]:
+    num_sampled = len(answer.tokens)
+    return {
+        "prompt_tokens": answer.num_prompt_tokens,
+        "completion_tokens": num_sampled,
+        "total_tokens": answer.num_prompt_tokens + num_sampled,
+    }

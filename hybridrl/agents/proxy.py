@@ -1,0 +1,294 @@
+"""The agent ``proxy``: a program of the user's, which samples through an OpenAI-compatible server.
+
+What it sampled is the trajectory. A request that continues a chat continues its tokens; a request
+with another history begins a sequence of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.agents.chat import (
+    ChatAnswer,
+    ChatMessage,
+    ChatRequest,
+    Fields,
+    Refusal,
+    to_template,
+)
+from hybridrl.agents.conversation import Agent, Conversation, ConversationEnded, OpenSequence
+from hybridrl.agents.program import Program, ProgramEnd
+from hybridrl.agents.proxy_server import HOST, MODEL, serve
+from hybridrl.agents.templates import TurnTemplate
+from hybridrl.agents.tool_calls import ToolCall, text_before_calls
+from hybridrl.config.agent import AgentConfig
+from hybridrl.data.rows import Message, Row
+from hybridrl.errors import AgentError
+from hybridrl.json_text import to_json_text
+from hybridrl.workers.rollout.sampler import RequestParams, Sample
+
+log = logging.getLogger(__name__)
+
+
+class ProgramFailed(Exception):
+    """An agent program gave no answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """A chat up to an answer, and the tokens that stand for it."""
+
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[Fields, ...]
+    sequence: OpenSequence
+    num_tokens: int
+    """Of the sequence, up to the end of the answer."""
+
+    is_cut: bool
+    """Whether the answer lacks its stop token."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the sequence ends here."""
+        return len(self.sequence.token_ids) == self.num_tokens
+
+
+class Chats:
+    """The chats of one agent program: which tokens stand for which messages."""
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        template: TurnTemplate,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        """Begin with none."""
+        self._conversation = conversation
+        self._template = template
+        self._tokenizer = tokenizer
+        self._answered: list[_Answered] = []
+        self._num_calls = 0
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Has the engine's error, if there was one."""
+        self.ended: ConversationEnded | None = None
+        """The limit that refused a request, if one did."""
+
+    async def ask(self, request: ChatRequest) -> ChatAnswer:
+        """Sample the answer to a request; any number of requests at a time.
+
+        Raises:
+            Refusal: a limit is reached, or the chat template has no form for the messages.
+            EngineError: the engine failed.
+        """
+        try:
+            sequence = self._continued(request) or self._begun(request)
+            num_prompt_tokens = len(sequence.token_ids)
+            sample = await self._conversation.sample_turn(
+                sequence, max_new_tokens=request.max_tokens
+            )
+        except ConversationEnded as error:
+            self.ended = error
+            raise Refusal(str(error), code="conversation_ended") from error
+        except AgentError as error:
+            raise Refusal(str(error), param="messages") from error
+        except Exception as error:
+            if not self.failed.done():
+                self.failed.set_exception(error)
+            raise
+        if sample.is_truncated and len(sample.token_ids) != request.max_tokens:
+            self._conversation.end("tokens")
+        message = self._message_of(sample, reads_calls=bool(request.tools))
+        self._answered.append(
+            _Answered(
+                messages=(*request.messages, message),
+                tools=request.tools,
+                sequence=sequence,
+                num_tokens=len(sequence.token_ids),
+                is_cut=sample.is_truncated,
+            )
+        )
+        self._num_calls += len(message.calls)
+        return ChatAnswer(
+            message=message,
+            first_call=self._num_calls - len(message.calls),
+            finish_reason=_finish_reason(sample, message),
+            tokens=self._tokenizer.batch_decode(sample.token_ids[:, None]),
+            logprobs=sample.logprobs.tolist(),
+            num_prompt_tokens=num_prompt_tokens,
+        )
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether a request was answered."""
+        return bool(self._answered)
+
+    def _continued(self, request: ChatRequest) -> OpenSequence | None:
+        """Append the new messages of a chat that is known so far."""
+        known = [chat for chat in self._answered if _new_messages(chat, request)]
+        if not known:
+            return None
+        chat = max(known, key=lambda chat: (len(chat.messages), chat.is_last))
+        new = [Message(m.role, m.content) for m in _new_messages(chat, request)]
+        increment = torch.tensor(self._template.increment(new, is_cut=chat.is_cut))
+        if not chat.is_last:  # the program has gone on from here before
+            context = chat.sequence.token_ids[: chat.num_tokens]
+            return self._conversation.begin(torch.cat([context, increment]))
+        self._conversation.append_tokens(chat.sequence, increment, new)
+        return chat.sequence
+
+    def _begun(self, request: ChatRequest) -> OpenSequence:
+        """Render a chat from its beginning."""
+        try:
+            token_ids = self._render(request, has_json_arguments=False)
+        except AgentError:  # some templates take the arguments of calls as JSON
+            token_ids = self._render(request, has_json_arguments=True)
+        return self._conversation.begin(token_ids)
+
+    def _render(self, request: ChatRequest, *, has_json_arguments: bool) -> Tensor:
+        messages = [
+            to_template(message, has_json_arguments=has_json_arguments)
+            for message in request.messages
+        ]
+        return torch.tensor(self._template.beginning(messages, request.tools))
+
+    def _message_of(self, sample: Sample, *, reads_calls: bool) -> ChatMessage:
+        """Read calls in a turn. A turn with a call that cannot be read is text."""
+        token_ids = sample.token_ids if sample.is_truncated else sample.token_ids[:-1]
+        text: str = self._tokenizer.decode(token_ids)
+        calls = self._conversation.read_calls(text) if reads_calls else ()
+        whole = tuple(call for call in calls if isinstance(call, ToolCall) and _has_json_form(call))
+        if not whole or len(whole) < len(calls):
+            return ChatMessage("assistant", text.strip())
+        return ChatMessage("assistant", text_before_calls(text).strip(), whole)
+
+
+def _new_messages(chat: _Answered, request: ChatRequest) -> tuple[ChatMessage, ...]:
+    """Return the messages that a request has behind a chat; none if it is another one."""
+    num_known = len(chat.messages)
+    new = request.messages[num_known:]
+    is_known = request.tools == chat.tools and request.messages[:num_known] == chat.messages
+    return new if is_known and all(m.role in ("tool", "user") for m in new) else ()
+
+
+def _has_json_form(call: ToolCall) -> bool:
+    try:
+        to_json_text(call.arguments)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _finish_reason(sample: Sample, message: ChatMessage) -> Literal["stop", "length", "tool_calls"]:
+    if message.calls:
+        return "tool_calls"
+    return "length" if sample.is_truncated else "stop"
+
+
+class Proxy:
+    """The agent programs of a rank, and the server that they sample through."""
+
+    appended_roles = ("tool", "user")
+
+    def __init__(
+        self, config: AgentConfig, template: TurnTemplate, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """Start nothing yet; ``agent.command`` is run for each conversation."""
+        self._config = config
+        self._template = template
+        self._tokenizer = tokenizer
+        self._running: set[Program] = set()
+        self._num_refused = 0
+
+    def agent(self) -> Agent:
+        """Return the agent of one conversation."""
+        return self
+
+    def take_num_refused(self) -> int:
+        """Return the requests that were answered with an error since the last time."""
+        num_refused, self._num_refused = self._num_refused, 0
+        return num_refused
+
+    @asynccontextmanager
+    async def open(self, params: RequestParams) -> AsyncIterator[None]:
+        """Serve in the running event loop; at the end no program is left.
+
+        Args:
+            params: of all requests.
+        """
+        num_programs = self._config.num_conversations
+        with ThreadPoolExecutor(num_programs, thread_name_prefix="program") as self._threads:
+            try:
+                async with serve(params) as self._server:
+                    yield
+            finally:
+                self._num_refused += self._server.num_refused
+                for program in self._running:
+                    program.kill()
+
+    async def run(self, conversation: Conversation) -> None:
+        """Run a program to its end: the last sampled turn is the answer.
+
+        Raises:
+            ProgramFailed: it sampled nothing, or ended with an error.
+            ConversationEnded: a limit refused a request of it.
+            EngineError: the engine failed.
+        """
+        chats = Chats(conversation, self._template, self._tokenizer)
+        key = self._server.open(chats.ask)
+        program = self._start(conversation.row, key)
+        self._running.add(program)
+        try:
+            either: set[asyncio.Future[Any]] = {program.ended, chats.failed}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            was_running = not program.ended.done()
+            self._server.close(key)
+            program.kill()
+            end = await asyncio.shield(program.ended)
+            self._running.discard(program)
+            if was_running:
+                log.warning("killed an agent program that ran for too long: %s", end.last_line)
+        if chats.failed.done():
+            chats.failed.result()
+        if chats.ended is not None:
+            raise chats.ended
+        if end.status:
+            raise ProgramFailed(f"an agent program {_describe(end)}")
+        if not chats.has_answer:
+            raise ProgramFailed(f"an agent program sampled nothing; its last line: {end.last_line}")
+
+    def _start(self, row: Row, key: str) -> Program:
+        prompt: object = row.prompt
+        if not isinstance(row.prompt, str):
+            prompt = [{"role": m.role, "content": m.content} for m in row.prompt]
+        variables = {
+            "OPENAI_BASE_URL": self._server.address,
+            "OPENAI_API_KEY": key,
+            "OPENAI_MODEL": MODEL,
+            "NO_PROXY": ",".join(filter(None, (os.environ.get("NO_PROXY"), HOST))),
+        }
+        fields = {"prompt": prompt, "answer": row.answer, "source": row.source}
+        return Program(
+            self._config.command,
+            variables=variables,
+            input_text=to_json_text(fields),
+            threads=self._threads,
+        )
+
+
+def _describe(end: ProgramEnd) -> str:
+    if end.status < 0:
+        return f"was killed by {signal.Signals(-end.status).name}; its last line: {end.last_line}"
+    return f"ended with exit status {end.status}; its last line: {end.last_line}"

@@ -1,0 +1,223 @@
+"""Rewards of responses that ended while others are sampled.
+
+The ranks report each response as it ends; threads of the driver hand it to the reward processes.
+When all rollouts are there, `EarlyRewards.take` has the rewards of the rows that are exactly the
+reported ones, and the scorer scores the others. So a lost report costs time alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from itertools import count
+from threading import Lock, Thread
+from typing import Self
+
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.agents.turn_records import messages_of
+from hybridrl.batch import RolloutBatch, response_lengths
+from hybridrl.data.prompts import TokenizedRow
+from hybridrl.data.source import PromptStep
+from hybridrl.data.tokenizer import decode_responses
+from hybridrl.diagnostics import trace
+from hybridrl.rewards.runner import RewardInputs
+from hybridrl.rewards.scorer import EarlyRow, RewardScorer
+from hybridrl.single_controller.side_channel import ChannelLost, Sender, SideChannel
+from hybridrl.workers.rollout.assemble import assemble_rollouts
+from hybridrl.workers.rollout.protocol import SamplingParams
+from hybridrl.workers.rollout.sampler import Sample
+
+log = logging.getLogger(__name__)
+
+_END_WAIT_S = 10.0
+
+
+def reward_inputs(
+    rollouts: RolloutBatch, rows: Sequence[TokenizedRow], tokenizer: PreTrainedTokenizerBase
+) -> RewardInputs:
+    """Return what reward functions see of B rollouts; ``rows`` are those of their prompts."""
+    conversations = (
+        [messages_of(rollouts, row, tokenizer) for row in range(len(rollouts))]
+        if rollouts.turns_BN is not None
+        else []
+    )
+    return RewardInputs(
+        responses=decode_responses(rollouts, tokenizer),
+        answers=[row.row.answer for row in rows],
+        prompts=[row.prompt_text for row in rows],
+        sources=[row.row.source for row in rows],
+        lengths=response_lengths(rollouts.response_mask_BL).tolist(),
+        conversations=conversations,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The report of one response."""
+
+    call: int
+    prompt_index: int
+    response_index: int
+    sample: Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Reporter:
+    """Reports the responses of one call; see ``SamplingParams.reporter``."""
+
+    sender: Sender
+    call: int
+
+    def report(self, prompt_index: int, response_index: int, sample: Sample) -> None:
+        """Send a response, and do not wait."""
+        sent = replace(
+            sample,
+            token_ids=sample.token_ids.clone(),  # a view would carry all of its storage
+            logprobs=sample.logprobs.clone(),
+            routed_experts_LJK=None,
+        )
+        self.sender.send(Ended(self.call, prompt_index, response_index, sent))
+
+
+Key = tuple[int, int]
+"""Position of the prompt in its step, and index of the response among those to the prompt."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """The responses of one call of ``generate``."""
+
+    number: int
+    task: PromptStep
+    waiting: deque[tuple[Key, Sample]] = field(default_factory=deque)
+    seen: set[Key] = field(default_factory=set)
+    scored: dict[Key, tuple[RewardInputs, EarlyRow]] = field(default_factory=dict)
+    is_over: bool = False
+    work: list[Future[None]] = field(default_factory=list)
+    num_hangs: int = 0
+
+
+class EarlyRewards:
+    """Scores responses while others are sampled; close it, or use it in a ``with``."""
+
+    def __init__(self, scorer: RewardScorer, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Start the channel; without a function that can score early there is nothing to do."""
+        self._scorer = scorer
+        self._tokenizer = tokenizer
+        self._numbers = count(1)
+        self._lock = Lock()
+        self._call: _Call | None = None
+        self._threads = ThreadPoolExecutor(scorer.num_processes, "early reward")
+        self._channel = SideChannel() if scorer.early_functions else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def scoring(self, task: PromptStep, sampling: SamplingParams) -> Iterator[SamplingParams]:
+        """Score responses to ``task`` in the block; they are to be sampled with what it yields."""
+        self._call = None
+        channel = self._channel
+        if channel is None:
+            yield sampling
+            return
+        call = _Call(next(self._numbers), task)
+        receiver = Thread(
+            target=self._receive, args=(channel, call), name="early reward receiver", daemon=True
+        )
+        receiver.start()
+        try:
+            yield replace(sampling, reporter=Reporter(channel.sender, call.number))
+            self._call = call
+        finally:
+            call.is_over = True
+            with suppress(Exception):  # Ray is gone: the receiver has ended
+                channel.sender.send(None)
+            receiver.join(_END_WAIT_S)
+            if receiver.is_alive():
+                self._lose("its process does not answer")
+            if self._call is None:
+                call.waiting.clear()
+
+    def take(self, inputs: RewardInputs) -> dict[int, EarlyRow] | None:
+        """Return the rewards of the rows that were scored early, and forget them.
+
+        None if no function can score early.
+
+        Args:
+            inputs: B rows of the prompts of the last ``scoring``, those to one prompt adjacent.
+        """
+        call, self._call = self._call, None
+        if call is None:
+            return {} if self._scorer.early_functions else None
+        wait(call.work)
+        num_responses = len(inputs) // len(call.task.rows)
+        scored = {p * num_responses + g: each for (p, g), each in call.scored.items()}
+        return {
+            row: early
+            for row, (seen, early) in scored.items()
+            if row < len(inputs) and seen == inputs.take([row])
+        }
+
+    def close(self) -> None:
+        """End the channel; rows that still wait are not scored. Twice is a no-op."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def _lose(self, reason: str) -> None:
+        if self._channel is not None:
+            log.warning("from now on, responses are scored after all are sampled: %s", reason)
+            self.close()
+
+    def _receive(self, channel: SideChannel, call: _Call) -> None:
+        """Take in the reports of a call until its end."""
+        position_of = {
+            index: p for p, index in enumerate(call.task.prompts.prompt_index_P.tolist())
+        }
+        try:
+            while (ended := channel.receive()) is not None:
+                key = (position_of.get(ended.prompt_index, -1), ended.response_index)
+                # Others: late ones of an earlier call, and copies that filled up a batch.
+                if ended.call == call.number and key[0] >= 0 and key not in call.seen:
+                    call.seen.add(key)
+                    call.waiting.append((key, ended.sample))
+                    call.work.append(self._threads.submit(self._score_some, call))
+        except ChannelLost as error:
+            self._lose(str(error))
+        except RuntimeError:  # closed meanwhile: the threads take no more work
+            return
+
+    def _score_some(self, call: _Call) -> None:
+        """Score this thread's share of the rows that wait."""
+        with self._lock:
+            num_rows = -(-len(call.waiting) // self._scorer.num_processes)
+            taken = [call.waiting.popleft() for _ in range(num_rows)]
+        if not taken or call.num_hangs >= self._scorer.num_processes:
+            return
+        positions = [p for (p, _), _ in taken]
+        try:
+            rollouts = assemble_rollouts(
+                call.task.prompts[positions], [sample for _, sample in taken], policy_version=0
+            )
+            rows = [call.task.rows[p] for p in positions]
+            inputs = reward_inputs(rollouts, rows, self._tokenizer)
+            with trace.span("early reward", rows=len(taken)):
+                rewards, num_hangs = self._scorer.score_early(inputs)
+        except Exception as error:
+            log.debug("rows are scored afterwards: %s: %s", type(error).__name__, error)
+            return
+        with self._lock:
+            call.num_hangs += num_hangs
+            for row, (key, _) in enumerate(taken):
+                early = EarlyRow(rewards[row], is_in_time=not call.is_over)
+                call.scored[key] = inputs.take([row]), early

@@ -1,0 +1,180 @@
+"""Advantages that see turns, against plain loops over rows, turns and tokens."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.advantages.bi_level_gae import bi_level_gae
+from hybridrl.algorithms.advantages.gae import gae
+from hybridrl.algorithms.advantages.grpo import grpo
+from hybridrl.algorithms.advantages.reinforce import reinforce, reinforce_plus_plus
+from hybridrl.algorithms.advantages.turns import turn_grpo, turn_reinforce
+from hybridrl.batch import jagged, place_on_last_tokens, spread_over_tokens
+from tests.algorithms.test_token_advantages import Matrix, Singletons, Tokens, flat, random_tokens
+
+
+def turns_of(mask: list[bool]) -> Iterator[list[int]]:
+    """Positions of the tokens of each turn."""
+    turn: list[int] = []
+    for t, is_response in enumerate([*mask, False]):
+        if is_response:
+            turn.append(t)
+        elif turn:
+            yield turn
+            turn = []
+
+
+def turn_returns(tokens: Tokens, *, gamma: float) -> Matrix:
+    rows = []
+    for rewards, mask in zip(tokens.rewards, tokens.mask, strict=True):
+        running, returns = 0.0, []
+        for turn in reversed(list(turns_of(mask))):
+            running = sum(rewards[t] for t in turn) + gamma * running
+            returns.append(running)
+        rows.append(returns[::-1])
+    return rows
+
+
+def by_token(by_turn: Matrix, tokens: Tokens) -> list[float]:
+    rows = [[0.0] * len(mask) for mask in tokens.mask]
+    for row, values, mask in zip(rows, by_turn, tokens.mask, strict=True):
+        for value, turn in zip(values, turns_of(mask), strict=True):
+            for t in turn:
+                row[t] = value
+    return flat(rows, tokens.mask)
+
+
+def obvious_turn_grpo(tokens: Tokens, *, gamma: float, singletons: Singletons) -> Matrix:
+    returns = turn_returns(tokens, gamma=gamma)
+    advantages: Matrix = []
+    for group, row in zip(tokens.group, returns, strict=True):
+        rows = [g for number, g in zip(tokens.group, returns, strict=True) if number == group]
+        columns = [[g[k] for g in rows if k < len(g)] for k in range(max(map(len, rows)))]
+        squares = sum((g - statistics.fmean(c)) ** 2 for c in columns for g in c)
+        freedom = sum(map(len, columns)) - len(columns)
+        std = math.sqrt(squares / max(freedom, 1))
+        advantages.append([])
+        for k, g in enumerate(row):
+            alone = 0.0 if singletons == "zero" else g / (1 + 1e-6)
+            peers = columns[k]
+            value = (g - statistics.fmean(peers)) / (std + 1e-6) if len(peers) > 1 else alone
+            advantages[-1].append(value)
+    return advantages
+
+
+@pytest.mark.parametrize("singletons", ["zero", "reward"])
+@pytest.mark.parametrize("gamma", [1.0, 0.7])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_turn_is_compared_with_the_same_turn_of_others(
+    seed: int, gamma: float, singletons: Singletons
+) -> None:
+    tokens = random_tokens(seed)
+    advantages_BL = turn_grpo(
+        tokens.column(tokens.rewards),
+        torch.tensor(tokens.group),
+        tokens.mask_BL,
+        gamma=gamma,
+        singletons=singletons,
+    )
+    expected = obvious_turn_grpo(tokens, gamma=gamma, singletons=singletons)
+    assert advantages_BL.values().tolist() == pytest.approx(by_token(expected, tokens), abs=1e-4)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.7, 0.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_each_turn_has_its_discounted_return(seed: int, gamma: float) -> None:
+    tokens = random_tokens(seed)
+    rewards_BL = tokens.column(tokens.rewards)
+    returns_BL = turn_reinforce(rewards_BL, tokens.mask_BL, gamma=gamma, whiten=False)
+    expected = by_token(turn_returns(tokens, gamma=gamma), tokens)
+    assert returns_BL.values().tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def obvious_bi_level(tokens: Tokens, numbers: dict[str, float]) -> list[float]:
+    """The equations of the docstring, one turn and one token after the other."""
+    rows = []
+    for rewards, values, mask in zip(tokens.rewards, tokens.others, tokens.mask, strict=True):
+        row, advantage, following = [0.0] * len(mask), 0.0, 0.0
+        for turn in reversed(list(turns_of(mask))):
+            last = turn[-1]
+            delta = rewards[last] + numbers["gamma_turn"] * following - values[last]
+            advantage = delta + numbers["gamma_turn"] * numbers["lam"] * advantage
+            row[last] = advantage
+            for t in reversed(turn[:-1]):
+                delta = rewards[t] + numbers["gamma"] * values[t + 1] - values[t]
+                row[t] = delta + numbers["gamma"] * numbers["lam"] * row[t + 1]
+            following = values[last] + sum(rewards[t] for t in turn[:-1])
+        rows.append(row)
+    return flat(rows, tokens.mask)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_turns_then_tokens_are_estimated(seed: int) -> None:
+    tokens = random_tokens(seed)
+    columns = (tokens.column(tokens.rewards), tokens.column(tokens.others), tokens.mask_BL)
+    numbers = {"gamma": 0.9, "lam": 0.8, "gamma_turn": 0.7}
+    estimate = bi_level_gae(*columns, gamma=0.9, lam=0.8, gamma_turn=0.7, whiten=False)
+    expected = obvious_bi_level(tokens, numbers)
+    assert estimate.advantages_BL.values().tolist() == pytest.approx(expected, abs=1e-5)
+    values = flat(tokens.others, tokens.mask)
+    returns = [a + v for a, v in zip(expected, values, strict=True)]
+    assert estimate.returns_BL.values().tolist() == pytest.approx(returns, abs=1e-5)
+
+
+def one_turn_each(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rewards at the end of rows of one turn, values, mask, rewards of rows."""
+    source = torch.Generator().manual_seed(seed)
+    mask_BL = jagged([torch.arange(size + 2) >= 2 for size in (3, 1, 5, 2)])
+    rewards_B = torch.randn(4, generator=source)
+    values_BL = jagged([torch.randn(size + 2, generator=source) for size in (3, 1, 5, 2)])
+    return place_on_last_tokens(rewards_B, mask_BL), values_BL, mask_BL, rewards_B
+
+
+def test_of_one_turn_each_is_the_advantage_without_turns() -> None:
+    rewards_BL, values_BL, mask_BL, rewards_B = one_turn_each(0)
+    group_B = torch.tensor([1, 1, 1, 0])
+    compared_BL = turn_grpo(rewards_BL, group_B, mask_BL, gamma=0.5)
+    expected_BL = spread_over_tokens(grpo(rewards_B, group_B), mask_BL)
+    torch.testing.assert_close(compared_BL.values(), expected_BL.values())
+    torch.testing.assert_close(
+        bi_level_gae(rewards_BL, values_BL, mask_BL).advantages_BL.values(),
+        gae(rewards_BL, values_BL, mask_BL).advantages_BL.values(),
+    )
+
+
+def test_without_discount_all_see_the_same_rewards() -> None:
+    tokens = random_tokens(4)
+    rewards_BL, values_BL = tokens.column(tokens.rewards), tokens.column(tokens.others)
+    turns = bi_level_gae(rewards_BL, values_BL, tokens.mask_BL, lam=1.0, gamma_turn=1.0)
+    torch.testing.assert_close(
+        turns.returns_BL.values(),
+        gae(rewards_BL, values_BL, tokens.mask_BL, lam=1.0).returns_BL.values(),
+    )
+    at_end_BL = place_on_last_tokens(torch.arange(12.0), tokens.mask_BL)
+    torch.testing.assert_close(
+        turn_reinforce(at_end_BL, tokens.mask_BL).values(),
+        reinforce_plus_plus(at_end_BL, tokens.mask_BL).values(),
+    )
+    torch.testing.assert_close(
+        turn_reinforce(at_end_BL, tokens.mask_BL, whiten=False).values(),
+        reinforce(at_end_BL, tokens.mask_BL).values(),
+    )
+
+
+def test_equal_returns_of_a_turn_teach_nothing() -> None:
+    mask_BL = jagged([torch.tensor([True, False, True]), torch.tensor([True, False, True])])
+    rewards_BL = jagged([torch.tensor([0.1, 0.0, 0.7]), torch.tensor([0.1, 0.0, 0.7])])
+    assert not turn_grpo(rewards_BL, torch.zeros(2), mask_BL).values().any()
+
+
+def test_adjacent_rows_do_not_share_a_turn() -> None:
+    mask_BL = jagged([torch.tensor([True]), torch.tensor([True, True])])
+    rewards_BL = jagged([torch.tensor([1.0]), torch.tensor([2.0, 4.0])])
+    returns_BL = turn_reinforce(rewards_BL, mask_BL, gamma=0.5, whiten=False)
+    assert returns_BL.values().tolist() == [1.0, 6.0, 6.0]
