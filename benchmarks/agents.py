@@ -33,7 +33,8 @@ from hybridrl.batch import PromptBatch, jagged
 from hybridrl.config.agent import AgentConfig
 from hybridrl.config.model import StarterConfig
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.data.rows import Message, Row, encode_row
+from hybridrl.data.row_tensor import encode_row
+from hybridrl.data.rows import Message, Row
 from hybridrl.run.starter import write_random_model
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import SamplingParams
