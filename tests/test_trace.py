@@ -146,6 +146,17 @@ def test_a_trace_names_each_process_and_its_threads(tmp_path: Path) -> None:
     assert all(size > 1 for size in sizes)
 
 
+def test_a_conversation_has_a_track_and_calls_that_overlap(tmp_path: Path) -> None:
+    recorder = SpanRecorder()
+    assert recorder.write_to(tmp_path, "rank 0", num_processes=1)
+    for track, lane in ((12, 0), (12, 1), (3, 0)):
+        recorder.add("tool", 0, track=track, lane=lane)
+    recorder.end()
+    named = [e for e in _joined(tmp_path) if e["name"] == "thread_name" and e["tid"] > 1]
+    names = [event["args"]["name"] for event in sorted(named, key=lambda event: event["tid"])]
+    assert names == ["conversation 3", "conversation 12", "conversation 12, further call 1"]
+
+
 def test_nothing_is_written_in_the_middle_of_a_call(tmp_path: Path) -> None:
     recorder = SpanRecorder()
     recorder.write_to(tmp_path, "rank 0", num_processes=1)

@@ -14,8 +14,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Protocol
 
 import torch
@@ -26,7 +28,7 @@ from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.agents.tool_calls import BrokenCall, Calls, ToolCall
 from hybridrl.agents.tools import Toolbox, ToolResult
 from hybridrl.agents.trajectory import Ended, TokenSequence, Trajectory, Turn
-from hybridrl.agents.turn_records import call_record
+from hybridrl.agents.turn_records import CallRecord, call_record
 from hybridrl.data.rows import Message, Row
 from hybridrl.diagnostics import trace
 from hybridrl.rewards.child import last_line
@@ -111,6 +113,12 @@ class OpenSequence:
         self.token_ids = context
         """int64 [n], of the context and all turns: the next request's context."""
         self.turns: list[Turn] = []
+        self._calls: defaultdict[int, list[CallRecord]] = defaultdict(list)
+        """By index of the turn behind which they were made."""
+
+    def calls_behind_last_turn(self) -> list[CallRecord]:
+        """Return the calls that were made since the last turn, to be added to."""
+        return self._calls[len(self.turns) - 1]
 
     def add(self, turn: Turn) -> None:
         """Append a turn."""
@@ -119,7 +127,10 @@ class OpenSequence:
 
     def close(self) -> TokenSequence | None:
         """Return it without tokens behind the last sampled turn; None if nothing was sampled."""
-        turns = list(self.turns)
+        turns = [
+            replace(turn, calls=tuple(self._calls.get(index, ())))
+            for index, turn in enumerate(self.turns)
+        ]
         while turns and turns[-1].logprobs is None:
             turns.pop()
         return TokenSequence(self.context, tuple(turns)) if turns else None
@@ -142,6 +153,8 @@ class Conversation:
         self._num_sampled = 0
         self._weight_version = 0
         self._results: list[ToolResult] = []
+        self._busy_lanes: set[int] = set()
+        """Of the trace, by calls that run."""
         self._ended: Ended | None = None
         self.sampler_error: Exception | None = None
         """An error of the engine: unlike others it ends the run."""
@@ -257,9 +270,9 @@ class Conversation:
             return sample
 
     def begin(self, context: Tensor) -> OpenSequence:
-        """Begin a sequence behind history that was rendered anew; ``sample`` continues it.
+        """Begin a sequence behind history that was rendered again; ``sample`` continues it.
 
-        Earlier sequences stay as they are, and may go on. Of a conversation that has sampled no
+        Earlier sequences stay as they are, and may continue. Of a conversation that has sampled no
         token yet the context replaces the prompt.
 
         Args:
@@ -336,24 +349,26 @@ class Conversation:
     async def call(self, call: ToolCall | BrokenCall) -> ToolResult:
         """Call a tool. Its failure is a result, too."""
         begin_ns = time.perf_counter_ns()
-        result = await self._setting.toolbox.call(call)
-        name = call.name if isinstance(call, ToolCall) else "broken call"
-        trace.add(
-            "tool", begin_ns, track=self._prompt.number, tool=name[:80], is_error=result.is_error
-        )
+        lane = next(number for number in count() if number not in self._busy_lanes)
+        self._busy_lanes.add(lane)
+        records = self._sequences[-1].calls_behind_last_turn()
+        at = len(records)  # calls keep the order in which they began
+        records.append(_record_of(call))
+        try:
+            result = await self._setting.toolbox.call(call)
+        finally:
+            self._busy_lanes.remove(lane)
+        records[at] = replace(records[at], is_error=result.is_error)
+        shown = {"tool": records[at].name[:80] or "broken call", "is_error": result.is_error}
+        trace.add("tool", begin_ns, track=self._prompt.number, lane=lane, **shown)
         self._results.append(result)
-        self._note_call(call, is_error=result.is_error)
         return result
 
-    def _note_call(self, call: ToolCall | BrokenCall, *, is_error: bool) -> None:
-        """Keep a call with the last turn, if there is one."""
-        name, arguments = (
-            (call.name, dict(call.arguments)) if isinstance(call, ToolCall) else ("", call.reason)
-        )
-        turns = self._sequences[-1].turns
-        if turns:
-            record = call_record(name, arguments, is_error=is_error)
-            turns[-1] = replace(turns[-1], calls=(*turns[-1].calls, record))
+    def note_call(self, call: ToolCall | BrokenCall, result: ToolResult) -> None:
+        """Count a call that others answered, and keep it with the last turn."""
+        record = replace(_record_of(call), is_error=result.is_error)
+        self._sequences[-1].calls_behind_last_turn().append(record)
+        self._results.append(result)
 
     def end(self, ended: Ended) -> None:
         """End it; the first reason counts."""
@@ -394,6 +409,13 @@ class Conversation:
             self.end(limit)
         if self._ended is not None:
             raise ConversationEnded(f"the conversation has ended: {self._ended}")
+
+
+def _record_of(call: ToolCall | BrokenCall) -> CallRecord:
+    """Describe a call that has no result yet."""
+    if isinstance(call, ToolCall):
+        return call_record(call.name, dict(call.arguments), is_error=True)
+    return call_record("", call.reason, is_error=True)
 
 
 async def hold(agent: Agent, prompt: Prompt, setting: Setting) -> Trajectory:

@@ -26,7 +26,7 @@ from threading import Lock, get_ident
 from typing import TypeVar
 
 from hybridrl.diagnostics.activity import resident_bytes
-from hybridrl.diagnostics.trace_file import MAX_BYTES, Event, ProcessTrace
+from hybridrl.diagnostics.trace_file import MAX_BYTES, Event, ProcessTrace, track_id
 
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")
@@ -35,7 +35,6 @@ Arg = str | int | float | bool
 _CLOCK_TO_WALL_NS = time.time_ns() - time.perf_counter_ns()
 _WORTH_ASKING_NS = 1_000_000
 _WRITE_EVERY_NS = 1_000_000_000
-_FIRST_TRACK = 1000  # behind the numbers of threads
 
 
 @dataclass(slots=True, eq=False)
@@ -91,17 +90,24 @@ class SpanRecorder:
             event = {"ph": "X", "name": ended.name, "tid": thread, "ts": begin_us}
             self._events.append(event | {"dur": end_us - begin_us, "args": ended.args})
 
-    def add(self, name: str, begin_ns: int, *, track: int, **args: Arg) -> None:
+    def add(self, name: str, begin_ns: int, *, track: int, lane: int = 0, **args: Arg) -> None:
         """Record work that ends now and began at ``time.perf_counter_ns() == begin_ns``.
 
         For tasks of one thread that take turns, so that their spans do not nest: each task has a
         track of its own, shown as a further thread.
+
+        Args:
+            name: as in ``span``.
+            begin_ns: see above.
+            track: number of the conversation.
+            lane: spans of a conversation that overlap without nesting have different ones.
+            args: as in ``span``.
         """
         begin_us, end_us = (
             (at_ns + _CLOCK_TO_WALL_NS) // 1000 for at_ns in (begin_ns, time.perf_counter_ns())
         )
         event = {"ph": "X", "name": name, "ts": begin_us, "dur": end_us - begin_us}
-        self._events.append(event | {"tid": _FIRST_TRACK + track, "args": args})
+        self._events.append(event | {"tid": track_id(track, lane), "args": args})
 
     def each(self, name: str, items: Iterable[Item]) -> Iterator[Item]:
         """Yield ``items``; each pass of the loop is a span, with the item or its index."""

@@ -27,6 +27,8 @@ MAX_BYTES = 128 << 20
 _PARTS = {".jsonl-first": "trace-first.json", ".jsonl-previous": "trace-previous.json"}
 _PARTS |= {".jsonl": NAME}
 _TAIL_BYTES = 1 << 20
+_FIRST_TRACK = 1000  # behind the numbers of threads
+_MAX_LANES = 16
 
 Event = dict[str, Any]
 
@@ -66,8 +68,9 @@ class ProcessTrace:
             thread = event["tid"]
             if thread not in self._threads:
                 self._threads.add(thread)
-                name = "main" if thread == 1 else f"thread {thread}"
-                lines.append(_line(_name("thread_name", name) | {"tid": thread}))
+                lines.append(_line(_name("thread_name", _thread_name(thread)) | {"tid": thread}))
+                order = {"ph": "M", "name": "thread_sort_index", "args": {"sort_index": thread}}
+                lines.append(_line(order | {"tid": thread}))
             lines.append(_line(event))
         self._file.write(b"".join(lines))
         if self._file.tell() > self._max_bytes:
@@ -124,6 +127,18 @@ def _complete_lines(path: Path, row: int) -> Iterable[bytes]:
         yield _line({"ph": "M", "name": "process_sort_index", "args": {"sort_index": row}})
         with path.open("rb") as file:
             yield from (line for line in file if line.endswith(b"\n"))
+
+
+def track_id(track: int, lane: int) -> int:
+    """Return the number of the thread that shows a conversation's track, or a lane of it."""
+    return _FIRST_TRACK + _MAX_LANES * track + lane % _MAX_LANES
+
+
+def _thread_name(thread: int) -> str:
+    if thread < _FIRST_TRACK:
+        return "main" if thread == 1 else f"thread {thread}"
+    track, lane = divmod(thread - _FIRST_TRACK, _MAX_LANES)
+    return f"conversation {track}" + f", further call {lane}" * bool(lane)
 
 
 def _name(kind: str, name: str) -> Event:

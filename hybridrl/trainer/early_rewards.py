@@ -75,7 +75,13 @@ class Reporter:
 
     def report(self, prompt_index: int, response_index: int, sample: Sample) -> None:
         """Send a response, and do not wait."""
-        self.sender.send(Ended(self.call, prompt_index, response_index, sample))
+        sent = replace(
+            sample,
+            token_ids=sample.token_ids.clone(),  # a view would carry all of its storage
+            logprobs=sample.logprobs.clone(),
+            routed_experts_LJK=None,
+        )
+        self.sender.send(Ended(self.call, prompt_index, response_index, sent))
 
 
 Key = tuple[int, int]

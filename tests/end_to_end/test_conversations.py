@@ -54,8 +54,15 @@ def test_conversations_are_trained_and_can_be_read(tmp_path: Path) -> None:
     assert '<div class="turn"><div class="soft">tool, 6 tokens, no loss</div>' in page
     assert "t:7&lt;|end|&gt;a:" in page
     events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
-    names = {event["name"] for event in events}
-    assert {"conversation", "turn", "tool"} <= names
+    tracks = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in events
+        if event["name"] == "thread_name"
+    }
+    for name in ("conversation", "turn", "tool"):
+        spans = [(event["pid"], event["tid"]) for event in events if event["name"] == name]
+        assert len({pid for pid, _ in spans}) == 2  # ranks
+        assert all(tracks[span].startswith("conversation ") for span in spans)
 
 
 @pytest.mark.parametrize(
