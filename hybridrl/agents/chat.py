@@ -34,7 +34,7 @@ _OFF: Mapping[str, object] = {
 _TOOL_CHOICES = ("auto", "required", "none")
 
 
-class Refusal(Exception):
+class RefusedRequest(Exception):
     """A request is answered with an error."""
 
     def __init__(
@@ -108,23 +108,23 @@ def read_request(data: bytes, *, model: str, temperature: float, top_p: float) -
         top_p: likewise.
 
     Raises:
-        Refusal: names the field.
+        RefusedRequest: names the field.
     """
     try:
         fields = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise Refusal(f"the body is not JSON: {error}") from error
+        raise RefusedRequest(f"the body is not JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise Refusal(f"the body is {shown(fields)}, must be an object")
+        raise RefusedRequest(f"the body is {shown(fields)}, must be an object")
     fields = {name: value for name, value in fields.items() if value is not None}
     if fields.get("model") != model:
         message = f"there is no model {shown(fields.get('model'))}; the only one is {model!r}"
-        raise Refusal(message, status=404, param="model", code="model_not_found")
+        raise RefusedRequest(message, status=404, param="model", code="model_not_found")
     _require_supported(fields, temperature=temperature, top_p=top_p)
     tools = tuple(_read_tool(tool) for tool in _list_of(fields, "tools"))
     messages = tuple(_read_message(message) for message in _list_of(fields, "messages"))
     if not messages:
-        raise Refusal("there are no messages", param="messages")
+        raise RefusedRequest("there are no messages", param="messages")
     options = fields.get("stream_options", {})
     return ChatRequest(
         messages=messages,
@@ -140,21 +140,23 @@ def _require_supported(fields: Fields, *, temperature: float, top_p: float) -> N
     off = {**_OFF, "temperature": temperature, "top_p": top_p}
     for name, value in fields.items():
         if name not in _READ | _IGNORED | off.keys():
-            raise Refusal(f"{name} is not supported", param=name, code="unsupported_parameter")
+            raise RefusedRequest(
+                f"{name} is not supported", param=name, code="unsupported_parameter"
+            )
         if name in off and value not in (off[name], []):
             rule = f"{name} is {shown(value)}, and can be {off[name]} alone: leave it out"
-            raise Refusal(rule, param=name, code="unsupported_value")
+            raise RefusedRequest(rule, param=name, code="unsupported_value")
     choice = fields.get("tool_choice", "auto")
     if choice not in _TOOL_CHOICES:
         rule = f"tool_choice is {shown(choice)}, must be one of {', '.join(_TOOL_CHOICES)}"
-        raise Refusal(rule, param="tool_choice", code="unsupported_value")
+        raise RefusedRequest(rule, param="tool_choice", code="unsupported_value")
 
 
 def _read_limit(fields: Fields) -> int | None:
     for name in ("max_completion_tokens", "max_tokens"):
         if (limit := fields.get(name)) is not None:
             if not isinstance(limit, int) or limit < 1:
-                raise Refusal(f"{name} is {shown(limit)}, must be at least 1", param=name)
+                raise RefusedRequest(f"{name} is {shown(limit)}, must be at least 1", param=name)
             return limit
     return None
 
@@ -162,7 +164,7 @@ def _read_limit(fields: Fields) -> int | None:
 def _list_of(fields: Fields, name: str) -> list[Fields]:
     values = fields.get(name, [])
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise Refusal(f"{name} is {shown(values)}, must be a list of objects", param=name)
+        raise RefusedRequest(f"{name} is {shown(values)}, must be a list of objects", param=name)
     return values
 
 
@@ -170,7 +172,7 @@ def _read_tool(tool: Fields) -> Fields:
     function = tool.get("function")
     is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
     if tool.get("type") != "function" or not is_named:
-        raise Refusal(f"the tool {shown(tool)} is no function with a name", param="tools")
+        raise RefusedRequest(f"the tool {shown(tool)} is no function with a name", param="tools")
     return tool
 
 
@@ -178,12 +180,12 @@ def _read_message(message: Fields) -> ChatMessage:
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         rule = f"a message is of role {shown(role)}, must be one of {', '.join(_ROLES)}"
-        raise Refusal(rule, param="messages")
+        raise RefusedRequest(rule, param="messages")
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
     texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
-        raise Refusal(f"the content {shown(content)} is not text", param="messages")
+        raise RefusedRequest(f"the content {shown(content)} is not text", param="messages")
     text = "".join(map(str, texts)).encode(errors="replace").decode()
     if role != "assistant":
         return ChatMessage(_ROLES[role], text)
@@ -202,7 +204,7 @@ def _read_call(call: object) -> ToolCall:
     if isinstance(name, str) and isinstance(arguments, dict):
         return ToolCall(name, arguments)
     rule = f"the call {shown(call)} is no function with a name and an object in JSON as arguments"
-    raise Refusal(rule, param="messages")
+    raise RefusedRequest(rule, param="messages")
 
 
 def to_template(message: ChatMessage, *, has_json_arguments: bool) -> dict[str, Any]:

@@ -270,9 +270,9 @@ class Conversation:
             return sample
 
     def begin(self, context: Tensor) -> OpenSequence:
-        """Begin a sequence behind history that was rendered anew; ``sample`` continues it.
+        """Begin a sequence behind history that was rendered again; ``sample`` continues it.
 
-        Earlier sequences stay as they are, and may go on. Of a conversation that has sampled no
+        Earlier sequences stay as they are, and may continue. Of a conversation that has sampled no
         token yet the context replaces the prompt.
 
         Args:
@@ -369,6 +369,12 @@ class Conversation:
         )
         self._results.append(result)
         return result
+
+    def note_call(self, call: ToolCall | BrokenCall, result: ToolResult) -> None:
+        """Count a call that others answered, and keep it with the last turn."""
+        record = replace(_record_of(call), is_error=result.is_error)
+        self._sequences[-1].calls_behind_last_turn().append(record)
+        self._results.append(result)
 
     def end(self, ended: Ended) -> None:
         """End it; the first reason counts."""

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
+from hybridrl import env
 from hybridrl.diagnostics.processes import end_guarded, guarded
 
 _TAIL_BYTES = 4096
@@ -33,7 +34,7 @@ class ProgramEnd:
     """The last line that it wrote to standard error; empty without one."""
 
 
-class Program:
+class AgentProgram:
     """A running command, with all processes that it starts. Kill it in any case."""
 
     def __init__(
@@ -63,7 +64,7 @@ class Program:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                env={**os.environ, **variables},
+                env={**env.everything(), **variables},
             )
         finally:
             os.close(descriptor)

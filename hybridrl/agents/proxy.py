@@ -8,31 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl import env
 from hybridrl.agents.chat import (
     ChatAnswer,
     ChatMessage,
     ChatRequest,
     Fields,
-    Refusal,
+    RefusedRequest,
     to_template,
 )
 from hybridrl.agents.conversation import Agent, Conversation, ConversationEnded, OpenSequence
-from hybridrl.agents.program import Program, ProgramEnd
+from hybridrl.agents.program import AgentProgram, ProgramEnd
 from hybridrl.agents.proxy_server import HOST, MODEL, serve
-from hybridrl.agents.templates import TurnTemplate
-from hybridrl.agents.tool_calls import ToolCall, text_before_calls
+from hybridrl.agents.templates import History, TurnTemplate
+from hybridrl.agents.tool_calls import BrokenCall, ToolCall, text_before_calls
+from hybridrl.agents.tools import ToolResult
 from hybridrl.config.agent import AgentConfig
 from hybridrl.data.rows import Message, Row
 from hybridrl.errors import AgentError
@@ -40,6 +40,8 @@ from hybridrl.json_text import to_json_text
 from hybridrl.workers.rollout.sampler import RequestParams, Sample
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class ProgramFailed(Exception):
@@ -73,8 +75,11 @@ class Chats:
         conversation: Conversation,
         template: TurnTemplate,
         tokenizer: PreTrainedTokenizerBase,
+        *,
+        history: History,
     ) -> None:
-        """Begin with none."""
+        """Begin with none; ``history`` is ``agent.history``."""
+        self._history = history
         self._conversation = conversation
         self._template = template
         self._tokenizer = tokenizer
@@ -89,7 +94,7 @@ class Chats:
         """Sample the answer to a request; any number of requests at a time.
 
         Raises:
-            Refusal: a limit is reached, or the chat template has no form for the messages.
+            RefusedRequest: a limit is reached, or the chat template has no form for the messages.
             EngineError: the engine failed.
         """
         try:
@@ -100,11 +105,11 @@ class Chats:
             )
         except ConversationEnded as error:
             self.ended = error
-            raise Refusal(str(error), code="conversation_ended") from error
+            raise RefusedRequest(str(error), code="conversation_ended") from error
         except AgentError as error:
-            raise Refusal(str(error), param="messages") from error
+            raise RefusedRequest(str(error), param="messages") from error
         except Exception as error:
-            if not self.failed.done():
+            if error is self._conversation.sampler_error and not self.failed.done():
                 self.failed.set_exception(error)
             raise
         if sample.is_truncated and len(sample.token_ids) != request.max_tokens:
@@ -140,7 +145,11 @@ class Chats:
         if not known:
             return None
         chat = max(known, key=lambda chat: (len(chat.messages), chat.is_last))
-        new = [Message(m.role, m.content) for m in _new_messages(chat, request)]
+        new = self._template.harmless(
+            [Message(m.role, m.content) for m in _new_messages(chat, request)]
+        )
+        if self._history == "branch" and self._is_rewritten(chat, new):
+            return None
         increment = torch.tensor(self._template.increment(new, is_cut=chat.is_cut))
         if not chat.is_last:  # the program has gone on from here before
             context = chat.sequence.token_ids[: chat.num_tokens]
@@ -150,28 +159,40 @@ class Chats:
 
     def _begun(self, request: ChatRequest) -> OpenSequence:
         """Render a chat from its beginning."""
-        try:
-            token_ids = self._render(request, has_json_arguments=False)
-        except AgentError:  # some templates take the arguments of calls as JSON
-            token_ids = self._render(request, has_json_arguments=True)
-        return self._conversation.begin(token_ids)
+        token_ids = self._in_either_form(
+            request.messages, lambda messages: self._template.beginning(messages, request.tools)
+        )
+        return self._conversation.begin(torch.tensor(token_ids))
 
-    def _render(self, request: ChatRequest, *, has_json_arguments: bool) -> Tensor:
-        messages = [
-            to_template(message, has_json_arguments=has_json_arguments)
-            for message in request.messages
-        ]
-        return torch.tensor(self._template.beginning(messages, request.tools))
+    def _is_rewritten(self, chat: _Answered, new: Sequence[Message]) -> bool:
+        """Return whether the template shows a chat differently once messages follow."""
+        context = self._in_either_form(
+            chat.messages,
+            lambda messages: self._template.rewritten(messages, new, tools=chat.tools),
+        )
+        return context is not None
+
+    def _in_either_form(
+        self, messages: Sequence[ChatMessage], render: Callable[[list[Fields]], T]
+    ) -> T:
+        """Render messages; some templates take the arguments of calls as JSON alone."""
+        try:
+            return render([to_template(m, has_json_arguments=False) for m in messages])
+        except AgentError:
+            return render([to_template(m, has_json_arguments=True) for m in messages])
 
     def _message_of(self, sample: Sample, *, reads_calls: bool) -> ChatMessage:
-        """Read calls in a turn. A turn with a call that cannot be read is text."""
+        """Read the calls in the last turn. A turn with a call that cannot be read is text."""
         token_ids = sample.token_ids if sample.is_truncated else sample.token_ids[:-1]
         text: str = self._tokenizer.decode(token_ids)
         calls = self._conversation.read_calls(text) if reads_calls else ()
-        whole = tuple(call for call in calls if isinstance(call, ToolCall) and _has_json_form(call))
-        if not whole or len(whole) < len(calls):
+        for call in calls:
+            is_broken = isinstance(call, BrokenCall)
+            self._conversation.note_call(call, ToolResult("", is_error=is_broken, seconds=0.0))
+        read = tuple(call for call in calls if isinstance(call, ToolCall) and _has_json_form(call))
+        if not read or len(read) < len(calls):
             return ChatMessage("assistant", text.strip())
-        return ChatMessage("assistant", text_before_calls(text).strip(), whole)
+        return ChatMessage("assistant", text_before_calls(text).strip(), read)
 
 
 def _new_messages(chat: _Answered, request: ChatRequest) -> tuple[ChatMessage, ...]:
@@ -208,7 +229,7 @@ class Proxy:
         self._config = config
         self._template = template
         self._tokenizer = tokenizer
-        self._running: set[Program] = set()
+        self._running: set[AgentProgram] = set()
         self._num_refused = 0
 
     def agent(self) -> Agent:
@@ -245,7 +266,7 @@ class Proxy:
             ConversationEnded: a limit refused a request of it.
             EngineError: the engine failed.
         """
-        chats = Chats(conversation, self._template, self._tokenizer)
+        chats = Chats(conversation, self._template, self._tokenizer, history=self._config.history)
         key = self._server.open(chats.ask)
         program = self._start(conversation.row, key)
         self._running.add(program)
@@ -269,7 +290,7 @@ class Proxy:
         if not chats.has_answer:
             raise ProgramFailed(f"an agent program sampled nothing; its last line: {end.last_line}")
 
-    def _start(self, row: Row, key: str) -> Program:
+    def _start(self, row: Row, key: str) -> AgentProgram:
         prompt: object = row.prompt
         if not isinstance(row.prompt, str):
             prompt = [{"role": m.role, "content": m.content} for m in row.prompt]
@@ -277,10 +298,10 @@ class Proxy:
             "OPENAI_BASE_URL": self._server.address,
             "OPENAI_API_KEY": key,
             "OPENAI_MODEL": MODEL,
-            "NO_PROXY": ",".join(filter(None, (os.environ.get("NO_PROXY"), HOST))),
+            "NO_PROXY": ",".join(filter(None, (env.get("NO_PROXY"), HOST))),
         }
         fields = {"prompt": prompt, "answer": row.answer, "source": row.source}
-        return Program(
+        return AgentProgram(
             self._config.command,
             variables=variables,
             input_text=to_json_text(fields),

@@ -13,7 +13,14 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from hybridrl.agents.chat import ChatAnswer, ChatRequest, Refusal, completion, events, read_request
+from hybridrl.agents.chat import (
+    ChatAnswer,
+    ChatRequest,
+    RefusedRequest,
+    completion,
+    events,
+    read_request,
+)
 from hybridrl.json_text import to_json_text
 from hybridrl.workers.rollout.sampler import RequestParams
 
@@ -29,7 +36,7 @@ _MAX_BODY_BYTES = 1 << 24
 _CLOSE_TIMEOUT_S = 1.0
 
 Ask = Callable[[ChatRequest], Awaitable[ChatAnswer]]
-"""Samples the answer to a request of one conversation; raises Refusal."""
+"""Samples the answer to a request of one conversation; raises RefusedRequest."""
 
 
 class ProxyServer:
@@ -88,16 +95,16 @@ class ProxyServer:
         """Answer errors in OpenAI's form."""
         try:
             return await handler(request)
-        except Refusal as error:
+        except RefusedRequest as error:
             refusal = error
         except web.HTTPException as error:  # no such route, or a body that is too long
             message = f"{request.method} {request.path}: {error.reason}"
-            refusal = Refusal(message, status=error.status)
+            refusal = RefusedRequest(message, status=error.status)
         except ConnectionError:  # the client has gone
             raise
         except Exception as error:
             log.exception("a request of an agent program failed")
-            refusal = Refusal(f"{type(error).__name__}: {error}", status=500)
+            refusal = RefusedRequest(f"{type(error).__name__}: {error}", status=500)
         if not self.num_refused:
             log.warning("refused a request of an agent program: %s", refusal)
         self.num_refused += 1
@@ -108,7 +115,7 @@ class ProxyServer:
         ask = self._conversations.get(request.match_info.get("key", key))
         if ask is None:
             message = "the key is wrong, or its conversation has ended: use OPENAI_API_KEY"
-            raise Refusal(message, status=401, code="invalid_api_key")
+            raise RefusedRequest(message, status=401, code="invalid_api_key")
         return ask
 
 

@@ -235,7 +235,8 @@ def describe(trajectories: Sequence[Trajectory]) -> Metrics:
     if num_calls:
         num_errors = sum(t.num_tool_errors for t in trajectories)
         metrics["agent/tool_error_fraction"] = Mean(num_errors, num_calls)
-        metrics["agent/tool_s/mean"] = Mean(sum(t.tool_seconds for t in trajectories), num_calls)
+    if seconds := sum(t.tool_seconds for t in trajectories):  # none of tools of agent programs
+        metrics["agent/tool_s/mean"] = Mean(seconds, num_calls)
     for cause in get_args(Ended):
         if cause != "answer":
             count = sum(trajectory.ended == cause for trajectory in trajectories)

@@ -58,17 +58,20 @@ class TurnTemplate:
     def beginning(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
     ) -> list[int]:
-        """Return the tokens of a chat that is rendered as a whole, to the assistant's next turn.
+        """Return all tokens of a chat, up to the assistant's next turn.
 
         Args:
             messages: as the template takes them.
             tools: schemas of tools, which the template shows.
 
         Raises:
-            AgentError: the template cannot render them.
+            AgentError: the template cannot render them, or renders nothing.
         """
         new = [{**each, "content": self._harmless(each["content"])} for each in messages]
-        return self._encode(self._render(new, tools=tools))
+        token_ids = self._encode(self._render(new, tools=tools))
+        if not token_ids:
+            raise AgentError("the chat template renders the chat as no tokens; correct it")
+        return token_ids
 
     def increment(self, messages: Sequence[Message], *, is_cut: bool = False) -> list[int]:
         """Return the tokens from behind a turn's stop token to the assistant's next turn.
@@ -95,7 +98,13 @@ class TurnTemplate:
         new = [{"role": m.role, "content": m.content} for m in messages]
         return self._encode(self._render(new, tools=self._tools))
 
-    def rewritten(self, history: Sequence[Message], new: Sequence[Message]) -> list[int] | None:
+    def rewritten(
+        self,
+        history: Sequence[Message | Mapping[str, Any]],
+        new: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int] | None:
         """Return the tokens of a conversation that the template renders differently than before.
 
         Two renderings are compared, before and after the new messages. So a turn that was sampled
@@ -106,6 +115,7 @@ class TurnTemplate:
             history: the conversation so far. The text of sampled turns is their content, calls
                 included, because no template may write them in another form.
             new: the messages that follow its last turn, ``harmless`` ones.
+            tools: schemas of tools; None shows those of the prompt.
 
         Returns:
             All tokens up to the assistant's next turn; None if the template only appended.
@@ -113,9 +123,10 @@ class TurnTemplate:
         Raises:
             AgentError: the template rejects the conversation.
         """
-        old, added = ([{"role": m.role, "content": m.content} for m in ms] for ms in (history, new))
-        before = self._render(old, is_complete=True, tools=self._tools).rstrip()
-        after = self._render([*old, *added], tools=self._tools)
+        shown = self._tools if tools is None else tools
+        old, added = ([_fields_of(m) for m in messages] for messages in (history, new))
+        before = self._render(old, is_complete=True, tools=shown).rstrip()
+        after = self._render([*old, *added], tools=shown)
         return None if after.startswith(before) else self._encode(after)
 
     def harmless(self, messages: Sequence[Message]) -> list[Message]:
@@ -245,6 +256,12 @@ class TurnTemplate:
         for special in self._tokenizer.all_special_tokens:
             text = text.replace(special, f"{special[0]} {special[1:]}")
         return text
+
+
+def _fields_of(message: Message | Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(message, Message):
+        return {"role": message.role, "content": message.content}
+    return message
 
 
 def _assistant_turns(text: str, *, has_call: bool) -> Iterator[dict[str, Any]]:

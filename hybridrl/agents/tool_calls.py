@@ -48,7 +48,7 @@ def parse_hermes(text: str) -> Calls:
 
 
 def text_before_calls(text: str) -> str:
-    """Return what a turn with calls says besides; other formats than Hermes have no room for it."""
+    """Return the text of a turn before its calls, for which Hermes' format alone has room."""
     before, tag, _ = text.partition(_OPEN)
     return before if tag else ""
 

@@ -16,7 +16,8 @@ from hybridrl.json_text import to_json_text
 _TIMED = ("time/", "throughput/", "memory/")
 """Metrics that measure the machine and not the run."""
 
-_NOT_LEARNT = "elapsed_s"
+_NOT_LEARNT = frozenset(("elapsed_s", "agent/tool_s/mean", "reward/early_fraction"))
+"""Others that depend on the clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def _read_metrics(folder: Path) -> dict[tuple[int, str], float | None]:
         (record["step"], name): value
         for record in map(json.loads, lines)
         for name, value in record.items()
-        if name != _NOT_LEARNT and not name.startswith(_TIMED)
+        if name not in _NOT_LEARNT and not name.startswith(_TIMED)
     }
 
 

@@ -28,7 +28,7 @@ class GuessNumber:
     """Says whether the number is lower or higher: plain methods, three values."""
 
     def reset(self, row: Any, seed: int) -> str:
-        self.number = random.Random(seed).randint(1, 9)
+        self.number = random.Random(seed).randint(1, 999)
         return f"I think of a number. {row.answer}"
 
     def step(self, action: str) -> tuple[str, float, bool]:

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,11 @@ def leaves_a_process() -> None:
     command = [sys.executable, "-S", "-E", "-c", "import time; time.sleep(600)"]
     child = subprocess.Popen(command, start_new_session=True)
     Path(sys.argv[2], str(child.pid)).touch()
+
+
+def asks_for_nonsense() -> None:
+    with suppress(urllib.error.HTTPError):
+        ask([{"role": "tool"}, "x"])
 
 
 def endless() -> None:

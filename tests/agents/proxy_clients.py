@@ -13,7 +13,7 @@ import torch
 from hybridrl.agents.conversation import Conversation, Prompt, Setting
 from hybridrl.agents.proxy import Chats
 from hybridrl.agents.proxy_server import MODEL, ProxyServer, serve
-from hybridrl.agents.templates import TurnTemplate
+from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.agents.tool_calls import PARSERS
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Toolbox
@@ -31,7 +31,7 @@ TOOL = {
 
 
 def setting_of(
-    sampler: FakeSampler, *, max_new_tokens: int = 2000, max_turns: int = 20, timeout_s: float = 60
+    sampler: FakeSampler, *, max_new_tokens: int = 2000, history: History = "keep"
 ) -> Setting:
     tokenizer = sampler.tokenizer
     return Setting(
@@ -41,8 +41,9 @@ def setting_of(
         template=TurnTemplate(tokenizer, stop_token_ids=(tokenizer.eos_token_id,)),
         toolbox=Toolbox((), limits=ToolLimits(timeout_s=5.0, max_chars=100), num_processes=1),
         parse=PARSERS["hermes"],
-        max_turns=max_turns,
-        timeout_s=timeout_s,
+        max_turns=20,
+        timeout_s=60.0,
+        history=history,
     )
 
 
@@ -81,7 +82,7 @@ class Client:
 async def served(setting: Setting) -> AsyncIterator[Client]:
     """Serve the chats of one conversation."""
     conversation = Conversation(PROMPT, setting)
-    chats = Chats(conversation, setting.template, setting.tokenizer)
+    chats = Chats(conversation, setting.template, setting.tokenizer, history=setting.history)
     async with serve(setting.params) as server, aiohttp.ClientSession() as session:
         yield Client(session, server, server.open(chats.ask), conversation)
 

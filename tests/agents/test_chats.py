@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.agents.chat import Refusal, completion, read_request
+from hybridrl.agents.chat import RefusedRequest, completion, read_request
 from hybridrl.agents.conversation import Conversation
 from hybridrl.agents.proxy import Chats
 from hybridrl.agents.trajectory import Trajectory
@@ -28,7 +28,7 @@ async def _play(sampler: FakeSampler, steps: list[Step]) -> Trajectory:
     """Continue any chat that is known by then, the empty one among them."""
     setting = setting_of(sampler, max_new_tokens=1500)
     conversation = Conversation(PROMPT, setting)
-    chats = Chats(conversation, setting.template, setting.tokenizer)
+    chats = Chats(conversation, setting.template, setting.tokenizer, history=setting.history)
     known: list[list[Any]] = [[]]
     for number, role, text, limit in steps:
         chat = [*known[number % len(known)], {"role": role, "content": text}]
@@ -36,7 +36,7 @@ async def _play(sampler: FakeSampler, steps: list[Step]) -> Trajectory:
         try:
             request = read_request(json.dumps(body).encode(), model="m", temperature=0.8, top_p=1.0)
             answer = await chats.ask(request)
-        except Refusal:  # a limit, or a template that does not have the role there
+        except RefusedRequest:  # a limit, or a template that does not have the role there
             continue
         (choice,) = json.loads(completion(answer, request, header={}))["choices"]
         known.append([*chat, choice["message"]])

@@ -31,7 +31,7 @@ FILE = Path(__file__).with_name("environments_file.py")
 TOKENIZER = build_tokenizer("qwen2.5")
 LIMITS = ToolLimits(timeout_s=20.0, max_chars=60)
 ROW = Row(prompt="Q", answer="42", source="s", origin="o")
-NUMBER = random.Random(3).randint(1, 9)  # that GuessNumber thinks of with the seed below
+NUMBER = random.Random(3).randint(1, 999)  # that GuessNumber thinks of with the seed below
 
 
 @contextmanager
@@ -106,12 +106,12 @@ def asked(text: str) -> str:
 @pytest.mark.parametrize("name", ["GuessNumber", "AsyncGuess"])
 def test_an_environment_answers_and_rewards_each_turn(name: str) -> None:
     with playing(name) as environments:
-        trajectory = play(environments, ["10", "?", str(NUMBER)])
+        trajectory = play(environments, ["1000", "?", str(NUMBER)])
 
     texts = texts_of(trajectory)
     assert texts[0].endswith(asked("Q\n\nI think of a number. 42"))
     assert texts[1:] == [
-        "10<|im_end|>",
+        "1000<|im_end|>",
         f"\n{asked('lower')}",
         "?<|im_end|>",
         f"\n{asked('That is no number')}",

@@ -165,14 +165,14 @@ def test_an_agent_holds_sequences_side_by_side() -> None:
         conversation = Conversation(_prompt(sampler), _setting(sampler))
         one, other = (conversation.begin(torch.tensor([65, 66 + n])) for n in range(2))
         await asyncio.gather(conversation.sample_turn(other), conversation.sample_turn(one))
-        conversation.append_tokens(other, torch.tensor([70]))
-        await conversation.sample_turn(other)
+        conversation.append_tokens(one, torch.tensor([70]))
+        await conversation.sample_turn(one)
         conversation.begin(torch.tensor([80]))  # nothing is sampled behind it
         return conversation.to_trajectory()
 
     trajectory = asyncio.run(interleave())
 
-    assert [sequence.context.tolist() for sequence in trajectory.sequences] == [[65, 66], [65, 67]]
+    assert [sequence.context.tolist() for sequence in trajectory.sequences] == [[65, 67], [65, 66]]
     assert trajectory.ended == "answer"
     assert len({request.key for request in sampler.requests}) == 3
     _require_each_token_once(trajectory, sampler)

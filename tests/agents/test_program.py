@@ -102,6 +102,13 @@ def test_a_program_that_hangs_is_killed(caplog: pytest.LogCaptureFixture) -> Non
     assert "ran for too long: waiting" in caplog.text
 
 
+def test_a_program_that_asks_for_nonsense_does_not_end_the_run() -> None:
+    _, metrics = _run("asks_for_nonsense")
+
+    assert metrics["agent/refused_requests"] == Sum(4)
+    assert metrics["agent/turns/mean"] == Mean(8, 4)
+
+
 def test_an_endless_program_meets_a_limit() -> None:
     _, metrics = _run("endless", max_turns=3)
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from hybridrl.agents.templates import History
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.workers.rollout.sampler import RequestParams, Sample
 from tests.agents.chat_templates import build_tokenizer
@@ -88,7 +89,9 @@ def test_calls_of_tools_are_read_and_answered() -> None:
             call["function"]["arguments"] = '{"a":1, "b":2}'
             again = {"role": "assistant", "content": "I add.\n", "tool_calls": [call]}
             await client.ask(user("1+2?"), again, tool("3<|im_end|>"), tools=[TOOL])
-            (sequence,) = client.trajectory().sequences
+            trajectory = client.trajectory()
+            assert (trajectory.num_tool_calls, trajectory.num_tool_errors) == (1, 0)
+            (sequence,) = trajectory.sequences
             require_as_sampled(client.trajectory(), sampler)
             return [QWEN.decode(t) for t in (sequence.context, sequence.turns[1].token_ids)]
 
@@ -129,6 +132,20 @@ def test_an_edited_history_begins_a_sequence() -> None:
         ["u:Summary<|end|>a:", "3<|end|>"],
         ["u:Q<|end|>a:1<|end|>u:Else<|end|>a:", "4<|end|>"],
     ]
+
+
+@pytest.mark.parametrize(("history", "num_sequences"), [("keep", 1), ("branch", 2)])
+def test_history_that_a_template_rewrites_may_branch(history: History, num_sequences: int) -> None:
+    sampler = FakeSampler(build_tokenizer("qwen3"), ["1", "2"])
+
+    async def chat() -> int:
+        async with served(setting_of(sampler, history=history)) as client:
+            first = await client.ask(user("Q"))
+            await client.ask(user("Q"), first, user("More"))
+            require_as_sampled(client.trajectory(), sampler)
+            return len(client.trajectory().sequences)
+
+    assert asyncio.run(chat()) == num_sequences
 
 
 def test_requests_at_the_same_time_have_sequences_of_their_own() -> None:
@@ -217,6 +234,21 @@ def test_a_bad_request_is_answered_with_what_is_wrong() -> None:
             return client.server.num_refused
 
     assert asyncio.run(chat()) == len(REFUSED)
+
+
+def test_a_chat_that_has_no_tokens_is_refused() -> None:
+    sampler = FakeSampler(build_tokenizer("qwen2.5", template=""), [])
+    lone_surrogate = {"type": "function", "function": {"name": "\ud800"}}
+
+    async def chat() -> list[int]:
+        async with served(setting_of(sampler)) as client:
+            empty, _ = await client.post(messages=[user("Q")])
+        sampler.tokenizer = QWEN
+        async with served(setting_of(sampler)) as client:
+            broken, _ = await client.post(messages=[user("Q")], tools=[lone_surrogate])
+            return [empty, broken]
+
+    assert asyncio.run(chat()) == [400, 500]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ LIBRARIES = {"__init__", "figure_stamps", "source_tree"}
 
 TABLES: Mapping[str, list[str]] = {
     "advantages": ["--rows", "16", "--repeats", "2"],
+    "agents": ["--conversations", "4", "--slots", "4", "--waits", "0.01", "--rounds", "1"],
     "gpu": ["--list"],
     "policy_losses": ["--rows", "16", "--repeats", "2"],
     "report": ["--steps", "20"],
@@ -44,7 +45,7 @@ STARTS_OFTEN: Mapping[str, list[str]] = {
     "kills": ["--kills", "1"],
 }
 OTHERS = {  # tests of their own
-    *("against_trl", "algorithms", "figures", "picture", "publish", "weight_sync")
+    *("against_trl", "algorithms", "calculator", "figures", "picture", "publish", "weight_sync")
 }
 
 
@@ -168,6 +169,25 @@ def test_curves_have_a_panel_each_with_mean_and_band(capsys: pytest.CaptureFixtu
     assert first.count('points="34.0,144.0 188.0,45.0"') == 2  # its mean, also as the thin line
     assert second.count('points="34.0,144.0 188.0,45.0"') == 1
     assert 'points="34.0,144.0 111.0,90.0"' in second
+
+
+def test_the_curve_of_conversations_is_drawn_from_kept_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind, last in (("with-the-tool", 0.75), ("without", 0.25)):
+        folder = tmp_path / f"{kind}-0" / "run"
+        folder.mkdir(parents=True)
+        (folder / "report.html").touch()
+        lines = [
+            {"step": 10 * n, "eval/reward/mean": accuracy, "elapsed_s": 30.0 * n}
+            for n, accuracy in enumerate((0.25, last))
+        ]
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    picture = tmp_path / "curve.svg"
+    words = ("--seeds", "0", "--folder", str(tmp_path), "--picture", str(picture))
+    call("calculator", *words, patch=monkeypatch)
+    assert "| with the tool | 10 | 0.250 | 0.750 |" in capsys.readouterr().out
+    assert ">without</text>" in picture.read_text()
 
 
 def test_the_picture_of_a_run_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import sys
 import urllib.request
 from typing import Any
 
-SCHEMA = {
+SCHEMA: Any = {
     "type": "function",
     "function": {
         "name": "calculator",

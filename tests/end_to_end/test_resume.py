@@ -23,7 +23,7 @@ from tests.end_to_end.small import VARIED, change_one_bit, read_metrics, small_c
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
-TIMED = ("time/", "throughput/", "memory/")
+TIMED = ("time/", "throughput/", "memory/", "reward/early_fraction")
 TWO_RANKS = (
     *("cluster.num_ranks_per_node=2", "rollout.sleep=true"),
     *("algorithm.num_minibatches=2", "algorithm.old_logprobs=recompute"),

@@ -15,9 +15,9 @@ from hybridrl.algorithms.load import Part
 from hybridrl.batch import LogprobBatch, RolloutBatch, TrainBatch
 from hybridrl.rewards.scorer import Scores
 from hybridrl.single_controller.payload import concat_rows, take_rows
-from hybridrl.trainer.advantages import Advantages, Charges
+from hybridrl.trainer.advantages import Advantages, Charges, Targets
 from hybridrl.trainer.collect import Collected, ScoredRollouts
-from hybridrl.trainer.train_batch import TrainBatches
+from hybridrl.trainer.train_batch import TrainBatches, build_critic_batch
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from tests.workers.rollout.engines import make_prompts
 
@@ -121,3 +121,14 @@ def test_each_sampled_token_gets_the_advantage_of_its_response(
         for token in turn.token_ids
     ]
     assert sorted(trained) == sorted(sampled)
+
+
+def test_a_critic_learns_from_the_same_sequences() -> None:
+    sample = _trajectory(1, [(2, []), (3, [(False, 2)])]).to_sample()
+    rollouts = assemble_rollouts(PROMPTS[:1], [sample], policy_version=0)
+    zeros_BL = torch.zeros_like(rollouts.sampler_logprobs_BL)
+
+    batch = build_critic_batch(rollouts, zeros_BL, Targets(zeros_BL, zeros_BL, {}))
+
+    assert batch.sequence_lengths_BQ is not None
+    assert batch.sequence_lengths_BQ.values().tolist() == [5, 8]

@@ -17,9 +17,15 @@ from hybridrl.errors import EngineError
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots
 from hybridrl.workers.rollout.embedded.model import Forward, require_finite
 from hybridrl.workers.rollout.embedded.prefill import CachedPrefix, Prefilled, plan_pass, prefill
-from hybridrl.workers.rollout.embedded.requests import Ended, Request, RolloutStats, Seat
+from hybridrl.workers.rollout.embedded.requests import (
+    Ended,
+    Request,
+    RolloutStats,
+    Seat,
+    draw_uniforms,
+)
 from hybridrl.workers.rollout.sampler import Sample
-from hybridrl.workers.rollout.sampling import DrawParams, sample, uniforms
+from hybridrl.workers.rollout.sampling import DrawParams, sample
 
 # Rows of the slot table: one column per slot.
 _TOKEN = 0  # newest token, not yet in the cache
@@ -28,6 +34,10 @@ _CURSOR = 2  # index of the newest token in the flat output [S * C]
 _LAST = 3  # index of the last permitted token
 _STOPS = 4  # index of the response's set of stop tokens, times V
 _NUM_COLUMNS = 5
+
+# Lanes of the output beyond the slots, at most: ended responses wait there for their group, because
+# to copy them one by one takes longer.
+_NUM_SPARE_LANES = 64
 
 # Rows of a decode step are a multiple of this: oneDNN generates code for each new number of rows,
 # which takes longer than some unused rows do.
@@ -57,15 +67,17 @@ class Decoding:
         self._version = version
         self._waiting: deque[Request] = deque()
         self._seats: list[Seat] = []  # of slots 0 .. N-1
-        self._free_lanes = list(reversed(range(slots.num_slots)))
+        num_lanes = slots.num_slots + min(slots.num_slots, _NUM_SPARE_LANES)
+        self._free_lanes = list(reversed(range(num_lanes)))
+        self._ended: list[Ended] = []  # not delivered yet
         self._kept: dict[int, bytes] = {}  # tokens whose keys and values lie in free slots
         self._table_S = torch.zeros(_NUM_COLUMNS, slots.num_slots, dtype=torch.int64, device=device)
-        out_size = slots.num_slots * slots.max_tokens
+        out_size = num_lanes * slots.max_tokens
         self._tokens_out = torch.zeros(out_size, dtype=torch.int64, device=device)
         self._logprobs_out = torch.zeros(out_size, dtype=torch.float32, device=device)
         self._uniforms = torch.zeros(out_size, dtype=torch.float64, device=device)
         outputs = (self._tokens_out, self._logprobs_out)
-        self._outputs = [out.view(slots.num_slots, slots.max_tokens) for out in outputs]
+        self._outputs = [out.view(num_lanes, slots.max_tokens) for out in outputs]
         self._is_stop_XV = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
         self._stop_sets: dict[tuple[int, ...], int] = {}
         self._row_groups: list[tuple[DrawParams, Tensor | None]] | None = None
@@ -105,31 +117,37 @@ class Decoding:
             return False
         try:
             with torch.inference_mode():
-                ended = self._advance()
-            self._deliver(ended)  # not under inference_mode, whose tensors autograd refuses
+                is_complete = self._advance()
+            num_free = self._slots.num_slots - len(self._seats)
+            if is_complete or len(self._free_lanes) < num_free:
+                self._deliver()  # not under inference_mode, whose tensors autograd refuses
         except Exception as error:
             self._failure = error
             raise
         return True
 
-    def _advance(self) -> list[Ended]:
-        """Do the step; return the responses that ended."""
+    def _advance(self) -> bool:
+        """Do the step; return whether a request has all its responses."""
         if self._has_cancelled:
             self._drop_cancelled()
         logits_NV = self._fill_free_slots(self._decode() if self._seats else None)
         if logits_NV is None:
-            return []
+            return False
         self.stats.num_decode_steps += 1
         self.stats.num_slots_used += len(self._seats)
         rows = self._draw(logits_NV).nonzero()[:, 0].tolist()  # the only wait for the device
         seats = [self._seats[row] for row in rows]
-        is_kept = any(seat.request.is_continued for seat in seats)
-        ended = [
+        is_complete = is_kept = False
+        for seat in seats:
+            seat.request.num_ended += 1
+            is_complete |= seat.request.num_ended == len(seat.request.keys)
+            is_kept |= seat.request.is_continued
+        self._ended += [
             Ended(seat, self._step - seat.first_step + 1, row)
             for seat, row in zip(seats, self._free(rows, is_kept=is_kept), strict=True)
         ]
         self._step += 1
-        return ended
+        return is_complete
 
     def _drop_cancelled(self) -> None:
         self._has_cancelled = False
@@ -150,7 +168,7 @@ class Decoding:
 
     def _longest(self) -> int:
         """Return the length, in tokens, of the longest running response with its context."""
-        return max(seat.start for seat in self._seats) + self._step
+        return max([seat.start for seat in self._seats]) + self._step  # a list is faster
 
     def _fill_free_slots(self, logits_NV: Tensor | None) -> Tensor | None:
         """Give slots to waiting responses, behind the N used ones; None if no response runs.
@@ -179,6 +197,7 @@ class Decoding:
         )
         for request, row in zip(requests, rows, strict=True):
             request.prefilled, request.row = prefilled, row
+        draw_uniforms(requests, max_tokens=self._slots.max_tokens, device=self._table_S.device)
         self.stats.num_prefill_passes += 1
         self.stats.num_prefill_tokens += sum(len(each.token_ids) for each in distinct)
         self.stats.num_prefill_tokens -= sum(prefix.num_tokens for prefix in prefixes if prefix)
@@ -200,10 +219,13 @@ class Decoding:
         """Give free slots to waiting responses of one pass, in order; return their rows in it."""
         rows: list[int] = []
         columns: list[tuple[int, ...]] = []
+        uniforms: list[Tensor] = []
         first_row, num_free = len(self._seats), self._slots.num_slots - len(self._seats)
         while self._waiting and self._waiting[0].prefilled is prefilled and len(rows) < num_free:
             request = self._waiting[0]
             count = min(num_free - len(rows), len(request.keys) - request.num_seated)
+            begin = request.num_seated
+            uniforms.append(request.uniforms_GM[begin : begin + count])
             columns += [self._take_slot(request) for _ in range(count)]
             rows += [request.row] * count
             if request.num_seated == len(request.keys):
@@ -211,19 +233,12 @@ class Decoding:
         device = self._table_S.device
         table_N = self._table_S[:, first_row : len(self._seats)]
         table_N[:] = torch.tensor(columns, device=device).T
-        self._draw_uniforms(self._seats[first_row:], table_N)
+        uniform_NM = torch.cat(uniforms)
+        lane_N = table_N[_CURSOR] // self._slots.max_tokens
+        lanes = self._uniforms.view(-1, self._slots.max_tokens)
+        lanes[lane_N, : uniform_NM.shape[1]] = uniform_NM
         self._row_groups = None
         return torch.tensor(rows, device=device)
-
-    def _draw_uniforms(self, seats: list[Seat], table_N: Tensor) -> None:
-        """Draw the random numbers of all tokens of new responses: all at once costs least."""
-        keys = [seat.request.keys[seat.number] for seat in seats]
-        key_N1 = torch.tensor(keys, device=table_N.device)[:, None]
-        room = max(seat.request.params.max_new_tokens for seat in seats)
-        token_M = torch.arange(min(room, self._slots.max_tokens), device=table_N.device)
-        lane_N = table_N[_CURSOR] // self._slots.max_tokens
-        uniform_NM = uniforms(key_N1, table_N[_LENGTH][:, None] + token_M)
-        self._uniforms.view(self._slots.num_slots, -1)[lane_N, : len(token_M)] = uniform_NM
 
     def _take_slot(self, request: Request) -> tuple[int, ...]:
         """Seat the request's next response; return its first column of the slot table."""
@@ -254,8 +269,10 @@ class Decoding:
         table_N[_TOKEN] = token_N
         self._tokens_out[cursor_N] = token_N
         self._logprobs_out[cursor_N] = logprob_N
-        is_stop_N = self._is_stop_XV.view(-1)[table_N[_STOPS] + token_N]
-        return is_stop_N | (cursor_N == table_N[_LAST])
+        is_last_N = cursor_N == table_N[_LAST]
+        if len(self._is_stop_XV) == 1:
+            return is_last_N.logical_or_(self._is_stop_XV[0, token_N])
+        return is_last_N.logical_or_(self._is_stop_XV.view(-1)[table_N[_STOPS] + token_N])
 
     def _sample(self, logits_NV: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
         """Draw with each response's own parameters; return tokens and log-probs, [N]."""
@@ -272,11 +289,12 @@ class Decoding:
 
     def _group_rows(self) -> list[tuple[DrawParams, Tensor | None]]:
         """Return the rows that draw with equal parameters, int64 [M]; None: all rows do."""
+        distinct = {seat.request.draw_params for seat in self._seats}
+        if len(distinct) == 1:
+            return [(params, None) for params in distinct]
         groups: dict[DrawParams, list[int]] = {}
         for row, seat in enumerate(self._seats):
             groups.setdefault(seat.request.draw_params, []).append(row)
-        if len(groups) == 1:
-            return [(params, None) for params in groups]
         device = self._table_S.device
         return [(params, torch.tensor(rows, device=device)) for params, rows in groups.items()]
 
@@ -315,10 +333,9 @@ class Decoding:
         moved = dict(zip(holes, movers, strict=True))
         return [moved.get(row, row) for row in rows]
 
-    def _deliver(self, ended: list[Ended]) -> None:
+    def _deliver(self) -> None:
         """Copy ended responses to the host, and give complete requests their samples."""
-        if not ended:
-            return
+        ended, self._ended = self._ended, []
         device = self._table_S.device
         lane_D = torch.tensor([each.seat.lane for each in ended], device=device)
         longest = max(each.num_tokens for each in ended)

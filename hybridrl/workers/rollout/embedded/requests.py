@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from hybridrl.metrics import Mean, Metrics, Sum
 from hybridrl.workers.rollout.embedded.prefill import Prefilled
 from hybridrl.workers.rollout.sampler import RequestParams, Sample
-from hybridrl.workers.rollout.sampling import DrawParams
+from hybridrl.workers.rollout.sampling import DrawParams, uniforms
 
 
 @dataclass(slots=True)
@@ -84,6 +85,12 @@ class Request:
     num_seated: int = 0
     """Responses that got slots."""
 
+    num_ended: int = 0
+    """Responses that freed them again by themselves."""
+
+    uniforms_GM: Tensor = field(init=False)
+    """Random numbers of each response's tokens; given with ``prefilled``."""
+
     prefilled: Prefilled | None = None
     row: int = 0
     """Of ``prefilled``."""
@@ -92,6 +99,25 @@ class Request:
         self.context = self.token_ids.numpy().tobytes()
         params = self.params
         self.draw_params = DrawParams(params.temperature, params.top_p, params.top_k)
+
+
+def draw_uniforms(requests: Sequence[Request], *, max_tokens: int, device: torch.device) -> None:
+    """Draw the random numbers of all tokens of these requests: all at once costs least.
+
+    Args:
+        requests: get ``uniforms_GM``.
+        max_tokens: of a context and its response.
+        device: of the numbers.
+    """
+    keys = [key for request in requests for key in request.keys]
+    lengths = [len(request.token_ids) for request in requests for _ in request.keys]
+    room = max(request.params.max_new_tokens for request in requests)
+    token_M = torch.arange(min(room, max_tokens), device=device)
+    key_N, length_N = torch.tensor([keys, lengths], device=device)
+    uniform_NM = uniforms(key_N[:, None], length_N[:, None] + token_M)
+    counts = [len(request.keys) for request in requests]
+    for request, uniform_GM in zip(requests, torch.split(uniform_NM, counts), strict=True):
+        request.uniforms_GM = uniform_GM
 
 
 class Seat(NamedTuple):

@@ -1,0 +1,91 @@
+"""The calculator task made small: conversations learn, are evaluated, and go on bit by bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hybridrl.checkpoint.compare import compare_runs
+from hybridrl.run.child import to_yaml
+from hybridrl.run.launch import run
+from tests.end_to_end.small import VARIED, read_metrics, small_config
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+CALCULATOR = (
+    *("agent=tool_calls", "agent.tool_format=pythonic", "data=calculator"),
+    *("data.max_prompt_tokens=32", "rollout.max_response_tokens=64"),
+)
+LEARNING = (
+    *("model.starter.hidden_size=64", "model.starter.num_layers=2"),
+    *("model.starter.intermediate_size=128", "model.starter.num_warmup_steps=400"),
+    *("model.starter.warmup_batch_size=64", "model.starter.warmup_lr=5e-3"),
+    *("data.num_task_rows=2000", "actor.optimizer.lr=1e-3", "rollout.num_slots=128"),
+    *("trainer.num_prompts_per_step=16", "rollout.num_responses_per_prompt=8"),
+    *("trainer.num_steps=10", "eval.num_prompts=128", "eval.every_num_steps=10"),
+    "eval.temperature=1.0",
+)
+
+
+def _run(folder: Path, *overrides: str) -> Path:
+    config = small_config(folder, *CALCULATOR, *overrides)
+    run(config, resolved_yaml=to_yaml(config))
+    return folder
+
+
+def _samples(folder: Path, *, split: str) -> list[Mapping[str, Any]]:
+    lines = (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    return [sample for sample in map(json.loads, lines) if sample["split"] == split]
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Path:
+    """The folder of a run in which a model of two layers learned to call the calculator."""
+    return _run(tmp_path_factory.mktemp("learned") / "run", *LEARNING)
+
+
+def test_a_small_model_learns_to_call_its_tool(learned: Path) -> None:
+    before, *steps = read_metrics(learned)
+
+    assert steps[-1]["eval/reward/mean"] > before["eval/reward/mean"] + 0.25
+    assert steps[-1]["agent/tool_calls/mean"] > steps[0]["agent/tool_calls/mean"] + 0.25
+    assert max(step["policy/sampler_mismatch_nats/max"] for step in steps) < 1e-4
+
+
+def test_evaluation_holds_conversations_with_tools(learned: Path, tmp_path: Path) -> None:
+    source = f"eval.checkpoint={learned}"
+    with_tool = _run(tmp_path / "with", *LEARNING, "mode=eval", source)
+    alone = ("agent=single_turn", "agent.tools=[]")
+    without = _run(tmp_path / "without", *LEARNING, "mode=eval", source, *alone)
+
+    accuracy, accuracy_without = (
+        read_metrics(folder)[0]["eval/reward/mean"] for folder in (with_tool, without)
+    )
+    assert accuracy == read_metrics(learned)[-1]["eval/reward/mean"]
+    assert accuracy_without < 0.1
+    for folder in (learned, with_tool):
+        samples = _samples(folder, split="eval")
+        turns = [turn for sample in samples for turn in sample.get("turns", ())]
+        assert any(turn["role"] == "environment" for turn in turns)
+
+
+def test_conversations_in_two_parts_are_bit_by_bit_those_in_one(tmp_path: Path) -> None:
+    small = ("checkpoint.every_num_steps=2", "actor.optimizer.lr=1e-2", VARIED)
+    own = Path(__file__).parents[1] / "agents" / "own_agents.py"
+    settings = (*small, f"agent.loop={own}:AsksTwice", "cluster.num_ranks_per_node=2")
+    whole = _run(tmp_path / "whole", *settings, "trainer.num_steps=4")
+    begun = _run(tmp_path / "begun", *settings, "trainer.num_steps=2")
+    _run(begun, *settings, "trainer.num_steps=4")
+
+    findings = compare_runs(whole, begun)
+    assert findings
+    assert not [finding for finding in findings if finding.differences]
+    first, second = (load_file(folder / "hf" / "model.safetensors") for folder in (whole, begun))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert read_metrics(begun)[-1]["agent/tool_calls/mean"] == 2.0
