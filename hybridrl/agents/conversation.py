@@ -359,8 +359,14 @@ class Conversation:
         finally:
             self._busy_lanes.remove(lane)
         records[at] = replace(records[at], is_error=result.is_error)
-        shown = {"tool": records[at].name[:80] or "broken call", "is_error": result.is_error}
-        trace.add("tool", begin_ns, track=self._prompt.number, lane=lane, **shown)
+        trace.add(
+            "tool",
+            begin_ns,
+            track=self._prompt.number,
+            lane=lane,
+            tool=records[at].name[:80] or "broken call",
+            is_error=result.is_error,
+        )
         self._results.append(result)
         return result
 

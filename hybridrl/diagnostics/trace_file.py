@@ -69,8 +69,9 @@ class ProcessTrace:
             if thread not in self._threads:
                 self._threads.add(thread)
                 lines.append(_line(_name("thread_name", _thread_name(thread)) | {"tid": thread}))
-                order = {"ph": "M", "name": "thread_sort_index", "args": {"sort_index": thread}}
-                lines.append(_line(order | {"tid": thread}))
+                if thread >= _FIRST_TRACK:  # a conversation's lanes belong together
+                    order = {"ph": "M", "name": "thread_sort_index"}
+                    lines.append(_line(order | {"tid": thread, "args": {"sort_index": thread}}))
             lines.append(_line(event))
         self._file.write(b"".join(lines))
         if self._file.tell() > self._max_bytes:

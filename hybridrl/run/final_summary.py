@@ -12,7 +12,10 @@ from hybridrl.run.display import format_duration, format_value
 from hybridrl.run.line_files import SCORES, read_metrics
 
 _NUM_SMOOTHED = 10
-_OF_CONVERSATIONS = (("agent/turns/mean", max), ("agent/tool_error_fraction", min))
+_OF_CONVERSATIONS: Sequence[tuple[str, Callable[[Sequence[float]], float]]] = (
+    ("agent/turns/mean", max),
+    ("agent/tool_error_fraction", min),
+)
 
 
 def describe_end(

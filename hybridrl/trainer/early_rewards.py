@@ -57,7 +57,7 @@ def reward_inputs(
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedResponse:
     """The report of one response."""
 
     call: int
@@ -67,7 +67,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Reporter:
+class DriverReporter:
     """Reports the responses of one call; see ``SamplingParams.reporter``."""
 
     sender: Sender
@@ -81,7 +81,7 @@ class Reporter:
             logprobs=sample.logprobs.clone(),
             routed_experts_LJK=None,
         )
-        self.sender.send(Ended(self.call, prompt_index, response_index, sent))
+        self.sender.send(EndedResponse(self.call, prompt_index, response_index, sent))
 
 
 Key = tuple[int, int]
@@ -135,7 +135,7 @@ class EarlyRewards:
         )
         receiver.start()
         try:
-            yield replace(sampling, reporter=Reporter(channel.sender, call.number))
+            yield replace(sampling, reporter=DriverReporter(channel.sender, call.number))
             self._call = call
         finally:
             call.is_over = True

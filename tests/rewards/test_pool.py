@@ -100,6 +100,13 @@ def test_each_mishap_fails_its_own_row_and_rows_keep_their_order(
     assert scores.rewards_B.tolist() == [2.0 * int(r) if r.isdigit() else 0.0 for r in responses]
 
 
+def test_an_early_failure_has_its_row_and_leaves_those_behind_it(open_scorer: Open) -> None:
+    scorer = open_scorer(ROW, MISHAPS + "return 1.0")
+    (first,), (second,), (third,) = scorer.score_early(inputs("a", "die", "b"))[0]
+    assert (first, third) == (1.0, None)
+    assert "ended its process" in str(second)
+
+
 @pytest.mark.shows("R5.6")
 def test_rows_beside_a_hang_are_called_once(open_scorer: Open, tmp_path: Path) -> None:
     body = "open(NOTES, 'a').write(f'{response}\\n')" + MISHAPS + "return 1.0"

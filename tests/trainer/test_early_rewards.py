@@ -22,7 +22,7 @@ from hybridrl.data.source import PromptStep, build_prompt_step
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import RewardError
 from hybridrl.rewards.scorer import RewardScorer, Scores
-from hybridrl.trainer.early_rewards import EarlyRewards
+from hybridrl.trainer.early_rewards import EarlyRewards, reward_inputs
 from hybridrl.trainer.reward import TextReward
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.protocol import Reporter, SamplingParams
@@ -185,12 +185,11 @@ def test_reports_of_an_earlier_call_are_not_used(open_reward: Callable[..., Text
         for row, text in enumerate(texts):
             _report(interrupted.reporter, row, text)
         _report(sampling.reporter, 0, texts[0])
-    scores = reward(_rollouts(task, texts), task)
+    rows = [row for row in task.rows for _ in range(NUM_RESPONSES)]
+    inputs = reward_inputs(_rollouts(task, texts), rows, TOKENIZER)
 
-    assert scores.is_early_B is not None
-    assert set(scores.is_early_B.tolist()) <= {True, False}
-    assert not scores.is_early_B[1:].any()
-    assert _same(scores, _score(replace(reward, early=None), texts, []))
+    assert reward.early is not None
+    assert set(reward.early.take(inputs) or ()) == {0}
 
 
 def test_a_lost_channel_costs_no_score(
