@@ -151,6 +151,30 @@ class Conversation:
         """Return the row of the data: prompt, answer and source."""
         return self._prompt.row
 
+    @property
+    def seed(self) -> int:
+        """Return a number below 2**31, the same for all conversations of the prompt in a step.
+
+        So responses that are compared with each other meet the same environment.
+        """
+        return self._prompt.seed % 2**31
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """Return the messages so far, those of the row's prompt first."""
+        return tuple(self._messages)
+
+    def begin_with(self, messages: Sequence[Message]) -> None:
+        """Put messages in place of the row's prompt, before the first turn.
+
+        Raises:
+            ConversationEnded: no token could be sampled behind them.
+            AgentError: the chat template rejects them.
+        """
+        template = self._setting.template
+        self._messages = template.harmless(messages)
+        self.begin(torch.tensor(template.prompt(self._messages)))
+
     async def sample(self) -> str:
         """Sample the assistant's next turn.
 
@@ -276,7 +300,8 @@ class Conversation:
         Raises:
             ValueError: not a finite number, another number of tokens, or no turn was sampled.
         """
-        turn = self.last_turn
+        sequence, index = self._find_last_turn()
+        turn = sequence.turns[index]
         rewards = torch.zeros(len(turn.token_ids))
         if isinstance(value, Sequence):
             rewards = torch.tensor([float(each) for each in value])
@@ -289,7 +314,7 @@ class Conversation:
             )
         if turn.rewards is not None:
             rewards += turn.rewards
-        self._sequences[-1].turns[self._last_index] = replace(turn, rewards=rewards)
+        sequence.turns[index] = replace(turn, rewards=rewards)
 
     @property
     def last_turn(self) -> Turn:
@@ -298,16 +323,19 @@ class Conversation:
         Raises:
             ValueError: no turn was sampled.
         """
-        return self._sequences[-1].turns[self._last_index]
+        sequence, index = self._find_last_turn()
+        return sequence.turns[index]
 
-    @property
-    def _last_index(self) -> int:
-        """Index of the last sampled turn in its sequence."""
-        turns = self._sequences[-1].turns
-        sampled = [index for index, turn in enumerate(turns) if turn.logprobs is not None]
-        if not sampled:
-            raise ValueError("no turn was sampled yet that could be rewarded")
-        return sampled[-1]
+    def _find_last_turn(self) -> tuple[OpenSequence, int]:
+        """Return the sequence of the last sampled turn, and the turn's index in it.
+
+        Behind it a sequence may have begun in which nothing was sampled yet.
+        """
+        for sequence in reversed(self._sequences):
+            for index in reversed(range(len(sequence.turns))):
+                if sequence.turns[index].logprobs is not None:
+                    return sequence, index
+        raise ValueError("no turn was sampled yet that could be rewarded")
 
     def read_calls(self, text: str) -> Calls:
         """Read the calls in a sampled turn, broken ones too; none is an answer."""

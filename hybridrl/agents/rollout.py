@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, get_args
 
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.conversation import Agent, Prompt, Setting, hold
+from hybridrl.agents.environments import Environments, PlaysEnvironment, load_environment
 from hybridrl.agents.loops import ToolCalls
 from hybridrl.agents.templates import TurnTemplate
 from hybridrl.agents.tool_calls import PARSERS
@@ -18,8 +20,8 @@ from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Schema, Toolbox, load_tools
 from hybridrl.agents.trajectory import Ended, Trajectory
 from hybridrl.batch import PromptBatch
-from hybridrl.config.agent import PROXY, AgentConfig
-from hybridrl.data.rows import decode_row
+from hybridrl.config.agent import ENVIRONMENT, PROXY, AgentConfig
+from hybridrl.data.row_tensor import decode_row
 from hybridrl.diagnostics.processes import usual_num_processes
 from hybridrl.errors import AgentError
 from hybridrl.metrics import Mean, Metrics, Sum, merge
@@ -56,9 +58,16 @@ def require_usable_agent(
     """
     if not config.is_single_turn:
         template = TurnTemplate(tokenizer, stop_token_ids=stop_token_ids)
-        is_proxy = config.loop == PROXY  # a program may append what it likes
-        roles = ("tool", "user") if is_proxy else load_agent(config.loop)().appended_roles
-        template.require_increments(history=config.history, roles=roles)
+        template.require_increments(history=config.history, roles=_roles_of(config))
+
+
+def _roles_of(config: AgentConfig) -> Sequence[str]:
+    """Return the roles of the messages that an agent appends."""
+    if config.loop == PROXY:
+        return ("tool", "user")  # a program may append what it likes
+    if config.loop == ENVIRONMENT:
+        return load_environment(str(config.environment)).appended_roles
+    return load_agent(config.loop)().appended_roles
 
 
 def load_agent(spelled: str) -> Callable[[], Agent]:
@@ -107,11 +116,18 @@ class AgentRollout:
         self._template = TurnTemplate(
             tokenizer, stop_token_ids=stop_token_ids, tools=[tool.schema for tool in tools]
         )
+        limits = ToolLimits(timeout_s=config.tool_timeout_s, max_chars=config.max_result_chars)
         self._proxy: Proxy | None = None
+        self._environments: Environments | None = None
         if config.loop == PROXY:
             self._proxy = import_module(_PROXY).Proxy(config, self._template, tokenizer)
-        self._agent = load_agent(config.loop) if self._proxy is None else self._proxy.agent
-        limits = ToolLimits(timeout_s=config.tool_timeout_s, max_chars=config.max_result_chars)
+            self._agent: Callable[[], Agent] = self._proxy.agent
+        elif config.loop == ENVIRONMENT:
+            kind = load_environment(str(config.environment))
+            self._environments = Environments(kind, limits=limits)
+            self._agent = partial(PlaysEnvironment, self._environments)
+        else:
+            self._agent = load_agent(config.loop)
         self._toolbox = Toolbox(tools, limits=limits, num_processes=usual_num_processes())
         self._metrics: Metrics = {}
 
@@ -164,8 +180,10 @@ class AgentRollout:
         return metrics
 
     def close(self) -> None:
-        """End the processes of tools."""
+        """End the processes of tools and environments."""
         self._toolbox.close()
+        if self._environments is not None:
+            self._environments.close()
 
     async def _hold_all(
         self,

@@ -89,6 +89,15 @@ class TurnTemplate:
         stop, suffix = self._suffix(new)
         return [self._stops[stop]] * is_cut + self._encode_behind(stop, suffix)
 
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of a conversation up to the assistant's first turn.
+
+        Raises:
+            AgentError: the template rejects it.
+        """
+        new = [{"role": m.role, "content": m.content} for m in messages]
+        return self._encode(self._render(new, tools=self._tools))
+
     def rewritten(
         self,
         history: Sequence[Message | Mapping[str, Any]],

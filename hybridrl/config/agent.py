@@ -10,8 +10,10 @@ from hybridrl.config.limits import Rows, Seconds, Within
 from hybridrl.config.paths import absolute_file
 
 SINGLE_TURN = "single_turn"
+ENVIRONMENT = "environment"
 PROXY = "proxy"
-BUILT_IN_AGENTS = (SINGLE_TURN, "tool_calls", PROXY)
+BUILT_IN_AGENTS = (SINGLE_TURN, "tool_calls", ENVIRONMENT, PROXY)
+BUILT_IN_ENVIRONMENTS = ("Calculator",)
 BUILT_IN_TOOLS = ("calculator", "python")
 
 _IN_CONTEXT = "no model has a longer context"
@@ -23,8 +25,12 @@ class AgentConfig:
 
     loop: str
     """``single_turn`` samples one response. ``tool_calls`` lets the model call tools until a turn
-    has no call. ``proxy`` runs a program that samples as a client of OpenAI. Or
-    ``path/to/file.py:Class`` of your own."""
+    has no call. ``environment`` has ``agent.environment`` answer each turn. ``proxy`` runs a
+    program that samples as a client of OpenAI. Or ``path/to/file.py:Class`` of your own."""
+
+    environment: str | None
+    """With ``agent.loop=environment``: a class with reset and step, or a function that makes one,
+    ``path/to/file.py:Class``, or Calculator. Null: none."""
 
     command: tuple[str, ...]
     """Of ``agent.loop=proxy``: program and arguments, run for each conversation."""
@@ -64,6 +70,7 @@ class AgentConfig:
         return replace(
             self,
             loop=parts.absolute(self.loop),
+            environment=self.environment and parts.absolute(self.environment),
             tools=tuple(parts.absolute(tool) for tool in self.tools),
             command=tuple(map(absolute_file, self.command)),
         )

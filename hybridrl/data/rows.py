@@ -7,9 +7,6 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from hybridrl.json_text import to_json_text
 
 
@@ -47,18 +44,6 @@ class Row:
 
     margin: float = 0.0
     """By how much the score of a reward model's better answer must be higher."""
-
-
-def encode_row(row: Row) -> Tensor:
-    """Write a row as a tensor, to travel with a batch: uint8 [n]."""
-    data = row.origin.encode() + b"\0" + write_record(row)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def decode_row(data: Tensor) -> Row:
-    """Read a row from ``encode_row``."""
-    origin, _, record = data.numpy().tobytes().partition(b"\0")
-    return read_record(record, origin=origin.decode())
 
 
 def fingerprint(rows: Iterable[Row]) -> str:

@@ -10,7 +10,8 @@ import torch
 
 from hybridrl.batch import PromptBatch, jagged
 from hybridrl.data.prompts import TokenizedRow
-from hybridrl.data.rows import encode_row, fingerprint
+from hybridrl.data.row_tensor import encode_row
+from hybridrl.data.rows import fingerprint
 from hybridrl.data.sampler import RowOrder, RowSampler
 from hybridrl.data.sampler_state import SamplerState
 

@@ -11,7 +11,7 @@ import torch
 
 from hybridrl.agents.conversation import Agent, Conversation, Prompt, Setting, hold
 from hybridrl.agents.loops import ToolCalls
-from hybridrl.agents.templates import TurnTemplate
+from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.agents.tool_calls import PARSERS
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Toolbox, load_tools
@@ -158,6 +158,36 @@ def test_a_limit_ends_a_conversation_as_truncated(
     assert trajectory.to_sample().is_truncated
     assert trajectory.num_sampled_turns == num_turns
     _require_as_sampled(trajectory, sampler)
+
+
+async def _rewarding(conversation: Conversation) -> None:
+    with pytest.raises(ValueError, match="no turn was sampled"):
+        conversation.reward(1.0)
+    await conversation.sample()
+    conversation.append([Message("user", "Go on")])
+    conversation.reward(0.5)
+    conversation.reward(0.25)
+    await conversation.sample()
+    num_tokens = len(conversation.last_turn.token_ids)
+    conversation.reward([float(n) for n in range(num_tokens)])
+    for value in (float("nan"), [1.0], "much"):
+        with pytest.raises(ValueError, match=r"of its 3 tokens|could not convert"):
+            conversation.reward(value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("history", ["keep", "branch"])
+def test_rewards_come_with_their_turn(history: History) -> None:
+    sampler = FakeSampler(TOKENIZERS["qwen3"], ["Hello", "Hi"])
+    setting = replace(_setting(sampler), history=history)
+
+    sample = _hold(ByFunction(_rewarding), setting).to_sample()
+
+    assert sample.rewards is not None
+    assert sample.is_sampled is not None
+    first, second = len(sampler.requests[0].sample.token_ids), 3
+    rewards = sample.rewards[sample.is_sampled].tolist()
+    assert rewards == [0.0] * (first - 1) + [0.75] + [float(n) for n in range(second)]
+    assert not sample.rewards[~sample.is_sampled].any()
 
 
 def test_the_engine_context_is_a_limit() -> None:

@@ -178,6 +178,25 @@ def test_an_agent_holds_sequences_side_by_side() -> None:
     _require_each_token_once(trajectory, sampler)
 
 
+def test_a_reward_behind_new_messages_is_of_the_turn_before() -> None:
+    sampler = FakeSampler(TOKENIZERS["qwen3"], [THOUGHT + "a", THOUGHT + "b"])
+
+    async def play() -> Trajectory:
+        conversation = Conversation(_prompt(sampler), _setting(sampler))
+        await conversation.sample()
+        conversation.append([Message("user", "more")])
+        conversation.reward(0.5)
+        await conversation.sample()
+        return conversation.to_trajectory()
+
+    trajectory = asyncio.run(play())
+
+    first, second = trajectory.turns
+    assert first.rewards is not None
+    assert (first.rewards.sum().item(), second.rewards) == (0.5, None)
+    assert len(trajectory.sequences) == 2
+
+
 def test_a_history_that_leaves_no_token_ends_it() -> None:
     sampler = FakeSampler(TOKENIZERS["qwen2.5"], ["a"])
 

@@ -49,6 +49,7 @@ SHARED = ("rollout=sglang", "rollout.dtype=bfloat16", "model.path=shared", "mode
 _FOLDER = ("model.starter=null", "data.use_chat_template=false")
 _GEMMA = (*_FOLDER, "model.path=gemma")
 
+PLAYED = ("agent=environment", "data=calculator", "reward.function=agent")
 SCORER = ("reward.function=model",)
 
 
@@ -62,8 +63,19 @@ def _scorer(model_type: str, num_labels: int = 1, kind: str = "Sequence") -> str
 BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (("agent.loop=no_one", "data=calculator"), "agent.loop", "is not built in"),
     (("agent.loop=empty.jsonl:A", "data=calculator"), "agent.loop", "has no 'A'"),
+    ((*PLAYED, "agent.environment=null"), "agent.environment", "plays an environment"),
+    ((*PLAYED, "agent.environment=Chess"), "agent.environment", "is not built in"),
+    (("agent.environment=Calculator",), "agent.environment", "would be ignored"),
+    ((*PLAYED, "agent=tool_calls"), "reward.function", "agent.loop=tool_calls gives no rewards"),
+    ((*PLAYED, "reward.function=exact_match"), "reward.function", "Calculator would be ignored"),
+    (
+        (*PLAYED, "reward.function=null", "+reward.functions.x={function: exact_match}"),
+        "reward.function",
+        "Calculator would be ignored",
+    ),
     (("agent.tools=[calculater]",), "agent.tools", "is not built in; did you mean"),
     (("agent.tools=[no.py:f]",), "agent.tools", "no.py does not exist"),
+    ((*PLAYED, "agent.tools=[calculator]"), "agent.tools", "agent.loop=environment calls none"),
     (("agent.tools=[calculator]",), "agent.tools", "agent.loop=single_turn calls none"),
     (("agent=proxy", "data=calculator"), "agent.command", "needs a program"),
     (

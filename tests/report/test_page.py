@@ -276,3 +276,28 @@ def test_the_command_refuses_a_folder_that_is_no_run(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("RunFolderError: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_conversation_is_a_chat_that_shows_what_is_trained(tmp_path: Path) -> None:
+    turns = [
+        {"role": "assistant", "text": "f()", "num_tokens": 2, "reward": 0.5}
+        | {"calls": [{"name": "f<", "arguments": "{}", "is_error": True}]},
+        {"role": "tool", "text": "t:<b>7", "num_tokens": 3},
+        {"role": "assistant", "text": "cut", "num_tokens": 9},
+    ]
+    strange = [None, {"role": 3, "num_tokens": "x", "calls": [1], "reward": math.nan}]
+    shown = [
+        sample(1, turns=turns, tokens=["f", "()", "7"], logprobs=[-0.7, 0.0, 0.0]),
+        sample(2, turns=strange),
+        sample(3, turns=3),
+    ]
+    folder = write_folder(tmp_path, metrics=[{"step": 1, "reward/mean": 1.0}], samples=shown)
+    text = (write_report(folder)).read_text(encoding="utf-8")
+    chat = text[text.index('<div class="chat">') :]
+
+    assert '<div class="turn sampled"><div class="soft">assistant, 2 tokens, reward 0.5<' in chat
+    assert '<div class="turn"><div class="soft">tool, 3 tokens, no loss<' in chat
+    assert 'style="--u:50"' in chat.partition("tool, 3 tokens")[0]  # tokens of that turn
+    assert "\N{RIGHTWARDS ARROW} f&lt; {} answered with an error" in chat
+    assert "t:&lt;b&gt;7" in chat
+    assert ">cut</div>" in chat  # of a turn beyond the kept tokens there is the text

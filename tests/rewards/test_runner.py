@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -272,3 +273,18 @@ def _run_in_a_driver_that_is_killed(folder: Path, body: str = "") -> None:
 
 def _read_pid(folder: Path) -> int:
     return int((folder / "pid").read_text())
+
+
+def test_a_function_may_ask_for_the_conversation(tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "def reward(conversation, response):\n"
+        "    return len(conversation) + (conversation[-1]['text'] == response)\n"
+    )
+    runner = runner_of(path, timeout_s=20.0)
+    said = [[{"role": "assistant", "text": "x"}, {"role": "tool", "text": "7"}]]
+    try:
+        assert runner.call(replace(inputs("7"), conversations=said)) == [3.0]
+        assert call(runner, "a", "b") == [2.0, 2.0]  # single turns are conversations, too
+    finally:
+        runner.close()

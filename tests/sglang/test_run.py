@@ -40,8 +40,8 @@ def test_conversations_are_learnt_on_sglang(tmp_path: Path) -> None:
     lines = run_on_sglang(tmp_path, "recipes=calculator_cpu", num_steps=40)
     steps = [line for line in lines if "agent/turns/mean" in line]
     rewards = [step["reward/mean"] for step in steps]
-    assert fmean(rewards[-10:]) > fmean(rewards[:10]) + 0.05
-    assert min(step["agent/turns/mean"] for step in steps) > 1.5
+    assert fmean(rewards[-10:]) > fmean(rewards[:10]) + 0.2  # 0.34 -> 0.85
+    assert steps[-1]["agent/tool_calls/mean"] > 0.8  # from 0.3: it has learnt to call the tool
 
 
 @pytest.mark.nightly

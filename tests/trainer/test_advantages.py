@@ -24,7 +24,7 @@ REFERENCE_BL = jagged([torch.zeros(3), torch.zeros(2)])
 LOGPROBS = LogprobBatch(old_logprobs_BL=OLD_BL, reference_logprobs_BL=REFERENCE_BL, batch_size=[2])
 
 
-def collected() -> Collected:
+def collected(scores: Scores | None = None, agent_rewards_BL: Tensor | None = None) -> Collected:
     zeros_B = torch.zeros(2, dtype=torch.int64)
     rollouts = RolloutBatch(
         token_ids_BL=jagged([torch.arange(3), torch.arange(2)]),
@@ -33,13 +33,14 @@ def collected() -> Collected:
         prompt_index_B=zeros_B,
         policy_version_B=zeros_B,
         is_truncated_B=torch.tensor([True, False]),
+        agent_rewards_BL=agent_rewards_BL,
         batch_size=[2],
     )
     no_task: Any = None
-    scores = Scores(
+    exact = Scores(
         ("exact",), torch.ones(1), REWARDS_B[:, None], torch.zeros(2, 1, dtype=torch.bool)
     )
-    return Collected.of(ScoredRollouts(no_task, rollouts, scores))
+    return Collected.of(ScoredRollouts(no_task, rollouts, scores or exact))
 
 
 def targets_of(
@@ -105,6 +106,25 @@ def test_a_response_near_the_limit_pays_before_it_is_compared() -> None:
     # Of at most 2 tokens the last 2 cost 1/2 each.
     assert targets.advantages_BL.values().tolist() == [0.0, 0.0, 0.0, 0.0, 0.0]
     assert targets.charged["reward/overlong_penalty/mean"].value == 0.75
+
+
+def test_rewards_of_an_agent_stay_with_their_turns() -> None:
+    # 0.25 and 0.5 of the agent, twice, and half of 3 and 5; the second row's agent failed.
+    agent_rewards_BL = jagged([torch.tensor([0.0, 0.25, 0.5]), torch.tensor([0.0, 9.0])])
+    scores = Scores(
+        ("right", "own"),
+        torch.tensor([0.5, 2.0]),
+        torch.tensor([[3.0, 0.75], [5.0, 0.0]]),
+        torch.tensor([[False, False], [False, True]]),
+    )
+    charges = Charges(kl_estimator=None, soft_overlong_tokens=2, max_response_tokens=2)
+    for part, expected in (
+        (rewards_of_tokens, [0.0, 0.5, 1.0 + 1.5 - 1.0, 0.0, 2.5 - 0.5]),
+        (rewards_of_rows, [0.0, 2.0, 2.0, 0.0, 2.0]),
+    ):
+        advantages = Advantages(part=Part.of(part), charges=charges, agent_names=("own",))
+        targets = advantages(collected(scores, agent_rewards_BL), NO_LOGPROBS, kl=0.0)
+        assert targets.advantages_BL.values().tolist() == expected
 
 
 def test_a_charge_without_log_probs_is_refused() -> None:

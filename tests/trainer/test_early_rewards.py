@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Row
 from hybridrl.data.source import PromptStep, build_prompt_step
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
+from hybridrl.errors import RewardError
 from hybridrl.rewards.scorer import RewardScorer, Scores
 from hybridrl.trainer.early_rewards import EarlyRewards
 from hybridrl.trainer.reward import TextReward
@@ -155,3 +157,63 @@ def test_a_reported_row_is_scored_once_and_in_the_block(
     reward(_rollouts(task, texts), task)
 
     assert sorted(notes.read_text().split()) == texts
+
+
+def test_errors_name_the_row_of_the_step(open_reward: Callable[..., TextReward]) -> None:
+    reward = open_reward(on_error="stop")
+    texts = ["1", "1", "1", "raise", "1", "1"]
+
+    with pytest.raises(RewardError, match=r"response 3 'raise' to prompt '1='.*KeyError"):
+        _score(reward, texts, [(3, "raise"), (0, "1")])
+
+
+def test_a_function_that_sees_several_rows_sees_its_siblings(
+    open_reward: Callable[..., TextReward],
+) -> None:
+    reward, texts = open_reward(SLICE), ["1", "2", "1", "1", "2", "2"]
+    with reward.while_sampling(_task(), SAMPLING) as sampling:
+        assert sampling.reporter is None
+
+    assert _same(_score(reward, texts, []), _score(replace(reward, early=None), texts, []))
+
+
+def test_reports_of_an_earlier_call_are_not_used(open_reward: Callable[..., TextReward]) -> None:
+    reward, task, texts = open_reward(), _task(), ["1", "12", "123", "77", "1", ""]
+    with pytest.raises(RuntimeError), reward.while_sampling(task, SAMPLING) as interrupted:
+        raise RuntimeError("the ranks are lost")
+    with reward.while_sampling(task, SAMPLING) as sampling:
+        for row, text in enumerate(texts):
+            _report(interrupted.reporter, row, text)
+        _report(sampling.reporter, 0, texts[0])
+    scores = reward(_rollouts(task, texts), task)
+
+    assert scores.is_early_B is not None
+    assert set(scores.is_early_B.tolist()) <= {True, False}
+    assert not scores.is_early_B[1:].any()
+    assert _same(scores, _score(replace(reward, early=None), texts, []))
+
+
+def test_a_lost_channel_costs_no_score(
+    open_reward: Callable[..., TextReward], caplog: pytest.LogCaptureFixture
+) -> None:
+    shared, texts = open_reward(), ["1", "12", "raise", "77", "1", ""]
+    with EarlyRewards(shared.scorer, TOKENIZER) as early:
+        reward = replace(shared, early=early)
+        task = _task()
+        with reward.while_sampling(task, SAMPLING) as sampling:
+            _report(sampling.reporter, 0, texts[0])
+            ray.kill(sampling.reporter.sender.queue)  # type: ignore[union-attr]
+            _report(sampling.reporter, 1, texts[1])
+        lost = reward(_rollouts(task, texts), task)
+        again = _score_unreported(reward, texts)
+
+    assert "responses are scored after all are sampled" in caplog.text
+    assert _same(lost, _score(replace(reward, early=None), texts, []))
+    assert _same(again, lost)
+
+
+def _score_unreported(reward: TextReward, texts: Sequence[str]) -> Scores:
+    task = _task()
+    with reward.while_sampling(task, SAMPLING) as sampling:
+        assert sampling.reporter is None
+    return reward(_rollouts(task, texts), task)

@@ -7,10 +7,18 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybridrl.config.agent import BUILT_IN_AGENTS, BUILT_IN_TOOLS, PROXY
+from hybridrl.config.agent import (
+    BUILT_IN_AGENTS,
+    BUILT_IN_ENVIRONMENTS,
+    BUILT_IN_TOOLS,
+    ENVIRONMENT,
+    PROXY,
+    SINGLE_TURN,
+)
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.paths import flaw_of_file
 from hybridrl.config.python_files import ANYTHING, names_at_top_level
+from hybridrl.config.reward import AGENT
 from hybridrl.errors import ConfigError, suggest_name
 
 
@@ -23,6 +31,46 @@ def check_agent_is_known(config: ExperimentConfig) -> Iterator[ConfigError]:
         yield ConfigError("agent.loop", loop, flaw, remedies=[("agent=single_turn",)])
 
 
+def check_environment_is_known(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """The agent ``environment`` has one, built in or in a file; others have none."""
+    agent, key = config.agent, "agent.environment"
+    if agent.loop != ENVIRONMENT:
+        if agent.environment is not None:
+            rule = f"would be ignored, because agent.loop={agent.loop} plays none"
+            remedies = [(f"{key}=null",)]
+            yield ConfigError(key, agent.environment, rule, remedies=remedies)
+        return
+    remedies = [(f"{key}={BUILT_IN_ENVIRONMENTS[0]}",), ("agent=single_turn",)]
+    if agent.environment is None:
+        rule = f"agent.loop={ENVIRONMENT} plays an environment"
+        yield ConfigError(key, None, rule, "set it to FILE.py:CLASS", remedies=remedies)
+        return
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    if flaw := _flaw_of_name(agent.environment, BUILT_IN_ENVIRONMENTS, kinds=kinds):
+        yield ConfigError(key, agent.environment, flaw, remedies=remedies)
+
+
+def check_agent_rewards_are_read(config: ExperimentConfig) -> Iterator[ConfigError]:
+    """A reward function that returns the agent's rewards needs an agent that gives some."""
+    agent, reward = config.agent, config.reward
+    gives_none = agent.loop in BUILT_IN_AGENTS and agent.loop != ENVIRONMENT
+    for name in reward.agent_names if gives_none else ():
+        key = "reward.function" if reward.function else f"reward.functions.{name}.function"
+        rule = f"agent.loop={agent.loop} gives no rewards"
+        remedies = [(f"{key}=exact_match",)]
+        yield ConfigError(key, AGENT, rule, "choose another function", remedies=remedies)
+    if agent.loop == ENVIRONMENT and not reward.agent_names:
+        emptied = [f"~reward.functions.{name}" for name in reward.functions]
+        emptied += [f"~reward.args.{name}" for name in reward.args]
+        yield ConfigError(
+            "reward.function",
+            reward.function,
+            f"the rewards of agent.environment={agent.environment} would be ignored",
+            f"set reward.function={AGENT}, or add it to reward.functions with a weight",
+            remedies=[(f"reward.function={AGENT}", *emptied)],
+        )
+
+
 def check_tools_are_known(config: ExperimentConfig) -> Iterator[ConfigError]:
     """A tool is built in, or a function in a file; and without an agent nobody calls it."""
     agent = config.agent
@@ -32,8 +80,8 @@ def check_tools_are_known(config: ExperimentConfig) -> Iterator[ConfigError]:
         if flaw := _flaw_of_name(name, BUILT_IN_TOOLS, kinds=kinds):
             remedies = [(f"agent.tools=[{','.join(known)}]",)]
             yield ConfigError("agent.tools", name, flaw, remedies=remedies)
-    if known and agent.is_single_turn:
-        rule = "would be ignored, because agent.loop=single_turn calls none"
+    if known and agent.loop in (SINGLE_TURN, ENVIRONMENT):
+        rule = f"would be ignored, because agent.loop={agent.loop} calls none"
         yield ConfigError("agent.tools", list(agent.tools), rule, remedies=[("agent.tools=[]",)])
 
 
@@ -105,13 +153,15 @@ def _flaw_of_name(
     if name not in names and ANYTHING not in names:
         return f"{file} has no {name!r}; {suggest_name(name, list(names))}"
     if isinstance(names.get(name), ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        noun = "class" if kinds == (ast.ClassDef,) else "function"
+        noun = "class" if ast.ClassDef in kinds else "function"
         return "" if isinstance(names[name], kinds) else f"{name} in {file} is not a {noun}"
     return ""
 
 
 RULES = (
     check_agent_is_known,
+    check_environment_is_known,
+    check_agent_rewards_are_read,
     check_agent_has_a_command,
     check_tools_are_known,
     check_conversations_have_a_template,

@@ -1,0 +1,228 @@
+"""The agent ``environment``: turns of the model and answers of an environment, one after the other.
+
+An environment is a class in a file (or a function that makes one): see
+``observations.Environment``. One of coroutines plays in the event loop of the rank.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hybridrl.agents import built_in_environments
+from hybridrl.agents.conversation import Conversation
+from hybridrl.agents.environment_process import EnvironmentFailed, EnvironmentServer
+from hybridrl.agents.observations import (
+    Observed,
+    arguments_of_reset,
+    read_reset,
+    read_step,
+)
+from hybridrl.agents.tool_process import ToolLimits
+from hybridrl.config.agent import BUILT_IN_ENVIRONMENTS
+from hybridrl.data.rows import Message, Row
+from hybridrl.errors import AgentError, suggest_name
+from hybridrl.rewards.child import last_line, load_module
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentKind:
+    """Makes environments: one for each conversation."""
+
+    path: Path
+    name: str
+    factory: Callable[[], Any]
+    is_async: bool
+    appended_roles: tuple[str, ...]
+    """Of the messages that ``step`` returns: attribute of the class, ``("user",)`` without."""
+
+
+def load_environment(spelled: str) -> EnvironmentKind:
+    """Import the class of an environment, or the function that makes one.
+
+    Raises:
+        AgentError: it cannot be imported, or lacks a method.
+    """
+    file, _, name = spelled.rpartition(":")
+    if not file and name not in BUILT_IN_ENVIRONMENTS:
+        raise AgentError(
+            f"agent.environment={spelled!r} is not built in; "
+            f"{suggest_name(name, BUILT_IN_ENVIRONMENTS)} "
+            "For your own set agent.environment=path/to/file.py:Class"
+        )
+    file = file or str(built_in_environments.__file__)
+    try:
+        factory: Any = vars(load_module(file))[name]
+        kind = factory
+        if not inspect.isclass(factory):
+            made = factory()
+            kind = type(made)
+            getattr(made, "close", bool)()
+        roles = tuple(getattr(kind, "appended_roles", ("user",)))
+        reset, step = kind.reset, kind.step
+        parameters = inspect.signature(reset).parameters.values()
+    except (Exception, SystemExit) as error:  # any user code
+        raise AgentError(
+            f"agent.environment={spelled} cannot be loaded: {last_line(error)}; it needs "
+            "reset(row, seed) and step(action), or those of Gymnasium"
+        ) from error
+    names = {parameter.name for parameter in parameters}
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    if not takes_all and names.isdisjoint({"row", "seed"}):
+        raise AgentError(
+            f"agent.environment={spelled}: its reset takes {', '.join(sorted(names - {'self'}))}; "
+            "write reset(self, row, seed), or as in Gymnasium reset(self, *, seed, options)"
+        )
+    is_async = inspect.iscoroutinefunction(step)
+    if inspect.iscoroutinefunction(reset) != is_async or not {"tool", "user"}.issuperset(roles):
+        raise AgentError(
+            f"agent.environment={spelled}: write reset and step both with `async def`, or none; "
+            "appended_roles are of tool and user"
+        )
+    return EnvironmentKind(Path(file), name, factory, is_async, roles)
+
+
+class PlayedEnvironment(Protocol):
+    """An environment of one conversation, wherever it runs."""
+
+    async def reset(self, row: Row, seed: int) -> Observed:
+        """Begin."""
+        ...
+
+    async def step(self, action: str) -> Observed:
+        """Answer a turn."""
+        ...
+
+    async def close(self) -> None:
+        """End it, in bounded time."""
+        ...
+
+
+class LoopEnvironment:
+    """An environment of coroutines: it must let itself be cancelled, and may not block."""
+
+    def __init__(self, environment: Any, limits: ToolLimits) -> None:  # noqa: ANN401 - of a user
+        """Take a new environment."""
+        self._environment = environment
+        self._limits = limits
+
+    async def reset(self, row: Row, seed: int) -> Observed:
+        """Begin; see ``observations.Environment``.
+
+        Raises:
+            EnvironmentFailed: it raised, hung, or answered in another form.
+        """
+        given = arguments_of_reset(self._environment.reset, row, seed)
+        value = await self._limited(self._environment.reset(**given))
+        try:
+            chars = self._limits.max_chars
+            return read_reset(value, is_gymnasium="row" not in given, max_chars=chars)
+        except (TypeError, ValueError) as error:
+            raise EnvironmentFailed(str(error)) from error
+
+    async def step(self, action: str) -> Observed:
+        """Answer a turn; raises as ``reset``."""
+        value = await self._limited(self._environment.step(action))
+        try:
+            return read_step(value, max_chars=self._limits.max_chars)
+        except (TypeError, ValueError) as error:
+            raise EnvironmentFailed(str(error)) from error
+
+    async def close(self) -> None:
+        """Let it close what it opened."""
+        closed = getattr(self._environment, "close", bool)()
+        if inspect.isawaitable(closed):
+            await self._limited(closed)
+
+    async def _limited(self, awaitable: Any) -> object:  # noqa: ANN401 - of a user
+        deadline = asyncio.timeout(self._limits.timeout_s)
+        try:
+            async with deadline:
+                return await awaitable
+        except (Exception, SystemExit) as error:  # any user code
+            if deadline.expired():
+                limit = f"{self._limits.timeout_s:g} s"
+                raise EnvironmentFailed(f"took longer than {limit}") from error
+            raise EnvironmentFailed(f"raised {last_line(error)}") from error
+
+
+class Environments:
+    """The environments of a rank; close it at the end."""
+
+    def __init__(self, kind: EnvironmentKind, *, limits: ToolLimits) -> None:
+        """Start the process that makes plain ones.
+
+        Raises:
+            AgentError: the file cannot be loaded there.
+        """
+        self.kind = kind
+        self._limits = limits
+        self._server: EnvironmentServer | None = None
+        if not kind.is_async:
+            self._server = EnvironmentServer(kind.path, kind.name, limits=limits)
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[PlayedEnvironment]:
+        """Make an environment, and close it at the end."""
+        environment: PlayedEnvironment
+        if self._server is not None:
+            environment = self._server.begin()
+        else:
+            environment = LoopEnvironment(self.kind.factory(), self._limits)
+        try:
+            yield environment
+        finally:
+            await environment.close()
+
+    def close(self) -> None:
+        """End all processes. Twice is a no-op."""
+        if self._server is not None:
+            self._server.close()
+
+
+class PlaysEnvironment:
+    """Has an environment answer each turn, and passes its rewards on, until it is done."""
+
+    def __init__(self, environments: Environments) -> None:
+        """Play those of a rank."""
+        self._environments = environments
+        self.appended_roles = environments.kind.appended_roles
+
+    async def run(self, conversation: Conversation) -> None:
+        """Play until the environment is done, or ends by a limit of its own."""
+        async with self._environments.open() as environment:
+            observed = await environment.reset(conversation.row, conversation.seed)
+            if observed.text is not None:
+                conversation.begin_with(_put_behind(conversation.messages, observed.text))
+            elif observed.messages:
+                conversation.begin_with(observed.messages)
+            while True:
+                observed = await environment.step(await conversation.sample())
+                conversation.reward(observed.reward)
+                if observed.is_truncated:
+                    conversation.end("turns")
+                if observed.is_done:
+                    return
+                self._require_roles(observed)
+                conversation.append(observed.messages)
+
+    def _require_roles(self, observed: Observed) -> None:
+        """Refuse messages whose form in the chat template was not checked before the run."""
+        if unknown := [m.role for m in observed.messages if m.role not in self.appended_roles]:
+            raise EnvironmentFailed(
+                f"step returned a message of role {unknown[0][:80]!r}; its appended_roles are "
+                f"{', '.join(self.appended_roles)}"
+            )
+
+
+def _put_behind(messages: Sequence[Message], text: str) -> list[Message]:
+    """Add a text to the last message if that is the user's, else as a user's message."""
+    *earlier, last = messages
+    if last.role != "user":
+        return [*messages, Message("user", text)]
+    return [*earlier, Message("user", f"{last.content}\n\n{text}")]

@@ -1,0 +1,152 @@
+"""The answers of an environment: of ``reset`` and ``step``, in this project's form or Gymnasium's.
+
+Imported by the processes in which environments play, so without torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, Self
+
+from hybridrl.agents.tool_child import to_text
+from hybridrl.data.rows import Message, Row
+
+
+class Environment(Protocol):
+    """Plays one conversation. Its methods are plain ones, or all are coroutines.
+
+    The environments of Gymnasium fit, too: ``reset(*, seed, options)`` returns an observation and a
+    dict; ``step`` returns observation, reward, terminated, truncated and a dict.
+    """
+
+    def reset(self, row: Row, seed: int) -> object:
+        """Begin: None, a text to put behind the row's prompt, or messages in place of it."""
+        ...
+
+    def step(self, action: str) -> tuple[Any, ...]:
+        """Answer a turn: an observation (text or messages), its reward, and whether it is done."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observed:
+    """An answer of an environment."""
+
+    text: str | None = None
+    """Of ``reset``: goes behind the row's prompt."""
+
+    messages: tuple[Message, ...] = ()
+    """Of ``reset``: in place of the prompt. Of ``step``: what the model reads next."""
+
+    reward: float = 0.0
+    is_done: bool = False
+    is_truncated: bool = False
+    """Whether a limit of the environment ended it."""
+
+    def to_json(self) -> Mapping[str, Any]:
+        """Return a form for ``from_json``."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, form: Mapping[str, Any]) -> Self:
+        """Read what ``to_json`` returned.
+
+        Raises:
+            TypeError: it is of another form.
+        """
+        messages = tuple(Message(**message) for message in form["messages"])
+        return cls(**{**form, "messages": messages})
+
+
+def arguments_of_reset(reset: object, row: Row, seed: int) -> dict[str, object]:
+    """Return those of row, seed and options that ``reset`` takes."""
+    if not callable(reset):
+        raise TypeError("it has no method reset")
+    parameters = inspect.signature(reset).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    options = {"prompt": row.prompt, "answer": row.answer, "source": row.source}
+    given = {"row": row, "seed": seed, "options": options}
+    takes_all = inspect.Parameter.VAR_KEYWORD in kinds and "row" not in parameters
+    names = given if not takes_all else ("seed", "options")
+    return {name: given[name] for name in names if takes_all or name in parameters}
+
+
+def read_reset(value: object, *, is_gymnasium: bool, max_chars: int) -> Observed:
+    """Read the answer of ``reset``.
+
+    Args:
+        value: the answer.
+        is_gymnasium: it is an observation and a dict.
+        max_chars: of each text; a longer one loses its middle.
+
+    Raises:
+        TypeError: it has another form, or cannot be written as JSON.
+    """
+    if is_gymnasium:
+        if not isinstance(value, tuple) or len(value) != 2:
+            raise TypeError(f"reset returned {_shown(value)}, must be (observation, info)")
+        return Observed(text=_to_text(value[0], max_chars))
+    if value is None or isinstance(value, str):
+        return Observed(text=None if value is None else to_text(value, max_chars=max_chars))
+    return Observed(messages=_to_messages(value, max_chars))
+
+
+def read_step(value: object, *, max_chars: int) -> Observed:
+    """Read the answer of ``step``: three values or four, the last ignored, or Gymnasium's five.
+
+    Raises:
+        TypeError: it has another form, or cannot be written as JSON.
+        ValueError: the reward is not finite.
+    """
+    if not isinstance(value, tuple) or len(value) not in (3, 4, 5):
+        raise TypeError(
+            f"step returned {_shown(value)}, must be (observation, reward, done), or (observation, "
+            "reward, terminated, truncated, info) as in Gymnasium"
+        )
+    observation, reward, is_done, *further = value
+    is_truncated = len(value) == 5 and bool(further[0])
+    if not math.isfinite(reward := float(reward)):
+        raise ValueError(f"step returned the reward {reward}, must be finite")
+    is_over = bool(is_done) or is_truncated
+    return Observed(
+        messages=() if is_over else _to_messages(observation, max_chars),
+        reward=reward,
+        is_done=is_over,
+        is_truncated=is_truncated and not is_done,
+    )
+
+
+def _to_messages(value: object, max_chars: int) -> tuple[Message, ...]:
+    """Return messages; anything else is the text of a user's message."""
+    messages = [*map(_to_message, value)] if isinstance(value, list | tuple) else []
+    texts = [Message(str(m.role), to_text(m.content, max_chars=max_chars)) for m in messages if m]
+    if texts and len(texts) == len(messages):
+        return tuple(texts)
+    return (Message("user", _to_text(value, max_chars)),)
+
+
+def _to_message(value: object) -> Message | None:
+    if isinstance(value, Mapping) and {"role", "content"} <= value.keys():
+        return Message(value["role"], value["content"])
+    return value if isinstance(value, Message) else None
+
+
+def _to_text(value: object, max_chars: int) -> str:
+    """Return a text as it is, and numbers, lists and arrays as JSON."""
+    text = value if isinstance(value, str) else json.dumps(value, default=_to_list)
+    return to_text(text, max_chars=max_chars)
+
+
+def _to_list(value: Any) -> object:  # noqa: ANN401 - an array, or anything else
+    try:
+        return value.tolist()
+    except AttributeError:
+        raise TypeError(f"{_shown(value)} cannot be written as JSON") from None
+
+
+def _shown(value: object) -> str:
+    return f"{type(value).__name__} {value!r:.80}"
