@@ -38,7 +38,7 @@ $(STAMP): setup.py constraints.txt
 		echo "Install one, then: make PYTHON=/path/to/python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --constraint constraints.txt torch
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev,docs,megatron]'
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev,docs,megatron,search]'
 	@touch $@
 
 # SGLang, torchvision and triton go in without their dependencies: those pull CUDA. The stand-ins

@@ -36,9 +36,8 @@ from hybridrl.config.rollout import RolloutConfig
 from hybridrl.data.row_tensor import encode_row
 from hybridrl.data.rows import Message, Row
 from hybridrl.run.starter import write_random_model
+from hybridrl.sampler import RequestParams, Sample, Sampler, SamplingParams
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
-from hybridrl.workers.rollout.protocol import SamplingParams
-from hybridrl.workers.rollout.sampler import RequestParams, Sample, Sampler
 
 _CONFIGS = Path(__file__).parents[1] / "hydra_configs"
 _NUM_TURNS = 4

@@ -29,9 +29,9 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.config.load import load_config
 from hybridrl.main import compose
 from hybridrl.models.adapter import Adapter
+from hybridrl.sampler import SamplingParams
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
-from hybridrl.workers.rollout.protocol import SamplingParams
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.manager import ShardingManager

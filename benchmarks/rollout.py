@@ -25,8 +25,8 @@ from transformers.utils import logging as transformers_logging
 
 from hybridrl.batch import PromptBatch, jagged
 from hybridrl.config.rollout import RolloutConfig
+from hybridrl.sampler import SamplingParams
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
-from hybridrl.workers.rollout.protocol import SamplingParams
 from hybridrl.workers.rollout.single_turn import single_turn
 
 _ROLLOUT_CONFIG = Path(__file__).parents[1] / "hydra_configs/rollout/hf.yaml"

@@ -22,8 +22,9 @@ from hybridrl.config.load import read_config
 from hybridrl.diagnostics import trace
 from hybridrl.main import compose
 from hybridrl.metrics import Metrics
+from hybridrl.sampler import SamplingParams
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
-from hybridrl.workers.rollout.protocol import RolloutEngine, SamplingParams
+from hybridrl.workers.rollout.protocol import RolloutEngine
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.managed_engine import ManagedEngine
 from hybridrl.workers.train.protocol import TrainState

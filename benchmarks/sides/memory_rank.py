@@ -24,10 +24,10 @@ from hybridrl.config.load import read_config
 from hybridrl.main import compose
 from hybridrl.metrics import Metrics
 from hybridrl.run.starter import write_random_model
+from hybridrl.sampler import SamplingParams
 from hybridrl.single_controller import Worker
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.critic import CriticWorker
-from hybridrl.workers.rollout.protocol import SamplingParams
 
 
 def main() -> None:

@@ -31,9 +31,9 @@ from hybridrl.agents.trajectory import Ended, TokenSequence, Trajectory, Turn
 from hybridrl.agents.turn_records import CallRecord, call_record
 from hybridrl.data.rows import Message, Row
 from hybridrl.diagnostics import trace
+from hybridrl.random_streams import request_key
 from hybridrl.rewards.child import last_line
-from hybridrl.workers.rollout.sampler import RequestParams, Sample, Sampler
-from hybridrl.workers.rollout.sampling import request_key
+from hybridrl.sampler import RequestParams, Sample, Sampler
 
 log = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from hybridrl.config.agent import AgentConfig
 from hybridrl.data.rows import Message, Row
 from hybridrl.errors import AgentError
 from hybridrl.json_text import to_json_text
-from hybridrl.workers.rollout.sampler import RequestParams, Sample
+from hybridrl.sampler import RequestParams, Sample
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from hybridrl.agents.chat import (
     read_request,
 )
 from hybridrl.json_text import to_json_text
-from hybridrl.workers.rollout.sampler import RequestParams
+from hybridrl.sampler import RequestParams
 
 log = logging.getLogger(__name__)
 

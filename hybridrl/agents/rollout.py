@@ -26,8 +26,7 @@ from hybridrl.diagnostics.processes import usual_num_processes
 from hybridrl.errors import AgentError
 from hybridrl.metrics import Mean, Metrics, Sum, merge
 from hybridrl.rewards.child import last_line, load_module
-from hybridrl.workers.rollout.protocol import SamplingParams
-from hybridrl.workers.rollout.sampler import Program, Sample, Sampler
+from hybridrl.sampler import Program, Sample, Sampler, SamplingParams
 
 if TYPE_CHECKING:
     from hybridrl.agents.proxy import Proxy

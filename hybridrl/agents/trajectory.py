@@ -24,7 +24,7 @@ from hybridrl.agents.turn_records import (
     encode_turns,
 )
 from hybridrl.data.rows import Message
-from hybridrl.workers.rollout.sampler import Sample
+from hybridrl.sampler import Sample
 
 Ended = Literal["answer", "turns", "tokens", "time", "error"]
 """Why a conversation ended: the agent was done, or the limit or error that ended it."""

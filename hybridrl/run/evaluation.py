@@ -14,12 +14,12 @@ from hybridrl.data.answers import response_answers
 from hybridrl.data.source import build_prompt_step
 from hybridrl.run.rows import load_eval_rows
 from hybridrl.run.samples import SampleTaker
+from hybridrl.sampler import SamplingParams
 from hybridrl.single_controller import WorkerGroup
 from hybridrl.trainer.evaluate import EvalTask, Evaluator
 from hybridrl.trainer.policy import Policy
 from hybridrl.trainer.reward import TextReward
 from hybridrl.trainer.reward_models import ModelScores, RewardModel, RewardRanks
-from hybridrl.workers.rollout.protocol import SamplingParams
 
 
 def build_eval_tasks(

@@ -29,6 +29,7 @@ from hybridrl.run.record import RunFolder
 from hybridrl.run.rows import load_train_rows, within_epochs
 from hybridrl.run.samples import SampleTaker
 from hybridrl.run.workers import Workers
+from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.build_algorithm import (
     Algorithm,
     Ingredients,
@@ -42,7 +43,6 @@ from hybridrl.trainer.loop import Loop, StepRecorder, UpdateGuard
 from hybridrl.trainer.policy import Critic, Policy
 from hybridrl.trainer.reward import TextReward
 from hybridrl.trainer.reward_models import load_reward_models
-from hybridrl.workers.rollout.protocol import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ from hybridrl.batch import LogprobBatch, RolloutBatch
 from hybridrl.config import parts
 from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.source import PromptStep
+from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.advantages import Advantages, Charges
 from hybridrl.trainer.collect import Collector, Reward
 from hybridrl.trainer.kl_coefficient import KLCoefficient
@@ -25,7 +26,6 @@ from hybridrl.trainer.policy import (
 from hybridrl.trainer.step import ActorCriticOptimization, PolicyOptimization
 from hybridrl.trainer.step_metrics import StepReport
 from hybridrl.trainer.train_batch import TrainBatches, balance
-from hybridrl.workers.rollout.protocol import SamplingParams
 
 
 class Algorithm(Protocol):

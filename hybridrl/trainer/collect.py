@@ -15,10 +15,10 @@ from hybridrl.batch import RolloutBatch
 from hybridrl.data.source import PromptStep
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.rewards.scorer import Scores
+from hybridrl.sampler import SamplingParams
 from hybridrl.single_controller.payload import concat_rows
 from hybridrl.trainer.clock import Clock
 from hybridrl.trainer.policy import Policy
-from hybridrl.workers.rollout.protocol import SamplingParams
 
 
 class Reward(Protocol):

@@ -27,10 +27,9 @@ from hybridrl.data.tokenizer import decode_responses
 from hybridrl.diagnostics import trace
 from hybridrl.rewards.runner import RewardInputs
 from hybridrl.rewards.scorer import EarlyRow, RewardScorer
+from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.single_controller.side_channel import ChannelLost, Sender, SideChannel
 from hybridrl.workers.rollout.assemble import assemble_rollouts
-from hybridrl.workers.rollout.protocol import SamplingParams
-from hybridrl.workers.rollout.sampler import Sample
 
 log = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from hybridrl.config.eval import EvalSet
 from hybridrl.data.source import PromptStep
 from hybridrl.metrics import Mean, Metrics
 from hybridrl.rewards.scorer import Scores
+from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.clock import Clock
 from hybridrl.trainer.collect import Reward
 from hybridrl.trainer.eval_statistics import bootstrap_intervals, majority_at_k, pass_at_k
 from hybridrl.trainer.policy import Policy
 from hybridrl.trainer.sources import rewards_by_source
-from hybridrl.workers.rollout.protocol import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

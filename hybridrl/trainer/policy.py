@@ -19,7 +19,7 @@ from hybridrl.batch import (
     ValueBatch,
 )
 from hybridrl.metrics import Metrics
-from hybridrl.workers.rollout.protocol import SamplingParams
+from hybridrl.sampler import SamplingParams
 
 Result = TypeVar("Result", covariant=True)
 

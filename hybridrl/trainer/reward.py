@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.batch import RolloutBatch, row_sums
 from hybridrl.data.source import PromptStep
 from hybridrl.rewards.scorer import RewardScorer, Scores
+from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.early_rewards import EarlyRewards, reward_inputs
 from hybridrl.trainer.reward_models import ModelScores
-from hybridrl.workers.rollout.protocol import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Protocol
 from hybridrl.batch import CriticBatch, LogprobBatch, RolloutBatch, TrainBatch
 from hybridrl.data.source import PromptStep
 from hybridrl.metrics import Metrics
+from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.advantages import Advantages, describe_values
 from hybridrl.trainer.clock import Clock
 from hybridrl.trainer.collect import Collected, Collector, Reward, ScoredRollouts
@@ -16,7 +17,6 @@ from hybridrl.trainer.kl_coefficient import KLCoefficient
 from hybridrl.trainer.policy import Critic, Policy
 from hybridrl.trainer.step_metrics import StepReport
 from hybridrl.trainer.train_batch import TrainBatches, build_critic_batch
-from hybridrl.workers.rollout.protocol import SamplingParams
 
 
 class UpdatePolicy(Protocol):

@@ -24,6 +24,7 @@ from hybridrl.config.model_folder import read_settings
 from hybridrl.diagnostics import trace
 from hybridrl.metrics import Last, Metrics, from_json, merge, to_json
 from hybridrl.planning.frozen_base import plan_base
+from hybridrl.sampler import SamplingParams
 from hybridrl.single_controller import Dispatch, ResultLayout, dispatch_by_mesh, register
 from hybridrl.workers.build import (
     build_agent_rollout,
@@ -39,7 +40,6 @@ from hybridrl.workers.build import (
 from hybridrl.workers.checkpointed import CheckpointedWorker
 from hybridrl.workers.process_group import end_process_group, start_process_group
 from hybridrl.workers.rollout.assemble import assemble_rollouts, require_known_tokens
-from hybridrl.workers.rollout.protocol import SamplingParams
 from hybridrl.workers.rollout.sglang.arguments import device_name
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import ControlGroup

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.workers.rollout.sampler import RequestParams, Sample
+from hybridrl.sampler import RequestParams, Sample
 
 
 @dataclass(frozen=True, slots=True)

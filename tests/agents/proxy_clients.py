@@ -19,7 +19,7 @@ from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Toolbox
 from hybridrl.agents.trajectory import Trajectory
 from hybridrl.data.rows import Row
-from hybridrl.workers.rollout.sampler import RequestParams
+from hybridrl.sampler import RequestParams
 from tests.agents.fake_sampler import FakeSampler
 
 ROW = Row(prompt="Q", answer="42", source="s", origin="o")

@@ -22,9 +22,9 @@ from hybridrl.batch import PromptBatch, RolloutBatch, jagged
 from hybridrl.config.agent import AgentConfig
 from hybridrl.data.row_tensor import encode_row
 from hybridrl.data.rows import Row
+from hybridrl.random_streams import request_key
+from hybridrl.sampler import SamplingParams
 from hybridrl.workers.rollout.assemble import assemble_rollouts
-from hybridrl.workers.rollout.protocol import SamplingParams
-from hybridrl.workers.rollout.sampling import request_key
 from tests.agents.chat_templates import FAMILIES, build_tokenizer
 from tests.agents.fake_sampler import FakeSampler, Request
 from tests.config.values import config_of

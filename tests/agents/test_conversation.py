@@ -18,7 +18,7 @@ from hybridrl.agents.tools import Toolbox, load_tools
 from hybridrl.agents.trajectory import Trajectory
 from hybridrl.data.rows import Message, Row
 from hybridrl.errors import EngineError
-from hybridrl.workers.rollout.sampler import RequestParams, Sample
+from hybridrl.sampler import RequestParams, Sample
 from tests.agents.chat_templates import FAMILIES, build_tokenizer
 from tests.agents.fake_sampler import FakeSampler
 

@@ -23,7 +23,7 @@ from hybridrl.agents.tools import Toolbox
 from hybridrl.agents.trajectory import Trajectory
 from hybridrl.data.rows import Row
 from hybridrl.errors import AgentError
-from hybridrl.workers.rollout.sampler import RequestParams
+from hybridrl.sampler import RequestParams
 from tests.agents.chat_templates import build_tokenizer
 from tests.agents.fake_sampler import FakeSampler
 

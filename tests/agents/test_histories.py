@@ -19,7 +19,7 @@ from hybridrl.agents.trajectory import Trajectory
 from hybridrl.data.prompts import render_chat
 from hybridrl.data.rows import Message, Row
 from hybridrl.errors import AgentError
-from hybridrl.workers.rollout.sampler import RequestParams
+from hybridrl.sampler import RequestParams
 from tests.agents.chat_templates import FAMILIES, QWEN3, build_tokenizer
 from tests.agents.fake_sampler import FakeSampler
 

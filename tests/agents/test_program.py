@@ -17,7 +17,7 @@ from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import EngineError
 from hybridrl.guard import process_name
 from hybridrl.metrics import Mean, Metrics, Sum
-from hybridrl.workers.rollout.sampler import RequestParams, Sample
+from hybridrl.sampler import RequestParams, Sample
 from tests.agents.fake_sampler import FakeSampler
 from tests.agents.test_rollout import PROMPTS, SAMPLING
 from tests.config.values import config_of

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybridrl.agents.templates import History
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
-from hybridrl.workers.rollout.sampler import RequestParams, Sample
+from hybridrl.sampler import RequestParams, Sample
 from tests.agents.chat_templates import build_tokenizer
 from tests.agents.fake_sampler import FakeSampler
 from tests.agents.proxy_clients import (

@@ -17,8 +17,7 @@ from hybridrl.data.rows import Message, Row
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import AgentError
 from hybridrl.metrics import Mean
-from hybridrl.workers.rollout.protocol import SamplingParams
-from hybridrl.workers.rollout.sampler import Sample
+from hybridrl.sampler import Sample, SamplingParams
 from tests.agents.chat_templates import build_tokenizer
 from tests.agents.fake_sampler import FakeSampler
 from tests.config.values import config_of

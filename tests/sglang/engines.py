@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from hybridrl.batch import PromptBatch
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import PhaseError
+from hybridrl.sampler import Sample
 from hybridrl.workers.rollout.buckets import Bucket
 from hybridrl.workers.rollout.protocol import MemoryTag
-from hybridrl.workers.rollout.sampler import Sample
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from tests.workers.rollout.engines import rollout_config

@@ -13,8 +13,7 @@ from typing import Any
 import psutil
 
 from hybridrl.batch import PromptBatch
-from hybridrl.workers.rollout.protocol import SamplingParams
-from hybridrl.workers.rollout.sampler import Sample
+from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.server import Server
 from hybridrl.workers.rollout.single_turn import single_turn

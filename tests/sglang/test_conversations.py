@@ -23,7 +23,7 @@ from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.agents.tools import Toolbox, load_tools
 from hybridrl.agents.trajectory import Trajectory
 from hybridrl.data.rows import Row
-from hybridrl.workers.rollout.sampler import RequestParams, Sampler
+from hybridrl.sampler import RequestParams, Sampler
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from tests.sglang.strangers import server_of
 

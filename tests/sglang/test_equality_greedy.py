@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hybridrl.batch import LogprobBatch, RolloutBatch, spread_over_tokens
+from hybridrl.sampler import Sample
 from hybridrl.trainer.train_batch import build_train_batch
 from hybridrl.workers.rollout.assemble import assemble_rollouts
-from hybridrl.workers.rollout.sampler import Sample
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.contract.ranks_under_test import Rank, take_step

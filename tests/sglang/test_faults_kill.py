@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from hybridrl.errors import EngineError
+from hybridrl.sampler import Program, T
 from hybridrl.workers.rollout.buckets import StagedBucket
 from hybridrl.workers.rollout.protocol import MemoryTag
-from hybridrl.workers.rollout.sampler import Program, T
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.sharding.control import StageError
 from hybridrl.workers.sharding.states import State

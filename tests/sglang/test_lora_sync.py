@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from hybridrl.errors import EngineError
+from hybridrl.sampler import Sample
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import MemoryTag
-from hybridrl.workers.rollout.sampler import Sample
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from hybridrl.workers.rollout.sglang.memory import adapter_shapes, base_shapes
 from hybridrl.workers.rollout.single_turn import single_turn

@@ -12,8 +12,8 @@ import pytest
 
 from hybridrl.errors import EngineError, ServerDiedError
 from hybridrl.metrics import Mean
+from hybridrl.sampler import RequestParams, Sample, Sampler
 from hybridrl.workers.rollout.directory import EngineDirectory
-from hybridrl.workers.rollout.sampler import RequestParams, Sample, Sampler
 from hybridrl.workers.rollout.sglang.engine import SGLangEngine
 from tests.sglang.engines import make_ready, server_spec, sync, weights_of
 from tests.sglang.strangers import kill_server

@@ -15,9 +15,9 @@ from hybridrl.data.prompts import TokenizedRow
 from hybridrl.data.rows import Row
 from hybridrl.data.source import PromptSource, PromptStep
 from hybridrl.rewards.scorer import Scores
+from hybridrl.sampler import SamplingParams
 from hybridrl.trainer.clock import Clock
 from hybridrl.trainer.collect import Collected, Collector, ScoredRollouts
-from hybridrl.workers.rollout.protocol import SamplingParams
 
 NUM_PROMPTS, NUM_RESPONSES = 3, 2
 SAMPLING = SamplingParams(

@@ -22,11 +22,10 @@ from hybridrl.data.source import PromptStep, build_prompt_step
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.errors import RewardError
 from hybridrl.rewards.scorer import RewardScorer, Scores
+from hybridrl.sampler import Reporter, Sample, SamplingParams
 from hybridrl.trainer.early_rewards import EarlyRewards, reward_inputs
 from hybridrl.trainer.reward import TextReward
 from hybridrl.workers.rollout.assemble import assemble_rollouts
-from hybridrl.workers.rollout.protocol import Reporter, SamplingParams
-from hybridrl.workers.rollout.sampler import Sample
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

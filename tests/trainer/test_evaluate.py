@@ -17,10 +17,9 @@ from hybridrl.data.source import PromptStep, build_prompt_step
 from hybridrl.data.starter_tokenizer import build_starter_tokenizer
 from hybridrl.metrics import Metrics, check_declared
 from hybridrl.rewards.scorer import Scores
+from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.trainer.evaluate import EvalTask, Evaluator
 from hybridrl.workers.rollout.assemble import assemble_rollouts
-from hybridrl.workers.rollout.protocol import SamplingParams
-from hybridrl.workers.rollout.sampler import Sample
 from tests.config.values import config_of
 
 TOKENIZER = build_starter_tokenizer()

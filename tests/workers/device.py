@@ -14,10 +14,10 @@ from hybridrl.batch import PromptBatch, RolloutBatch
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.metrics import check_declared
+from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.workers.rollout.assemble import assemble_rollouts
 from hybridrl.workers.rollout.buckets import StagedBucket
-from hybridrl.workers.rollout.protocol import MemoryTag, SamplingParams
-from hybridrl.workers.rollout.sampler import Sample
+from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.single_turn import single_turn
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.manager import ShardingManager

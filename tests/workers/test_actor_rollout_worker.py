@@ -13,11 +13,11 @@ from hybridrl.config.experiment import ExperimentConfig
 from hybridrl.data.conversations import lay_out_conversations
 from hybridrl.errors import DriftError, PhaseError
 from hybridrl.metrics import Sum
+from hybridrl.sampler import Sample
 from hybridrl.trainer.train_batch import build_train_batch
 from hybridrl.workers.actor_rollout import ActorRolloutWorker
 from hybridrl.workers.rollout.assemble import assemble_rollouts, require_known_tokens
 from hybridrl.workers.rollout.embedded.tensor_memory import checksum
-from hybridrl.workers.rollout.sampler import Sample
 from hybridrl.workers.train.policy_engine import PolicyEngine
 from hybridrl.workers.train.protocol import TrainState, WeightSet
 from tests.config.values import config_of

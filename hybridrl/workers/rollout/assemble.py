@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from hybridrl.batch import PromptBatch, RolloutBatch, jagged, jagged_from
 from hybridrl.errors import DriftError, EngineError
-from hybridrl.workers.rollout.sampler import Sample
+from hybridrl.sampler import Sample
 
 
 def assemble_rollouts(

@@ -7,8 +7,8 @@ import selectors
 from collections.abc import Callable
 from functools import partial
 
+from hybridrl.sampler import Program, Sampler, T
 from hybridrl.workers.rollout.request_gate import ProgramCall
-from hybridrl.workers.rollout.sampler import Program, Sampler, T
 
 Step = Callable[[], bool]
 """Does a bounded piece of work; False if there is none."""

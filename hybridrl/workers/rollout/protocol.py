@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hybridrl.errors import first_of
 from hybridrl.metrics import Metrics
+from hybridrl.sampler import Program, T
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket
-from hybridrl.workers.rollout.sampler import Program, RequestParams, Sample, T
 
 
 class MemoryTag(Enum):
@@ -26,50 +26,6 @@ class MemoryTag(Enum):
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"
     CUDA_GRAPH = "cuda_graph"
-
-
-class Reporter(Protocol):
-    """Hears of each response as soon as it has ended."""
-
-    def report(self, prompt_index: int, response_index: int, sample: Sample) -> None:
-        """Take a response to the prompt with this index in its stream. Must not wait."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How to sample; the same for every prompt of a call."""
-
-    num_responses_per_prompt: int
-    """Responses G per prompt, >= 1."""
-
-    max_response_tokens: int
-    """Hard stop, in tokens."""
-
-    temperature: float
-    """Divides the logits; 0 is greedy, with log-probs taken at temperature 1."""
-
-    top_p: float = 1.0
-    """Nucleus, in (0, 1]."""
-
-    top_k: int = 0
-    """Sample among the k likeliest tokens; 0 is off."""
-
-    stop_token_ids: tuple[int, ...] = ()
-    """A response ends with the first of these tokens, which belongs to the response."""
-
-    reporter: Reporter | None = None
-    """Hears of responses before the call returns."""
-
-    def request_params(self) -> RequestParams:
-        """Return the parameters of each request of the call."""
-        return RequestParams(
-            max_new_tokens=self.max_response_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            stop_token_ids=self.stop_token_ids,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Draw next tokens from logits, with random numbers that depend on the sample alone.
+"""Draw next tokens from logits, with given random numbers; check what requests ask for.
 
 Legend: N rows, V vocabulary, K candidate tokens of a row (K = V unless top-k is on).
 """
@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import RequestError
-from hybridrl.workers.rollout.sampler import RequestParams
-
-_UINT64 = 1 << 64
-_UNIFORM_BITS = 52
+from hybridrl.sampler import RequestParams
 
 
 class DrawParams(NamedTuple):
@@ -24,67 +21,6 @@ class DrawParams(NamedTuple):
     temperature: float
     top_p: float = 1.0
     top_k: int = 0
-
-
-def _signed(value: int) -> int:
-    return value - _UINT64 if value >= _UINT64 // 2 else value
-
-
-# The increment and the multipliers of splitmix64 (Steele, Lea, Flood: "Fast Splittable Pseudorandom
-# Number Generators", OOPSLA 2014), as int64: torch multiplies those modulo 2**64, as required.
-_INCREMENT = _signed(0x9E3779B97F4A7C15)
-_MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9)
-_MULTIPLIER_2 = _signed(0x94D049BB133111EB)
-
-
-def _shift_right(bits_N: Tensor, count: int) -> Tensor:
-    # ">>" copies the sign bit of an int64; the mask makes it the unsigned shift of the paper.
-    return (bits_N >> count) & ((1 << (64 - count)) - 1)
-
-
-def _mix(bits_N: Tensor) -> Tensor:
-    bits_N = (bits_N ^ _shift_right(bits_N, 30)) * _MULTIPLIER_1
-    bits_N = (bits_N ^ _shift_right(bits_N, 27)) * _MULTIPLIER_2
-    return bits_N ^ _shift_right(bits_N, 31)
-
-
-def response_keys(seed_N: Tensor, sibling_N: Tensor) -> Tensor:
-    """Name the random stream of each response.
-
-    Args:
-        seed_N: int64 [N], seed of the prompt.
-        sibling_N: int64 [N], index of the response among those to the same prompt, from 0.
-
-    Returns:
-        int64 [N], for ``uniforms``.
-    """
-    return _mix(_mix(seed_N + _INCREMENT) + (sibling_N + 1) * _INCREMENT)
-
-
-def request_key(seed: int, response_index: int, *, turn: int = 0) -> int:
-    """Name the random stream of one response in a conversation; see ``response_keys``.
-
-    Args:
-        seed: of the prompt (``PromptBatch.seed_P``).
-        response_index: of the conversation among those that start with the same prompt, from 0.
-        turn: of the conversation, from 0; the first has the stream of a single-turn response.
-    """
-    key = response_keys(torch.tensor([seed]), torch.tensor([response_index]))
-    return int(response_keys(key, torch.tensor([turn]))) if turn else int(key)
-
-
-def uniforms(key_N: Tensor, position_N: Tensor) -> Tensor:
-    """Return the random number of one token of each response; equal inputs give equal numbers.
-
-    Args:
-        key_N: int64 [N], from ``response_keys``.
-        position_N: int64 [N], position of the token in prompt + response, from 0.
-
-    Returns:
-        float64 [N], multiples of 2**-52 in [0, 1).
-    """
-    bits_N = _mix(key_N + (position_N + 1) * _INCREMENT)
-    return _shift_right(bits_N, 64 - _UNIFORM_BITS).double() * 2.0**-_UNIFORM_BITS
 
 
 def check_request(

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from hybridrl.batch import PromptBatch
 from hybridrl.errors import RequestError
-from hybridrl.workers.rollout.protocol import SamplingParams
-from hybridrl.workers.rollout.sampler import Program, Sample, Sampler
-from hybridrl.workers.rollout.sampling import response_keys
+from hybridrl.random_streams import response_keys
+from hybridrl.sampler import Program, Sample, Sampler, SamplingParams
 
 
 def single_turn(prompts: PromptBatch, sampling: SamplingParams) -> Program[list[Sample]]:

@@ -10,9 +10,8 @@ from safetensors.torch import load_file
 
 from hybridrl.batch import PromptBatch, jagged
 from hybridrl.config.rollout import RolloutConfig
+from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
-from hybridrl.workers.rollout.protocol import SamplingParams
-from hybridrl.workers.rollout.sampler import Sample
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 64

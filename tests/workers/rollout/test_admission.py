@@ -9,9 +9,9 @@ import pytest
 from torch import Tensor
 
 from hybridrl.errors import EngineError, PhaseError
+from hybridrl.sampler import RequestParams, Sample, Sampler
 from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.request_gate import RequestGate
-from hybridrl.workers.rollout.sampler import RequestParams, Sample, Sampler
 
 
 class NoSampler(Sampler):

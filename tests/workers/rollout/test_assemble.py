@@ -10,10 +10,10 @@ from torch import Tensor
 
 from hybridrl.batch import LogprobBatch, RolloutBatch, row_lengths, row_offsets
 from hybridrl.errors import EngineError
+from hybridrl.sampler import Sample
 from hybridrl.single_controller.payload import concat_rows, take_rows
 from hybridrl.trainer.train_batch import build_train_batch
 from hybridrl.workers.rollout.assemble import assemble_rollouts
-from hybridrl.workers.rollout.sampler import Sample
 from tests.workers.rollout.engines import make_prompts
 
 PROMPTS = make_prompts((1, 3))

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from hybridrl.errors import EngineError, ModelError, PhaseError
+from hybridrl.sampler import Sample, Sampler
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
 from hybridrl.workers.rollout.protocol import MemoryTag
-from hybridrl.workers.rollout.sampler import Sample, Sampler
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import (

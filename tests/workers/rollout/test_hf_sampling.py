@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM
 from hybridrl.batch import PromptBatch
 from hybridrl.errors import EngineError
 from hybridrl.metrics import check_declared
+from hybridrl.sampler import Sample, SamplingParams
 from hybridrl.workers.rollout.embedded import prefill
-from hybridrl.workers.rollout.protocol import SamplingParams
-from hybridrl.workers.rollout.sampler import Sample
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.tiny_models import TRAINED, Family, make_tiny_model
 from tests.workers.rollout.engines import (

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridrl.errors import EngineError, RequestError
+from hybridrl.random_streams import request_key
+from hybridrl.sampler import RequestParams, Sample, Sampler
 from hybridrl.workers.rollout.embedded import prefill
 from hybridrl.workers.rollout.embedded.engine import HFRolloutEngine
-from hybridrl.workers.rollout.sampler import RequestParams, Sample, Sampler
-from hybridrl.workers.rollout.sampling import request_key
 from hybridrl.workers.rollout.single_turn import single_turn
 from tests.tiny_models import make_tiny_model
 from tests.workers.rollout.engines import (

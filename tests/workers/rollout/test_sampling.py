@@ -9,14 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridrl.errors import EngineError
-from hybridrl.workers.rollout.protocol import SamplingParams
-from hybridrl.workers.rollout.sampling import (
-    DrawParams,
-    check_request,
-    response_keys,
-    sample,
-    uniforms,
-)
+from hybridrl.random_streams import response_keys, uniforms
+from hybridrl.sampler import SamplingParams
+from hybridrl.workers.rollout.sampling import DrawParams, check_request, sample
 from tests.workers.rollout.engines import sampling_params
 
 MASK = (1 << 64) - 1

@@ -16,11 +16,10 @@ from aiohttp import web
 from hybridrl.batch import PromptBatch, jagged
 from hybridrl.errors import EngineError
 from hybridrl.metrics import Metrics
+from hybridrl.random_streams import response_keys
+from hybridrl.sampler import Program, Sample, Sampler, SamplingParams
 from hybridrl.workers.rollout.event_loop import run_program
-from hybridrl.workers.rollout.protocol import SamplingParams
 from hybridrl.workers.rollout.request_gate import RequestGate
-from hybridrl.workers.rollout.sampler import Program, Sample, Sampler
-from hybridrl.workers.rollout.sampling import response_keys
 from hybridrl.workers.rollout.sglang.client import ServerClient, ServerError
 from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice
 from hybridrl.workers.rollout.sglang.sampling import ServedModel, ServerSampler, read_sample

@@ -21,9 +21,9 @@ from hybridrl.batch import PreferenceBatch, RolloutBatch, ScoreBatch, Supervised
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.errors import EngineError
 from hybridrl.metrics import Metrics
+from hybridrl.sampler import Program, T
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
 from hybridrl.workers.rollout.protocol import MemoryTag, WeightMemory
-from hybridrl.workers.rollout.sampler import Program, T
 from hybridrl.workers.sharding.colocated_engines import ColocatedEngines
 from hybridrl.workers.sharding.control import ControlGroup
 from hybridrl.workers.sharding.lifecycle import LifeCycle, SleepLevel

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import EngineError
+from hybridrl.sampler import Sample
 from hybridrl.workers.rollout.embedded.kv_slots import KVSlots
 from hybridrl.workers.rollout.embedded.model import Forward, require_finite
 from hybridrl.workers.rollout.embedded.prefill import CachedPrefix, Prefilled, plan_pass, prefill
@@ -24,7 +25,6 @@ from hybridrl.workers.rollout.embedded.requests import (
     Seat,
     draw_uniforms,
 )
-from hybridrl.workers.rollout.sampler import Sample
 from hybridrl.workers.rollout.sampling import DrawParams, sample
 
 # Rows of the slot table: one column per slot.

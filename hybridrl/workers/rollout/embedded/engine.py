@@ -24,6 +24,7 @@ from hybridrl.metrics import Max, Metrics, merge
 from hybridrl.models.dtypes import DTYPES
 from hybridrl.models.experts import StoredNames
 from hybridrl.models.load import WeightFiles
+from hybridrl.sampler import Program, T
 from hybridrl.workers.rollout.adapter_fit import built_without_adapters
 from hybridrl.workers.rollout.buckets import Bucket, StagedBucket, stage_by_reference
 from hybridrl.workers.rollout.embedded.adapted_layers import LoadedAdapter
@@ -43,7 +44,6 @@ from hybridrl.workers.rollout.embedded.tensor_memory import TensorMemory, checks
 from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.protocol import MemoryTag, WeightMemory, mismatch
 from hybridrl.workers.rollout.request_gate import RequestGate
-from hybridrl.workers.rollout.sampler import Program, T
 
 
 class HFRolloutEngine:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hybridrl.sampler import RequestParams, Sample, Sampler
 from hybridrl.workers.rollout.embedded.decoding import Decoding
 from hybridrl.workers.rollout.embedded.requests import Request
 from hybridrl.workers.rollout.request_gate import ProgramCall
-from hybridrl.workers.rollout.sampler import RequestParams, Sample, Sampler
 from hybridrl.workers.rollout.sampling import check_request
 
 

@@ -12,11 +12,11 @@ from hybridrl.config.rollout import ABORT_GRACE_S, FLUSH_TIMEOUT_S
 from hybridrl.diagnostics import activity
 from hybridrl.errors import EngineError, ModelError, PhaseError
 from hybridrl.metrics import Max, Metrics, merge
+from hybridrl.sampler import Program, Sampler, T
 from hybridrl.workers.rollout.directory import EngineDirectory
 from hybridrl.workers.rollout.event_loop import run_program
 from hybridrl.workers.rollout.protocol import MemoryTag
 from hybridrl.workers.rollout.request_gate import RequestGate
-from hybridrl.workers.rollout.sampler import Program, Sampler, T
 from hybridrl.workers.rollout.sglang.arguments import ServerSpec
 from hybridrl.workers.rollout.sglang.capabilities import Capability
 from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hybridrl.errors import ServerDiedError
 from hybridrl.metrics import Mean, Metrics
+from hybridrl.random_streams import response_keys
 from hybridrl.workers.rollout.directory import EngineAddress, EngineDirectory
-from hybridrl.workers.rollout.sampling import response_keys
 from hybridrl.workers.rollout.sglang.client import Endpoint
 
 _STAY = 8

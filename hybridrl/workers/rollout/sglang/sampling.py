@@ -18,8 +18,8 @@ from torch import Tensor
 
 from hybridrl.errors import EngineError
 from hybridrl.metrics import Mean, Metrics, Sum
+from hybridrl.sampler import RequestParams, Sample, Sampler
 from hybridrl.workers.rollout.request_gate import ProgramCall
-from hybridrl.workers.rollout.sampler import RequestParams, Sample, Sampler
 from hybridrl.workers.rollout.sampling import check_request
 from hybridrl.workers.rollout.sglang.client import ConnectionLostError, ServerError
 from hybridrl.workers.rollout.sglang.engine_choice import EngineChoice, ServingEngine
