@@ -25,6 +25,7 @@ from hybridrl.workers.rollout.embedded.requests import (
     Seat,
     draw_uniforms,
 )
+from hybridrl.workers.rollout.event_loop import Progress
 from hybridrl.workers.rollout.sampling import DrawParams, sample
 
 # Rows of the slot table: one column per slot.
@@ -107,14 +108,14 @@ class Decoding:
             f"at decode step {self._step}"
         )
 
-    def step(self) -> bool:
-        """Draw one token for each running response; False if there is none.
+    def step(self) -> Progress:
+        """Draw one token for each running response.
 
         Raises:
             EngineError: a logit is not finite.
         """
         if self._failure is not None or not (self._seats or self._waiting):
-            return False
+            return Progress.NO_WORK
         try:
             with torch.inference_mode():
                 is_complete = self._advance()
@@ -124,7 +125,7 @@ class Decoding:
         except Exception as error:
             self._failure = error
             raise
-        return True
+        return Progress.ANSWERED if is_complete else Progress.WORKED
 
     def _advance(self) -> bool:
         """Do the step; return whether a request has all its responses."""
