@@ -85,10 +85,10 @@ class Recorder:
     sampler: Sampler
     turns: list[Turn] = field(default_factory=list)
 
-    @property
-    def max_context_tokens(self) -> int:
-        """Return the engine's."""
-        return self.sampler.max_context_tokens
+    max_context_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.max_context_tokens = self.sampler.max_context_tokens
 
     async def sample_group(
         self, token_ids: Sequence[int] | Tensor, params: RequestParams, *, keys: Sequence[int]

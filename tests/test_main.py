@@ -105,7 +105,7 @@ def test_neither_torch_nor_ray_is_imported_before_the_checks_passed(
         ("recipes=dapo_cpo", ["recipes='dapo_cpo'", "'dapo_cpu'"]),
         ("actor=fdsp2", ["actor='fdsp2'", "'fsdp2'"]),
         ("recipes=clip_higher_kl_cpu", ["set recipes=dapo_cpu"]),
-        ("algorithm=dpo", ["DPO is not supported yet"]),
+        ("algorithm=dpo", ["set mode=dpo"]),
         ("rollout.n=8", ["set rollout.num_responses_per_prompt"]),
         ("rollout.temprature=1", ["rollout.temprature='1'", "'temperature'"]),
         ("rollot.temperature=1", ["rollot.temperature", "'rollout.temperature'"]),

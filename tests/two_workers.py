@@ -13,7 +13,7 @@ _LAYOUTS = sorted(
 
 
 ON_SHARED_SERVERS = (
-    *("equality", "faults_drain", "lora", "proofs", "released", "server_key"),
+    *("conversations", "equality", "faults_drain", "lora", "proofs", "released", "server_key"),
     "weight_transports",
 )
 """How files of tests begin that ask the servers of `tests/sglang/conftest.py`. One worker

@@ -14,70 +14,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from hybridrl.agents.templates import History, TurnTemplate
+from hybridrl.agents.open_sequence import OpenSequence
+from hybridrl.agents.setting import Prompt, Setting
 from hybridrl.agents.tool_calls import BrokenCall, Calls, ToolCall
-from hybridrl.agents.tools import Toolbox, ToolResult
+from hybridrl.agents.tools import ToolResult
 from hybridrl.agents.trajectory import Ended, TokenSequence, Trajectory, Turn
 from hybridrl.agents.turn_records import CallRecord, call_record
 from hybridrl.data.rows import Message, Row
 from hybridrl.diagnostics import trace
 from hybridrl.random_streams import request_key
 from hybridrl.rewards.child import last_line
-from hybridrl.sampler import RequestParams, Sample, Sampler
+from hybridrl.sampler import Sample
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prompt:
-    """The beginning of a conversation."""
-
-    row: Row
-    """With the reference answer, for agents that play an environment."""
-
-    token_ids: Tensor
-    """int64 [n], n >= 1, of the rendered prompt."""
-
-    seed: int
-    """Of the prompt (``PromptBatch.seed_P``)."""
-
-    response_index: int
-    """Index of the conversation among those that start with the same prompt, from 0."""
-
-    number: int
-    """Of the conversation in its call, from 0."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
-    """The setting that all conversations of a rank share."""
-
-    sampler: Sampler
-    params: RequestParams
-    """``max_new_tokens`` limits all tokens behind the prompt, tool results among them."""
-
-    tokenizer: PreTrainedTokenizerBase
-    template: TurnTemplate
-    history: History = "strict"
-    toolbox: Toolbox
-    parse: Callable[[str], Calls]
-    """Reads calls in the format of ``agent.tool_format``."""
-
-    max_turns: int
-    """Turns of the assistant."""
-
-    timeout_s: float
-    """Seconds from the first request to the end."""
 
 
 class ConversationEnded(Exception):
@@ -102,38 +59,6 @@ class Agent(Protocol):
         conversation, not the run.
         """
         ...
-
-
-class OpenSequence:
-    """A sequence while it grows: a context, and turns behind it."""
-
-    def __init__(self, context: Tensor) -> None:
-        """Begin behind a context, int64 [n], n >= 1."""
-        self.context = context
-        self.token_ids = context
-        """int64 [n], of the context and all turns: the next request's context."""
-        self.turns: list[Turn] = []
-        self._calls: defaultdict[int, list[CallRecord]] = defaultdict(list)
-        """By index of the turn behind which they were made."""
-
-    def calls_behind_last_turn(self) -> list[CallRecord]:
-        """Return the calls that were made since the last turn, to be added to."""
-        return self._calls[len(self.turns) - 1]
-
-    def add(self, turn: Turn) -> None:
-        """Append a turn."""
-        self.turns.append(turn)
-        self.token_ids = torch.cat([self.token_ids, turn.token_ids])
-
-    def close(self) -> TokenSequence | None:
-        """Return it without tokens behind the last sampled turn; None if nothing was sampled."""
-        turns = [
-            replace(turn, calls=tuple(self._calls.get(index, ())))
-            for index, turn in enumerate(self.turns)
-        ]
-        while turns and turns[-1].logprobs is None:
-            turns.pop()
-        return TokenSequence(self.context, tuple(turns)) if turns else None
 
 
 class Conversation:
@@ -224,11 +149,16 @@ class Conversation:
         if self._setting.history == "branch":
             context = template.rewritten(self._messages, new)
         self._messages += new
+        sequence = self._sequences[-1]
+        known = sequence.token_ids.tolist()
         if context is None:
-            token_ids = torch.tensor(template.increment(new))
-            self.append_tokens(self._sequences[-1], token_ids, new)
+            appended = template.increment(new)
+        elif context[: len(known)] == known:  # rendered differently, and in the same tokens
+            appended = context[len(known) :]
         else:
             self.begin(torch.tensor(context))
+            return
+        self.append_tokens(sequence, torch.tensor(appended), new)
 
     async def sample_turn(
         self, sequence: OpenSequence, *, max_new_tokens: int | None = None

@@ -19,6 +19,7 @@ from typing import Any
 from hybridrl.agents.observations import Observed, arguments_of_reset, read_reset, read_step
 from hybridrl.agents.tool_child import to_text
 from hybridrl.data.rows import read_record
+from hybridrl.json_text import to_json_text
 from hybridrl.rewards.child import Message, encode, last_line, load_module, receive
 
 PACKET_BYTES = 1 << 16
@@ -53,7 +54,7 @@ def main(descriptor: int) -> None:
 
 def encode_packet(message: Message) -> bytes:
     """Return a message of the control socket."""
-    return json.dumps(message).encode()[:PACKET_BYTES]
+    return to_json_text(message).encode()[:PACKET_BYTES]
 
 
 def _fork(

@@ -1,7 +1,7 @@
 """Environments whose methods are plain functions: each plays in a process of its own.
 
 One that hangs, dies, forks or floods costs its own conversation. Calls are awaited, so that the
-event loop of the rank goes on.
+event loop of the rank is not blocked.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.data.rows import Row, write_record
 from hybridrl.diagnostics.processes import end_guarded, guarded
 from hybridrl.errors import AgentError
+from hybridrl.json_text import to_json_text
 from hybridrl.rewards.child import HEADER, encode
 
 _LOAD_TIMEOUT_S = 60.0
@@ -84,7 +85,7 @@ class EnvironmentServer:
 
     def _start(self) -> None:
         self._control, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        search_path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
+        search_path = to_json_text([entry for entry in sys.path if isinstance(entry, str)])
         with child_end:
             descriptor = child_end.fileno()
             command = [sys.executable, "-P", "-c", _COMMAND, search_path, str(descriptor)]

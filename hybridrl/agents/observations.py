@@ -6,7 +6,6 @@ Imported by the processes in which environments play, so without torch.
 from __future__ import annotations
 
 import inspect
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from typing import Any, Protocol, Self
 
 from hybridrl.agents.tool_child import to_text
 from hybridrl.data.rows import Message, Row
+from hybridrl.json_text import to_json_text
 
 
 class Environment(Protocol):
@@ -137,11 +137,18 @@ def _to_message(value: object) -> Message | None:
 
 def _to_text(value: object, max_chars: int) -> str:
     """Return a text as it is, and numbers, lists and arrays as JSON."""
-    text = value if isinstance(value, str) else json.dumps(value, default=_to_list)
+    text = value if isinstance(value, str) else to_json_text(_to_plain(value))
     return to_text(text, max_chars=max_chars)
 
 
-def _to_list(value: Any) -> object:  # noqa: ANN401 - an array, or anything else
+def _to_plain(value: Any) -> object:  # noqa: ANN401 - of a user's environment
+    """Replace arrays by lists, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: _to_plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_plain(entry) for entry in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
     try:
         return value.tolist()
     except AttributeError:

@@ -27,7 +27,8 @@ from hybridrl.agents.chat import (
     RefusedRequest,
     to_template,
 )
-from hybridrl.agents.conversation import Agent, Conversation, ConversationEnded, OpenSequence
+from hybridrl.agents.conversation import Agent, Conversation, ConversationEnded
+from hybridrl.agents.open_sequence import OpenSequence
 from hybridrl.agents.program import AgentProgram, ProgramEnd
 from hybridrl.agents.proxy_server import HOST, MODEL, serve
 from hybridrl.agents.templates import History, TurnTemplate

@@ -6,12 +6,12 @@ or ``{"call": 3, "failed": reason}``. Printed text goes nowhere: a tool may prin
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hybridrl.json_text import to_json_text
 from hybridrl.rewards.child import Message, encode, last_line, load_function, receive
 
 
@@ -45,7 +45,7 @@ def to_text(value: object, *, max_chars: int) -> str:
         TypeError: JSON cannot hold the value.
         ValueError: likewise: it contains itself, or a number with thousands of digits.
     """
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = value if isinstance(value, str) else to_json_text(value, keeps_unicode=True)
     if len(text) > max_chars:
         half = max_chars // 2
         text = f"{text[:half]} ... ({len(text) - 2 * half} characters left out) ... {text[-half:]}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import signal
 import socket
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from hybridrl.diagnostics.processes import end_guarded, guarded
 from hybridrl.errors import AgentError
+from hybridrl.json_text import to_json_text
 from hybridrl.rewards.channel import Channel, ChannelClosed, Garbage, Refused
 
 _LOAD_TIMEOUT_S = 60.0
@@ -87,7 +87,7 @@ class ToolProcess:
 
     def _start(self) -> None:
         parent_end, child_end = socket.socketpair()
-        search_path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
+        search_path = to_json_text([entry for entry in sys.path if isinstance(entry, str)])
         with child_end:
             descriptor = child_end.fileno()
             command = [sys.executable, "-P", "-c", _COMMAND, search_path, str(descriptor)]

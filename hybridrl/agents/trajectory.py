@@ -44,7 +44,7 @@ class Turn:
     """float32 [n], that the agent gave; None: none."""
 
     messages: tuple[Message, ...] = ()
-    """What was appended, if the agent said it in messages."""
+    """The appended messages, if the agent appended messages and not tokens."""
 
     calls: tuple[CallRecord, ...] = ()
     """Calls of tools behind a sampled turn."""

@@ -22,7 +22,7 @@ ASSISTANT = "assistant"
 UNKNOWN = "environment"
 """Appended as tokens, by an agent that does not say what they mean."""
 HISTORY = "history"
-"""The earlier conversation, which the chat template or the agent rendered anew."""
+"""The earlier conversation, which the chat template or the agent rendered again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class TurnRecord:
     role: str
     num_tokens: int
     messages: tuple[Message, ...] = ()
-    """What was appended, in the words of the agent; none of the assistant's turns."""
+    """The appended messages; none of the assistant's turns."""
 
     calls: tuple[CallRecord, ...] = ()
     """The calls behind an assistant's turn."""
@@ -92,7 +92,7 @@ def turns_of(rollouts: RolloutBatch, row: int) -> Iterator[tuple[TurnRecord, ran
 def messages_of(
     rollouts: RolloutBatch, row: int, tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, str]]:
-    """Return what was said behind the prompt: role and text of each message, in order.
+    """Return the messages behind the prompt: role and text of each, in order.
 
     The assistant's are without special tokens, as the response that reward functions see. Of tokens
     that an agent appended without a message there is the text of the tokens.

@@ -70,7 +70,7 @@ class ExperimentConfig:
     """How responses are sampled."""
 
     agent: AgentConfig
-    """The program behind a response: one turn, or a conversation."""
+    """How a response comes about."""
 
     algorithm: AlgorithmConfig
     """The objective."""

@@ -140,7 +140,7 @@ class RewardScorer:
 
     @property
     def early_functions(self) -> list[int]:
-        """The functions of the pool that may score a response before its siblings have ended.
+        """The functions of the pool that may score a response before others have ended.
 
         The others see several rows, and may compare them.
         """

@@ -68,7 +68,7 @@ class SampleTurn:
 
     role: str
     """``assistant``: the policy wrote it, and learns from it. ``tool`` or ``user``: an agent
-    appended it. ``history``: the earlier turns, rendered anew. ``environment``: other tokens."""
+    appended it. ``history``: the earlier turns, rendered again. ``environment``: other tokens."""
 
     text: str
     """With special tokens."""

@@ -108,7 +108,7 @@ class SampleTaker:
 
 
 def _turn_rewards(rollouts: RolloutBatch, row: int) -> dict[int, float]:
-    """Return what the agent gave each turn, by the turn's first position; none if all are 0."""
+    """Return the rewards of turns, by the turn's first position; none if all are 0."""
     if rollouts.agent_rewards_BL is None:
         return {}
     rewards_T = rollouts.agent_rewards_BL.values()

@@ -39,7 +39,7 @@ _END_WAIT_S = 10.0
 def reward_inputs(
     rollouts: RolloutBatch, rows: Sequence[TokenizedRow], tokenizer: PreTrainedTokenizerBase
 ) -> RewardInputs:
-    """Return what reward functions see of B rollouts; ``rows`` are those of their prompts."""
+    """Return the inputs of reward functions for B rollouts; ``rows`` are those of their prompts."""
     conversations = (
         [messages_of(rollouts, row, tokenizer) for row in range(len(rollouts))]
         if rollouts.turns_BN is not None

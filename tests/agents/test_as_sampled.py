@@ -160,7 +160,7 @@ def _assert_as_sampled(
 def test_rows_hold_what_the_sampler_returned(
     *,
     family: str,
-    style: str,
+    style: Literal["hermes", "llama3_json", "pythonic"],
     loop: str,
     history: Literal["keep", "branch"],
     turns: Sequence[Turn],

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from hybridrl.agents.conversation import Agent, Conversation, Prompt, Setting, hold
+from hybridrl.agents.conversation import Agent, Conversation, hold
 from hybridrl.agents.loops import ToolCalls
+from hybridrl.agents.setting import Prompt, Setting
 from hybridrl.agents.templates import History, TurnTemplate
 from hybridrl.agents.tool_calls import PARSERS
 from hybridrl.agents.tool_process import ToolLimits

@@ -20,7 +20,7 @@ class Progress(Enum):
     NO_WORK = auto()
     WORKED = auto()
     ANSWERED = auto()
-    """A request has its result, so a task may go on."""
+    """A request has its result, so a task can run."""
 
 
 Step = Callable[[], Progress]

@@ -295,10 +295,10 @@ def start_engine(
 
 
 def share_addresses(directory: EngineDirectory, control: ControlGroup) -> None:
-    """Tell all ranks where the engines are, if one has started since. A collective call.
+    """Give all ranks the addresses of the engines, if one has started since. A collective call.
 
     Call it within a rollout phase: it began when all engines served the newest weights, and ends
-    when no rank generates any more, so a foreign engine is ready for the whole of it.
+    when no rank generates any more, so a foreign engine is ready all the time.
     """
     stage = "addresses of the engines"
     if control.is_true_anywhere(stage, flag=directory.has_news):

@@ -241,7 +241,7 @@ class ServerSampler(Sampler):
     def _abort(self, names: Sequence[str], engine: ServingEngine) -> None:
         """Free the slots of cancelled responses now: SGLang looks for lost clients every 4 s.
 
-        Unless the program was aborted as a whole: then the drain aborts all at once.
+        Not if the program was aborted: then the drain aborts all requests at once.
         """
         if not self._engines.is_open or self._call.is_aborted:
             return
