@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import subprocess
-import sys
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,21 +17,15 @@ from hybridrl.agents.environment_child import PACKET_BYTES, encode_packet
 from hybridrl.agents.observations import Observed
 from hybridrl.agents.tool_process import ToolLimits
 from hybridrl.data.rows import Row, write_record
-from hybridrl.diagnostics.processes import end_guarded, guarded
+from hybridrl.diagnostics.processes import end_guarded, start_guarded_module
 from hybridrl.errors import AgentError
-from hybridrl.json_text import to_json_text
 from hybridrl.rewards.child import HEADER, encode
 
+_CHILD = "hybridrl.agents.environment_child"
 _LOAD_TIMEOUT_S = 60.0
 _SEND_TIMEOUT_S = 10.0
 _ANSWER_BYTES = 1 << 16
 _BYTES_PER_CHAR, _USUAL_MESSAGES = 12, 8  # of a character that JSON writes as two escapes
-
-# The search path comes first: only with it can the process import this package.
-_COMMAND = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from hybridrl.agents.environment_child import main; main(int(sys.argv[2]))"
-)
 
 
 class EnvironmentFailed(Exception):
@@ -85,16 +77,8 @@ class EnvironmentServer:
 
     def _start(self) -> None:
         self._control, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        search_path = to_json_text([entry for entry in sys.path if isinstance(entry, str)])
         with child_end:
-            descriptor = child_end.fileno()
-            command = [sys.executable, "-P", "-c", _COMMAND, search_path, str(descriptor)]
-            self._process = subprocess.Popen(
-                guarded(command),
-                pass_fds=[descriptor],
-                stdin=subprocess.PIPE,
-                start_new_session=True,
-            )
+            self._process = start_guarded_module(_CHILD, child_end.fileno())
         self._control.settimeout(_LOAD_TIMEOUT_S)
         reason = ""
         try:

@@ -6,27 +6,20 @@ import queue
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridrl.diagnostics.processes import end_guarded, guarded
+from hybridrl.diagnostics.processes import end_guarded, start_guarded_module
 from hybridrl.errors import AgentError
-from hybridrl.json_text import to_json_text
 from hybridrl.rewards.channel import Channel, ChannelClosed, Garbage, Refused
 
+_CHILD = "hybridrl.agents.tool_child"
 _LOAD_TIMEOUT_S = 60.0
 _BYTES_PER_CHAR = 12  # of a character that JSON writes as two escapes
 _ANSWER_BYTES = 1 << 12
-
-# The search path comes first: only with it can the process import this package.
-_COMMAND = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from hybridrl.agents.tool_child import main; main(int(sys.argv[2]))"
-)
 
 
 class ToolFailed(Exception):
@@ -87,16 +80,8 @@ class ToolProcess:
 
     def _start(self) -> None:
         parent_end, child_end = socket.socketpair()
-        search_path = to_json_text([entry for entry in sys.path if isinstance(entry, str)])
         with child_end:
-            descriptor = child_end.fileno()
-            command = [sys.executable, "-P", "-c", _COMMAND, search_path, str(descriptor)]
-            self._process = subprocess.Popen(
-                guarded(command),
-                pass_fds=[descriptor],
-                stdin=subprocess.PIPE,
-                start_new_session=True,
-            )
+            self._process = start_guarded_module(_CHILD, child_end.fileno())
         self._channel = Channel(parent_end)
         load = [(str(path), name) for path, name in self._functions]
         try:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hybridrl import guard
 from hybridrl.diagnostics.activity import process_stat
+from hybridrl.json_text import to_json_text
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,27 @@ def guarded(command: Sequence[str]) -> list[str]:
     Its exit status is the command's.
     """
     return [sys.executable, "-S", "-E", guard.__file__, *command]
+
+
+def start_guarded_module(module: str, descriptor: int) -> subprocess.Popen[bytes]:
+    """Start a process that calls ``main(descriptor)`` of a module; end it with `end_guarded`.
+
+    It has this process's search path, and inherits the open file ``descriptor``.
+    """
+    search_path = to_json_text([entry for entry in sys.path if isinstance(entry, str)])
+    # The search path comes first: only with it can the process import this package.
+    program = (
+        "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+        f"from {module} import main; main(int(sys.argv[2]))"
+    )
+    # -P: the working folder must not hide modules of the standard library.
+    command = [sys.executable, "-P", "-c", program, search_path, str(descriptor)]
+    return subprocess.Popen(
+        guarded(command),
+        pass_fds=[descriptor],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
 
 
 def end_guarded(process: subprocess.Popen[bytes]) -> None:

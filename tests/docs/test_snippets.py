@@ -73,6 +73,8 @@ def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("train.jsonl", "test.jsonl"):
             (folder / name).write_text('{"prompt": "1", "answer": "1"}\n')
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "cities.md").write_text("Lima lies at the sea.")
     for name in ("pairs.jsonl", "held_out.jsonl"):
         (tmp_path / name).write_text('{"prompt": "1", "chosen": "1", "rejected": "2"}\n')
     monkeypatch.chdir(tmp_path)
