@@ -275,6 +275,8 @@ class Proxy:
             either: set[asyncio.Future[Any]] = {program.ended, chats.failed}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            if chats.failed.done():
+                chats.failed.exception()  # an error that nobody looks at would be logged
             was_running = not program.ended.done()
             self._server.close(key)
             program.kill()

@@ -100,9 +100,16 @@ def test_a_trained_model_rewards_another_run(trained: Path, tmp_path: Path, engi
         for line in (tmp_path / "run/samples.jsonl").read_text(encoding="utf-8").splitlines()
     ]
     assert {sample["split"] for sample in samples} == {"train", "eval"}
-    rows = [sample["prompt"] + sample["response"] + tokenizer.eos_token for sample in samples]
+    chats = [
+        [
+            {"role": "user", "content": sample["prompt"]},
+            {"role": "assistant", "content": sample["response"]},
+        ]
+        for sample in samples
+    ]
+    rows = tokenizer.apply_chat_template(chats, padding=True, return_dict=True, return_tensors="pt")
     with torch.no_grad():
-        scores = model(**tokenizer(rows, padding=True, return_tensors="pt")).logits[:, 0]
+        scores = model(**rows).logits[:, 0]
     assert scores.std() > 0.01
     for sample, score in zip(samples, scores.tolist(), strict=True):
         too_long = max(0, len(sample["tokens"]) - 4) * 0.001
