@@ -37,8 +37,11 @@ from hybridrl.sampler import Sample
 log = logging.getLogger(__name__)
 
 
-class ConversationEnded(Exception):
-    """A limit was reached; from here on every request of the conversation raises this."""
+class ConversationEnded(BaseException):
+    """A limit was reached; from here on every request of the conversation raises this.
+
+    No ``Exception``: an agent that catches those and tries again for ever would stop its rank.
+    """
 
 
 class Agent(Protocol):
@@ -368,7 +371,7 @@ async def hold(agent: Agent, prompt: Prompt, setting: Setting) -> Trajectory:
             await agent.run(conversation)
     except ConversationEnded:
         pass
-    except Exception as error:  # any user code
+    except (Exception, SystemExit) as error:  # any user code
         if conversation.sampler_error is not None:
             raise conversation.sampler_error from error
         conversation.end("time" if deadline.expired() else "error")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -210,3 +211,37 @@ def test_an_error_of_the_engine_is_not_the_agents() -> None:
     for function in (_forever, _forever_and_deaf):
         with pytest.raises(EngineError, match="the engine is gone"):
             _hold(ByFunction(function), _setting(sampler))
+
+
+class TriesForEver:
+    """Catches all errors, and asks again."""
+
+    appended_roles = ("user",)
+
+    async def run(self, conversation: Conversation) -> None:
+        while True:
+            try:
+                await conversation.sample()
+                conversation.append([Message("user", "again")])
+            except Exception:
+                continue
+
+
+class Exits:
+    """Ends its process."""
+
+    appended_roles = ("user",)
+
+    async def run(self, conversation: Conversation) -> None:
+        await conversation.sample()
+        sys.exit(3)
+
+
+@pytest.mark.parametrize(("agent", "ended"), [(TriesForEver(), "turns"), (Exits(), "error")])
+def test_an_agent_that_never_stops_or_exits_ends_alone(agent: Agent, ended: str) -> None:
+    sampler = FakeSampler(TOKENIZERS["qwen2.5"], ["one", "two", "three"])
+
+    trajectory = _hold(agent, _setting(sampler, max_turns=3))
+
+    assert trajectory.ended == ended
+    _require_as_sampled(trajectory, sampler)
