@@ -29,6 +29,7 @@ SMALL = (
     *("data.max_prompt_tokens=32", "rollout.temperature=0.5", "critic.num_warmup_steps=0"),
     *("trainer.num_steps=2", "eval.every_num_steps=0"),
 )
+MEGATRON = ("actor=megatron", "cluster.worker_setup_hook=tests.megatron.stand_ins.install")
 
 
 def _train(folder: Path, *overrides: str) -> list[dict[str, float]]:
@@ -71,7 +72,7 @@ def test_conversations_are_trained_and_can_be_read(tmp_path: Path) -> None:
         ("algorithm=ppo",),
         pytest.param(("algorithm=reinforce_plus_plus",), marks=pytest.mark.nightly),
         pytest.param(("lora=default",), marks=pytest.mark.nightly),
-        pytest.param(("actor=megatron",), marks=pytest.mark.nightly),
+        pytest.param(MEGATRON, marks=pytest.mark.nightly),
         pytest.param(("algorithm=remax", "rollout.sleep=true"), marks=pytest.mark.nightly),
     ],
     ids="-".join,
