@@ -71,4 +71,7 @@ def test_trained_tokens_of_chats_are_the_sampled_tokens(
     assert row.is_sampled is not None
     sampled = [request.sample for request in sampler.requests]
     assert int(row.is_sampled.sum()) == sum(len(sample.token_ids) for sample in sampled)
-    assert len(row.token_ids) <= 1500
+    assert row.context is not None
+    # The context that was begun first need not be the first one here: last turns order sequences.
+    longest = max(len(sequence.context) for sequence in trajectory.sequences)
+    assert len(row.context) + len(row.token_ids) <= longest + 1500
