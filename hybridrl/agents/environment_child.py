@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from hybridrl.agents.observations import Observed, arguments_of_reset, read_reset, read_step
-from hybridrl.agents.tool_child import to_text
+from hybridrl.agents.tool_child import silent_connection, to_text
 from hybridrl.data.rows import read_record
 from hybridrl.json_text import to_json_text
 from hybridrl.rewards.child import Message, encode, last_line, load_module, receive
@@ -28,11 +28,7 @@ _MAX_REASON = 2000  # characters
 
 def main(descriptor: int) -> None:
     """Begin and end environments until the other end of the socket is closed."""
-    control = socket.socket(fileno=descriptor)
-    control.set_inheritable(False)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for standard in range(3):
-        os.dup2(nowhere, standard)
+    control = silent_connection(descriptor)
     load = json.loads(control.recv(PACKET_BYTES))
     try:
         factory, answer = vars(load_module(load["path"]))[load["name"]], {"text": "loaded"}

@@ -158,17 +158,18 @@ class AgentRollout:
 
         index_P = prompts.prompt_index_P.tolist()
 
-        def report(prompt: Prompt, trajectory: Trajectory) -> None:
+        def report(prompt: Prompt, sample: Sample) -> None:
             if sampling.reporter is not None:
-                index, sample = index_P[prompt.number // size], trajectory.to_sample()
+                index = index_P[prompt.number // size]
                 sampling.reporter.report(index, prompt.response_index, sample)
 
         async def program(sampler: Sampler) -> list[Sample]:
             setting = self._setting(sampler, sampling)
             async with self._proxy.open(setting.params) if self._proxy else nullcontext():
-                trajectories = await self._hold_all(beginnings, setting, report)
-            self._metrics = merge([self._metrics, describe(trajectories)])
-            return [trajectory.to_sample() for trajectory in trajectories]
+                held = await self._hold_all(beginnings, setting, report)
+            described = describe([trajectory for trajectory, _ in held])
+            self._metrics = merge([self._metrics, described])
+            return [sample for _, sample in held]
 
         return program
 
@@ -189,15 +190,16 @@ class AgentRollout:
         self,
         prompts: Sequence[Prompt],
         setting: Setting,
-        report: Callable[[Prompt, Trajectory], None],
-    ) -> list[Trajectory]:
+        report: Callable[[Prompt, Sample], None],
+    ) -> list[tuple[Trajectory, Sample]]:
         free = asyncio.Semaphore(self._config.num_conversations)
 
-        async def hold_one(prompt: Prompt) -> Trajectory:
+        async def hold_one(prompt: Prompt) -> tuple[Trajectory, Sample]:
             async with free:
                 trajectory = await hold(self._agent(), prompt, setting)
-            report(prompt, trajectory)
-            return trajectory
+            sample = trajectory.to_sample()
+            report(prompt, sample)
+            return trajectory, sample
 
         tasks = [asyncio.ensure_future(hold_one(prompt)) for prompt in prompts]
         try:

@@ -17,11 +17,7 @@ from hybridrl.rewards.child import Message, encode, last_line, load_function, re
 
 def main(descriptor: int) -> None:
     """Answer calls until the other end of the socket is closed."""
-    connection = socket.socket(fileno=descriptor)
-    connection.set_inheritable(False)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for standard in range(3):
-        os.dup2(nowhere, standard)
+    connection = silent_connection(descriptor)
     pid, max_chars = os.getpid(), 0
     functions: list[Callable[..., Any]] = []
     while (message := receive(connection)) is not None:
@@ -34,6 +30,16 @@ def main(descriptor: int) -> None:
         if os.getpid() != pid:  # a tool forked, and this is its copy that came back too
             os._exit(0)
         connection.sendall(encode({"call": message["call"], **answer}))
+
+
+def silent_connection(descriptor: int) -> socket.socket:
+    """Return the socket to the parent; standard input is empty, and printed text goes nowhere."""
+    connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        os.dup2(nowhere, standard)
+    return connection
 
 
 def to_text(value: object, *, max_chars: int) -> str:

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hybridrl.algorithms.load import require_part
 from hybridrl.algorithms.squared_probs import squared_probs
 from hybridrl.batch import (
@@ -94,32 +96,8 @@ class ActorRolloutWorker(CheckpointedWorker):
         self._load_parts()
         self._policy_version = 0
         self._carried: Metrics = {}
-        tensor_parallel_size = config.rollout.tensor_parallel_size
-        has_engine = self.rank % tensor_parallel_size == 0
-        gpus = control.gather("devices", device_name(device))
-        own_gpus = gpus[self.rank : self.rank + tensor_parallel_size]
         self._control = control
-        self._directory = build_directory(
-            config.rollout, num_engines=self.world_size // tensor_parallel_size
-        )
-        build = partial(
-            build_rollout_engine,
-            config,
-            model_folder,
-            device,
-            gpus=own_gpus,
-            directory=self._directory,
-        )
-        engine = start_engine(build if has_engine else None, config=config.rollout, control=control)
-        self.sharding = ShardingManager(
-            engine=engine,
-            follower=None if has_engine else build_follower(config.rollout, device),
-            config=config.rollout,
-            device=device,
-            control=control,
-            meter=meter,
-            lora=lora if lora.sends_adapters else None,
-        )
+        self.sharding = self._start_rollout(model_folder, device=device, meter=meter)
         self._actor = build_train_engine(config, model_folder, device)
         self.sharding.attach_policy(self._actor)
         self._reference = build_reference_engine(config, model_folder, device, actor=self._actor)
@@ -134,14 +112,45 @@ class ActorRolloutWorker(CheckpointedWorker):
         self._vocab_size = int(read_settings(model_folder)["vocab_size"])
         self.start_checkpoints(seed=config.seed)
         self.register_train_mesh(self._actor)
+        self._agent = build_agent_rollout(config, model_folder) if self._has_engine else None
+        meter.end()
+
+    def _start_rollout(
+        self, model_folder: Path, *, device: torch.device, meter: PeakMeter
+    ) -> ShardingManager:
+        """Start the rollout engine, if this rank has one; a collective call."""
+        config, control = self._config, self._control
+        size = config.rollout.tensor_parallel_size
+        num_engines = self.world_size // size
+        self._has_engine = self.rank % size == 0
+        self._directory = build_directory(config.rollout, num_engines=num_engines)
+        gpus = control.gather("devices", device_name(device))
+        build = partial(
+            build_rollout_engine,
+            config,
+            model_folder,
+            device,
+            gpus=gpus[self.rank : self.rank + size],
+            directory=self._directory,
+        )
+        engine = start_engine(
+            build if self._has_engine else None, config=config.rollout, control=control
+        )
         self.register_mesh(
             "rollout",
-            dp_rank=self.rank // tensor_parallel_size,
-            dp_size=self.world_size // tensor_parallel_size,
-            is_output_rank=has_engine,
+            dp_rank=self.rank // size,
+            dp_size=num_engines,
+            is_output_rank=self._has_engine,
         )
-        self._agent = build_agent_rollout(config, model_folder) if has_engine else None
-        meter.end()
+        return ShardingManager(
+            engine=engine,
+            follower=None if self._has_engine else build_follower(config.rollout, device),
+            config=config.rollout,
+            device=device,
+            control=control,
+            meter=meter,
+            lora=config.lora if config.lora.sends_adapters else None,
+        )
 
     def _load_parts(self) -> None:
         """Import the parts of the algorithm, and read what they ask for, once."""
